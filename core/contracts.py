@@ -1,0 +1,171 @@
+"""What a batch, a network, an objective, a schedule and a data stage must offer.
+
+Strategies, callbacks and commands rely on these and on nothing else: they ask a network for its
+blocks, they never look at its class.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+IGNORED_LABEL = -100
+"""Label of positions that count neither in the loss nor in the number of tokens."""
+
+
+class Batch(TypedDict, total=False):
+    """A mapping of tensors; B sequences of T tokens, all int64.
+
+    `labels` are already shifted: ``labels[b, t]`` is the token that follows ``input_ids[b, t]``, or -100.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    document_ids: Tensor
+    position_ids: Tensor
+
+
+class TokenSum(NamedTuple):
+    """A sum over label tokens and how many there were, both 0-d tensors on the device.
+
+    Sums, not means: only so do accumulation, ranks and uneven lengths weigh every token equally.
+    """
+
+    total: Tensor
+    count: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean per token; 0 where there was no token."""
+        return self.total / self.count.clamp(min=1)
+
+
+class Network(nn.Module, ABC):
+    """What is trained. Built inside `LanguageModule.configure_model`, possibly on the meta device.
+
+    Attributes:
+        vocab_size: Rows of the output weight.
+        max_sequence_length: The longest T that `forward` accepts, or None where there is no limit.
+    """
+
+    vocab_size: int
+    max_sequence_length: int | None
+
+    @abstractmethod
+    def forward(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
+        """Returns hidden states (B, T, C) after the last norm, or logits (B, T, V).
+
+        `cache` is what :meth:`new_cache` returned: the keys and values of the tokens so far. With
+        it, `input_ids` hold only the tokens that are new.
+        """
+
+    @abstractmethod
+    def init_weights(self) -> None:
+        """Initialises every parameter and buffer in place: also after `to_empty` from the meta device."""
+
+    @property
+    @abstractmethod
+    def blocks(self) -> Sequence[nn.Module]:
+        """The repeated blocks, in order: what is sharded, checkpointed and cut into pipeline stages."""
+
+    @property
+    @abstractmethod
+    def output_weight(self) -> Tensor | None:
+        """The (V, C) weight that turns hidden states into logits; None if `forward` returns logits."""
+
+    @abstractmethod
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Floating-point operations of forward and backward for one token at this length."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Turns what `forward` returned, (..., C), into logits (..., V)."""
+        weight = self.output_weight
+        return hidden if weight is None else nn.functional.linear(hidden, weight)
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Module name -> `torch.distributed.tensor.parallel` style; empty: no tensor parallelism."""
+        return {}
+
+    def new_cache(self, batch_size: int, max_length: int) -> Any:
+        """Returns an empty key-value cache for generation, or None where the network has none."""
+        return None
+
+
+class Objective(nn.Module, ABC):
+    """What is minimised. A module, so that it may hold parameters of its own."""
+
+    @abstractmethod
+    def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
+        """Returns the loss as a sum with its token count, and further figures to log by name.
+
+        What is returned first is differentiated. Parts of it (a z-loss, say) go into the second
+        under their own name; they are logged as token-weighted means.
+        """
+
+
+class Tokenizer(ABC):
+    """Turns text into token ids; a data stage that is trained or loaded before the run.
+
+    Attributes:
+        vocab_size: Number of ids, special tokens included.
+        end_of_text_id: The id that ends every document.
+    """
+
+    vocab_size: int
+    end_of_text_id: int
+
+    @abstractmethod
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Returns the options that decide the result, as JSON values: part of the data's cache key."""
+
+    @abstractmethod
+    def prepare(self, documents: Iterable[str]) -> None:
+        """Trains on the documents, or loads from disk; called once before `encode_batch`."""
+
+    @abstractmethod
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of each text, without the end-of-text id."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """Returns the tokenizer in the `tokenizers` library's JSON format."""
+
+
+class DocumentSource(ABC):
+    """A data stage that yields documents in a fixed order."""
+
+    @abstractmethod
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Returns what identifies the text (files, sizes, digests, options), as JSON values."""
+
+    @abstractmethod
+    def documents(self) -> Iterator[str]:
+        """Yields each document's text, always in the same order."""
+
+
+class TokenWriter(ABC):
+    """A data stage that stores token ids so that `PretrainDataModule` can stream them."""
+
+    @abstractmethod
+    def write(self, documents: Iterable[Sequence[int]], folder: Path, vocab_size: int) -> int:
+        """Writes each document's ids in order; returns the number of tokens written."""
+
+
+class Schedule(torch.optim.lr_scheduler.LRScheduler):
+    """A learning-rate schedule that needs to know how long the run is.
+
+    `LanguageModule` calls :meth:`bind` once with the number of optimizer steps, before the first
+    one. Schedules of torch, which do not need to know, are used as they are.
+    """
+
+    def bind(self, total_steps: int) -> None:
+        """Tells the schedule the length of the run and sets the rate of the current step."""
+        self.total_steps = total_steps
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]

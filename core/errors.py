@@ -1,0 +1,19 @@
+"""Errors that users cause and can mend: shown as a few lines, never as a traceback."""
+
+
+class ConfigError(Exception):
+    """A mistake in a configuration, an argument, an input file or the environment.
+
+    The command line prints the message (at most 10 lines) and ends with exit code 2. Write the
+    message for the person who has to mend it: where, what was found, the nearest right thing, what
+    to do.
+    """
+
+
+def nearest(word: str, candidates: "list[str] | tuple[str, ...] | set[str]") -> str:
+    """Returns ' Did you mean X?' for the most similar candidate, or an empty string."""
+    import difflib
+
+    by_lower = {candidate.lower(): candidate for candidate in sorted(candidates)}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower[close[0]]}?" if close else ""
