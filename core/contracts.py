@@ -37,12 +37,12 @@ class TokenSum(NamedTuple):
     """
 
     total: Tensor
-    count: Tensor
+    tokens: Tensor
 
     @property
     def mean(self) -> Tensor:
         """The mean per token; 0 where there was no token."""
-        return self.total / self.count.clamp(min=1)
+        return self.total / self.tokens.clamp(min=1)
 
 
 class Network(nn.Module, ABC):
@@ -169,3 +169,7 @@ class Schedule(torch.optim.lr_scheduler.LRScheduler):
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Saves the position only: rates and lengths are what the user wrote, also when resuming."""
+        return {"last_epoch": self.last_epoch, "_step_count": self._step_count}

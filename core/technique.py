@@ -59,8 +59,8 @@ class Device:
         """Returns a line that says the device is absent, or None."""
         import torch
 
-        present = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
-        if present.get(self.kind, lambda: True)():
+        found = torch.accelerator.current_accelerator(check_available=True)
+        if found is not None and found.type == self.kind:
             return None
         return f"no {self.kind.upper()} device is visible to this process"
 

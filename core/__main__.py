@@ -1,0 +1,73 @@
+"""`python -m core COMMAND ...`, also installed as `leyden`.
+
+Every command is a technique of the group `leyden.commands`: a function that takes the arguments after
+its name and returns an exit code. Only the one that is called is imported, so that help and listings
+answer without torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from core import __version__, catalog
+from core.errors import ConfigError
+
+MESSAGE_LINES = 10
+
+
+def _put_house_first() -> None:
+    """Lets `plugins`, `configs`... mean ours, whatever folders of these names the user stands in."""
+    house = str(Path(__file__).resolve().parent.parent)
+    if house not in sys.path:
+        sys.path.insert(0, house)
+    elif sys.path[0] in ("", os.getcwd()) and sys.path[0] != house:
+        sys.path.append(sys.path.pop(0))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code: 0 done, 2 a mistake that the user can mend, 130 interrupted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    _put_house_first()
+    try:
+        if not words or words[0] in ("-h", "--help"):
+            print(_help())
+            return 0
+        if words[0] == "--version":
+            print(f"leyden {__version__}")
+            return 0
+        command = catalog.find(words[0], "commands").load()
+        return command(words[1:]) or 0
+    except ConfigError as error:
+        print("\n".join(str(error).splitlines()[:MESSAGE_LINES]), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("Interrupted.", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output (head, less) has gone
+        sys.stderr.close()
+        return 141
+
+
+def _help() -> str:
+    commands = [entry for entry in catalog.entries() if entry.kind == "commands"]
+    width = max((len(entry.name) for entry in commands), default=0)
+    lines = [f"  {entry.name:<{width}}  {entry.summary()}" for entry in commands]
+    return "\n".join(
+        [
+            "leyden trains language models; every technique is a plugin switched on in a YAML file.",
+            "",
+            "usage: python -m core COMMAND [arguments]      (or: leyden COMMAND [arguments])",
+            "",
+            *lines,
+            "",
+            "Start with: python -m core fit --config quickstart",
+            "A command's own arguments: python -m core COMMAND --help",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""The catalogue of techniques: Python entry points, one group per kind, read without importing them.
+
+An entry `Name = "package.module:Class"` in the group `leyden.<kind>` makes `Name` a short name in YAML.
+A module is imported only when a run names it, so that a broken package hurts nobody else.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError, nearest
+
+KINDS = (
+    "adapters",
+    "callbacks",
+    "checkpoints",
+    "commands",
+    "datamodules",
+    "loggers",
+    "networks",
+    "objectives",
+    "optimizers",
+    "precision",
+    "schedules",
+    "stages",
+    "strategies",
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One registered technique: where it lives and which package brought it."""
+
+    name: str
+    kind: str
+    module: str
+    attribute: str
+    package: str
+    version: str
+
+    @property
+    def class_path(self) -> str:
+        """The full dotted path, as jsonargparse writes it."""
+        return f"{self.module}.{self.attribute}"
+
+    @property
+    def origin(self) -> str:
+        """The package with its version, for messages."""
+        return f"{self.package} {self.version}"
+
+    def load(self) -> Any:
+        """Imports the technique.
+
+        Raises:
+            ConfigError: If its module cannot be imported or lacks the attribute; names the package.
+        """
+        try:
+            return getattr(importlib.import_module(self.module), self.attribute)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} of {self.origin} cannot be imported: {type(error).__name__}: {error}\n"
+                f"It is registered as {self.module}:{self.attribute} in the group leyden.{self.kind}.\n"
+                f"Reinstall or repair {self.package}, or take {self.name} out of the run."
+            ) from error
+
+    def summary(self) -> str:
+        """Returns the first line of the docstring, read with `ast`; empty where there is no source."""
+        path = _source_file(self.module)
+        if path is None:
+            return ""
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            return ""
+        nodes = (ast.ClassDef, ast.FunctionDef)
+        for node in tree.body:
+            if isinstance(node, nodes) and node.name == self.attribute:
+                return (ast.get_docstring(node) or "").split("\n")[0]
+        return ""
+
+
+def _source_file(module: str) -> Path | None:
+    """Finds a module's file without importing its parent packages, which may be broken or slow."""
+    head, *rest = module.split(".")
+    try:
+        spec = importlib.util.find_spec(head)
+    except (ImportError, ValueError):
+        return None
+    if spec is None:
+        return None
+    if not rest:
+        return Path(spec.origin) if spec.origin else None
+    for folder in spec.submodule_search_locations or ():
+        base = Path(folder, *rest)
+        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+@cache
+def entries() -> tuple[Entry, ...]:
+    """Returns every registered technique of every installed package, sorted by kind and name."""
+    found = set()
+    for kind in KINDS:
+        for point in entry_points(group=f"leyden.{kind}"):
+            dist = point.dist
+            package, version = (dist.name, dist.version) if dist else ("?", "?")
+            found.add(Entry(point.name, kind, point.module, point.attr, package, version))
+    return tuple(sorted(found, key=lambda entry: (entry.kind, entry.name, entry.package)))
+
+
+def find(name: str, kind: str | None = None) -> Entry:
+    """Returns the one technique with this short name.
+
+    Raises:
+        ConfigError: If the name is unknown (names the nearest) or registered by two packages.
+    """
+    pool = [entry for entry in entries() if kind is None or entry.kind == kind]
+    matches = [entry for entry in pool if entry.name == name]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        lines = "\n".join(f"  {entry.class_path}  (from {entry.origin})" for entry in matches)
+        raise ConfigError(f"{name} is registered by {len(matches)} packages; write the full path:\n{lines}")
+    what = kind.removesuffix("s") if kind else "technique"
+    hint = nearest(name, {entry.name for entry in pool})
+    raise ConfigError(f"There is no {what} named {name!r}.{hint}\nSee `python -m core plugins list`.")
+
+
+def registered(words: Iterable[str]) -> list[Entry]:
+    """Returns the techniques whose short name or full path is among the words.
+
+    A short name that two packages registered is an error only here, where a run uses it; the full
+    path of one of them says which is meant.
+    """
+    words = set(words)
+    by_name: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in entries():
+        if entry.kind != "commands":
+            by_name[entry.kind, entry.name].append(entry)
+    chosen = []
+    for (kind, name), pool in by_name.items():
+        by_path = [entry for entry in pool if entry.class_path in words]
+        chosen += by_path
+        if name in words and not by_path:
+            chosen.append(find(name, kind))
+    return chosen
+
+
+def by_class_path(class_path: str) -> Entry | None:
+    """Returns the entry registered under a full dotted path, or None."""
+    return next((entry for entry in entries() if entry.class_path == class_path), None)
+
+
+def configs_folder() -> Path:
+    """The folder of the configs that ship with leyden: in the checkout, or inside site-packages."""
+    return Path(__file__).resolve().parent.parent / "configs"

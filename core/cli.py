@@ -1,0 +1,269 @@
+"""fit, validate, test and predict: LightningCLI on composed configs, with preflight and one run folder."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from core import catalog
+from core.config_files import Composed, compose, merge
+from core.errors import ConfigError
+from core.technique import technique
+
+POSITIONS: dict[str, tuple[str, ...]] = {
+    "trainer.callbacks": ("callbacks",),
+    "trainer.strategy": ("strategies",),
+    "trainer.plugins": ("precision", "checkpoints"),
+    "trainer.logger": ("loggers",),
+    "model.network": ("networks",),
+    "model.objective": ("objectives",),
+    "model.optimizer": ("optimizers",),
+    "model.lr_scheduler": ("schedules",),
+    "data": ("datamodules",),
+}
+"""Where short names of which kinds may stand as plain strings, without `class_path`."""
+
+SECTIONS = ("seed_everything", "trainer", "model", "data")
+_SOURCE = "LightningCLI of lightning 2.6, composed configs and preflight on top"
+
+
+@dataclass
+class Request:
+    """What the user asked for, before jsonargparse has seen it.
+
+    Attributes:
+        composed: The files' values, short names resolved, over those of the checkpoint if any.
+        arguments: The remaining command line.
+        root: The folder that the run's own folder is named after.
+        checkpoint: The file to go on from.
+        stored: The configuration in that checkpoint.
+    """
+
+    composed: Composed
+    arguments: list[str]
+    root: Path
+    checkpoint: Path | None
+    stored: dict[str, Any]
+
+
+@technique(paper=_SOURCE)
+def fit(arguments: list[str]) -> int:
+    """Trains a network: --config NAME_OR_FILE (several compose), --ckpt_path last resumes."""
+    return _run("fit", arguments)
+
+
+@technique(paper=_SOURCE)
+def validate(arguments: list[str]) -> int:
+    """Computes loss and perplexity of a checkpoint on the validation data."""
+    return _run("validate", arguments)
+
+
+@technique(paper=_SOURCE)
+def test(arguments: list[str]) -> int:
+    """Computes loss and perplexity of a checkpoint on the test data."""
+    return _run("test", arguments)
+
+
+@technique(paper=_SOURCE)
+def predict(arguments: list[str]) -> int:
+    """Writes the log-probability of every label token to predictions.safetensors in the run folder."""
+    return _run("predict", arguments)
+
+
+def _run(subcommand: str, arguments: list[str]) -> int:
+    request = prepare(arguments)
+    _quieten()
+    from core.lightning_cli import Cli
+
+    Cli(subcommand, request)
+    return 0
+
+
+def prepare(arguments: list[str]) -> Request:
+    """Composes the configs, finds the checkpoint, resolves short names and imports what they name."""
+    names, rest = split_configs(arguments)
+    composed = compose(names)
+    rest = _move_positions(composed.values, rest)
+    root = Path(_last(rest, "trainer.default_root_dir") or _default_root(composed.values, names))
+    checkpoint, stored = None, {}
+    wanted = _last(rest, "ckpt_path") or composed.values.get("ckpt_path")
+    if wanted:
+        from core.checkpoint import resolve, stored_config
+
+        checkpoint = resolve(str(wanted), root)
+        stored = {key: value for key, value in stored_config(checkpoint).items() if key in SECTIONS}
+        rest = [*_without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
+    resolve_names(composed.values)
+    composed.values = merge(merge({}, stored), composed.values)
+    composed.values.pop("ckpt_path", None)
+    resolve_names(composed.values)
+    if not _last(rest, "trainer.default_root_dir"):
+        composed.values.setdefault("trainer", {})["default_root_dir"] = str(root)
+    for entry in catalog.registered(_words(composed.values, rest)):
+        entry.load()
+    return Request(composed, rest, root, checkpoint, stored)
+
+
+def split_configs(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Splits `--config X`, `--config=X`, `-c X` from the other arguments."""
+    configs, rest, words = [], [], iter(arguments)
+    for word in words:
+        if word in ("-c", "--config"):
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(
+                    f"{word} needs a file or the name of a shipped config, for example quickstart."
+                )
+            configs.append(value)
+        elif word.startswith("--config="):
+            configs.append(word.removeprefix("--config="))
+        else:
+            rest.append(word)
+    return configs, rest
+
+
+def _pairs(arguments: list[str]) -> Iterator[tuple[int, int, str, str]]:
+    """Yields (first word, words, key, value) of each option that has a value."""
+    for index, word in enumerate(arguments):
+        if not word.startswith("--"):
+            continue
+        key, equals, value = word[2:].partition("=")
+        if equals:
+            yield index, 1, key, value
+        elif index + 1 < len(arguments) and not arguments[index + 1].startswith("--"):
+            yield index, 2, key, arguments[index + 1]
+
+
+def _last(arguments: list[str], wanted: str) -> str | None:
+    found = [value for _, _, key, value in _pairs(arguments) if key == wanted]
+    return found[-1] if found else None
+
+
+def _without(arguments: list[str], unwanted: str) -> list[str]:
+    drop = {i for at, count, key, _ in _pairs(arguments) if key == unwanted for i in range(at, at + count)}
+    return [word for index, word in enumerate(arguments) if index not in drop]
+
+
+def _move_positions(values: dict[str, Any], arguments: list[str]) -> list[str]:
+    """Moves `--model.network=GPT` and the like into the config; resolves `--trainer.callbacks+=X` in place."""
+    result, moved = list(arguments), set()
+    for at, count, key, value in _pairs(arguments):
+        kinds = POSITIONS.get(key.removesuffix("+"), ())
+        entry = _entry(value, kinds) if kinds else None
+        if entry is None:
+            continue
+        if key.endswith("+"):
+            result[at : at + count] = [f"--{key}={entry.class_path}", *[""] * (count - 1)]
+            continue
+        nested: dict[str, Any] = {"class_path": entry.class_path}
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        resolve_names(values)
+        merge(values, nested)
+        moved |= set(range(at, at + count))
+    return [word for index, word in enumerate(result) if index not in moved and word]
+
+
+def _entry(name: Any, kinds: tuple[str, ...]) -> catalog.Entry | None:
+    for kind in kinds:
+        if any(entry.kind == kind and entry.name == name for entry in catalog.entries()):
+            return catalog.find(name, kind)
+    return None
+
+
+def resolve_names(values: dict[str, Any]) -> None:
+    """Replaces short names by full paths, at every `class_path` and at the known positions, in place."""
+    for position, kinds in POSITIONS.items():
+        *parents, key = position.split(".")
+        holder: Any = values
+        for parent in parents:
+            holder = holder.get(parent) if isinstance(holder, dict) else None
+        if isinstance(holder, dict) and key in holder:
+            items = holder[key] if isinstance(holder[key], list) else [holder[key]]
+            found = [_named(item, kinds) for item in items]
+            holder[key] = found if isinstance(holder[key], list) else found[0]
+    _resolve_class_paths(values)
+
+
+def _named(item: Any, kinds: tuple[str, ...]) -> Any:
+    if isinstance(item, dict) and isinstance(item.get("class_path"), str):
+        entry = _entry(item["class_path"], kinds)
+        return {**item, "class_path": entry.class_path} if entry else item
+    entry = _entry(item, kinds) if isinstance(item, str) else None
+    return {"class_path": entry.class_path} if entry else item
+
+
+def _resolve_class_paths(value: Any) -> None:
+    if isinstance(value, dict):
+        name = value.get("class_path")
+        known = {entry.name for entry in catalog.entries() if entry.kind != "commands"}
+        if isinstance(name, str) and name in known:
+            value["class_path"] = catalog.find(name).class_path
+        for item in value.values():
+            _resolve_class_paths(item)
+    elif isinstance(value, list):
+        for item in value:
+            _resolve_class_paths(item)
+
+
+def _words(value: Any, arguments: list[str]) -> set[str]:
+    text = [*arguments, yaml.safe_dump(value)]
+    return {word for line in text for word in re.findall(r"[A-Za-z_][\w.]*", line)}
+
+
+def _default_root(values: dict[str, Any], names: list[str]) -> str:
+    written = (
+        values.get("trainer", {}).get("default_root_dir") if isinstance(values.get("trainer"), dict) else None
+    )
+    return written or f"runs/{Path(names[0]).stem if names else 'run'}"
+
+
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each value that differs between a checkpoint's configuration and the run's."""
+    old, new = dict(_leaves(stored, "")), dict(_leaves(current, ""))
+    return [
+        f"{key}: {new.get(key, '(absent)')} (the checkpoint has {old.get(key, '(absent)')})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and value:
+        for name, item in value.items():
+            yield from _leaves(item, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{key}.{index}")
+    else:
+        yield key, value
+
+
+def build_network(config: Mapping[str, Any]) -> Any:
+    """Builds a network from the `model.network` part of a saved configuration."""
+    from jsonargparse import ArgumentParser
+
+    from core.contracts import Network
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Network, "network")
+    return parser.instantiate(parser.parse_object({"network": dict(config)})).network
+
+
+def _quieten() -> None:
+    """Silences hints of Lightning's that do not apply here: the loaders and paths are ours."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for message in (".*does not have many workers.*", ".*Checkpoint directory .* exists and is not empty.*"):
+        warnings.filterwarnings("ignore", message)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,0 +1,301 @@
+"""What is trained: a network, an objective, an optimizer and a schedule, put together for Lightning."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from core.contracts import Network, Objective, Schedule, TokenSum
+from core.errors import ConfigError
+
+GRADIENT_TOKENS = 4096.0
+"""Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
+
+
+class LanguageModule(LightningModule):
+    """Trains a network so that every label token of a global batch weighs the same.
+
+    Gradients are those of the sum of all token losses over the number of label tokens, counted over
+    micro-batches and ranks, however unevenly the tokens are spread. torch's generators are seeded
+    anew before each micro-batch from (seed, epoch, batch, rank): what other techniques draw does not
+    change the training, and a resumed run needs no generator state.
+
+    Logged every `trainer.log_every_n_steps` optimizer steps, over all tokens since the last time:
+    `train/loss` (nats per token), `train/perplexity`, `train/tokens` (label tokens since the start of
+    the run), `train/lr`, `train/grad_norm` (before clipping); after validation `val/loss` and
+    `val/perplexity`. Other steps never wait for the device.
+
+    Args:
+        network: What is trained; built in `configure_model`, so that strategies can shard it.
+        objective: What is minimised.
+        optimizer: Called with parameter groups. Norms and biases (parameters of fewer than two
+            dimensions) come in a group with `weight_decay` 0.
+        lr_scheduler: Called with the optimizer and stepped after each optimizer step.
+        decay_embeddings: Whether embedding weights (tied output weights too) are decayed.
+
+    Attributes:
+        logging_step: True from the optimizer step until the end of a batch whose figures are logged.
+        tokens_seen: Label tokens of all ranks since the start of the run, as of the last logged step.
+    """
+
+    network: Network
+
+    def __init__(
+        self,
+        network: Callable[[], Network],
+        objective: Objective,
+        optimizer: Callable[[Any], Optimizer],
+        lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
+        decay_embeddings: bool = True,
+    ) -> None:
+        super().__init__()
+        self.build_network = network
+        self.objective = objective
+        self.build_optimizer = optimizer
+        self.build_lr_scheduler = lr_scheduler
+        self.decay_embeddings = decay_embeddings
+        self.logging_step = False
+        self.tokens_seen = 0
+        self._window: dict[str, list[Tensor]] = {}
+        self._validation: dict[str, list[Tensor]] = {}
+        self._step_tokens: Tensor | None = None
+        self._user_groups: list[dict[str, Any]] = []
+        self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+    def configure_model(self) -> None:
+        """Builds the network, once, inside the strategy's and precision's initialisation contexts."""
+        if getattr(self, "network", None) is None:
+            self.network = self.build_network()
+            self._check_against_data(getattr(self.trainer, "datamodule", None))
+
+    def _check_against_data(self, data: Any) -> None:
+        vocab, longest = getattr(data, "vocab_size", None), self.network.max_sequence_length
+        if vocab is not None and vocab > self.network.vocab_size:
+            raise ConfigError(
+                f"The data's tokenizer has {vocab:,} tokens, the network's vocab_size is "
+                f"{self.network.vocab_size:,}.\nSet --model.network.vocab_size={math.ceil(vocab / 64) * 64} "
+                "(or another number of at least the tokenizer's)."
+            )
+        length = getattr(data, "sequence_length", None)
+        if longest is not None and length is not None and length > longest:
+            raise ConfigError(
+                f"The data's sequence_length is {length}, the network's max_sequence_length {longest}.\n"
+                f"Set --model.network.max_sequence_length={length} or --data.sequence_length={longest}."
+            )
+
+    def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Returns logits (B, T, V)."""
+        return self.network.logits(self.network(batch))
+
+    # -- training ---------------------------------------------------------------------------------
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
+        self.logging_step = False
+        torch.manual_seed(_mix(self._seed, self.current_epoch, batch_idx, self.global_rank))
+        loss, metrics = self.objective.loss(self.network, batch)
+        _accumulate(self._window, {"loss": loss, **metrics})
+        if not self._weighs_later:
+            return loss.mean
+        tokens = loss.tokens.detach()
+        self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
+        return loss.total / GRADIENT_TOKENS
+
+    @property
+    def _weighs_later(self) -> bool:
+        # Only then is the number of label tokens of the step unknown at the time of backward.
+        return self.trainer.accumulate_grad_batches > 1 or self.trainer.world_size > 1
+
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
+    ) -> None:
+        """Steps the optimizer on gradients that are weighed by tokens before any hook sees them."""
+
+        def closure() -> Any:
+            result = optimizer_closure() if optimizer_closure else None
+            if self._step_tokens is not None:
+                self._weigh_gradients(optimizer, self._step_tokens)
+                self._step_tokens = None
+            return result
+
+        optimizer.step(closure=closure)
+
+    def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
+        # backward divided by GRADIENT_TOKENS, Lightning by the micro-batches, the strategy by the ranks
+        if self.trainer.world_size > 1:
+            tokens = self.trainer.strategy.reduce(tokens, reduce_op="sum")
+        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        factor = divided_by / tokens.clamp(min=1).to(torch.float32)
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        torch._foreach_mul_(gradients, factor)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Logs the figures of the step where it is the turn of one."""
+        interval = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if (self.trainer.global_step + 1) % interval:
+            return
+        self.logging_step = True
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = nn.utils.get_total_norm(gradients)
+        means, tokens = self._reduced(self._window)
+        self.tokens_seen += tokens
+        figures = _named("train", means)
+        figures["train/tokens"] = float(self.tokens_seen)
+        figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
+        figures["train/grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        self.log_dict(figures)
+
+    # -- validation -------------------------------------------------------------------------------
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Adds a batch to the validation sums."""
+        loss, metrics = self.objective.loss(self.network, batch)
+        _accumulate(self._validation, {"loss": loss, **metrics})
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs the token-weighted means over the whole validation set and all ranks."""
+        means, _ = self._reduced(self._validation)
+        self.log_dict(_named("val", means), rank_zero_only=False)
+
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Adds a batch to the test sums."""
+        self.validation_step(batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        """Logs the token-weighted means over the whole test set and all ranks."""
+        means, _ = self._reduced(self._validation)
+        self.log_dict(_named("test", means), rank_zero_only=False)
+
+    def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Returns log-probabilities (B, T) in nats of the labels; 0 where the label is ignored."""
+        losses = nn.functional.cross_entropy(
+            self(batch).float().flatten(0, 1), batch["labels"].flatten(), reduction="none"
+        )
+        return -losses.view_as(batch["labels"])
+
+    def _reduced(self, sums: dict[str, list[Tensor]]) -> tuple[dict[str, float], int]:
+        """Returns means over all ranks and the number of label tokens, and empties the sums."""
+        flat = torch.stack([tensor for pair in sums.values() for tensor in pair])
+        if self.trainer.world_size > 1:
+            flat = self.trainer.strategy.reduce(flat, reduce_op="sum")
+        values = flat.tolist()  # the one wait for the device
+        names, totals, counts = list(sums), values[::2], values[1::2]
+        sums.clear()
+        means = {
+            name: total / max(count, 1) for name, total, count in zip(names, totals, counts, strict=True)
+        }
+        return means, round(counts[names.index("loss")])
+
+    # -- optimizer, schedule, state ----------------------------------------------------------------
+
+    def configure_optimizers(self) -> Any:
+        """Builds the optimizer on two parameter groups, and the schedule over the length of the run."""
+        optimizer = self.build_optimizer(self.parameter_groups())
+        self._user_groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        if self.build_lr_scheduler is None:
+            return optimizer
+        scheduler = self.build_lr_scheduler(optimizer)
+        self._bind(scheduler)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Returns the decayed and the undecayed trainable parameters; a shared one stands once."""
+        embeddings = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
+        decayed: list[Tensor] = []
+        undecayed: list[Tensor] = []
+        for parameter in self.parameters():
+            if parameter.requires_grad:
+                kept = parameter.ndim < 2 or (id(parameter) in embeddings and not self.decay_embeddings)
+                (undecayed if kept else decayed).append(parameter)
+        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def _bind(self, scheduler: LRScheduler) -> None:
+        if isinstance(scheduler, Schedule):
+            steps = self.trainer.estimated_stepping_batches
+            if math.isinf(steps):
+                raise ConfigError("The schedule has to know the length of the run: set --trainer.max_steps.")
+            scheduler.bind(int(steps))
+
+    def on_train_start(self) -> None:
+        """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
+        if not self.trainer.ckpt_path:
+            return
+        optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
+        for group, written in zip(optimizer.param_groups, self._user_groups, strict=True):  # type: ignore[union-attr]
+            rate = group["lr"]
+            group.update(written)
+            if scheduler is not None and not isinstance(scheduler, Schedule):
+                group["lr"] = rate  # torch's schedules derive the next rate from the present one
+        if isinstance(scheduler, Schedule):
+            self._bind(scheduler)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Saves the sums since the last logged step, of each rank, and the tokens seen."""
+        names = list(self._window)
+        sums = torch.stack([t for pair in self._window.values() for t in pair]) if names else torch.zeros(0)
+        if self.trainer.world_size > 1:
+            sums = torch.as_tensor(self.all_gather(sums))
+        checkpoint["language_module"] = {
+            "tokens_seen": self.tokens_seen,
+            "window": {"names": names, "sums": sums.view(self.trainer.world_size, -1).cpu()},
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restores what `on_save_checkpoint` saved; at another world size rank 0 takes all sums."""
+        state = checkpoint.get("language_module")
+        if state is None:
+            return
+        self.tokens_seen = state["tokens_seen"]
+        names, sums = state["window"]["names"], state["window"]["sums"].to(self.device)
+        if sums.shape[0] == self.trainer.world_size:
+            own = sums[self.global_rank]
+        else:
+            own = sums.sum(0) * (self.global_rank == 0)
+        self._window = {name: list(own[2 * i : 2 * i + 2].clone()) for i, name in enumerate(names)}
+
+
+def _accumulate(sums: dict[str, list[Tensor]], new: Mapping[str, TokenSum]) -> None:
+    for name, (total, tokens) in new.items():
+        if name in sums:
+            sums[name][0].add_(total.detach())
+            sums[name][1].add_(tokens)
+        else:
+            sums[name] = [_wide(total.detach()), _wide(tokens.detach())]
+
+
+def _wide(value: Tensor) -> Tensor:
+    # exact for counts up to 2**53; Apple's GPUs have no float64
+    return value.to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
+
+
+def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:
+    figures = {f"{stage}/{name}": value for name, value in means.items()}
+    figures[f"{stage}/perplexity"] = math.exp(min(means["loss"], 700.0))
+    return figures
+
+
+def _mix(*numbers: int) -> int:
+    """Hashes integers to 32 bits (splitmix64's finaliser); the CPU generator uses no more of its seed."""
+    state = 0
+    for number in numbers:
+        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 32

@@ -1,0 +1,111 @@
+"""The LightningCLI subclass behind `fit`, `validate`, `test` and `predict`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from lightning.fabric.utilities.rank_zero import _get_rank
+from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+
+from core import preflight, run_folder
+from core.cli import SECTIONS, Request, differences
+from core.config_files import parse_yaml
+from core.errors import ConfigError
+from core.language_module import LanguageModule
+
+log = logging.getLogger(__name__)
+
+
+class Parser(LightningArgumentParser):
+    """Reports a mistake as a ConfigError: a few lines, without usage."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raises instead of printing the usage and leaving."""
+        raise ConfigError(message) from ex
+
+
+class Cli(LightningCLI):
+    """Parses, checks, instantiates and runs one subcommand."""
+
+    def __init__(self, subcommand: str, request: Request) -> None:
+        self.request = request
+        self.only = subcommand
+        super().__init__(
+            model_class=LanguageModule,
+            datamodule_class=LightningDataModule,
+            subclass_mode_data=True,
+            save_config_callback=None,
+            seed_everything_default=0,
+            parser_class=Parser,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Builds the parser of the one subcommand that is run: each takes 0.3 s."""
+        return {self.only: LightningCLI.subcommands()[self.only]}
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        """Parses the composed values, then the arguments over them."""
+        values = self.request.composed.values
+        config = ["--config", yaml.safe_dump(values, sort_keys=False)] if values else []
+        self.config = parser.parse_args([self.only, *config, *self.request.arguments])
+
+    def _parse_ckpt_path(self) -> None:
+        """Does nothing: the checkpoint's values already lie below what the user wrote."""
+
+    def before_instantiate_classes(self) -> None:
+        """Checks the selection, then fixes the run folder."""
+        options = self.config[self.only]
+        self.saved_config = self._parser(self.only).dump(options, skip_none=False, skip_validation=True)
+        plain, _ = parse_yaml(self.saved_config, "the parsed configuration")
+        self.selected = preflight.selection(plain)
+        preflight.check(self.selected)
+        self.folder = self._choose_folder(Path(options["trainer"]["default_root_dir"]))
+        self._announce({key: value for key, value in plain.items() if key in SECTIONS})
+        self.config[self.only] = run_folder.fill_in(options, self.folder)
+
+    def _choose_folder(self, root: Path) -> Path:
+        if self.request.checkpoint is not None:
+            return run_folder.of_checkpoint(self.request.checkpoint)
+        return run_folder.fresh(root) if _get_rank() in (None, 0) else root
+
+    def _announce(self, plain: dict[str, Any]) -> None:
+        if _get_rank() not in (None, 0):
+            return
+        print(preflight.table(self.selected), f"\nRun folder: {self.folder}", flush=True)
+        if self.request.checkpoint is not None:
+            print(f"From checkpoint: {self.request.checkpoint}", flush=True)
+            for line in differences(self.request.stored, plain) if self.request.stored else ():
+                print(f"  {line}", flush=True)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Puts the callbacks into their declared order, the run's record first."""
+        options = {**self._get(self.config_init, "trainer", default={}), **kwargs}
+        callbacks = options.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        record = run_folder.RunRecord(self.saved_config, preflight.table(self.selected), self.folder)
+        options["callbacks"] = preflight.ordered([record, *callbacks])
+        options["default_root_dir"] = str(self.folder)
+        return self._instantiate_trainer(options, [])
+
+    def predict(self, **kwargs: Any) -> None:
+        """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats."""
+        import torch
+        from safetensors.torch import save_file
+
+        batches = self.trainer.predict(**kwargs) or []
+        rows = torch.cat([batch for batch in batches if isinstance(batch, torch.Tensor)])
+        name = (
+            "predictions" if self.trainer.world_size == 1 else f"predictions.rank{self.trainer.global_rank}"
+        )
+        path = Path(self.trainer.default_root_dir, f"{name}.safetensors")
+        temporary = path.with_suffix(".tmp")
+        save_file({"log_probability_nats": rows.contiguous()}, temporary)
+        os.replace(temporary, path)
+        print(f"Log-probabilities of {rows.numel():,} labels: {path}")

@@ -1,0 +1,95 @@
+"""The folder of one run: which one it is, and the record of the run that is kept there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from core import __version__
+from core.checkpoint import RECORD
+
+PLACEHOLDER = "${run_folder}"
+"""Stands in a config for the run's folder, which is known only when the run starts."""
+
+
+def fresh(root: Path) -> Path:
+    """Returns `root`, or the first of root-2, root-3... in which no run has been recorded yet."""
+    folder, number = root, 1
+    while (folder / "config.yaml").exists() or (folder / "checkpoints").exists():
+        number += 1
+        folder = root.with_name(f"{root.name}-{number}")
+    return folder
+
+
+def of_checkpoint(path: Path) -> Path:
+    """Returns the run folder that a checkpoint lies in: the nearest parent with a recorded config."""
+    for folder in path.resolve().parents:
+        if (folder / "config.yaml").is_file():
+            return folder
+    return path.resolve().parent
+
+
+def fill_in(value: Any, folder: Path) -> Any:
+    """Replaces `${run_folder}` in every string of a nested configuration, in place where it can."""
+    if isinstance(value, str):
+        return value.replace(PLACEHOLDER, str(folder))
+    if isinstance(value, list):
+        value[:] = [fill_in(item, folder) for item in value]
+    elif isinstance(value, dict):
+        value.update({key: fill_in(item, folder) for key, item in value.items()})
+    elif hasattr(value, "__dict__") and hasattr(value, "items"):
+        for key, item in vars(value).items():
+            setattr(value, key, fill_in(item, folder))
+    return value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text file so that a reader sees the old or the new content, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+class RunRecord(Callback):
+    """Writes the full config and the selected techniques into the run folder and every checkpoint.
+
+    Args:
+        config: The resolved configuration as YAML.
+        techniques: The table of what was selected.
+        folder: The run folder as rank 0 chose it; other ranks take it over from there.
+    """
+
+    def __init__(self, config: str, techniques: str, folder: Path) -> None:
+        self.config = config
+        self.techniques = techniques
+        self.folder = folder
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Agrees on the folder over all ranks and writes the record on rank 0."""
+        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        setattr(trainer, "_default_root_dir", str(self.folder))  # noqa: B010 - no public setter
+        self._write(stage)
+
+    @rank_zero_only
+    def _write(self, stage: str) -> None:
+        name = "config.yaml" if stage == "fit" else f"config.{stage}.yaml"
+        path = self.folder / name
+        if path.exists() and path.read_text(encoding="utf-8") != self.config:
+            count = len(list(self.folder.glob(f"{name}.*")))
+            path.rename(path.with_name(f"{name}.{count + 1}"))
+        write_atomically(path, self.config)
+        write_atomically(self.folder / "techniques.txt", self.techniques + "\n")
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Stores the configuration in the checkpoint, so that it can be read without its folder."""
+        checkpoint[RECORD] = {"config": self.config, "version": __version__}

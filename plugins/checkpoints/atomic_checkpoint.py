@@ -1,0 +1,92 @@
+"""Checkpoints that are whole or absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+
+from core.checkpoint import defect
+from core.errors import ConfigError
+from core.technique import technique
+
+
+@technique(paper="write to a temporary name, fsync, rename: POSIX rename(2) replaces atomically")
+class AtomicCheckpoint(CheckpointIO):
+    """Writes each checkpoint under a temporary name, flushes it to the disk, then renames it.
+
+    A kill, a crash or a full disk at any moment leaves the earlier checkpoints as they were, and none
+    that is cut off. Nothing is serialised in memory first. Loading takes tensors and plain values
+    only (`weights_only=True`), memory-mapped.
+
+    Raises:
+        ConfigError: If there is no space left, or the file to load is not whole.
+
+    Example:
+        trainer:
+          plugins+:
+            - class_path: AtomicCheckpoint
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes the checkpoint; called on rank 0."""
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(path.parent)
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+            _sync_folder(path.parent)
+        except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+            written = temporary.stat().st_size if temporary.exists() else 0
+            temporary.unlink(missing_ok=True)
+            earlier = sorted(path.parent.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
+            kept = f"The last good one is {earlier[-1]}." if earlier else "There is no earlier one."
+            raise ConfigError(
+                f"The checkpoint {path} could not be written: {_reason(error)} ({written:,} bytes were).\n"
+                f"{kept}\nMake room on the disk, then resume with --ckpt_path last."
+            ) from error
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Reads a checkpoint onto the CPU unless `map_location` says otherwise."""
+        if reason := defect(Path(path)):
+            raise ConfigError(f"{path}: {reason}. --ckpt_path last finds the newest whole checkpoint.")
+        loaded: dict[str, Any] = torch.load(
+            path, map_location=map_location or "cpu", weights_only=True, mmap=True
+        )
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Deletes a checkpoint file."""
+        Path(path).unlink(missing_ok=True)
+
+
+def _reason(error: Exception) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return str(error).splitlines()[0]
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for leftover in folder.glob(".*.ckpt.tmp"):  # of a run that was killed while it wrote
+        leftover.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,80 @@
+"""Linear warm-up, then half a cosine."""
+
+from __future__ import annotations
+
+import math
+
+from torch.optim import Optimizer
+
+from core.contracts import Schedule
+from core.errors import ConfigError
+from core.technique import technique
+
+
+def warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
+    """Returns the factor on the peak learning rate for optimizer step `step`, counted from 0.
+
+    Step 0 has 1/warmup_steps, step warmup_steps - 1 has 1, step total_steps - 1 has min_lr_ratio;
+    later steps stay there.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    first = max(warmup_steps - 1, 0)
+    progress = min((step - first) / max(total_steps - 1 - first, 1), 1.0)
+    return min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+@technique(paper="SGDR, arXiv:1608.03983, one cycle; to a tenth of the peak as in GPT-3, arXiv:2005.14165, B")
+class WarmupCosine(Schedule):
+    """Raises the learning rate linearly, then lowers it along half a cosine to `min_lr_ratio` of its peak.
+
+    The last optimizer step of the run has exactly `min_lr_ratio` times the peak.
+
+    Args:
+        optimizer: Its learning rates are the peaks.
+        warmup_steps: Optimizer steps until the peak; 0 starts there.
+        min_lr_ratio: Final learning rate over the peak, 0 to 1.
+        total_steps: Optimizer steps of the whole schedule; None: the length of the run.
+
+    Raises:
+        ConfigError: If a value is out of range, or the warm-up is as long as the schedule.
+
+    Example:
+        model:
+          lr_scheduler:
+            class_path: WarmupCosine
+            init_args: {warmup_steps: 100, min_lr_ratio: 0.1}
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int = 100,
+        min_lr_ratio: float = 0.1,
+        total_steps: int | None = None,
+    ) -> None:
+        if warmup_steps < 0 or not 0 <= min_lr_ratio <= 1:
+            raise ConfigError(
+                f"WarmupCosine takes warmup_steps >= 0 and min_lr_ratio from 0 to 1, "
+                f"not {warmup_steps} and {min_lr_ratio}."
+            )
+        self.warmup_steps = warmup_steps
+        self.min_lr_ratio = min_lr_ratio
+        self.fixed_steps = total_steps
+        self.total_steps = total_steps or warmup_steps + 1
+        super().__init__(optimizer)
+
+    def bind(self, total_steps: int) -> None:
+        """Takes the length of the run, unless one was given."""
+        total_steps = self.fixed_steps or total_steps
+        if self.warmup_steps >= total_steps > 1:
+            raise ConfigError(
+                f"WarmupCosine: warmup_steps is {self.warmup_steps}, the schedule only {total_steps} steps long.\n"
+                f"Set --model.lr_scheduler.warmup_steps to less than {total_steps}, or train for longer."
+            )
+        super().bind(total_steps)
+
+    def get_lr(self) -> list[float]:
+        """Returns the rate of the current step for each parameter group."""
+        factor = warmup_cosine(self.last_epoch, self.warmup_steps, self.total_steps, self.min_lr_ratio)
+        return [peak * factor for peak in self.base_lrs]
