@@ -19,12 +19,15 @@ MESSAGE_LINES = 10
 
 
 def _put_house_first() -> None:
-    """Lets `plugins`, `configs`... mean ours, whatever folders of these names the user stands in."""
-    house = str(Path(__file__).resolve().parent.parent)
+    """Lets `plugins`, `configs`... mean ours, whatever folders of these names the user stands in.
+
+    The user's folder comes last: `leyden`, too, finds a class in a module that lies there.
+    """
+    house, here = str(Path(__file__).resolve().parent.parent), os.getcwd()
     if house not in sys.path:
         sys.path.insert(0, house)
-    elif sys.path[0] in ("", os.getcwd()) and sys.path[0] != house:
-        sys.path.append(sys.path.pop(0))
+    if here != house:
+        sys.path[:] = [*(path for path in sys.path if path not in ("", here)), here]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,14 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     _put_house_first()
     try:
-        if not words or words[0] in ("-h", "--help"):
-            print(_help())
-            return 0
-        if words[0] == "--version":
-            print(f"leyden {__version__}")
-            return 0
-        command = catalog.find(words[0], "commands").load()
-        return command(words[1:]) or 0
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         print("\n".join(str(error).splitlines()[:MESSAGE_LINES]), file=sys.stderr)
         return 2
@@ -47,8 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("Interrupted.", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output (head, less) has gone
-        sys.stderr.close()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        return 0
+    if words[0] == "--version":
+        print(f"leyden {__version__}")
+        return 0
+    command = catalog.find(words[0], "commands").load()
+    return command(words[1:]) or 0
 
 
 def _help() -> str:

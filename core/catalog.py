@@ -49,8 +49,9 @@ class Entry:
 
     @property
     def class_path(self) -> str:
-        """The full dotted path, as jsonargparse writes it."""
-        return f"{self.module}.{self.attribute}"
+        """The full dotted path, as jsonargparse writes it; the name where the registration is no path."""
+        path = f"{self.module}.{self.attribute}"
+        return path if all(part.isidentifier() for part in path.split(".")) else self.name
 
     @property
     def origin(self) -> str:
@@ -115,20 +116,23 @@ def entries() -> tuple[Entry, ...]:
     found = set()
     for kind in KINDS:
         for point in entry_points(group=f"leyden.{kind}"):
-            dist = point.dist
-            package, version = (dist.name, dist.version) if dist else ("?", "?")
-            found.add(Entry(point.name, kind, point.module, point.attr, package, version))
+            # not point.module and point.attr: they fail on a malformed value, and everybody's run with it
+            module, _, attribute = point.value.partition("[")[0].partition(":")
+            package, version = getattr(point.dist, "name", None), getattr(point.dist, "version", None)
+            found.add(
+                Entry(point.name, kind, module.strip(), attribute.strip(), package or "?", version or "?")
+            )
     return tuple(sorted(found, key=lambda entry: (entry.kind, entry.name, entry.package)))
 
 
 def find(name: str, kind: str | None = None) -> Entry:
-    """Returns the one technique with this short name.
+    """Returns the one technique with this short name or full path.
 
     Raises:
         ConfigError: If the name is unknown (names the nearest) or registered by two packages.
     """
     pool = [entry for entry in entries() if kind is None or entry.kind == kind]
-    matches = [entry for entry in pool if entry.name == name]
+    matches = [entry for entry in pool if name in (entry.name, entry.class_path)]
     if len(matches) == 1:
         return matches[0]
     if matches:

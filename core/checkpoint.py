@@ -121,4 +121,5 @@ def load_network(path: Path) -> tuple[Network, str]:
 
 
 def _tokenizer(state: Any) -> str | None:
-    return state.get("tokenizer_json") if isinstance(state, Mapping) else None
+    found = state.get("tokenizer") if isinstance(state, Mapping) else None
+    return found if isinstance(found, str) else None

@@ -81,9 +81,14 @@ def predict(arguments: list[str]) -> int:
 def _run(subcommand: str, arguments: list[str]) -> int:
     request = prepare(arguments)
     _quieten()
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
     from core.lightning_cli import Cli
 
-    Cli(subcommand, request)
+    try:
+        Cli(subcommand, request)
+    except MisconfigurationException as error:
+        raise ConfigError(str(error)) from error
     return 0
 
 
@@ -91,22 +96,21 @@ def prepare(arguments: list[str]) -> Request:
     """Composes the configs, finds the checkpoint, resolves short names and imports what they name."""
     names, rest = split_configs(arguments)
     composed = compose(names)
+    resolve_names(composed.values)
     rest = _move_positions(composed.values, rest)
     root = Path(_last(rest, "trainer.default_root_dir") or _default_root(composed.values, names))
     checkpoint, stored = None, {}
-    wanted = _last(rest, "ckpt_path") or composed.values.get("ckpt_path")
+    wanted = _last(rest, "ckpt_path") or composed.values.pop("ckpt_path", None)
     if wanted:
         from core.checkpoint import resolve, stored_config
 
         checkpoint = resolve(str(wanted), root)
-        stored = {key: value for key, value in stored_config(checkpoint).items() if key in SECTIONS}
         rest = [*_without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
-    resolve_names(composed.values)
-    composed.values = merge(merge({}, stored), composed.values)
-    composed.values.pop("ckpt_path", None)
-    resolve_names(composed.values)
-    if not _last(rest, "trainer.default_root_dir"):
-        composed.values.setdefault("trainer", {})["default_root_dir"] = str(root)
+        stored = {key: value for key, value in stored_config(checkpoint).items() if key in SECTIONS}
+        composed.values = merge(merge({}, stored), composed.values)
+        if not names:
+            root = Path(_default_root(stored, names))
+    composed.values.setdefault("trainer", {}).setdefault("default_root_dir", str(root))
     for entry in catalog.registered(_words(composed.values, rest)):
         entry.load()
     return Request(composed, rest, root, checkpoint, stored)
@@ -166,7 +170,6 @@ def _move_positions(values: dict[str, Any], arguments: list[str]) -> list[str]:
         nested: dict[str, Any] = {"class_path": entry.class_path}
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        resolve_names(values)
         merge(values, nested)
         moved |= set(range(at, at + count))
     return [word for index, word in enumerate(result) if index not in moved and word]

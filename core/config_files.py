@@ -7,6 +7,7 @@ left to right (`key+:` appends to a list), duplicate keys as errors, and the fil
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,28 @@ Path_ = tuple[str | int, ...]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a number, as YAML 1.2 and jsonargparse do."""
+    """SafeLoader that reads 1e-3 as a number, as YAML 1.2 does, and 10:00:00 or 2026-01-31 as text."""
 
 
-_Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] != "tag:yaml.org,2002:timestamp"]
-    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a text like 1e3, which jsonargparse would read as a number."""
+
+
+_INTEGER = (  # YAML 1.1's but for 10:00:00, which is base 60 there
+    "tag:yaml.org,2002:int",
+    re.compile(r"^[-+]?(0|[1-9][\d_]*|0[0-7_]+|0b[01][01_]*|0x[\da-fA-F][\da-fA-F_]*)$"),
+)
+_SCIENTIFIC = (
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)$"),
-    list("-+0123456789."),
 )
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0].rpartition(":")[2] not in ("timestamp", "int")]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(*_INTEGER, list("-+0123456789"))
+_Loader.add_implicit_resolver(*_SCIENTIFIC, list("-+0123456789."))
+_Dumper.add_implicit_resolver(*_SCIENTIFIC, list("-+0123456789."))
 
 
 @dataclass
@@ -67,14 +78,16 @@ def find_config(name: str, beside: Path | None = None) -> Path:
                 if path.is_file():
                     return path
     known = {str(path.relative_to(shipped).with_suffix("")) for path in shipped.rglob("*.yaml")}
+    for folder in folders[:-1]:
+        known |= {str(Path(name).with_name(path.stem)) for path in (folder / name).parent.glob("*.yaml")}
     hint = nearest(names[1].removesuffix(".yaml"), known)
     where = f"{beside} and " if beside else ""
     raise ConfigError(f"There is no config file {name!r}; looked in {where}{Path.cwd()} and {shipped}.{hint}")
 
 
-def compose(names: list[str]) -> Composed:
-    """Reads the named configs, includes first, and merges them from left to right."""
-    result = Composed()
+def compose(names: list[str], below: Mapping[str, Any] | None = None) -> Composed:
+    """Reads the named configs, includes first, and merges them from left to right over `below`."""
+    result = Composed(merge({}, below or {}))
     for name in names:
         _include(result, find_config(name), ())
     return result
@@ -97,25 +110,47 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
             if str(error).startswith("There is no config file"):
                 raise ConfigError(f"{positions[('base',)]}: {error}") from None
             raise
+    # a section with nothing in it, all its lines commented out, takes nothing away
+    values = {
+        k: v for k, v in values.items() if v is not None or not isinstance(result.values.get(k, {}), dict)
+    }
+    result.positions.update({_merged_path(at, result.values): line for at, line in positions.items()})
     merge(result.values, values)
-    result.positions.update(positions)
     result.files.append(path)
 
 
-def merge(target: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
+def _merged_path(path: Path_, target: Any) -> Path_:
+    """Returns where a value will stand in `target`: the items of `key+` behind those at `key`."""
+    for index, key in enumerate(path):
+        if isinstance(key, str) and key.endswith("+"):
+            old = (target.get(key[:-1]) if isinstance(target, dict) else None) or []
+            count, rest = len(old) if isinstance(old, list) else 1, path[index + 1 :]
+            item, rest = (rest[0], rest[1:]) if rest and isinstance(rest[0], int) else (0, rest)
+            return (*path[:index], key[:-1], count + item, *rest)
+        target = target.get(key) if isinstance(target, dict) else None
+    return path
+
+
+def merge(target: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     """Merges `update` into `target` and returns it: mappings deeply, all else replaced.
 
     `key+` appends to the list at `key`. Two mappings that name different classes do not mix: the
-    later one replaces the earlier, whose arguments mean nothing to it.
+    later one replaces the earlier, whose arguments mean nothing to it. A class that is written as a
+    plain name counts as a mapping with that `class_path`.
     """
     for key, value in update.items():
+        old = target.get(key)
+        if isinstance(value, str) and isinstance(old, dict) and _same_class(old.get("class_path"), value):
+            continue
+        if isinstance(old, str) and isinstance(value, dict) and "init_args" in value:
+            target[key] = {"class_path": old}
         if isinstance(key, str) and key.endswith("+"):
-            old = target.get(key[:-1]) or []
+            first = target.get(key[:-1]) or []
             items = value if isinstance(value, list) else [value]
-            target[key[:-1]] = [*(old if isinstance(old, list) else [old]), *items]
+            target[key[:-1]] = [*(first if isinstance(first, list) else [first]), *items]
         elif isinstance(value, dict) and isinstance(target.get(key), dict):
             old_class, new_class = target[key].get("class_path"), value.get("class_path")
-            if new_class is not None and old_class is not None and old_class != new_class:
+            if None not in (old_class, new_class) and not _same_class(old_class, new_class):
                 target[key] = merge({}, value)
             else:
                 merge(target[key], value)
@@ -124,6 +159,18 @@ def merge(target: dict[str, Any], update: dict[str, Any]) -> dict[str, Any]:
         else:
             target[key] = value
     return target
+
+
+def _same_class(one: Any, other: Any) -> bool:
+    """Whether two spellings are equal, or one is the short name at the end of the other's full path."""
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return False
+    return one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
+
+
+def dump_yaml(values: Mapping[str, Any]) -> str:
+    """Returns YAML that jsonargparse reads back as the same values."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False)
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, str]]:
@@ -141,50 +188,58 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Path_, str]]:
 
 def parse_yaml(text: str, origin: str) -> tuple[dict[str, Any], dict[Path_, str]]:
     """Like :func:`read_yaml`, from text; `origin` stands for the file in messages."""
-    loader = _Loader(text)
     positions: dict[Path_, str] = {}
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
-        values = _construct(loader, node, (), origin, positions) if node is not None else {}
+        values = _construct(loader, node, (), origin, positions) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{origin}{line}: this is not YAML: {error.problem or error.context}.") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{origin}: this is not YAML: {str(error).splitlines()[0]}") from None
-    finally:
-        loader.dispose()
-    if not isinstance(values, dict):
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{origin}: this is not YAML: {str(error).splitlines()[0]}.") from None
+    if not isinstance(values, dict | None):
         raise ConfigError(
             f"{origin}:1: a config is a mapping (`key: value`), this is a {type(values).__name__}."
         )
-    return values, positions
+    return values or {}, positions
 
 
 def _construct(
     loader: _Loader, node: yaml.Node, path: Path_, origin: str, positions: dict[Path_, str]
 ) -> Any:
     positions[path] = f"{origin}:{node.start_mark.line + 1}"
-    if isinstance(node, yaml.MappingNode):
-        own = [key.value for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        for repeated in {key for key in own if own.count(key) > 1}:
-            line = [key for key, _ in node.value if key.value == repeated][-1].start_mark.line + 1
-            raise ConfigError(f"{origin}:{line}: {repeated!r} stands here twice; keep one of the two.")
+    if isinstance(node, yaml.MappingNode) and node.tag == loader.DEFAULT_MAPPING_TAG:
+        _check_keys(node, origin)
         loader.flatten_mapping(node)
+        # `<<` put merged pairs before ours; an alias brings the same node here again, so drop them for good
+        node.value = list({key.value: (key, value) for key, value in node.value}.values())
         result = {}
         for key_node, value_node in node.value:
+            line = f"{origin}:{key_node.start_mark.line + 1}"
             key = loader.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
+            if isinstance(key, bool) or not isinstance(key, str | int):
                 raise ConfigError(
-                    f"{origin}:{key_node.start_mark.line + 1}: the key {key!r} is not a string."
+                    f"{line}: the key {key_node.value} means {key!r} in YAML; put it in quotes."
                 )
-            value = _construct(loader, value_node, (*path, key), origin, positions)
-            positions[(*path, key)] = f"{origin}:{key_node.start_mark.line + 1}"
-            result[key] = value
+            result[key] = _construct(loader, value_node, (*path, key), origin, positions)
+            positions[(*path, key)] = line
         return result
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node, yaml.SequenceNode) and node.tag == loader.DEFAULT_SEQUENCE_TAG:
         return [
             _construct(loader, item, (*path, index), origin, positions)
             for index, item in enumerate(node.value)
         ]
     return loader.construct_object(node, deep=True)
+
+
+def _check_keys(node: yaml.MappingNode, origin: str) -> None:
+    seen: set[str] = set()
+    for key, _ in node.value:
+        line = f"{origin}:{key.start_mark.line + 1}"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{line}: a key is a word; this one is a list or a mapping.")
+        if key.value in seen and key.tag != "tag:yaml.org,2002:merge":
+            raise ConfigError(f"{line}: {key.value!r} stands here twice; keep one of the two.")
+        seen.add(key.value)

@@ -155,7 +155,8 @@ class LanguageModule(LightningModule):
         figures["train/tokens"] = float(self.tokens_seen)
         figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
         figures["train/grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        self.log_dict(figures)
+        # float64 tensors on the host: counts beyond 2**24 stay exact, and nothing is copied to the device
+        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
 
     # -- validation -------------------------------------------------------------------------------
 

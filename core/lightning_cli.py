@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -67,7 +68,7 @@ class Cli(LightningCLI):
         self.selected = preflight.selection(plain)
         preflight.check(self.selected)
         self.folder = self._choose_folder(Path(options["trainer"]["default_root_dir"]))
-        self._announce({key: value for key, value in plain.items() if key in SECTIONS})
+        self.plain = {key: value for key, value in plain.items() if key in SECTIONS}
         self.config[self.only] = run_folder.fill_in(options, self.folder)
 
     def _choose_folder(self, root: Path) -> Path:
@@ -75,13 +76,14 @@ class Cli(LightningCLI):
             return run_folder.of_checkpoint(self.request.checkpoint)
         return run_folder.fresh(root) if _get_rank() in (None, 0) else root
 
-    def _announce(self, plain: dict[str, Any]) -> None:
+    def after_instantiate_classes(self) -> None:
+        """Says what was selected, once nothing of it can be wrong any more."""
         if _get_rank() not in (None, 0):
             return
-        print(preflight.table(self.selected), f"\nRun folder: {self.folder}", flush=True)
+        print(f"{preflight.table(self.selected)}\nRun folder: {self.folder}", flush=True)
         if self.request.checkpoint is not None:
             print(f"From checkpoint: {self.request.checkpoint}", flush=True)
-            for line in differences(self.request.stored, plain) if self.request.stored else ():
+            for line in differences(self.request.stored, self.plain) if self.request.stored else ():
                 print(f"  {line}", flush=True)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -92,7 +94,10 @@ class Cli(LightningCLI):
         record = run_folder.RunRecord(self.saved_config, preflight.table(self.selected), self.folder)
         options["callbacks"] = preflight.ordered([record, *callbacks])
         options["default_root_dir"] = str(self.folder)
-        return self._instantiate_trainer(options, [])
+        try:
+            return self._instantiate_trainer(options, [])
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise ConfigError(f"trainer: {error}") from error
 
     def predict(self, **kwargs: Any) -> None:
         """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats."""

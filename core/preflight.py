@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import packages_distributions, version
 from typing import Any, TypeVar
@@ -62,6 +64,7 @@ def _describe(key: str, class_path: str) -> Selected:
     return Selected(key, name, class_path, kind, package, number, found or Declaration(paper=""))
 
 
+@cache
 def _package_of(module: str) -> tuple[str, str]:
     names = packages_distributions().get(module.partition(".")[0])
     return (names[0], version(names[0])) if names else ("(not a package)", "-")
@@ -82,19 +85,23 @@ def _needs(selected: Sequence[Selected]) -> Iterator[str]:
     for item in selected:
         for need in item.declaration.needs:
             if missing := need.missing():
-                yield f"{item.name}: {missing}"
+                yield f"{item.name}: {' '.join(missing.split())}"
 
 
 def _conflicts(selected: Sequence[Selected]) -> Iterator[str]:
-    names = {item.name for item in selected}
+    names, told = {item.name for item in selected}, set()
     for item in selected:
         for other, reason in item.declaration.conflicts.items():
-            if other in names:
+            pair = frozenset((item.name, other))
+            if other in names and pair not in told:  # both may have declared it
+                told.add(pair)
                 yield f"{item.name} and {other} exclude each other: {reason}"
 
 
 def _duplicates(selected: Sequence[Selected]) -> Iterator[str]:
-    callbacks = Counter(item.name for item in selected if item.key.startswith("trainer.callbacks"))
+    callbacks = Counter(
+        item.name for item in selected if re.fullmatch(r"trainer\.callbacks(\.\d+)?", item.key)
+    )
     for name, count in callbacks.items():
         if count > 1:
             yield f"{name} stands {count} times in trainer.callbacks; keep one."

@@ -27,10 +27,10 @@ def fresh(root: Path) -> Path:
 
 def of_checkpoint(path: Path) -> Path:
     """Returns the run folder that a checkpoint lies in: the nearest parent with a recorded config."""
-    for folder in path.resolve().parents:
+    for folder in (path if path.is_absolute() else path.absolute()).parents:
         if (folder / "config.yaml").is_file():
-            return folder
-    return path.resolve().parent
+            return Path(os.path.relpath(folder)) if not path.is_absolute() else folder
+    return path.parent
 
 
 def fill_in(value: Any, folder: Path) -> Any:
@@ -76,15 +76,15 @@ class RunRecord(Callback):
         """Agrees on the folder over all ranks and writes the record on rank 0."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         setattr(trainer, "_default_root_dir", str(self.folder))  # noqa: B010 - no public setter
-        self._write(stage)
+        self._write(str(getattr(stage, "value", stage)))
 
     @rank_zero_only
     def _write(self, stage: str) -> None:
-        name = "config.yaml" if stage == "fit" else f"config.{stage}.yaml"
-        path = self.folder / name
+        name = "config" if stage == "fit" else f"config-{stage}"
+        path = self.folder / f"{name}.yaml"
         if path.exists() and path.read_text(encoding="utf-8") != self.config:
-            count = len(list(self.folder.glob(f"{name}.*")))
-            path.rename(path.with_name(f"{name}.{count + 1}"))
+            earlier = len(list(self.folder.glob(f"{name}.[0-9]*.yaml")))
+            path.rename(path.with_name(f"{name}.{earlier + 1}.yaml"))
         write_atomically(path, self.config)
         write_atomically(self.folder / "techniques.txt", self.techniques + "\n")
 

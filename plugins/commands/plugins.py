@@ -21,6 +21,7 @@ def plugins(arguments: list[str]) -> int:
     listing.add_argument("--kind", choices=catalog.KINDS, help="only this kind")
     listing.add_argument("--package", help="only this distribution")
     listing.add_argument("--search", metavar="WORD", help="only names and summaries with this word")
+    listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
     options = parser.parse_args(arguments)
     rows = [
         (entry.kind, entry.name, entry.origin, entry.summary())
@@ -29,7 +30,11 @@ def plugins(arguments: list[str]) -> int:
     ]
     word = (options.search or "").lower()
     rows = [row for row in rows if word in f"{row[1]} {row[3]}".lower()]
-    _print_table(("kind", "name", "package", "what it does"), rows)
+    if options.markdown:
+        for kind, name, _, summary in [("kind", "name", "", "what it does"), ("---", "---", "", "---"), *rows]:
+            print(f"| {kind} | {name} | {summary} |")
+    else:
+        _print_table(("kind", "name", "package", "what it does"), rows)
     return 0
 
 

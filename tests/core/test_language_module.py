@@ -1,0 +1,263 @@
+"""LanguageModule against plain PyTorch: token weights, groups, seeds, figures, what a resume restores."""
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+from core.contracts import IGNORED_LABEL
+from core.errors import ConfigError
+from core.language_module import LanguageModule, _mix
+from plugins.networks.gpt import GPT
+from plugins.objectives.causal_lm import CausalLM
+from plugins.optimizers.adamw import AdamW
+from plugins.schedules.warmup_cosine import WarmupCosine
+
+VOCAB = 61
+
+
+def tiny_gpt(**changes):
+    options = dict(vocab_size=VOCAB, n_layer=2, n_head=2, n_embd=16, max_sequence_length=24)
+    return GPT(**(options | changes))
+
+
+def uneven_batches(count, rows=2, length=12, seed=0):
+    """Batches whose share of ignored labels runs from none to nearly all."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for index in range(count):
+        ids = torch.randint(0, VOCAB, (rows, length + 1), generator=generator)
+        labels = ids[:, 1:].clone()
+        labels[:, 1 + (index * 5) % (length - 1) :] = IGNORED_LABEL
+        batches.append({"input_ids": ids[:, :-1], "labels": labels})
+    return batches
+
+
+def module(network=tiny_gpt, **changes):
+    options = dict(objective=CausalLM(), optimizer=lambda groups: torch.optim.SGD(groups, lr=0.5))
+    return LanguageModule(network, **(options | changes))
+
+
+def trainer(tmp_path, **changes):
+    options = dict(
+        accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, num_sanity_val_steps=0, default_root_dir=tmp_path, log_every_n_steps=1,
+    )  # fmt: skip
+    return Trainer(**(options | changes))
+
+
+def fit(tmp_path, trained, batches, callbacks=(), ckpt_path=None, **changes):
+    torch.manual_seed(0)
+    runner = trainer(tmp_path, callbacks=list(callbacks), **changes)
+    runner.fit(trained, DataLoader(batches, batch_size=None), ckpt_path=ckpt_path)
+    return runner
+
+
+def summed_loss(network, batches):
+    return sum(
+        torch.nn.functional.cross_entropy(
+            network.logits(network(b)).flatten(0, 1), b["labels"].flatten(), reduction="sum"
+        )
+        for b in batches
+    )
+
+
+class Record(Callback):
+    """Keeps the gradients and figures of each optimizer step."""
+
+    def __init__(self):
+        self.gradients, self.figures = [], []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.gradients.append([p.grad.clone() for p in pl_module.network.parameters()])
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if pl_module.logging_step:
+            self.figures.append({k: float(v) for k, v in trainer.callback_metrics.items()})
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_gradient_is_that_of_all_label_tokens_of_the_step(tmp_path, accumulation):
+    batches, record, trained = uneven_batches(accumulation), Record(), module()
+    fit(tmp_path, trained, batches, [record], max_steps=1, accumulate_grad_batches=accumulation)
+
+    torch.manual_seed(0)
+    reference = tiny_gpt()
+    tokens = sum(int((b["labels"] != IGNORED_LABEL).sum()) for b in batches)
+    loss = summed_loss(reference, batches) / tokens
+    loss.backward()
+    loss = loss.detach()
+    largest = max(float(p.grad.abs().max()) for p in reference.parameters())
+    for found, parameter in zip(record.gradients[0], reference.parameters(), strict=True):
+        # both sum the same float32 terms in another order: a few units of the last place of the largest
+        torch.testing.assert_close(found, parameter.grad, rtol=1e-5, atol=1e-6 * largest)
+    figures = record.figures[0]
+    assert figures["train/loss"] == pytest.approx(float(loss), rel=1e-6)
+    assert figures["train/perplexity"] == pytest.approx(math.exp(float(loss)), rel=1e-5)
+    assert figures["train/tokens"] == tokens
+    norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    assert figures["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_an_incomplete_last_accumulation_is_weighed_by_its_own_tokens(tmp_path):
+    batches, record = uneven_batches(5), Record()
+    fit(tmp_path, module(), batches, [record], max_epochs=1, accumulate_grad_batches=3)
+    assert len(record.figures) == 2
+
+    torch.manual_seed(0)
+    reference = tiny_gpt()
+    for step, part in enumerate((batches[:3], batches[3:])):
+        reference.zero_grad()
+        (summed_loss(reference, part) / sum((b["labels"] != IGNORED_LABEL).sum() for b in part)).backward()
+        for found, parameter in zip(record.gradients[step], reference.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.grad, rtol=1e-4, atol=1e-6)
+        with torch.no_grad():
+            for parameter in reference.parameters():
+                parameter -= 0.5 * parameter.grad
+
+
+def test_validation_loss_is_the_mean_over_tokens_not_over_batches(tmp_path):
+    batches, trained = uneven_batches(4), module()
+    torch.manual_seed(0)
+    [figures] = trainer(tmp_path).validate(trained, DataLoader(batches, batch_size=None), verbose=False)
+    with torch.no_grad():
+        mean = summed_loss(trained.network, batches) / sum(
+            (b["labels"] != IGNORED_LABEL).sum() for b in batches
+        )
+    assert figures["val/loss"] == pytest.approx(float(mean), rel=1e-6)
+    assert figures["val/perplexity"] == pytest.approx(math.exp(float(mean)), rel=1e-5)
+
+
+class CountWaits(TorchDispatchMode):
+    """Counts the reads of a tensor's value by the host: on a GPU each one waits for the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.waits += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+class WaitsPerStep(Callback):
+    """Notes how often the host waited during each training batch."""
+
+    def __init__(self):
+        self.found = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.counter = CountWaits()
+        self.counter.__enter__()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.counter.__exit__(None, None, None)
+        self.found.append((pl_module.logging_step, self.counter.waits))
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_that_is_not_logged_never_waits_for_the_device(tmp_path, accumulation):
+    waits = WaitsPerStep()
+    trained = module(
+        optimizer=lambda groups: AdamW(groups), lr_scheduler=lambda o: WarmupCosine(o, warmup_steps=2)
+    )
+    fit(tmp_path, trained, uneven_batches(12), [waits], max_steps=6 // accumulation, log_every_n_steps=3,
+        accumulate_grad_batches=accumulation, gradient_clip_val=1.0)  # fmt: skip
+    assert [count for logged, count in waits.found if not logged] == [0] * (6 - 2 // accumulation)
+    assert all(count > 0 for logged, count in waits.found if logged)
+
+
+def test_norms_and_biases_are_not_decayed_and_embeddings_by_choice():
+    for decay_embeddings in (True, False):
+        trained = module(decay_embeddings=decay_embeddings)
+        trained.network = tiny_gpt(tie_embeddings=True, position="learned")
+        decayed, undecayed = trained.parameter_groups()
+        names = {id(p): n for n, p in trained.named_parameters()}
+        assert undecayed["weight_decay"] == 0
+        assert "weight_decay" not in decayed
+        kept = {names[id(p)] for p in undecayed["params"]}
+        small = {n for n, p in trained.named_parameters() if p.ndim < 2}
+        embeddings = {
+            names[id(m.weight)] for m in trained.network.modules() if isinstance(m, torch.nn.Embedding)
+        }
+        assert len(embeddings) == 2
+        assert kept == (small if decay_embeddings else small | embeddings)
+        assert len(decayed["params"]) + len(undecayed["params"]) == len(list(trained.parameters()))
+
+
+class DrawsNumbers(Callback):
+    """A technique that uses torch's generator as it likes."""
+
+    def on_train_batch_end(self, *args):
+        torch.rand(17)
+
+
+def test_what_a_callback_draws_does_not_change_dropout(tmp_path):
+    losses = []
+    for callbacks in ([], [DrawsNumbers()]):
+        record = Record()
+        fit(
+            tmp_path,
+            module(lambda: tiny_gpt(dropout=0.3)),
+            uneven_batches(4),
+            [*callbacks, record],
+            max_steps=4,
+        )
+        losses.append([figures["train/loss"] for figures in record.figures])
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) == 4
+
+
+def test_seeds_differ_between_batches_epochs_and_ranks():
+    seeds = {_mix(seed, epoch, batch, rank) for seed in (0, 1) for epoch in range(5) for batch in range(50)
+             for rank in range(4)}  # fmt: skip
+    assert len(seeds) == 2 * 5 * 50 * 4
+    assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_settings_that_the_user_wrote_win_over_the_checkpoint(tmp_path):
+    def trained(lr, decay):
+        return module(
+            optimizer=lambda groups: AdamW(groups, lr=lr, weight_decay=decay),
+            lr_scheduler=lambda o: WarmupCosine(o, warmup_steps=2, total_steps=20),
+        )
+
+    batches = uneven_batches(10)
+    runner = fit(tmp_path, trained(1e-3, 0.1), batches, max_steps=4)
+    runner.save_checkpoint(tmp_path / "four.ckpt")
+    record, resumed = Record(), trained(5e-3, 0.3)
+    runner = fit(tmp_path, resumed, batches, [record], tmp_path / "four.ckpt", max_steps=5)
+    group = runner.optimizers[0].param_groups[0]
+    from plugins.schedules.warmup_cosine import warmup_cosine
+
+    assert record.figures[0]["train/lr"] == pytest.approx(5e-3 * warmup_cosine(4, 2, 20, 0.1), rel=1e-12)
+    assert group["weight_decay"] == 0.3
+    assert runner.optimizers[0].state[group["params"][0]]["step"] == 5  # the moments are the checkpoint's
+
+
+def test_sums_since_the_last_logged_step_survive_a_stop(tmp_path):
+    batches = uneven_batches(6)
+    whole, rest = Record(), Record()
+    fit(tmp_path, module(), batches, [whole], max_steps=6, log_every_n_steps=4)
+    runner = fit(tmp_path, module(), batches, max_steps=2, log_every_n_steps=4)
+    runner.save_checkpoint(tmp_path / "two.ckpt")
+    fit(tmp_path, module(), batches[2:], [rest], tmp_path / "two.ckpt", max_steps=6, log_every_n_steps=4)
+    assert rest.figures[0]["train/loss"] == whole.figures[0]["train/loss"]
+    assert rest.figures[0]["train/tokens"] == whole.figures[0]["train/tokens"]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"vocab_size": 62}, "--model.network.vocab_size=64"),
+        ({"sequence_length": 25}, "--data.sequence_length=24"),
+    ],
+)
+def test_data_that_does_not_fit_the_network_is_refused(data, message):
+    trained = module()
+    trained.network = tiny_gpt()
+    with pytest.raises(ConfigError, match=message):
+        trained._check_against_data(type("Data", (), data)())
