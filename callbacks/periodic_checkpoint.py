@@ -50,6 +50,7 @@ class PeriodicCheckpoint(Checkpoint):
         self.dirpath = dirpath
         self.last_model_path = ""
         self._saved_step = 0
+        self._due = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes the folder from rank 0, which alone knows the run's."""
@@ -62,10 +63,17 @@ class PeriodicCheckpoint(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Saves when a multiple of `every_n_steps` is complete; the last step waits for its validation."""
+        """Saves when a multiple of `every_n_steps` is complete; a step with a validation waits for it."""
         step = trainer.global_step
-        if step % self.every_n_steps == 0 and step not in (self._saved_step, trainer.max_steps):
+        self._due = step % self.every_n_steps == 0 and step not in (self._saved_step, trainer.max_steps)
+        loop = trainer.fit_loop
+        if self._due and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
             self._save(trainer, step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves what waited: a resumed run would not repeat the validation."""
+        if self._due and not trainer.sanity_checking:
+            self._save(trainer, trainer.global_step)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step."""
@@ -73,6 +81,7 @@ class PeriodicCheckpoint(Checkpoint):
             self._save(trainer, trainer.global_step)
 
     def _save(self, trainer: Trainer, step: int) -> None:
+        self._due = False
         path = Path(self.dirpath, f"step-{step:08d}.ckpt")
         trainer.save_checkpoint(path)
         self._saved_step, self.last_model_path = step, str(path)

@@ -155,8 +155,15 @@ class LanguageModule(LightningModule):
         figures["train/tokens"] = float(self.tokens_seen)
         figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
         figures["train/grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-        # float64 tensors on the host: counts beyond 2**24 stay exact, and nothing is copied to the device
-        self.log_dict({name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()})
+        # Not self.log: Lightning would walk the figures again after every step that is not logged.
+        self.trainer.callback_metrics.update(
+            {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
+        )
+        self._to_loggers(figures, self.trainer.global_step + 1)
+
+    def _to_loggers(self, figures: dict[str, float], step: int) -> None:
+        for logger in self.trainer.loggers:
+            logger.log_metrics(figures, step=step)
 
     # -- validation -------------------------------------------------------------------------------
 
@@ -167,8 +174,11 @@ class LanguageModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole validation set and all ranks."""
-        means, _ = self._reduced(self._validation)
-        self.log_dict(_named("val", means), rank_zero_only=False)
+        figures = _named("val", self._reduced(self._validation)[0])
+        fitting = self.trainer.state.fn == "fit"
+        self.log_dict(figures, logger=not fitting)
+        if fitting and not self.trainer.sanity_checking:
+            self._to_loggers(figures, self.trainer.global_step)
 
     def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the test sums."""
@@ -176,8 +186,7 @@ class LanguageModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole test set and all ranks."""
-        means, _ = self._reduced(self._validation)
-        self.log_dict(_named("test", means), rank_zero_only=False)
+        self.log_dict(_named("test", self._reduced(self._validation)[0]))
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns log-probabilities (B, T) in nats of the labels; 0 where the label is ignored."""

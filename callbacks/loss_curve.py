@@ -1,0 +1,198 @@
+"""The picture of a run: training and validation loss over the tokens seen."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+
+from core.errors import ConfigError
+from core.technique import technique
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_POINTS = 4000
+"""When the training curve has as many points, every second one is dropped."""
+
+Points = list[tuple[int, int, float]]
+"""(optimizer steps, tokens, nats per token), in this order."""
+
+
+@technique(
+    paper="loss over tokens as in Kaplan et al., arXiv:2001.08361, figure 2; drawn with matplotlib's Agg",
+    after=("Throughput",),
+)
+class LossCurve(Callback):
+    """Draws `loss_curve.png` in the run folder: at the end, when the run breaks off, and in between.
+
+    Light: the training loss of each logged step; dark: its running mean; dots: validation; dashed:
+    the entropy of the validation text under token frequencies alone (`unigram_loss` of the data module),
+    which a model that uses no context cannot beat. The curve is part of the checkpoint, so that a resumed
+    run draws the whole of it.
+
+    Args:
+        every_n_validations: Draw after every so many validations; 0: only at the end.
+
+    Raises:
+        ConfigError: If `every_n_validations` is below 0.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: LossCurve
+              init_args: {every_n_validations: 1}
+    """
+
+    def __init__(self, every_n_validations: int = 1) -> None:
+        if every_n_validations < 0:
+            raise ConfigError(f"LossCurve takes every_n_validations >= 0, not {every_n_validations}.")
+        self._every_n_validations = every_n_validations
+        self._training: Points = []
+        self._validation: Points = []
+        self._keep_one_in = 1
+        self._offered = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the curve so far."""
+        return {
+            "training": list(self._training),
+            "validation": list(self._validation),
+            "keep_one_in": self._keep_one_in,
+            "offered": self._offered,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with the curve of a checkpoint."""
+        self._training = [tuple(point) for point in state_dict["training"]]
+        self._validation = [tuple(point) for point in state_dict["validation"]]
+        self._keep_one_in = state_dict["keep_one_in"]
+        self._offered = state_dict["offered"]
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes in the loss of a logged step."""
+        if not pl_module.logging_step:
+            return
+        self._offered += 1
+        if self._offered % self._keep_one_in == 0:
+            loss = float(trainer.callback_metrics["train/loss"])
+            self._training.append((trainer.global_step, pl_module.tokens_seen, loss))
+        if len(self._training) >= MAX_POINTS:
+            self._training = self._training[1::2]
+            self._keep_one_in *= 2
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes in the validation loss."""
+        if trainer.sanity_checking or trainer.state.fn != "fit" or "val/loss" not in trainer.callback_metrics:
+            return
+        step = trainer.global_step
+        if self._validation and self._validation[-1][0] == step:  # a resumed run validates again
+            self._validation.pop()
+        tokens = pl_module.tokens_seen
+        if self._training:  # known at logged steps only
+            logged_step, logged_tokens, _ = self._training[-1]
+            tokens = round(logged_tokens * step / logged_step)
+        self._validation.append((step, tokens, float(trainer.callback_metrics["val/loss"])))
+        if self._every_n_validations and len(self._validation) % self._every_n_validations == 0:
+            self._write(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draws the finished run."""
+        self._write(trainer)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Draws as far as the run came."""
+        self._write(trainer)
+
+    @rank_zero_only
+    def _write(self, trainer: Trainer) -> None:
+        if sum(np.isfinite(loss) for _, _, loss in self._training) < 2:
+            return
+        path = Path(trainer.default_root_dir) / "loss_curve.png"
+        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        unigram = getattr(trainer.datamodule, "unigram_loss", None)
+        figure = draw(self._training, self._validation, unigram, title=path.parent.name)
+        try:
+            with open(temporary, "wb") as file:
+                figure.savefig(file, format="png", dpi=150)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError as error:  # no reason to lose a run
+            rank_zero_warn(f"{path} could not be written: {error}")
+
+
+def draw(training: Points, validation: Points, unigram: float | None, title: str) -> Figure:
+    """Draws the curves.
+
+    Args:
+        training: The training loss.
+        validation: The validation loss; may be empty.
+        unigram: Entropy of the validation text under token frequencies, in nats per token, if known.
+        title: What stands above, before the last losses.
+    """
+    # not at the top: the import takes half a second, and pyplot would look for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    steps, tokens, losses = np.array([p for p in training if np.isfinite(p[2])], dtype=float).T
+    axes.plot(tokens, losses, color="tab:blue", alpha=0.35, linewidth=0.8)
+    axes.plot(tokens, running_mean(losses), color="tab:blue", linewidth=1.8, label="training (running mean)")
+    if validation:
+        _, at, values = np.array(validation, dtype=float).T
+        label = f"validation (last {values[-1]:.3f}, perplexity {np.exp(values[-1]):.1f})"
+        axes.plot(at, values, color="tab:orange", marker="o", markersize=4, linewidth=1.5, label=label)
+    if unigram is not None:
+        label = f"token frequencies alone ({unigram:.3f})"
+        axes.axhline(unigram, color="0.35", linestyle="--", linewidth=1.2, label=label)
+    if tokens[-1] >= 100 * tokens[0] > 0:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    if losses.min() > 0 and losses.max() > 20 * losses.min():
+        axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(EngFormatter())
+    axes.set_xlabel("label tokens seen")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_title(f"{title}: loss over tokens", loc="left")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    _add_steps(axes, steps, tokens)
+    return figure
+
+
+def _add_steps(axes: Axes, steps: np.ndarray, tokens: np.ndarray) -> None:
+    """Adds an upper axis in optimizer steps where every step had about as many tokens."""
+    from matplotlib.ticker import LogLocator
+
+    per_step = tokens[-1] / steps[-1]
+    if np.allclose(tokens, steps * per_step, rtol=0.02):
+        upper = axes.secondary_xaxis("top", functions=(lambda x: x / per_step, lambda x: x * per_step))
+        if axes.get_xscale() == "log":
+            upper.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        upper.xaxis.set_major_formatter("{x:,.0f}")
+        upper.set_xlabel("optimizer steps")
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Returns the mean over a twentieth of the points around each.
+
+    The window is narrower at the beginning, where the loss falls fast, and one-sided at the end.
+    """
+    index = np.arange(len(values))
+    before = np.minimum(len(values) // 40, index // 4)
+    after = np.minimum(before, index[::-1])
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[index + after + 1] - sums[index - before]) / (before + after + 1)

@@ -1,0 +1,157 @@
+"""What came out of a run: a few lines at its end, and what to type next."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from rich.console import Console
+
+from core.technique import technique
+
+PRODUCTS = {
+    "loss curve": "loss_curve.png",
+    "samples": "samples.txt",
+    "metrics": "metrics.csv",
+    "configuration": "config.yaml",
+}
+"""What is listed of a run folder, where it is there."""
+
+
+@technique(
+    paper="perplexity beside the unigram entropy: Shannon, Prediction and Entropy of Printed English (1951)",
+    after=("LossCurve", "ProgressBar", "TextSamples", "Throughput"),
+)
+class RunSummary(Callback):
+    """Prints at the end of `fit`: losses, speed, where everything lies, and two commands to go on with.
+
+    The validation loss stands beside the entropy of the same text under token frequencies alone
+    (`unigram_loss` of the data module): what a model has to fall below to have learned anything from
+    context. Both are in nats per token. A run that an exception ends gets one line instead: its folder
+    and how to resume it.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: RunSummary
+    """
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._first_step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._began = time.monotonic()
+        self._first_step = trainer.global_step
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the summary."""
+        if not trainer.is_global_zero:
+            return
+        lines = [
+            "",
+            self._run_line(trainer, pl_module),
+            *_loss_lines(trainer),
+            "",
+            *_product_lines(trainer),
+            "",
+            *_command_lines(trainer),
+        ]
+        console = Console(highlight=False, markup=False)
+        for line in lines:
+            console.print(line, soft_wrap=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Says where the run lies and how to resume it."""
+        if not trainer.is_global_zero or self._began is None:
+            return
+        folder = _shown(Path(trainer.default_root_dir))
+        resume = f"resume it with: {_resume(trainer)}" if _checkpoint(trainer) else "it has no checkpoint yet"
+        print(f"Stopped at step {trainer.global_step:,}. The run lies in {folder}; {resume}", flush=True)
+
+    def _run_line(self, trainer: Trainer, pl_module: LightningModule) -> str:
+        step = trainer.global_step
+        if self._began is None:
+            return f"Nothing was left to train: the run stands at step {step:,}."
+        seconds = timedelta(seconds=round(time.monotonic() - self._began))
+        line = f"Trained to step {step:,}, {pl_module.tokens_seen:,} tokens, in {seconds}"
+        if self._first_step:
+            line += f" since it was resumed at step {self._first_step:,}"
+        speed = trainer.callback_metrics.get("throughput/median_tokens_per_second")
+        return f"{line}." if speed is None else f"{line}; median {float(speed):,.0f} tokens/s."
+
+
+def _loss_lines(trainer: Trainer) -> list[str]:
+    loss = trainer.callback_metrics.get("val/loss")
+    unigram = getattr(trainer.datamodule, "unigram_loss", None)
+    if loss is None:
+        return ["Validation: none was run."]
+    loss = float(loss)
+    lines = [
+        f"Validation loss             {loss:.3f} nats/token, perplexity {math.exp(min(loss, 700.0)):,.1f}"
+    ]
+    if unigram is None:
+        return lines
+    lines.append(f"Unigram entropy, same text  {unigram:.3f} nats/token, perplexity {math.exp(unigram):,.1f}")
+    if loss < unigram:
+        gain = f"{unigram - loss:.3f} nats per token"
+        lines.append(f"The model draws on context: it is {gain} better than token frequencies alone.")
+    else:
+        lines.append("The model is not better than token frequencies alone yet: train it longer.")
+    return lines
+
+
+def _product_lines(trainer: Trainer) -> list[str]:
+    folder = Path(trainer.default_root_dir)
+    products = {name: folder / file for name, file in PRODUCTS.items() if (folder / file).exists()}
+    if checkpoint := _checkpoint(trainer):
+        products = {"checkpoint": checkpoint, **products}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            products["TensorBoard"] = Path(logger.log_dir)
+    width = max(map(len, [*products, "run folder"]))
+    rows = {"run folder": folder, **products}
+    return [f"{name:<{width}}  {_shown(path)}" for name, path in rows.items()]
+
+
+def _command_lines(trainer: Trainer) -> list[str]:
+    checkpoint = _checkpoint(trainer)
+    if checkpoint is None:
+        return ["No checkpoint was saved: there is nothing to generate from or to resume."]
+    generate = f'python -m core generate --ckpt_path {shlex.quote(_shown(checkpoint))} --prompt "The"'
+    return ["Next:", f"  {generate}", f"  {_resume(trainer)} {_longer(trainer)}"]
+
+
+def _resume(trainer: Trainer) -> str:
+    config = shlex.quote(_shown(Path(trainer.default_root_dir) / "config.yaml"))
+    return f"python -m core fit --config {config} --ckpt_path last"
+
+
+def _longer(trainer: Trainer) -> str:
+    """Returns the option that doubles the limit which ended the run."""
+    epochs, steps = trainer.max_epochs, trainer.max_steps
+    if epochs is not None and epochs > 0 and (steps < 0 or trainer.global_step < steps):
+        return f"--trainer.max_epochs {2 * epochs}"
+    return f"--trainer.max_steps {2 * max(steps, trainer.global_step, 1)}"
+
+
+def _checkpoint(trainer: Trainer) -> Path | None:
+    """Returns the newest checkpoint of this run that is still there."""
+    callback = trainer.checkpoint_callback
+    names = (getattr(callback, name, "") for name in ("last_model_path", "best_model_path"))
+    found = [Path(name) for name in names if name and Path(name).exists()]
+    return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def _shown(path: Path) -> str:
+    """Returns a path as it is shortest to type: relative, if it lies below the working directory."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

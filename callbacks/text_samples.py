@@ -1,0 +1,192 @@
+"""What the model writes: continuations of a few prompts, during a run and at its end."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from rich.console import Console
+from rich.text import Text
+
+from core.contracts import Network
+from core.errors import ConfigError
+from core.sampling import generate
+from core.technique import technique
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+PROMPTS = ("The", "If you", "This is", "In order to", "There are", "When the")
+"""Openings that fit most English text; the first `num_samples` are used."""
+
+Sample = tuple[str, str]
+"""A prompt and its continuation."""
+
+
+@technique(
+    paper="top-k sampling: Fan et al., arXiv:1805.04833, section 5; temperature 0 is greedy",
+    after=("Throughput",),
+)
+class TextSamples(Callback):
+    """Prints continuations of prompts and appends them to `samples.txt` in the run folder.
+
+    The training goes on as if nothing had been sampled: each sample draws from a generator of its own,
+    and every module returns to its mode. Rank 0 alone samples, the other ranks wait. Without a tokenizer
+    (`tokenizer_json` of the data module), and where no rank holds the whole network, nothing is sampled,
+    which is said once.
+
+    Args:
+        num_samples: How many prompts to continue, at most as many as there are.
+        prompts: The prompts; by default a few common openings of English text.
+        every_n_steps: Sample after every so many optimizer steps; by default only at the end of `fit`.
+        max_new_tokens: Tokens per sample at most; the end of a text ends it earlier.
+        temperature: Divides the logits.
+        top_k: Draw from the k most probable tokens only; None: from all.
+        seed: Of the first sample; the next one takes the next number. Seed and weights decide the text.
+
+    Raises:
+        ConfigError: If a number is out of its range, or `num_samples` is above the number of prompts.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: TextSamples
+              init_args: {num_samples: 3, every_n_steps: 1000, temperature: 0.8, top_k: 50}
+    """
+
+    def __init__(
+        self,
+        num_samples: int = 3,
+        prompts: list[str] | None = None,
+        every_n_steps: int | None = None,
+        max_new_tokens: int = 64,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+    ) -> None:
+        given = list(PROMPTS) if prompts is None else prompts
+        if not 1 <= num_samples <= len(given) or not all(given):
+            raise ConfigError(
+                f"TextSamples: num_samples is {num_samples}, and there are {len(given)} prompts.\n"
+                "Give at least as many `prompts` as samples, none of them empty, and at least 1."
+            )
+        for name, value in {"every_n_steps": every_n_steps, "max_new_tokens": max_new_tokens}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"TextSamples: {name} must be at least 1, not {value}.")
+        self._prompts = given[:num_samples]
+        self._every_n_steps = every_n_steps
+        self._options: dict[str, Any] = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": temperature,
+            "top_k": top_k,
+            "seed": seed,
+        }
+        self._sampled_at = -1
+        self._said_why_not = False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the step that the run begins or goes on with: it has been sampled, or is not worth it."""
+        self._sampled_at = trainer.global_step
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Samples, if it is the turn of this step."""
+        if self._every_n_steps is None:
+            return
+        step = trainer.global_step
+        if step % self._every_n_steps == 0 and step != self._sampled_at:
+            self._sample(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Samples from the final weights."""
+        if trainer.global_step != self._sampled_at:
+            self._sample(trainer, pl_module)
+
+    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._sampled_at = trainer.global_step
+        if not trainer.is_global_zero or self._cannot(trainer, pl_module):
+            return
+        for callback in trainer.callbacks:
+            getattr(callback, "pause_clock", lambda: None)()  # what measures speed leaves this time out
+        with trainer.precision_plugin.forward_context():
+            samples = self._continuations(trainer, pl_module)
+        self._show(trainer, samples)
+        self._append(trainer, samples)
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                for number, (prompt, continuation) in enumerate(samples):
+                    logger.experiment.add_text(
+                        f"samples/{number}", f"**{prompt}**{continuation}", trainer.global_step
+                    )
+
+    def _continuations(self, trainer: Trainer, pl_module: LightningModule) -> list[Sample]:
+        from tokenizers import Tokenizer
+
+        data = trainer.datamodule
+        tokenizer = Tokenizer.from_str(data.tokenizer_json)
+        stop_id = getattr(data, "end_of_text_id", None)
+        return [
+            (prompt, _continue(pl_module.network, tokenizer, prompt, stop_id, self._options, number))
+            for number, prompt in enumerate(self._prompts)
+        ]
+
+    def _cannot(self, trainer: Trainer, pl_module: LightningModule) -> bool:
+        if not getattr(trainer.datamodule, "tokenizer_json", None):
+            reason = "the data module offers no tokenizer_json"
+        elif _is_sharded(trainer, pl_module.network):
+            reason = "no rank holds the whole network"
+        else:
+            return False
+        if not self._said_why_not:
+            rank_zero_info(f"TextSamples: no samples, because {reason}.")
+            self._said_why_not = True
+        return True
+
+    def _show(self, trainer: Trainer, samples: list[Sample]) -> None:
+        console = Console(highlight=False)
+        console.print(f"\nSamples at step {trainer.global_step:,}", style="bold")
+        for prompt, continuation in samples:
+            console.print(Text.assemble((prompt, "dim"), _printable(continuation)), soft_wrap=True)
+            console.print()
+
+    def _append(self, trainer: Trainer, samples: list[Sample]) -> None:
+        head = f"=== step {trainer.global_step}, " + ", ".join(f"{k} {v}" for k, v in self._options.items())
+        texts = [f"--- {prompt}\n{prompt}{continuation}" for prompt, continuation in samples]
+        with open(Path(trainer.default_root_dir) / "samples.txt", "a", encoding="utf-8") as file:
+            file.write("\n".join([head, *texts]) + "\n\n")
+
+
+def _continue(
+    network: Network,
+    tokenizer: Tokenizer,
+    prompt: str,
+    stop_id: int | None,
+    options: dict[str, Any],
+    number: int,
+) -> str:
+    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
+    options = {**options, "seed": options["seed"] + number}
+    with torch.no_grad():
+        new = list(generate(network, ids, stop_id=stop_id, **options))
+    # decoded together: a token may be a part of a character, or stand for a space before a word
+    return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
+
+
+def _printable(text: str) -> str:
+    """Replaces control characters: a model may write bytes that a terminal obeys."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _is_sharded(trainer: Trainer, network: torch.nn.Module) -> bool:
+    if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
+        return True
+    module = sys.modules.get("torch.distributed.tensor")  # not loaded: there is no DTensor
+    return module is not None and any(isinstance(p, module.DTensor) for p in network.parameters())

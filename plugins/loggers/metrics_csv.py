@@ -1,0 +1,163 @@
+"""One `metrics.csv` for the whole history of a run, however often it was stopped and resumed."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import io
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from core.errors import ConfigError
+from core.run_folder import write_atomically
+from core.technique import technique
+
+EVALUATION = ("val", "test", "epoch")
+"""How the names of figures begin that do not come from a training step."""
+
+
+@technique(paper="RFC 4180; a wide table, as pandas.read_csv takes it")
+class MetricsCSV(Logger):
+    """Writes every logged figure to `metrics.csv`: one row a step, one column a figure.
+
+    Training and validation figures of one step share its row; a figure that was not logged there is
+    left empty. Names are the logged ones, the same as in TensorBoard: losses are in nats per token,
+    `train/tokens` counts label tokens, other units stand in the name (`throughput/step_time_ms`).
+    `step` is Lightning's: the index of the optimizer step, from 0. Numbers are written so that they
+    read back exactly.
+
+    Each call reaches the operating system before it returns, in one write: a kill loses at most the
+    row that was about to be written. A new column rewrites the file atomically.
+
+    A resumed run goes on in the same file: when its first training figures come, the rows from that
+    step on, which a killed run had written beyond its last checkpoint, give way. Evaluation figures
+    wait for training figures, so that `validate` and `test` change nothing.
+
+    Args:
+        save_dir: The folder of `metrics.csv`; the run folder by default.
+
+    Raises:
+        ConfigError: If there is a `metrics.csv` that has no `step` column.
+
+    Example:
+        trainer:
+          logger+:
+            - class_path: MetricsCSV
+    """
+
+    def __init__(self, save_dir: str = "${run_folder}") -> None:
+        super().__init__()
+        self._save_dir = save_dir
+        self._reset()
+
+    def _reset(self) -> None:
+        self._file: io.FileIO | None = None
+        self._columns: list[str] = []
+        self._row: dict[str, str] = {}  # the newest row, the last of the file
+        self._row_start = 0  # the byte at which it begins
+        self._waiting: list[tuple[int, dict[str, float]]] = []
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self._save_dir) / "metrics.csv"
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of the file."""
+        return self._save_dir
+
+    @property
+    def name(self) -> str:
+        """Empty: nothing is put below a folder of its own."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty: a run has one history."""
+        return ""
+
+    def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
+        """Does nothing: the run folder holds the whole configuration."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        """Adds figures to the row of a step.
+
+        Args:
+            metrics: Name -> number.
+            step: The step; without one, that of the newest row.
+        """
+        if step is None:
+            step = int(self._row.get("step", 0))
+        if self._file is not None:
+            self._add(step, metrics)
+            return
+        self._waiting.append((step, metrics))
+        if all(name.startswith(EVALUATION) for name in metrics):
+            return
+        self._open(first_step=min(step for step, _ in self._waiting))
+        for step, metrics in self._waiting:
+            self._add(step, metrics)
+        self._waiting.clear()
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        """Closes the file; a later `fit` in the same process finds its place anew."""
+        if self._file is not None:
+            self._file.close()
+        self._reset()
+
+    def _open(self, first_step: int) -> None:
+        columns, rows = _read(self.path)
+        rows = [row for row in rows if int(row["step"]) <= first_step]
+        self._rewrite(columns or ["step"], rows)
+
+    def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        """Replaces the file and takes its last row as the newest."""
+        if self._file is not None:
+            self._file.close()
+        text = _line(columns) + "".join(_line([row.get(name, "") for name in columns]) for row in rows)
+        write_atomically(self.path, text)
+        self._columns, self._row = columns, rows[-1] if rows else {}
+        self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 - open until finalize
+        newest = _line([self._row.get(name, "") for name in columns]) if rows else ""
+        self._row_start = self._file.seek(0, os.SEEK_END) - len(newest.encode())
+
+    def _add(self, step: int, metrics: dict[str, float]) -> None:
+        assert self._file is not None
+        new = [name for name in metrics if name not in self._columns]
+        if new:
+            self._rewrite(self._columns + new, _read(self.path)[1])
+        if self._row.get("step") != str(step):
+            self._row = {"step": str(step)}
+            self._row_start = self._file.seek(0, os.SEEK_END)
+        self._row.update({name: str(value) for name, value in metrics.items()})
+        line = _line([self._row.get(name, "") for name in self._columns]).encode()
+        self._file.seek(self._row_start)
+        if self._file.write(line) < len(line):  # what was written has no line end: it is not read back
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._file.truncate()
+
+
+def _line(values: list[str]) -> str:
+    buffer = io.StringIO()
+    csv.writer(buffer, lineterminator="\n").writerow(values)
+    return buffer.getvalue()
+
+
+def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
+    """Returns the columns and the rows of a file; an unfinished last line is left out."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = text[: text.rfind("\n") + 1].splitlines()
+    if not lines:
+        return [], []
+    columns = next(csv.reader(lines[:1]))
+    if "step" not in columns:
+        raise ConfigError(f"{path} has no `step` column, so it was not written by MetricsCSV.\nMove it away.")
+    return columns, [row for row in csv.DictReader(lines) if row["step"].isdigit()]

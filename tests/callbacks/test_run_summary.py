@@ -1,0 +1,147 @@
+import csv
+import math
+import re
+import shlex
+
+import pytest
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from callbacks.run_summary import RunSummary
+from core.preflight import ordered
+
+GENERATE = re.compile(r'^  python -m core generate --ckpt_path (\S+) --prompt "The"$', re.MULTILINE)
+FIT = re.compile(r"^  python -m core fit --config (\S+) --ckpt_path last (--trainer\.\w+ \d+)$", re.MULTILINE)
+
+
+def summary_of(run):
+    return run.printed[run.printed.index("Trained to step") :]
+
+
+def test_losses_stand_beside_the_unigram_entropy(run):
+    with open(run.folder / "metrics.csv", newline="") as file:
+        loss = float(list(csv.DictReader(file))[-1]["val/loss"])
+    unigram = run.trainer.datamodule.unigram_loss
+    text = summary_of(run)
+    assert f"Validation loss             {loss:.3f} nats/token, perplexity {math.exp(loss):,.1f}" in text
+    assert (
+        f"Unigram entropy, same text  {unigram:.3f} nats/token, perplexity {math.exp(unigram):,.1f}" in text
+    )
+    assert loss < unigram
+    assert f"it is {unigram - loss:.3f} nats per token better than token frequencies alone." in text
+
+
+def test_a_model_that_learned_nothing_is_not_praised(fit, tmp_path):
+    run = fit(tmp_path, [RunSummary()], max_steps=4, val_check_interval=4)
+    assert "The model is not better than token frequencies alone yet" in run.printed
+    assert "better than token frequencies alone." not in run.printed
+
+
+def test_the_run_and_its_speed(run, resumed):
+    median = float(run.trainer.callback_metrics["throughput/median_tokens_per_second"])
+    first = summary_of(run).splitlines()[0]
+    expected = rf"Trained to step 60, 15,360 tokens, in 0:00:\d\d; median {median:,.0f} tokens/s\."
+    assert re.fullmatch(expected, first)
+    assert "Trained to step 80, 20,480 tokens, in 0:00:" in resumed.printed
+    assert " since it was resumed at step 40; median" in resumed.printed
+
+
+def test_what_is_listed_exists_and_what_exists_is_listed(run):
+    listed = dict(re.findall(r"^(.+?)  +(/.*)$", summary_of(run), re.MULTILINE))
+    assert listed == {
+        "run folder": str(run.folder),
+        "checkpoint": str(run.folder / "checkpoints" / "last.ckpt"),
+        "loss curve": str(run.folder / "loss_curve.png"),
+        "samples": str(run.folder / "samples.txt"),
+        "metrics": str(run.folder / "metrics.csv"),
+        "configuration": str(run.folder / "config.yaml"),
+        "TensorBoard": str(run.folder / "tensorboard"),
+    }
+
+
+def test_it_ends_with_exactly_two_commands(run):
+    text = summary_of(run)
+    (checkpoint,) = GENERATE.findall(text)
+    ((config, longer),) = FIT.findall(text)
+    assert checkpoint == str(run.folder / "checkpoints" / "last.ckpt")
+    assert config == str(run.folder / "config.yaml")
+    assert longer == "--trainer.max_steps 120"
+    assert text.count("python -m core") == 2
+    assert text.rstrip().splitlines()[-1].strip().startswith("python -m core fit")
+
+
+def test_samples_and_picture_come_first(run, everything, tmp_path):
+    assert run.printed.rindex("Samples at step 60") < run.printed.index("Trained to step")
+    names = [type(callback).__name__ for callback in ordered(everything(tmp_path)[::-1])]
+    assert names.index("RunSummary") > max(names.index(n) for n in ("LossCurve", "TextSamples", "Throughput"))
+    assert names.index("Throughput") < min(
+        names.index(n) for n in ("LossCurve", "TextSamples", "ProgressBar")
+    )
+
+
+def test_paths_are_relative_and_quoted_where_they_need_it(fit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "my runs"
+    run = fit(folder, [RunSummary(), ModelCheckpoint(folder, every_n_train_steps=5)], max_steps=5)
+    commands = [line for line in run.printed.splitlines() if line.startswith("  python")]
+    assert shlex.split(commands[0])[4:6] == ["--ckpt_path", "my runs/epoch=0-step=5.ckpt"]
+    assert shlex.split(commands[1])[4:6] == ["--config", "my runs/config.yaml"]
+
+
+def test_a_run_that_its_epochs_ended_is_continued_by_epochs(fit, tmp_path):
+    options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 5, "limit_val_batches": 0}
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=5)
+    run = fit(tmp_path, [RunSummary(), checkpoint], **options)
+    assert FIT.findall(run.printed)[0][1] == "--trainer.max_epochs 6"
+    assert "Validation: none was run." in run.printed
+
+
+def test_without_a_checkpoint_no_command_is_offered(fit, tmp_path):
+    run = fit(tmp_path, [RunSummary()], max_steps=2, limit_val_batches=0)
+    assert "No checkpoint was saved" in run.printed
+    assert "python -m core" not in run.printed
+
+
+def test_a_finished_run_has_nothing_left_to_train(run, fit, tmp_path):
+    checkpoint = run.folder / "checkpoints" / "last.ckpt"
+    again = fit(tmp_path, [RunSummary()], ckpt_path=checkpoint, max_steps=60)
+    assert "Nothing was left to train: the run stands at step 60." in again.printed
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_an_exception_leaves_one_line(saves, fit, tmp_path, capsys):
+    class Fail(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.global_step == 7:
+                raise ValueError("for the test")
+
+    checkpoint = [ModelCheckpoint(tmp_path, every_n_train_steps=5)] if saves else []
+    printed = []
+    summary = RunSummary()
+    inner = summary.on_exception
+
+    def on_exception(*args):
+        import contextlib
+        import io
+
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            inner(*args)
+        printed.append(output.getvalue())
+
+    summary.on_exception = on_exception
+    with pytest.raises(ValueError, match="for the test"):
+        fit(tmp_path, [summary, Fail(), *checkpoint], limit_val_batches=0)
+    where = f"Stopped at step 7. The run lies in {tmp_path}; "
+    command = f"resume it with: python -m core fit --config {tmp_path}/config.yaml --ckpt_path last\n"
+    assert printed == [where + (command if saves else "it has no checkpoint yet\n")]
+
+
+def test_an_exception_before_the_training_leaves_no_line(fit, tmp_path, capsys):
+    class Fail(Callback):
+        def setup(self, trainer, pl_module, stage):
+            raise ValueError("for the test")
+
+    summary = RunSummary()
+    with pytest.raises(ValueError, match="for the test"):
+        fit(tmp_path, [Fail(), summary])
+    assert summary._began is None
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,158 @@
+import csv
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from callbacks.throughput import Throughput, measured_peak, peak_flops
+
+TOKENS_PER_STEP = 8 * 32
+MFU = "throughput/mfu_of_measured_cpu_peak"
+
+
+def figures_of(run):
+    with open(run.folder / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["throughput/tokens_per_second"]]
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
+
+
+def test_figures_agree_with_each_other(run):
+    peak = run.callback(Throughput)._peak[1]
+    for row in figures_of(run):
+        rate, milliseconds = row["throughput/tokens_per_second"], row["throughput/step_time_ms"]
+        assert rate * milliseconds / 1e3 == pytest.approx(TOKENS_PER_STEP)
+        assert row[MFU] == pytest.approx(rate * 6 * 257 * 16 / peak)
+
+
+def test_figures_are_in_callback_metrics_with_their_median(run):
+    rates = [row["throughput/tokens_per_second"] for row in figures_of(run)]
+    metrics = run.trainer.callback_metrics
+    assert float(metrics["throughput/tokens_per_second"]) == pytest.approx(rates[-1])
+    assert float(metrics["throughput/median_tokens_per_second"]) == pytest.approx(
+        sorted(rates)[len(rates) // 2]
+    )
+
+
+class SlowStep(Callback):
+    """Takes its time in one hook, and remembers the step times that were logged."""
+
+    def __init__(self, hook, seconds, pauses=False):
+        self.seconds, self.pauses, self.times = seconds, pauses, {}
+        setattr(self, hook, self.wait)
+
+    def wait(self, trainer, pl_module, *args):
+        if trainer.global_step == 7 and trainer.training | trainer.validating:
+            if self.pauses:
+                for callback in trainer.callbacks:
+                    getattr(callback, "pause_clock", int)()
+            time.sleep(self.seconds)
+
+    def on_before_zero_grad(self, trainer, *args):  # early in each step: what the one before logged
+        metrics = trainer.callback_metrics
+        if "throughput/step_time_ms" in metrics:
+            self.times[trainer.global_step] = float(metrics["throughput/step_time_ms"])
+
+
+def step_time_of_5_to_10(fit, folder, *callbacks, **options):
+    fit(folder, [Throughput(), *callbacks], max_steps=12, **options)
+    return callbacks[0].times[10]
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end", "on_validation_batch_start"])
+def test_validation_is_not_counted(hook, fit, tmp_path):
+    assert step_time_of_5_to_10(fit, tmp_path, SlowStep(hook, 0.5), val_check_interval=7) < 80
+
+
+def test_a_checkpoint_is_not_counted(fit, tmp_path):
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=7)
+    assert step_time_of_5_to_10(fit, tmp_path, SlowStep("on_save_checkpoint", 0.5), checkpoint) < 80
+
+
+def test_what_pauses_the_clock_is_not_counted_and_everything_else_is(fit, tmp_path):
+    pausing = SlowStep("on_train_batch_end", 0.5, pauses=True)
+    assert step_time_of_5_to_10(fit, tmp_path, pausing, limit_val_batches=0) < 80
+    plain = SlowStep("on_train_batch_end", 0.5)
+    assert step_time_of_5_to_10(fit, tmp_path, plain, limit_val_batches=0) >= 100
+
+
+def test_the_first_interval_is_not_reported(fit, tmp_path):
+    slow = SlowStep("on_train_start", 0.3)
+    fit(tmp_path, [Throughput(), slow], max_steps=8, limit_val_batches=0)
+    assert slow.times == {}
+
+
+def test_accumulated_batches_are_one_step(fit, tmp_path):
+    slow = SlowStep("on_train_start", 0)
+    run = fit(tmp_path, [Throughput(), slow], max_steps=12, limit_val_batches=0, accumulate_grad_batches=2)
+    rate = float(run.trainer.callback_metrics["throughput/tokens_per_second"])
+    assert rate * slow.times[11] / 1e3 == pytest.approx(2 * TOKENS_PER_STEP, rel=1e-4)
+
+
+def test_mfu_counts_the_devices_of_all_ranks(run):
+    throughput = Throughput()
+    throughput._peak = ("throughput/mfu", 1e6)
+    two = SimpleNamespace(world_size=2)
+    flops = run.module.network.flops_per_token(32)
+    assert throughput._utilisation(two, run.module, 10.0, 32) == {"throughput/mfu": 10 * flops / 2e6}
+
+
+@pytest.mark.parametrize(
+    ("name", "half", "tf32", "fp32"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312, 156, 19.5),
+        ("NVIDIA A100 80GB PCIe", 312, 156, 19.5),
+        ("NVIDIA H100 80GB HBM3", 989.4, 494.7, 66.9),
+        ("NVIDIA H100 PCIe", 756, 378, 51.2),
+        ("NVIDIA H200", 989.5, 494.5, 67),
+        ("NVIDIA B200", 2250, 1125, 75),
+        ("NVIDIA L4", 121, 60, 30.3),
+        ("NVIDIA L40S", 362.05, 183, 91.6),
+        ("NVIDIA GeForce RTX 4090", 165.2, 82.6, 82.6),
+        ("AMD Instinct MI300X", 1307.4, 653.7, 163.4),
+    ],
+)
+def test_peaks_of_devices(name, half, tf32, fp32, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    device = torch.device("cuda:0")
+    assert peak_flops(device, "bf16-mixed") == ("throughput/mfu", half * 1e12)
+    assert peak_flops(device, "16-true") == ("throughput/mfu", half * 1e12)
+    assert peak_flops(device, "32-true") == ("throughput/mfu", fp32 * 1e12)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert peak_flops(device, "32-true") == ("throughput/mfu", tf32 * 1e12)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"),
+    [
+        ("NVIDIA GeForce RTX 4090 D", "bf16-mixed"),  # another chip than the 4090
+        ("NVIDIA H20", "bf16-mixed"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16-mixed"),  # a seventh of one
+        ("NVIDIA H100 PCIe", "64-true"),
+        ("NVIDIA H100 PCIe", "transformer-engine"),
+    ],
+)
+def test_an_unknown_peak_is_said_and_gives_no_mfu(name, precision, monkeypatch, run, caplog):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    throughput = Throughput()
+    with caplog.at_level("INFO"):
+        throughput._peak = peak_flops(torch.device("cuda:0"), precision)
+    assert throughput._utilisation(run.trainer, run.module, 10.0, 32) == {}
+    assert f"the peak of {name} in precision {precision}" in caplog.text
+
+
+def test_the_cpu_peak_is_that_of_a_matrix_product():
+    size, repeats = 1024, 5
+    a = torch.rand(size, size)
+    times = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        a @ a
+        times.append(time.perf_counter() - begin)
+    reference = 2 * size**3 / min(times)
+    assert measured_peak(torch.device("cpu"), torch.float32) == pytest.approx(reference, rel=0.8)

@@ -1,0 +1,160 @@
+"""kill -9 at random moments, 20 times: the resumed run is bitwise the run that was never killed."""
+
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from core import checkpoint
+
+HOUSE = Path(__file__).resolve().parent.parent
+KILLS, STEPS = 20, 700
+
+CONFIG = {
+    "base": str(HOUSE / "configs" / "defaults.yaml"),
+    "seed_everything": 3,
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": STEPS,
+        "log_every_n_steps": 1,
+        "val_check_interval": 40,
+        "check_val_every_n_epoch": None,
+        "accumulate_grad_batches": 2,
+        "callbacks": [
+            {"class_path": "ProgressBar"},
+            {"class_path": "Throughput"},
+            {"class_path": "LossCurve"},
+            {"class_path": "PeriodicCheckpoint", "init_args": {"every_n_steps": 4}},
+            {"class_path": "RunSummary"},
+        ],
+    },
+    "model": {
+        "network": {
+            "class_path": "GPT",
+            "init_args": {
+                "vocab_size": 320, "n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16, "dropout": 0.1,
+            },
+        },
+        "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 20}},
+    },
+    "data": {
+        "class_path": "PretrainDataModule",
+        "init_args": {
+            "tokenizer": {"class_path": "BPETokenizer", "init_args": {"vocab_size": 320}},
+            "sequence_length": 16,
+            "batch_size": 2,
+        },
+    },
+}  # fmt: skip
+
+
+def write_documents(folder: Path) -> None:
+    folder.mkdir()
+    words = random.Random(0)
+    with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
+        for _ in range(60):
+            text = " ".join(words.choice(["alpha", "beta", "gamma", "delta", "epsilon"]) for _ in range(60))
+            file.write(json.dumps({"text": text}) + "\n")
+
+
+def start(folder: Path, config: Path, workers: int, resume: bool) -> subprocess.Popen:
+    command = [sys.executable, "-m", "core", "fit", f"--config={config}", f"--data.num_workers={workers}"]
+    command += [f"--data.source={folder.parent / 'documents'}", f"--data.cache_dir={folder.parent / 'cache'}"]
+    command += [f"--trainer.default_root_dir={folder}", *(["--ckpt_path=last"] if resume else [])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)}
+    log = open(folder.parent / f"{folder.name}.log", "ab")
+    return subprocess.Popen(command, cwd=folder.parent, env=environment, stdout=log, stderr=log)
+
+
+def rows(folder: Path) -> dict[int, dict[str, str]]:
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
+        return {int(row["step"]): row for row in csv.DictReader(file)}
+
+
+def finish(folder: Path, config: Path, workers: int, resume: bool) -> None:
+    assert start(folder, config, workers, resume).wait(timeout=300) == 0, log_of(folder)
+
+
+def log_of(folder: Path) -> str:
+    return (folder.parent / f"{folder.name}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
+
+
+def kill_at_a_random_moment(folder: Path, process: subprocess.Popen, chance: random.Random) -> None:
+    """Waits until the run has written a row, then kills it a random time later, in whatever it does."""
+    metrics, begun = folder / "metrics.csv", time.time_ns()
+    while not (metrics.exists() and metrics.stat().st_mtime_ns > begun and list(folder.glob("checkpoints/*.ckpt"))):
+        assert process.poll() is None, log_of(folder)
+        time.sleep(0.003)
+    time.sleep(chance.uniform(0.03, 0.15))
+    assert process.poll() is None, "the run was over before it could be killed"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def killed_run(folder: Path, config: Path, workers: int) -> int:
+    chance, kills = random.Random(workers), 0
+    while kills < KILLS:
+        process = start(folder, config, workers, resume=kills > 0)
+        kill_at_a_random_moment(folder, process, chance)
+        kills += 1
+    finish(folder, config, workers, resume=True)
+    return kills
+
+
+@pytest.mark.timeout(900)
+def test_twenty_kills_change_no_bit(tmp_path):
+    write_documents(tmp_path / "documents")
+    config = tmp_path / "tiny.yaml"
+    config.write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    whole = tmp_path / "whole"
+    finish(whole, config, workers=0, resume=False)
+
+    killed = {workers: tmp_path / f"killed{workers}" for workers in (0, 2)}
+    with ThreadPoolExecutor() as pool:
+        counts = list(pool.map(lambda workers: killed_run(killed[workers], config, workers), killed))
+    assert counts == [KILLS, KILLS]
+
+    expected_rows = rows(whole)
+    expected = checkpoint.read(checkpoint.newest(whole))
+    assert expected["global_step"] == STEPS
+    assert expected["epoch"] >= 2, "the run crosses the end of an epoch"
+    for folder in killed.values():
+        found_rows = rows(folder)
+        exact = ("train/loss", "train/tokens", "train/lr", "train/grad_norm", "val/loss")
+        for name in exact:
+            columns = [column for column in next(iter(expected_rows.values())) if column.startswith(name)]
+            assert columns, f"no column for {name}"
+            for column in columns:
+                assert {s: r[column] for s, r in found_rows.items()} == {
+                    s: r[column] for s, r in expected_rows.items()
+                }, f"{folder.name}: {column}"
+        found = checkpoint.read(checkpoint.newest(folder))
+        assert_same_bits(found["state_dict"], expected["state_dict"])
+        assert_same_bits(found["optimizer_states"], expected["optimizer_states"])
+        assert found["lr_schedulers"] == expected["lr_schedulers"]
+
+
+def assert_same_bits(found, expected):
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected)
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            assert_same_bits(found[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same_bits(one, other)
+    else:
+        assert found == expected
