@@ -31,7 +31,9 @@ def _put_house_first() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 done, 2 a mistake that the user can mend, 130 interrupted."""
+    """Runs one command; returns its exit code: 0 done, 2 a mistake that the user can mend, 130 interrupted,
+    143 ended by SIGTERM.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     _put_house_first()
     try:
@@ -44,6 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
+    except SystemExit as error:  # Lightning's, which would leave with 1 after Ctrl-C and with 0 after SIGTERM
+        if isinstance(error.__context__, KeyboardInterrupt):
+            return 130
+        if type(error).__name__ == "SIGTERMException":
+            return 143
+        raise
     except BrokenPipeError:  # the reader of our output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141

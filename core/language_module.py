@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.contracts import Network, Objective, Schedule, TokenSum
+from core.contracts import Network, Objective, Schedule
 from core.errors import ConfigError
+from core.token_sums import TokenSums
 
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
@@ -64,8 +65,8 @@ class LanguageModule(LightningModule):
         self.decay_embeddings = decay_embeddings
         self.logging_step = False
         self.tokens_seen = 0
-        self._window: dict[str, list[Tensor]] = {}
-        self._validation: dict[str, list[Tensor]] = {}
+        self._window = TokenSums()
+        self._validation = TokenSums()
         self._step_tokens: Tensor | None = None
         self._user_groups: list[dict[str, Any]] = []
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
@@ -102,7 +103,7 @@ class LanguageModule(LightningModule):
         self.logging_step = False
         torch.manual_seed(_mix(self._seed, self.current_epoch, batch_idx, self.global_rank))
         loss, metrics = self.objective.loss(self.network, batch)
-        _accumulate(self._window, {"loss": loss, **metrics})
+        self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
             return loss.mean
         tokens = loss.tokens.detach()
@@ -130,8 +131,7 @@ class LanguageModule(LightningModule):
 
     def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
         # backward divided by GRADIENT_TOKENS, Lightning by the micro-batches, the strategy by the ranks
-        if self.trainer.world_size > 1:
-            tokens = self.trainer.strategy.reduce(tokens, reduce_op="sum")
+        tokens = self._sum_over_ranks(tokens)
         divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
         factor = divided_by / tokens.clamp(min=1).to(torch.float32)
         gradients = [
@@ -149,7 +149,7 @@ class LanguageModule(LightningModule):
             p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
         ]
         norm = nn.utils.get_total_norm(gradients)
-        means, tokens = self._reduced(self._window)
+        means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
         figures = _named("train", means)
         figures["train/tokens"] = float(self.tokens_seen)
@@ -170,11 +170,11 @@ class LanguageModule(LightningModule):
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the validation sums."""
         loss, metrics = self.objective.loss(self.network, batch)
-        _accumulate(self._validation, {"loss": loss, **metrics})
+        self._validation.add({"loss": loss, **metrics})
 
     def on_validation_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole validation set and all ranks."""
-        figures = _named("val", self._reduced(self._validation)[0])
+        figures = _named("val", self._validation.means(self._sum_over_ranks)[0])
         fitting = self.trainer.state.fn == "fit"
         self.log_dict(figures, logger=not fitting)
         if fitting and not self.trainer.sanity_checking:
@@ -186,7 +186,7 @@ class LanguageModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole test set and all ranks."""
-        self.log_dict(_named("test", self._reduced(self._validation)[0]))
+        self.log_dict(_named("test", self._validation.means(self._sum_over_ranks)[0]))
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns log-probabilities (B, T) in nats of the labels; 0 where the label is ignored."""
@@ -195,18 +195,10 @@ class LanguageModule(LightningModule):
         )
         return -losses.view_as(batch["labels"])
 
-    def _reduced(self, sums: dict[str, list[Tensor]]) -> tuple[dict[str, float], int]:
-        """Returns means over all ranks and the number of label tokens, and empties the sums."""
-        flat = torch.stack([tensor for pair in sums.values() for tensor in pair])
-        if self.trainer.world_size > 1:
-            flat = self.trainer.strategy.reduce(flat, reduce_op="sum")
-        values = flat.tolist()  # the one wait for the device
-        names, totals, counts = list(sums), values[::2], values[1::2]
-        sums.clear()
-        means = {
-            name: total / max(count, 1) for name, total, count in zip(names, totals, counts, strict=True)
-        }
-        return means, round(counts[names.index("loss")])
+    def _sum_over_ranks(self, values: Tensor) -> Tensor:
+        return (
+            self.trainer.strategy.reduce(values, reduce_op="sum") if self.trainer.world_size > 1 else values
+        )
 
     # -- optimizer, schedule, state ----------------------------------------------------------------
 
@@ -256,42 +248,19 @@ class LanguageModule(LightningModule):
             self._bind(scheduler)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Saves the sums since the last logged step, of each rank, and the tokens seen."""
-        names = list(self._window)
-        sums = torch.stack([t for pair in self._window.values() for t in pair]) if names else torch.zeros(0)
-        if self.trainer.world_size > 1:
-            sums = torch.as_tensor(self.all_gather(sums))
-        checkpoint["language_module"] = {
-            "tokens_seen": self.tokens_seen,
-            "window": {"names": names, "sums": sums.view(self.trainer.world_size, -1).cpu()},
-        }
+        """Saves the tokens seen and the sums since the last logged step, of each rank."""
+        many = self.trainer.world_size > 1
+        window = self._window.state_dict(
+            lambda sums: torch.as_tensor(self.all_gather(sums)) if many else sums
+        )
+        checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Restores what `on_save_checkpoint` saved; at another world size rank 0 takes all sums."""
-        state = checkpoint.get("language_module")
-        if state is None:
-            return
-        self.tokens_seen = state["tokens_seen"]
-        names, sums = state["window"]["names"], state["window"]["sums"].to(self.device)
-        if sums.shape[0] == self.trainer.world_size:
-            own = sums[self.global_rank]
-        else:
-            own = sums.sum(0) * (self.global_rank == 0)
-        self._window = {name: list(own[2 * i : 2 * i + 2].clone()) for i, name in enumerate(names)}
-
-
-def _accumulate(sums: dict[str, list[Tensor]], new: Mapping[str, TokenSum]) -> None:
-    for name, (total, tokens) in new.items():
-        if name in sums:
-            sums[name][0].add_(total.detach())
-            sums[name][1].add_(tokens)
-        else:
-            sums[name] = [_wide(total.detach()), _wide(tokens.detach())]
-
-
-def _wide(value: Tensor) -> Tensor:
-    # exact for counts up to 2**53; Apple's GPUs have no float64
-    return value.to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
+        """Restores what `on_save_checkpoint` saved."""
+        if state := checkpoint.get("language_module"):
+            self.tokens_seen = state["tokens_seen"]
+            place = (self.global_rank, self.trainer.world_size, self.device)
+            self._window.load_state_dict(state["window"], *place)
 
 
 def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:

@@ -1,0 +1,68 @@
+"""Stores token ids in litdata's chunk format."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from core.contracts import TokenWriter
+from core.errors import ConfigError
+from core.technique import technique
+
+_MOST = 1 << 31
+
+
+@technique(paper="litdata's BinaryWriter and TokensLoader, github.com/Lightning-AI/litdata")
+class TokenShards(TokenWriter):
+    """Chunks of about `shard_bytes` and an index.json, which litdata's TokensLoader reads too.
+
+    Every document is one item, a run of uint16 where the vocabulary has at most 65,536 ids, else of
+    uint32. The same documents give the same bytes, whatever rank of a launch writes them.
+
+    Args:
+        shard_bytes: Size of a chunk, in bytes, below 2 GiB: offsets in a chunk are uint32. A longer
+            document makes a longer chunk.
+
+    Raises:
+        ConfigError: If `shard_bytes` is out of range, or there is nothing to write.
+
+    Example:
+        data:
+          init_args:
+            writer: {class_path: TokenShards, init_args: {shard_bytes: 67108864}}
+    """
+
+    def __init__(self, shard_bytes: int = 64 * 1024 * 1024) -> None:
+        if not 0 < shard_bytes < _MOST:
+            raise ConfigError(
+                f"TokenShards: shard_bytes is {shard_bytes}; it lies between 1 and {_MOST - 1}."
+            )
+        self.shard_bytes = shard_bytes
+
+    def write(self, documents: Iterable[Sequence[int]], folder: Path, vocab_size: int) -> int:
+        """Writes each document's ids in order; returns the number of tokens written."""
+        from litdata.streaming.item_loader import TokensLoader
+        from litdata.streaming.writer import BinaryWriter
+
+        class Writer(BinaryWriter):
+            # litdata asks the environment: under torchrun it would name chunks after the rank.
+            rank = 0
+
+        dtype = np.uint16 if vocab_size <= 1 << 16 else np.uint32
+        writer = Writer(str(folder), chunk_bytes=self.shard_bytes, item_loader=TokensLoader())
+        tokens = 0
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "An item was larger than the target chunk size")
+            for index, ids in enumerate(documents):
+                writer.add_item(index, np.asarray(ids, dtype))
+                tokens += len(ids)
+            writer.done()
+        if not tokens:
+            raise ConfigError(f"{folder}: there is no document to write.")
+        # Not writer.merge(): it waits for the index of every rank, and puts the time of day into it.
+        os.replace(folder / "0.index.json", folder / "index.json")
+        return tokens

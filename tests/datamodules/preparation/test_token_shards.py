@@ -1,0 +1,80 @@
+import json
+
+import numpy as np
+import pytest
+from litdata import StreamingDataset, TokensLoader
+from litdata.constants import _NUMPY_DTYPES_MAPPING
+
+from core.errors import ConfigError
+from core.token_stream import _DTYPES, TokenStore
+from datamodules.preparation.token_shards import TokenShards
+
+rng = np.random.default_rng(0)
+DOCUMENTS = [rng.integers(0, 60_000, length).tolist() for length in rng.integers(1, 400, 60)]
+TOKENS = sum(len(ids) for ids in DOCUMENTS)
+
+
+@pytest.mark.parametrize("shard_bytes", [600, 4000, 1 << 20])
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_what_was_written_is_read_by_us_and_by_litdata(tmp_path, vocab_size, dtype, shard_bytes):
+    assert TokenShards(shard_bytes).write(iter(DOCUMENTS), tmp_path, vocab_size) == TOKENS
+    store = TokenStore(tmp_path)
+    stream = store.read(0, TOKENS)
+    assert len(store) == TOKENS
+    assert stream.dtype == dtype
+    assert np.array_equal(stream, np.concatenate(DOCUMENTS))
+    assert np.array_equal(store.document_starts(), np.cumsum([0, *map(len, DOCUMENTS[:-1])]))
+    # litdata cuts each chunk into blocks and drops the chunk's tail
+    expected, start = [], 0
+    for chunk in json.loads((tmp_path / "index.json").read_text())["chunks"]:
+        blocks = chunk["dim"] // 16
+        expected.append(stream[start : start + blocks * 16].reshape(blocks, 16))
+        start += chunk["dim"]
+    assert start == TOKENS
+    read = StreamingDataset(str(tmp_path), item_loader=TokensLoader(block_size=16))
+    assert np.array_equal(np.stack(list(read)), np.concatenate(expected))
+
+
+def test_chunks_have_about_the_size_asked_for(tmp_path):
+    TokenShards(10_000).write(DOCUMENTS, tmp_path, 60_000)
+    sizes = [path.stat().st_size for path in tmp_path.glob("*.bin")]
+    assert len(sizes) > 2
+    assert max(sizes) < 11_000
+    assert sorted(path.name for path in tmp_path.iterdir())[-1] == "index.json"
+
+
+def test_the_largest_ids_survive(tmp_path):
+    TokenShards().write([[0, 65_535]], tmp_path / "a", 1 << 16)
+    TokenShards().write([[0, 70_000, (1 << 32) - 1]], tmp_path / "b", 1 << 32)
+    assert TokenStore(tmp_path / "a").read(0, 9).tolist() == [0, 65_535]
+    assert TokenStore(tmp_path / "b").read(0, 9).tolist() == [0, 70_000, (1 << 32) - 1]
+
+
+def test_a_long_document_makes_a_long_chunk_without_a_warning(tmp_path, recwarn):
+    TokenShards(100).write([list(range(1000)), [5]], tmp_path, 1 << 16)
+    assert TokenStore(tmp_path).read(0, 2000).tolist() == [*range(1000), 5]
+    assert [warning for warning in recwarn if "larger than" in str(warning.message)] == []
+
+
+@pytest.mark.timeout(60)
+def test_the_bytes_do_not_depend_on_time_or_rank(tmp_path, monkeypatch):
+    TokenShards(4000).write(DOCUMENTS, tmp_path / "a", 60_000)
+    for name, value in {"RANK": "3", "GLOBAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DATA_OPTIMIZER_GLOBAL_RANK", "2")
+    TokenShards(4000).write(DOCUMENTS, tmp_path / "b", 60_000)
+    a, b = ({p.name: p.read_bytes() for p in (tmp_path / side).iterdir()} for side in "ab")
+    assert a == b
+
+
+def test_nothing_to_write_and_sizes_out_of_range(tmp_path):
+    with pytest.raises(ConfigError, match="no document"):
+        TokenShards().write([], tmp_path, 300)
+    for size in (0, 1 << 31):
+        with pytest.raises(ConfigError, match=f"shard_bytes is {size}"):
+            TokenShards(size)
+
+
+def test_litdatas_names_of_the_types_are_what_we_take_them_for():
+    for name, dtype in _DTYPES.items():
+        assert _NUMPY_DTYPES_MAPPING[int(name.split(":")[1])] == np.dtype(dtype)
