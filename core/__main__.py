@@ -35,14 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     143 ended by SIGTERM.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    words = [word for word in words if word != "--debug"]
     _put_house_first()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
         return code
-    except ConfigError as error:
-        print("\n".join(str(error).splitlines()[:MESSAGE_LINES]), file=sys.stderr)
-        return 2
+    except Exception as error:
+        return _complain(error, debug)
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
@@ -52,9 +53,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if type(error).__name__ == "SIGTERMException":
             return 143
         raise
-    except BrokenPipeError:  # the reader of our output (head, less) has gone
+
+
+def _complain(error: Exception, debug: bool) -> int:
+    if isinstance(error, BrokenPipeError):  # the reader of our output (head, less) has gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         return 141
+    if debug:
+        raise error
+    mistake: BaseException | None = error  # jsonargparse wraps what a technique raises into errors of its own
+    while mistake is not None and not isinstance(mistake, ConfigError):
+        mistake = mistake.__cause__ or mistake.__context__
+    from core.blame import blame
+
+    text = blame(error) if mistake is None else str(mistake)
+    print("\n".join(text.splitlines()[:MESSAGE_LINES]), file=sys.stderr)
+    return 1 if mistake is None else 2
 
 
 def _dispatch(words: list[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -26,12 +27,16 @@ def defect(path: Path) -> str | None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
-            bad = archive.testzip()
-            return f"member {bad} is damaged" if bad else None
+            if bad := archive.testzip():
+                return f"member {bad} is damaged"
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except FileNotFoundError:
         return "there is no such file"
-    except (zipfile.BadZipFile, OSError, EOFError):
+    except Exception:  # zipfile and pickle raise a dozen kinds on damaged bytes
         return f"cut off or not a checkpoint ({path.stat().st_size:,} bytes)"
+    return (
+        f"it holds more than tensors and plain values ({unsafe[0]}), which could run code" if unsafe else None
+    )
 
 
 def newest(root: Path) -> Path:
@@ -55,11 +60,9 @@ def newest(root: Path) -> Path:
 
 
 def _candidates(root: Path) -> Iterator[Path]:
-    folders = [root, *(path for path in root.parent.glob(f"{root.name}-*") if path.name[-1].isdigit())]
-    for folder in folders:
-        yield from (
-            path for path in folder.rglob("*.ckpt") if path.is_file() and not path.name.startswith(".")
-        )
+    numbered = re.compile(rf"{re.escape(root.name)}-\d+")
+    for folder in [root, *(path for path in root.parent.glob("*") if numbered.fullmatch(path.name))]:
+        yield from (p for p in folder.rglob("*.ckpt") if p.is_file() and not p.name.startswith("."))
 
 
 def resolve(name: str, root: Path) -> Path:

@@ -94,26 +94,34 @@ def _run(subcommand: str, arguments: list[str]) -> int:
 
 def prepare(arguments: list[str]) -> Request:
     """Composes the configs, finds the checkpoint, resolves short names and imports what they name."""
-    names, rest = split_configs(arguments)
-    composed = compose(names)
-    resolve_names(composed.values)
-    rest = _move_positions(composed.values, rest)
+    names, words = split_configs(arguments)
+    composed, rest = _composed(names, words, {})
     root = Path(_last(rest, "trainer.default_root_dir") or _default_root(composed.values, names))
     checkpoint, stored = None, {}
-    wanted = _last(rest, "ckpt_path") or composed.values.pop("ckpt_path", None)
-    if wanted:
+    if wanted := _last(rest, "ckpt_path") or composed.values.pop("ckpt_path", None):
         from core.checkpoint import resolve, stored_config
 
         checkpoint = resolve(str(wanted), root)
-        rest = [*_without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
         stored = {key: value for key, value in stored_config(checkpoint).items() if key in SECTIONS}
-        composed.values = merge(merge({}, stored), composed.values)
+        composed, rest = _composed(names, words, stored)
+        composed.values.pop("ckpt_path", None)
+        rest = [*_without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
         if not names:
             root = Path(_default_root(stored, names))
+    for section in ("trainer", "model"):
+        if not isinstance(value := composed.values.get(section, {}), dict):
+            place = composed.positions.get((section,), "--config")
+            raise ConfigError(f"{place}: {section} is a section (`name: value` lines), not {value!r}.")
     composed.values.setdefault("trainer", {}).setdefault("default_root_dir", str(root))
     for entry in catalog.registered(_words(composed.values, rest)):
         entry.load()
     return Request(composed, rest, root, checkpoint, stored)
+
+
+def _composed(names: list[str], arguments: list[str], below: dict[str, Any]) -> tuple[Composed, list[str]]:
+    composed = compose(names, below)
+    resolve_names(composed.values)
+    return composed, _move_positions(composed.values, arguments)
 
 
 def split_configs(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -134,7 +142,7 @@ def split_configs(arguments: list[str]) -> tuple[list[str], list[str]]:
     return configs, rest
 
 
-def _pairs(arguments: list[str]) -> Iterator[tuple[int, int, str, str]]:
+def option_values(arguments: list[str]) -> Iterator[tuple[int, int, str, str]]:
     """Yields (first word, words, key, value) of each option that has a value."""
     for index, word in enumerate(arguments):
         if not word.startswith("--"):
@@ -147,19 +155,21 @@ def _pairs(arguments: list[str]) -> Iterator[tuple[int, int, str, str]]:
 
 
 def _last(arguments: list[str], wanted: str) -> str | None:
-    found = [value for _, _, key, value in _pairs(arguments) if key == wanted]
+    found = [value for _, _, key, value in option_values(arguments) if key == wanted]
     return found[-1] if found else None
 
 
 def _without(arguments: list[str], unwanted: str) -> list[str]:
-    drop = {i for at, count, key, _ in _pairs(arguments) if key == unwanted for i in range(at, at + count)}
+    drop = {
+        i for at, count, key, _ in option_values(arguments) if key == unwanted for i in range(at, at + count)
+    }
     return [word for index, word in enumerate(arguments) if index not in drop]
 
 
 def _move_positions(values: dict[str, Any], arguments: list[str]) -> list[str]:
     """Moves `--model.network=GPT` and the like into the config; resolves `--trainer.callbacks+=X` in place."""
     result, moved = list(arguments), set()
-    for at, count, key, value in _pairs(arguments):
+    for at, count, key, value in option_values(arguments):
         kinds = POSITIONS.get(key.removesuffix("+"), ())
         entry = _entry(value, kinds) if kinds else None
         if entry is None:

@@ -7,17 +7,20 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
+import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
 
-from core import preflight, run_folder
-from core.cli import SECTIONS, Request, differences
-from core.config_files import parse_yaml
-from core.errors import ConfigError
+from core import catalog, preflight, run_folder
+from core.cli import SECTIONS, Request, differences, option_values
+from core.config_files import dump_yaml, parse_yaml
+from core.errors import ConfigError, nearest
 from core.language_module import LanguageModule
+from core.mistakes import explain
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +54,20 @@ class Cli(LightningCLI):
         """Builds the parser of the one subcommand that is run: each takes 0.3 s."""
         return {self.only: LightningCLI.subcommands()[self.only]}
 
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Takes no abbreviations: `--trainer.max_step` is a mistake, not `max_steps`."""
+        return super().init_parser(**{"allow_abbrev": False, **kwargs})
+
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         """Parses the composed values, then the arguments over them."""
         values = self.request.composed.values
-        config = ["--config", yaml.safe_dump(values, sort_keys=False)] if values else []
-        self.config = parser.parse_args([self.only, *config, *self.request.arguments])
+        config = ["--config", dump_yaml(values)] if values else []
+        try:
+            self.config = parser.parse_args([self.only, *config, *self.request.arguments])
+        except ConfigError as error:
+            options = [(key, value) for _, _, key, value in option_values(self.request.arguments)]
+            explain(values, self.request.composed.positions, options)
+            raise ConfigError("\n".join(str(error).splitlines()[:6])) from error
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: the checkpoint's values already lie below what the user wrote."""
@@ -77,7 +89,9 @@ class Cli(LightningCLI):
         return run_folder.fresh(root) if _get_rank() in (None, 0) else root
 
     def after_instantiate_classes(self) -> None:
-        """Says what was selected, once nothing of it can be wrong any more."""
+        """Says what was selected, once what can be known to be wrong is known."""
+        with torch.device("meta"):  # a mistake in the network's arguments, before hours of preparation
+            self.model.build_network()
         if _get_rank() not in (None, 0):
             return
         print(f"{preflight.table(self.selected)}\nRun folder: {self.folder}", flush=True)
@@ -97,11 +111,13 @@ class Cli(LightningCLI):
         try:
             return self._instantiate_trainer(options, [])
         except (ValueError, TypeError, MisconfigurationException) as error:
+            registered = {entry.name for entry in catalog.entries() if entry.kind == "strategies"}
+            _check_name("strategy", options, registered | set(StrategyRegistry.available_strategies()))
+            _check_name("accelerator", options, {"gpu", *AcceleratorRegistry.available_accelerators()})
             raise ConfigError(f"trainer: {error}") from error
 
     def predict(self, **kwargs: Any) -> None:
         """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats."""
-        import torch
         from safetensors.torch import save_file
 
         batches = self.trainer.predict(**kwargs) or []
@@ -114,3 +130,9 @@ class Cli(LightningCLI):
         save_file({"log_probability_nats": rows.contiguous()}, temporary)
         os.replace(temporary, path)
         print(f"Log-probabilities of {rows.numel():,} labels: {path}")
+
+
+def _check_name(option: str, options: dict[str, Any], known: set[str]) -> None:
+    value = options.get(option)
+    if isinstance(value, str) and value not in known | {"auto"}:
+        raise ConfigError(f"--trainer.{option}: there is no {option} named {value!r}.{nearest(value, known)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ class AtomicCheckpoint(CheckpointIO):
             _sync_folder(path.parent)
         except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
             written = temporary.stat().st_size if temporary.exists() else 0
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):
+                temporary.unlink()
             earlier = sorted(path.parent.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
             kept = f"The last good one is {earlier[-1]}." if earlier else "There is no earlier one."
             raise ConfigError(

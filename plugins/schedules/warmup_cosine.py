@@ -53,10 +53,10 @@ class WarmupCosine(Schedule):
         min_lr_ratio: float = 0.1,
         total_steps: int | None = None,
     ) -> None:
-        if warmup_steps < 0 or not 0 <= min_lr_ratio <= 1:
+        if warmup_steps < 0 or not 0 <= min_lr_ratio <= 1 or (total_steps is not None and total_steps < 1):
             raise ConfigError(
-                f"WarmupCosine takes warmup_steps >= 0 and min_lr_ratio from 0 to 1, "
-                f"not {warmup_steps} and {min_lr_ratio}."
+                "WarmupCosine takes warmup_steps >= 0, min_lr_ratio from 0 to 1 and total_steps >= 1 (or none), "
+                f"not {warmup_steps}, {min_lr_ratio} and {total_steps}."
             )
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio

@@ -1,0 +1,76 @@
+"""Which classes may stand in a place, by short name or full path."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from core import catalog
+from core.errors import nearest
+
+Bases = tuple[type, ...]
+KIND_OF = {
+    "Callback": "callbacks",
+    "CheckpointIO": "checkpoints",
+    "DocumentSource": "stages",
+    "LightningDataModule": "datamodules",
+    "Logger": "loggers",
+    "LRScheduler": "schedules",
+    "Network": "networks",
+    "Objective": "objectives",
+    "Optimizer": "optimizers",
+    "Precision": "precision",
+    "Strategy": "strategies",
+    "Tokenizer": "stages",
+    "TokenWriter": "stages",
+}
+"""Base class -> the kind of technique that is registered for it."""
+
+
+def names_for(bases: Bases) -> dict[str, str]:
+    """Returns short name -> full path of every registered technique and imported class that fits."""
+    parents = {parent.__name__ for base in bases for parent in base.__mro__}
+    kinds = {KIND_OF[name] for name in parents if name in KIND_OF}
+    found = {entry.name: entry.class_path for entry in catalog.entries() if entry.kind in kinds}
+    for derived in (kind for base in bases for kind in _derived(base)):
+        if not derived.__name__.startswith("_") and not inspect.isabstract(derived):
+            found.setdefault(derived.__name__, f"{derived.__module__}.{derived.__qualname__}")
+    return found
+
+
+def _derived(base: Any) -> Iterator[type]:
+    for derived in base.__subclasses__():
+        yield derived
+        yield from _derived(derived)
+
+
+def find_class(name: str, bases: Bases) -> Any:
+    """Returns the class that a short name or a full path means, or a text that says why there is none."""
+    known = names_for(bases)
+    if "." not in name and name not in known:
+        return f"there is no {either(bases)} named {name!r}.{nearest(name, set(known))}{listing_of(bases)}"
+    name = known.get(name, name)
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        missing = (error.name or module).partition(".")[0]
+        return f"{name}: there is no module {error.name!r}. Is its package installed? pip install {missing}"
+    except AttributeError:
+        names = set(vars(importlib.import_module(module)))
+        return f"{module} has no {attribute!r}.{nearest(attribute, names)}"
+    except Exception as error:
+        return f"{name} cannot be imported: {type(error).__name__}: {error}"
+
+
+def either(bases: Bases) -> str:
+    """Returns the classes as people say them: Logger or Callback."""
+    return " or ".join(base.__name__ for base in bases)
+
+
+def listing_of(bases: Bases) -> str:
+    """Returns a line with the registered techniques that fit; empty for none or too many."""
+    entries = sorted(name for name, path in names_for(bases).items() if catalog.by_class_path(path))
+    return f"\nRegistered: {', '.join(entries)}." if entries and len(entries) < 20 else ""

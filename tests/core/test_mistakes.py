@@ -1,0 +1,105 @@
+"""Mistakes on the command line and in YAML: exit code 2, at most 10 lines, where, what, the nearest right name."""
+
+import pytest
+from hypothesis import strategies as st
+
+from core.__main__ import main
+
+ARGUMENTS = [
+    ("--trainer.max_stepss=3", "--trainer.max_stepss", "Did you mean max_steps?"),
+    ("--trainer.max_steps=abc", "--trainer.max_steps", "'abc', not int"),
+    ("--trainer.precision=fp17", "--trainer.precision", "one of"),
+    ("--trainer.gradient_clip_val=much", "--trainer.gradient_clip_val", "'much'"),
+    ("--trainer.strategy=fsdpp", "strategy", "fsdpp"),
+    ("--trainer.strategy=ddpp", "strategy", "Did you mean ddp?"),
+    ("--trainer.accelerator=cpuu", "--trainer.accelerator", "Did you mean cpu?"),
+    ("--trainer.callbacks+=LossCurv", "--trainer.callbacks+", "Did you mean LossCurve?"),
+    ("--trainer.callbacks+=GPT", "--trainer.callbacks+", "GPT"),
+    ("--trainer.callbacks+=LearningRateMonitr", "--trainer.callbacks+", "Did you mean LearningRateMonitor?"),
+    ("--trainer.callbacks+=LossCurve", "LossCurve", "2 times"),
+    ("--trainer.logger=MetricCSV", "--trainer.logger", "Did you mean MetricsCSV?"),
+    ("--modl.network.n_layer=3", "modl", "Did you mean model?"),
+    ("--model.netwerk=GPT", "--model.netwerk", "Did you mean network?"),
+    ("--model.network=GTP", "--model.network", "Did you mean GPT?"),
+    ("--model.network=AdamW", "--model.network", "no Network"),
+    ("--model.network.n_layr=3", "--model.network.n_layr", "Did you mean n_layer?"),
+    ("--model.network.n_layer=x", "--model.network.n_layer", "'x', not int"),
+    ("--model.network.position=rotery", "--model.network.position", "Did you mean rotary?"),
+    ("--model.network.n_head=5", "n_head", "n_embd"),
+    ("--model.network.class_path=acme.Net", "--model.network.class_path", "pip install acme"),
+    ("--model.network.class_path=plugins.networks.gpt.GTP", "class_path", "Did you mean GPT?"),
+    ("--model.objective=CausalML", "--model.objective", "Did you mean CausalLM?"),
+    ("--model.optimizer.lr=big", "--model.optimizer.lr", "'big', not float"),
+    ("--model.optimizer.weight_decy=0", "--model.optimizer.weight_decy", "Did you mean weight_decay?"),
+    ("--model.optimizer=AdamWW", "--model.optimizer", "Did you mean AdamW?"),
+    ("--model.lr_scheduler.warmup=3", "--model.lr_scheduler.warmup", "warmup_steps"),
+    ("--data.batchsize=3", "--data.batchsize", "Did you mean batch_size?"),
+    ("--data.tokenizer.vocab=3", "--data.tokenizer.vocab", "Did you mean vocab_size?"),
+    ("--data.reader=TextDocs", "--data.reader", "TextDocuments"),
+    ("--data=PretrainDatModule", "--data", "Did you mean PretrainDataModule?"),
+    ("--data.batch_size=0", "batch_size", "at least 1"),
+    ("--ckpt_path=gone.ckpt", "gone.ckpt", "no such file"),
+    ("--ckpt_path=last", "last", "no whole checkpoint"),
+    ("--config=quickstrat", "quickstrat", "Did you mean quickstart?"),
+    ("--seed_everything=often", "--seed_everything", "'often'"),
+]
+
+FILES = [
+    ("trainer: {max_stepss: 3}", "mine.yaml:1", "Did you mean max_steps?"),
+    ("trainer:\n  max_steps: abc", "mine.yaml:2", "'abc', not int"),
+    ("trainr:\n  max_steps: 3", "mine.yaml:1", "Did you mean trainer?"),
+    ("trainer:\n  callbacks+:\n  - class_path: LossCurvee", "mine.yaml:3", "Did you mean LossCurve?"),
+    ("trainer:\n  callbacks+:\n  - class: LossCurve", "mine.yaml:3", "class_path"),
+    (
+        "trainer:\n  callbacks+:\n  - class_path: Throughput\n  - class_path: NoSuch\n",
+        "mine.yaml:4",
+        "NoSuch",
+    ),
+    ("model:\n  network:\n    class_path: GPT\n    init_args:\n      n_layr: 2", "mine.yaml:5", "n_layer"),
+    ("model:\n  network:\n    class_path: GPT\n    n_layer: 2", "mine.yaml:4", "init_args"),
+    ("data:\n  init_args:\n    tokenizer:\n      class_path: BPE", "mine.yaml:4", "BPETokenizer"),
+    ("trainer: [1, 2]", "mine.yaml:1", "section"),
+    ("trainer:\n  max_steps: 1\n max_epochs: 2", "mine.yaml:3", "not YAML"),
+    ("trainer: {max_steps: 1}\ntrainer: {max_steps: 2}", "mine.yaml:2", "twice"),
+    ("base: quickstrat", "mine.yaml:1", "Did you mean quickstart?"),
+    ("- 1\n- 2", "mine.yaml:1", "mapping"),
+    ("", "", None),
+]
+
+
+def complain(capsys, *words):
+    code = main(["fit", "--config", "quickstart", *words])
+    message = capsys.readouterr().err.strip()
+    assert code == 2, message
+    assert 1 <= len(message.splitlines()) <= 10, message
+    assert "Traceback" not in message
+    return message
+
+
+@pytest.mark.parametrize(("argument", "where", "hint"), ARGUMENTS)
+def test_a_wrong_argument(argument, where, hint, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = complain(capsys, argument)
+    assert where in message
+    assert hint in message
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("text", "where", "hint"), FILES[:-1])
+def test_a_mistake_in_a_file_is_told_with_its_line(text, where, hint, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    message = complain(capsys, "--config", "mine.yaml")
+    assert where in message
+    assert hint in message
+
+
+WORDS = ["trainer", "model", "data", "callbacks+", "class_path", "init_args", "network", "GPT", "LossCurve", "n_layer",
+         "max_steps", "lr", "vocab_size", "", "x", "null"]  # fmt: skip
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=False), st.sampled_from(WORDS)
+)
+nested = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=3),
+    max_leaves=6,
+)  # fmt: skip

@@ -1,0 +1,77 @@
+"""The quickstart, shortened: what it prints, what it leaves behind, and that the lines it prints work."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+HOUSE = Path(__file__).resolve().parents[1]
+
+
+def run(folder, *words):
+    command = [sys.executable, "-m", "core", *words]
+    environment = os.environ | {"PYTHONPATH": str(HOUSE), "XDG_CACHE_HOME": str(folder / "cache")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart")
+    short = ["--trainer.max_steps=80", "--trainer.val_check_interval=40"]
+    return folder, run(folder, "fit", "--config", "quickstart", *short).stdout
+
+
+def figure(printed, label):
+    [line] = [line for line in printed.splitlines() if line.startswith(label)]
+    return float(line.removeprefix(label).split()[0])
+
+
+def test_the_model_beats_the_unigram_entropy_of_the_same_text(quickstart):
+    _, printed = quickstart
+    unigram = figure(printed, "Unigram entropy, same text")
+    assert 6 < unigram < 7
+    assert figure(printed, "Validation loss") < unigram - 0.3
+
+
+def test_the_run_folder_holds_what_was_promised(quickstart):
+    folder, printed = quickstart
+    made = folder / "runs" / "quickstart"
+    assert (made / "checkpoints" / "step-00000080.ckpt").stat().st_size > 1_000_000
+    assert Image.open(made / "loss_curve.png").size > (400, 300)
+    scalars = EventAccumulator(str(made)).Reload().Scalars("train/loss")
+    assert [event.step for event in scalars] == list(range(10, 81, 10))
+    assert (made / "metrics.csv").read_text(encoding="utf-8").count("\n") == 9
+    assert "${run_folder}" in (made / "config.yaml").read_text(encoding="utf-8")
+    samples = (made / "samples.txt").read_text(encoding="utf-8")
+    assert len(samples) > 200
+    assert "step 80/80" in printed
+    assert "tokens/s" in printed
+
+
+def test_the_two_lines_that_say_what_to_type_next_work(quickstart):
+    folder, printed = quickstart
+    generate, resume = (line.strip() for line in printed.splitlines() if line.startswith("  python -m core "))
+    words = shlex.split(generate)[3:]
+    one, two = (run(folder, *words, "--max_new_tokens=20").stdout for _ in range(2))
+    assert one == two
+    assert len(one) > 20
+    resumed = run(folder, *shlex.split(resume)[3:-1], "90", "--trainer.limit_val_batches=1").stdout
+    assert "From checkpoint: runs/quickstart/checkpoints/step-00000080.ckpt" in resumed
+    assert (folder / "runs" / "quickstart" / "checkpoints" / "step-00000090.ckpt").exists()
+
+
+def test_the_users_own_text_trains_with_the_same_config(tmp_path):
+    (tmp_path / "notes").mkdir()
+    for number in range(12):
+        (tmp_path / "notes" / f"{number}.md").write_text(f"# Note {number}\n" + "words and words. " * 120)
+    smaller = ["--data.sequence_length=32", "--trainer.max_steps=2", "--model.lr_scheduler.warmup_steps=1"]
+    printed = run(tmp_path, "fit", "--config", "quickstart", "--data.source=notes", *smaller)
+    assert "12 documents" in printed.stderr
+    assert (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-00000002.ckpt").exists()
