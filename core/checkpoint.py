@@ -29,7 +29,8 @@ def defect(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             if bad := archive.testzip():
                 return f"member {bad} is damaged"
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        if not (unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+            read(path)
     except FileNotFoundError:
         return "there is no such file"
     except Exception:  # zipfile and pickle raise a dozen kinds on damaged bytes

@@ -79,17 +79,23 @@ def predict(arguments: list[str]) -> int:
 
 
 def _run(subcommand: str, arguments: list[str]) -> int:
-    request = prepare(arguments)
-    _quieten()
+    cli = build(subcommand, arguments)
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-    from core.lightning_cli import Cli
-
     try:
-        Cli(subcommand, request)
+        cli.start()
     except MisconfigurationException as error:
         raise ConfigError(str(error)) from error
     return 0
+
+
+def build(subcommand: str, arguments: list[str]) -> Any:
+    """Parses, checks and instantiates a run; returns the `core.lightning_cli.Cli` that can start it."""
+    request = prepare(arguments)
+    _quieten()
+    from core.lightning_cli import Cli
+
+    return Cli(subcommand, request)
 
 
 def prepare(arguments: list[str]) -> Request:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +18,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from core import catalog, preflight, run_folder
+from core.blame import blame
 from core.cli import SECTIONS, Request, differences, option_values
 from core.config_files import dump_yaml, parse_yaml
 from core.errors import ConfigError, nearest
@@ -75,7 +78,9 @@ class Cli(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Checks the selection, then fixes the run folder."""
         options = self.config[self.only]
-        self.saved_config = self._parser(self.only).dump(options, skip_none=False, skip_validation=True)
+        repeatable = options.clone()
+        repeatable.pop("ckpt_path", None)
+        self.saved_config = self._parser(self.only).dump(repeatable, skip_none=False, skip_validation=True)
         plain, _ = parse_yaml(self.saved_config, "the parsed configuration")
         self.selected = preflight.selection(plain)
         preflight.check(self.selected)
@@ -90,8 +95,8 @@ class Cli(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Says what was selected, once what can be known to be wrong is known."""
-        with torch.device("meta"):  # a mistake in the network's arguments, before hours of preparation
-            self.model.build_network()
+        with _building(), torch.device("meta"):  # finds wrong arguments before hours of preparation
+            self.meta_network = self.model.build_network()
         if _get_rank() not in (None, 0):
             return
         print(f"{preflight.table(self.selected)}\nRun folder: {self.folder}", flush=True)
@@ -99,6 +104,11 @@ class Cli(LightningCLI):
             print(f"From checkpoint: {self.request.checkpoint}", flush=True)
             for line in differences(self.request.stored, self.plain) if self.request.stored else ():
                 print(f"  {line}", flush=True)
+
+    def instantiate_classes(self) -> None:
+        """Builds everything but the network."""
+        with _building():
+            super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Puts the callbacks into their declared order, the run's record first."""
@@ -116,6 +126,13 @@ class Cli(LightningCLI):
             _check_name("accelerator", options, {"gpu", *AcceleratorRegistry.available_accelerators()})
             raise ConfigError(f"trainer: {error}") from error
 
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Waits for `start`: what only checks stops here."""
+
+    def start(self) -> None:
+        """Runs the subcommand."""
+        super()._run_subcommand(self.only)
+
     def predict(self, **kwargs: Any) -> None:
         """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats."""
         from safetensors.torch import save_file
@@ -130,6 +147,17 @@ class Cli(LightningCLI):
         save_file({"log_probability_nats": rows.contiguous()}, temporary)
         os.replace(temporary, path)
         print(f"Log-probabilities of {rows.numel():,} labels: {path}")
+
+
+@contextmanager
+def _building() -> Iterator[None]:
+    """What fails while techniques are built is a wrong value in the configuration, as far as one can tell."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(blame(error)) from error
 
 
 def _check_name(option: str, options: dict[str, Any], known: set[str]) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +42,13 @@ class AtomicCheckpoint(CheckpointIO):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(path.parent)
-            with open(temporary, "wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-            _sync_folder(path.parent)
+            with _interrupts_wait():
+                with open(temporary, "wb") as file:
+                    torch.save(checkpoint, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(temporary, path)
+                _sync_folder(path.parent)
         except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
             written = temporary.stat().st_size if temporary.exists() else 0
             with suppress(OSError):
@@ -70,6 +74,22 @@ class AtomicCheckpoint(CheckpointIO):
     def remove_checkpoint(self, path: Any) -> None:
         """Deletes a checkpoint file."""
         Path(path).unlink(missing_ok=True)
+
+
+@contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Holds Ctrl-C back until the file is written: raised inside torch's writer it aborts the process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    waiting: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *received: waiting.append(received))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if waiting and callable(before):
+        before(*waiting[0])
 
 
 def _reason(error: Exception) -> str:

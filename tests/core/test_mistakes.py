@@ -1,9 +1,14 @@
 """Mistakes on the command line and in YAML: exit code 2, at most 10 lines, where, what, the nearest right name."""
 
+from copy import deepcopy
+
 import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from core.__main__ import main
+from tests.conftest import TINY
 
 ARGUMENTS = [
     ("--trainer.max_stepss=3", "--trainer.max_stepss", "Did you mean max_steps?"),
@@ -95,11 +100,54 @@ def test_a_mistake_in_a_file_is_told_with_its_line(text, where, hint, capsys, tm
 
 
 WORDS = ["trainer", "model", "data", "callbacks+", "class_path", "init_args", "network", "GPT", "LossCurve", "n_layer",
-         "max_steps", "lr", "vocab_size", "", "x", "null"]  # fmt: skip
-scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(-3, 3), st.floats(allow_nan=False), st.sampled_from(WORDS)
+         "max_steps", "lr", "vocab_size", "", "x", "1e-3", "${run_folder}"]  # fmt: skip
+SCALARS = st.none() | st.booleans() | st.integers(-3, 70) | st.floats(width=16) | st.sampled_from(WORDS)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=2),
+    max_leaves=4,
 )
-nested = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(WORDS), inner, max_size=3),
-    max_leaves=6,
-)  # fmt: skip
+
+
+def places(value, path=()):
+    """Every path of keys into nested values."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        yield from places(item, (*path, key))
+
+
+@st.composite
+def mutated(draw):
+    """A valid config with one to three values replaced, taken out, renamed or added."""
+    config = deepcopy(TINY)
+    for _ in range(draw(st.integers(1, 3))):
+        path = draw(st.sampled_from([path for path in places(config) if path]))
+        holder = config
+        for key in path[:-1]:
+            holder = holder[key]
+        change = draw(st.sampled_from(["replace", "remove", "rename", "add"]))
+        if change == "replace" or isinstance(holder, list):
+            holder[path[-1]] = draw(VALUES)
+        elif change == "add":
+            holder[draw(st.sampled_from(WORDS))] = draw(VALUES)
+        else:
+            value = holder.pop(path[-1])
+            if change == "rename":
+                holder[path[-1] + draw(st.sampled_from(["s", "+", "_x"]))] = value
+    return config
+
+
+@settings(max_examples=500, deadline=None, derandomize=True, database=None,
+          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
+@given(config=mutated())
+def test_no_mutation_of_a_valid_config_ends_in_a_traceback(config, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mutated.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    code = main(["check", "--config", "mutated.yaml"])
+    message = capsys.readouterr().err
+    assert code in (0, 2), message
+    assert "Traceback" not in message
+    if code == 2:
+        assert 1 <= len(message.splitlines()) <= 10, message
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,146 @@
+"""PeriodicCheckpoint: when it saves, what it keeps."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.callbacks import Callback
+
+from callbacks.periodic_checkpoint import PeriodicCheckpoint
+from core.errors import ConfigError
+from core.language_module import LanguageModule
+from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.networks.gpt import GPT
+from plugins.objectives.causal_lm import CausalLM
+from plugins.optimizers.adamw import AdamW
+from tests.toy import ToyData
+
+
+class Recording(AtomicCheckpoint):
+    """Writes down the names of what is saved, in order."""
+
+    def __init__(self):
+        self.saved = []
+
+    def save_checkpoint(self, checkpoint, path, storage_options=None):
+        super().save_checkpoint(checkpoint, path, storage_options)
+        self.saved.append(Path(path).name)
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Trains 16 batches an epoch; returns the callback and the steps that were saved, in order."""
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+
+    def run(every=2, keep=2, ckpt_path=None, callbacks=(), **options):
+        seed_everything(0, verbose=False)
+        network = {"vocab_size": 64, "n_layer": 1, "n_head": 1, "n_embd": 8, "max_sequence_length": 16}
+        module = LanguageModule(lambda: GPT(**network), CausalLM(), lambda groups: AdamW(groups, lr=0.01))
+        callback, io = PeriodicCheckpoint(every, keep, str(tmp_path / "checkpoints")), Recording()
+        defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 2}
+        quiet = {
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+        }
+        options = {"num_sanity_val_steps": 0, **defaults, **quiet, **options}
+        trainer = Trainer(callbacks=[*callbacks, callback], plugins=[io], **options)
+        trainer.fit(module, ToyData(), ckpt_path=ckpt_path)
+        return callback, [int(name.removeprefix("step-").removesuffix(".ckpt")) for name in io.saved]
+
+    return run
+
+
+@pytest.fixture
+def kept(tmp_path):
+    return lambda: sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"),
+    [
+        (1, ["step-00000007.ckpt"]),
+        (2, ["step-00000006.ckpt", "step-00000007.ckpt"]),
+        (-1, [f"step-0000000{step}.ckpt" for step in (2, 4, 6, 7)]),
+    ],
+)
+def test_it_keeps_the_newest_and_always_the_last_step(keep, left, train, kept, tmp_path):
+    callback, saved = train(every=2, keep=keep, max_steps=7)
+    assert saved == [2, 4, 6, 7]
+    assert kept() == left
+    assert callback.last_model_path == str(tmp_path / "checkpoints" / "step-00000007.ckpt")
+    assert torch.load(callback.last_model_path, weights_only=True)["global_step"] == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_steps": 6}, [2, 4, 6]),
+        ({"max_steps": 6, "accumulate_grad_batches": 3}, [2, 4, 6]),
+        ({"max_epochs": 1, "every": 4}, [4, 8, 12, 16]),
+        ({"max_epochs": 1, "every": 5}, [5, 10, 15, 16]),
+        ({"max_steps": 3, "every": 100}, [3]),
+        ({"max_steps": 20, "every": 8, "val_check_interval": 4}, [8, 16, 20]),
+        ({"max_steps": 20, "every": 8, "val_check_interval": 8}, [8, 16, 20]),
+        ({"max_steps": 4, "num_sanity_val_steps": 2}, [2, 4]),
+    ],
+)
+def test_each_step_is_saved_once(options, steps, train):
+    assert train(**options)[1] == steps
+
+
+def test_a_step_with_a_validation_is_saved_after_it(train):
+    events = []
+
+    class Listening(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            events.append(("validated", trainer.global_step))
+
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            events.append(("saved", trainer.global_step))
+
+    train(every=4, callbacks=[Listening()], max_steps=12, val_check_interval=4, check_val_every_n_epoch=None)
+    assert events == [(what, step) for step in (4, 8, 12) for what in ("validated", "saved")]
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_resumed_run_does_not_save_where_it_starts(micro_batches, train, kept):
+    callback, _ = train(max_steps=4, accumulate_grad_batches=micro_batches)
+    path = callback.last_model_path
+    _, saved = train(max_steps=8, accumulate_grad_batches=micro_batches, ckpt_path=path)
+    assert saved == [6, 8]
+    assert kept() == ["step-00000006.ckpt", "step-00000008.ckpt"]
+
+
+def test_after_going_back_the_newest_in_time_are_kept(train, kept, tmp_path):
+    """Checkpoints of the part that was thrown away go first, though their steps are higher."""
+    train(max_steps=8, keep=-1)
+    for age, path in enumerate(sorted((tmp_path / "checkpoints").iterdir(), reverse=True)):
+        os.utime(path, (1e9 - age, 1e9 - age))
+    train(max_steps=5, ckpt_path=str(tmp_path / "checkpoints" / "step-00000004.ckpt"))
+    assert kept() == ["step-00000005.ckpt", "step-00000008.ckpt"]
+    train(max_steps=6, ckpt_path=str(tmp_path / "checkpoints" / "step-00000005.ckpt"))
+    assert kept() == ["step-00000005.ckpt", "step-00000006.ckpt"]
+
+
+def test_a_resumed_run_is_bitwise_the_one_that_went_on(train, tmp_path):
+    """From the middle of an epoch of the test's own data, so that other tests can build on it."""
+    train(max_steps=20, every=7, keep=-1)
+    whole = torch.load(tmp_path / "checkpoints" / "step-00000020.ckpt", weights_only=True)["state_dict"]
+    for step in (7, 14):
+        train(
+            max_steps=20,
+            every=100,
+            ckpt_path=str(tmp_path / "checkpoints" / f"step-{step:08d}.ckpt"),
+            keep=-1,
+        )
+        resumed = torch.load(tmp_path / "checkpoints" / "step-00000020.ckpt", weights_only=True)["state_dict"]
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"keep": 0}, {"keep": -2}])
+def test_values_out_of_range_are_refused(arguments):
+    with pytest.raises(ConfigError, match="PeriodicCheckpoint takes"):
+        PeriodicCheckpoint(**arguments)

@@ -1,0 +1,138 @@
+"""What several test files share: the command line in a subprocess, a tiny run, packages made on the spot."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from core import catalog
+
+HOUSE = Path(__file__).resolve().parent.parent
+
+TINY: dict[str, Any] = {
+    "seed_everything": 0,
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 6,
+        "log_every_n_steps": 2,
+        "num_sanity_val_steps": 0,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+        "logger": False,
+        "callbacks": [{"class_path": "PeriodicCheckpoint", "init_args": {"every_n_steps": 2}}],
+        "plugins": [{"class_path": "AtomicCheckpoint"}],
+    },
+    "model": {
+        "network": {
+            "class_path": "GPT",
+            "init_args": {
+                "vocab_size": 64,
+                "n_layer": 1,
+                "n_head": 2,
+                "n_embd": 16,
+                "max_sequence_length": 16,
+            },
+        },
+        "objective": "CausalLM",
+        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}},
+        "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 2}},
+    },
+    "data": {"class_path": "tests.toy.ToyData"},
+}
+"""A run of 6 optimizer steps with 16 batches an epoch: about 5 s in a subprocess, of which 4 are imports."""
+
+
+@pytest.fixture
+def tiny() -> dict[str, Any]:
+    """A fresh copy of the tiny run's configuration."""
+    return deepcopy(TINY)
+
+
+@pytest.fixture
+def write_yaml(tmp_path: Path) -> Callable[[str, Any], Path]:
+    """Writes a mapping, or text as it is, as a YAML file below the test's folder."""
+
+    def write(name: str, content: Any) -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = content if isinstance(content, str) else yaml.safe_dump(content, sort_keys=False)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def run_core(*arguments: Any, cwd: Path = HOUSE, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m core ARGUMENTS` in a subprocess with one thread, from any folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "core", *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+class Malicious:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+class Packages:
+    """Makes distributions in a folder on sys.path, as pip would have installed them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(
+        self, name: str, entries: dict[str, dict[str, str]], source: str = "", version: str = "1.2"
+    ) -> None:
+        """Adds a module `name` and its metadata; `entries` maps group -> {entry name: value}."""
+        (self.folder / f"{name}.py").write_text(source, encoding="utf-8")
+        info = self.folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        groups = (
+            "\n".join([f"[{group}]", *(f"{key} = {value}" for key, value in lines.items())])
+            for group, lines in entries.items()
+        )
+        (info / "entry_points.txt").write_text("\n".join(groups) + "\n")
+        catalog.entries.cache_clear()
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
+    """A place for made-up packages that this test alone sees; their modules are forgotten afterwards."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    yield Packages(folder)
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None) or "").startswith(str(folder)):
+            del sys.modules[name]
+    catalog.entries.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def loggers_as_they_were() -> Iterator[None]:
+    """`main` quietens Lightning's loggers; what another test captures of them must not depend on that."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)

@@ -1,0 +1,470 @@
+"""fit, validate, test and predict: composing, overriding, resuming, and what is said of mistakes."""
+
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from core.__main__ import main
+from core.cli import differences, prepare, split_configs
+from core.errors import ConfigError
+from tests.conftest import HOUSE, TINY, run_core
+
+RUN = Path("runs/tiny")
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def core(tmp_path, monkeypatch, capsys):
+    """Calls the command line in this process, in a folder that holds `tiny.yaml`."""
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # `main` changes it
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so does Lightning this: restored afterwards
+
+    def call(*arguments):
+        try:
+            code = main([str(word) for word in arguments])
+        except SystemExit as exit:
+            code = exit.code or 0
+        return Done(code, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def parsed(core):
+    """The whole configuration that arguments lead to, as `--print_config` shows it."""
+
+    def parse(*arguments):
+        done = core("fit", *arguments, "--print_config")
+        assert done.code == 0, done.err
+        return yaml.safe_load(done.out)
+
+    return parse
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder in which the tiny run has been trained from the command line, in a process of its own."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
+    done = run_core("fit", "--config", "tiny", cwd=folder)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    (folder / "stdout").write_text(done.stdout)
+    return folder
+
+
+@pytest.fixture
+def trained(finished, tmp_path, core):
+    """A copy of it to go on from, with `core` called there."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    return core
+
+
+def checkpoint(step, run=RUN):
+    return run / "checkpoints" / f"step-{step:08d}.ckpt"
+
+
+def state(path):
+    return torch.load(path, weights_only=True)
+
+
+def assert_equal_weights(one, other):
+    a, b = state(one)["state_dict"], state(other)["state_dict"]
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+# -- composing and overriding ----------------------------------------------------------------------
+
+
+def test_configs_compose_from_left_to_right(parsed, write_yaml):
+    write_yaml("a.yaml", {"trainer": {"max_steps": 7, "log_every_n_steps": 5}})
+    write_yaml("b.yaml", {"trainer": {"max_steps": 8, "callbacks+": "Throughput"}})
+    config = parsed("--config", "tiny", "--config=a", "-c", "b.yaml")
+    assert (config["trainer"]["max_steps"], config["trainer"]["log_every_n_steps"]) == (8, 5)
+    names = [item["class_path"].rpartition(".")[2] for item in config["trainer"]["callbacks"]]
+    assert names == ["PeriodicCheckpoint", "Throughput"]
+    assert parsed("-c", "tiny", "-c", "b", "-c", "a")["trainer"]["max_steps"] == 7
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--config", "tiny", "--model.network=GPT", "--model.network.n_layer=3"],
+        ["--model.network=GPT", "--model.network.n_layer=3", "--config", "tiny"],
+        ["--model.network", "GPT", "--config=tiny", "--model.network.n_layer", "3"],
+        ["--model.network.n_layer=3", "--config", "tiny"],
+    ],
+)
+def test_arguments_win_wherever_they_stand(arguments, parsed):
+    network = parsed(*arguments)["model"]["network"]
+    assert network["class_path"] == "plugins.networks.gpt.GPT"
+    assert (network["init_args"]["n_layer"], network["init_args"]["n_embd"]) == (3, 16)
+
+
+def test_the_last_of_several_arguments_wins(parsed):
+    config = parsed("--trainer.max_steps=8", "--config", "tiny", "--trainer.max_steps=9")
+    assert config["trainer"]["max_steps"] == 9
+
+
+def test_an_argument_may_choose_another_class(parsed):
+    config = parsed("--config", "tiny", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.5")
+    assert config["model"]["optimizer"]["class_path"] == "torch.optim.SGD"
+    assert config["model"]["optimizer"]["init_args"]["lr"] == 0.5
+    assert parsed("--config", "tiny", "--model.lr_scheduler=null")["model"]["lr_scheduler"] is None
+
+
+@pytest.mark.parametrize(
+    "words", [["--trainer.callbacks+=Throughput"], ["--trainer.callbacks+", "Throughput"]]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_callback_is_appended_by_its_short_name(words, first, parsed):
+    arguments = [*words, "--config", "tiny"] if first else ["--config", "tiny", *words]
+    callbacks = parsed(*arguments)["trainer"]["callbacks"]
+    assert [item["class_path"] for item in callbacks] == [
+        "callbacks.periodic_checkpoint.PeriodicCheckpoint",
+        "callbacks.throughput.Throughput",
+    ]
+
+
+def test_an_appended_callback_takes_arguments(parsed):
+    words = ["--trainer.callbacks+=TextSamples", "--trainer.callbacks.seed=5"]
+    callbacks = parsed("--config", "tiny", *words)["trainer"]["callbacks"]
+    assert callbacks[1]["init_args"]["seed"] == 5
+
+
+def test_a_printed_config_leads_to_itself(core, write_yaml, tmp_path):
+    first = core("fit", "--config", "tiny", "--trainer.callbacks+=Throughput", "--print_config")
+    write_yaml("printed.yaml", first.out)
+    second = core("fit", "--config", "printed", "--print_config")
+    root = "default_root_dir: runs/tiny"
+    assert root in first.out
+    assert second.out == first.out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_time_limit_is_no_number_to_base_60(parsed, write_yaml):
+    write_yaml("x.yaml", "trainer: {max_time: 10:00:00:00}")
+    assert parsed("--config", "tiny", "--config", "x")["trainer"]["max_time"] == "10:00:00:00"
+
+
+def test_an_empty_section_is_no_section(parsed, write_yaml):
+    write_yaml("x.yaml", {**TINY, "trainer": None})
+    assert parsed("--config", "x")["trainer"]["default_root_dir"] == "runs/x"
+
+
+def test_configs_are_split_from_the_other_arguments():
+    words = ["-c", "a", "--x", "1", "--config=b", "--config", "c", "--y=-c"]
+    assert split_configs(words) == (["a", "b", "c"], ["--x", "1", "--y=-c"])
+    with pytest.raises(ConfigError, match="--config needs a file"):
+        split_configs(["--x", "--config"])
+
+
+def test_differences_are_listed_leaf_by_leaf():
+    old = {"a": {"b": 1, "c": [1, 2]}, "l": [{"x": 1}, {"x": 2}], "same": 0}
+    new = {"a": {"b": 2, "c": [1]}, "l": [{"x": 1}, {"x": 3}], "same": 0, "more": 1, "none": None}
+    assert differences(old, new) == [
+        "a.b: 2 (the checkpoint has 1)",
+        "a.c: [1] (the checkpoint has [1, 2])",
+        "l.1.x: 3 (the checkpoint has 2)",
+        "more: 1 (the checkpoint has (absent))",
+    ]
+    assert differences(old, old) == []
+
+
+# -- the run folder --------------------------------------------------------------------------------
+
+
+def test_the_run_folder_records_config_and_techniques(finished):
+    text = (finished / RUN / "config.yaml").read_text()
+    config = yaml.safe_load(text)
+    (callback,) = config["trainer"]["callbacks"]
+    assert (
+        callback["init_args"]["dirpath"] == "${run_folder}/checkpoints"
+    )  # kept, so that it can be run again
+    assert config["model"]["network"]["init_args"]["n_layer"] == 1
+    assert config["data"]["init_args"]["batch_size"] == 4  # a default
+    table = (finished / RUN / "techniques.txt").read_text()
+    for name in (
+        "PeriodicCheckpoint",
+        "AtomicCheckpoint",
+        "GPT",
+        "CausalLM",
+        "AdamW",
+        "WarmupCosine",
+        "ToyData",
+    ):
+        assert f"\n{name} " in table
+    assert table in (finished / "stdout").read_text()
+    assert [path.name for path in sorted((finished / RUN / "checkpoints").iterdir())] == [
+        "step-00000004.ckpt",
+        "step-00000006.ckpt",
+    ]
+    assert yaml.safe_load(state(finished / checkpoint(6))["leyden"]["config"]) == config
+    assert sorted(path.name for path in (finished / RUN).iterdir()) == [
+        "checkpoints",
+        "config.yaml",
+        "techniques.txt",
+    ]
+
+
+def test_a_run_is_repeated_from_its_recorded_config_bitwise_in_a_folder_of_its_own(trained):
+    done = trained("fit", "--config", RUN / "config.yaml")
+    assert (done.code, done.err) == (0, "")
+    assert "Run folder: runs/tiny-2" in done.out
+    assert_equal_weights(checkpoint(6), checkpoint(6, Path("runs/tiny-2")))
+    assert (RUN / "config.yaml").read_text() == Path("runs/tiny-2/config.yaml").read_text()
+    assert "Run folder: runs/tiny-3" in trained("fit", "--config", "tiny").out
+
+
+@pytest.mark.parametrize("taken", ["config.yaml", "checkpoints"])
+def test_a_folder_that_belongs_to_a_run_is_left_alone(taken, core):
+    (RUN / taken).mkdir(parents=True)
+    assert "Run folder: runs/tiny-2\n" in core("fit", "--config", "tiny", "--trainer.max_steps=3").out
+    assert [path.name for path in RUN.iterdir()] == [taken]
+
+
+def test_another_seed_gives_another_run(trained):
+    assert trained("fit", "--config", "tiny", "--seed_everything=1").code == 0
+    with pytest.raises(AssertionError):
+        assert_equal_weights(checkpoint(6), checkpoint(6, Path("runs/tiny-2")))
+
+
+def test_the_root_can_be_chosen(core):
+    assert (
+        core(
+            "fit", "--config", "tiny", "--trainer.default_root_dir=elsewhere/a", "--trainer.max_steps=1"
+        ).code
+        == 0
+    )
+    assert checkpoint(1, Path("elsewhere/a")).is_file()
+
+
+def test_a_folder_that_looks_like_a_number_is_a_folder(core, write_yaml):
+    callback = {"class_path": "PeriodicCheckpoint", "init_args": {"dirpath": "PLACE"}}
+    config = yaml.safe_dump({"trainer": {"max_steps": 3, "callbacks": [callback]}})
+    write_yaml("x.yaml", config.replace("PLACE", '"1e3"'))
+    assert core("fit", "--config", "tiny", "--config", "x").code == 0
+    assert Path("1e3/step-00000003.ckpt").is_file()
+
+
+def test_a_full_disk_ends_the_run_with_a_message_and_without_debris(core):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))  # config.yaml is smaller, a checkpoint larger
+    try:
+        done = core("fit", "--config", "tiny")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert done.code == 2
+    assert "step-00000002.ckpt could not be written: File too large" in done.err.splitlines()[0]
+    assert list((RUN / "checkpoints").iterdir()) == []
+
+
+# -- going on --------------------------------------------------------------------------------------
+
+
+def test_last_takes_the_newest_and_goes_on_bitwise(trained):
+    """From step 4 to 6, in the middle of an epoch: as if it had not stopped."""
+    Path(checkpoint(6)).rename("whole.ckpt")
+    done = trained("fit", "--config", "tiny", "--ckpt_path", "last")
+    assert (done.code, done.err) == (0, "")
+    assert f"Run folder: {RUN}\nFrom checkpoint: {checkpoint(4)}\n" in done.out
+    assert "(the checkpoint has" not in done.out
+    assert_equal_weights("whole.ckpt", checkpoint(6))
+    optimizers = [state(path)["optimizer_states"][0]["state"] for path in ("whole.ckpt", checkpoint(6))]
+    assert all(
+        torch.equal(a["exp_avg_sq"], b["exp_avg_sq"])
+        for a, b in zip(*map(dict.values, optimizers), strict=True)
+    )
+
+
+def test_last_takes_the_newest_of_all_runs_of_the_root(trained):
+    trained("fit", "--config", "tiny", "--trainer.max_steps=3")
+    done = trained("fit", "--config", "tiny", "--ckpt_path=last", "--trainer.max_steps=4")
+    assert "From checkpoint: runs/tiny-2/checkpoints/step-00000003.ckpt" in done.out
+    assert checkpoint(4, Path("runs/tiny-2")).is_file()
+
+
+def test_last_does_not_take_another_experiments_checkpoint(trained):
+    shutil.copytree(RUN, "runs/tiny-v2", copy_function=shutil.copyfile)  # newer than the originals
+    done = trained("fit", "--config", "tiny", "--ckpt_path=last", "--trainer.max_steps=7")
+    assert f"From checkpoint: {checkpoint(6)}\n" in done.out
+
+
+@pytest.mark.parametrize("argument", ["last", "runs/tiny"])
+def test_a_truncated_newest_checkpoint_is_named_and_passed_over(argument, trained):
+    with open(checkpoint(6), "r+b") as file:
+        file.truncate(file.seek(0, 2) // 2)
+    done = trained("fit", "--config", "tiny", "--ckpt_path", argument)
+    assert done.code == 0
+    assert done.err.startswith(f"{checkpoint(6)} is left aside: cut off")
+    assert f"From checkpoint: {checkpoint(4)}" in done.out
+
+
+def test_what_the_user_writes_wins_over_the_checkpoint_and_the_rest_comes_from_it(trained, write_yaml):
+    write_yaml("more.yaml", {"trainer": {"max_steps": 8}})
+    words = ["--config", "more", "--ckpt_path", RUN, "--model.optimizer.weight_decay=0.5"]
+    done = trained("fit", *words)
+    assert (done.code, done.err) == (0, "")
+    shown = [line for line in done.out.splitlines() if "(the checkpoint has" in line]
+    assert shown == [
+        "  model.optimizer.init_args.weight_decay: 0.5 (the checkpoint has 0.1)",
+        "  trainer.max_steps: 8 (the checkpoint has 6)",
+    ]
+    after = state(checkpoint(8))
+    groups = after["optimizer_states"][0]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    assert after["global_step"] == 8
+    config = yaml.safe_load((RUN / "config.yaml").read_text())
+    assert config["model"]["optimizer"]["init_args"]["lr"] == 0.01
+    assert config["data"]["class_path"] == "tests.toy.ToyData"
+    assert (
+        yaml.safe_load((RUN / "config.1.yaml").read_text())["trainer"]["max_steps"] == 6
+    )  # the first one is kept
+
+
+def test_an_overlay_appends_to_the_callbacks_of_the_checkpoint(trained, write_yaml):
+    write_yaml("more.yaml", {"trainer": {"max_steps": 7, "callbacks+": "Throughput"}})
+    assert trained("fit", "--config", "more", "--ckpt_path", RUN).code == 0
+    callbacks = yaml.safe_load((RUN / "config.yaml").read_text())["trainer"]["callbacks"]
+    assert [item["class_path"].rpartition(".")[2] for item in callbacks] == [
+        "PeriodicCheckpoint",
+        "Throughput",
+    ]
+    assert callbacks[0]["init_args"]["every_n_steps"] == 2
+
+
+def test_the_checkpoint_may_stand_in_a_config(trained, write_yaml):
+    write_yaml("more.yaml", {"ckpt_path": str(checkpoint(4)), "trainer": {"max_steps": 5}})
+    assert f"From checkpoint: {checkpoint(4)}" in trained("fit", "--config", "more").out
+    done = trained("fit", "--config", "more", "--ckpt_path", checkpoint(6), "--trainer.max_steps=7")
+    assert f"From checkpoint: {checkpoint(6)}" in done.out
+
+
+def test_validate_test_and_predict_agree_on_a_checkpoint(trained):
+    shown = {word: trained(word, "--ckpt_path", RUN) for word in ("validate", "test", "predict")}
+    assert [done.code for done in shown.values()] == [0, 0, 0]
+    predicted = load_file(RUN / "predictions.safetensors")["log_probability_nats"]
+    assert predicted.shape == (16, 16)
+    for word, name in (("validate", "val/loss"), ("test", "test/loss")):
+        (line,) = [line for line in shown[word].out.splitlines() if name in line]
+        assert float(line.split()[3]) == pytest.approx(-predicted.mean().item(), rel=1e-5)
+    assert (RUN / "config-validate.yaml").is_file()
+
+
+# -- mistakes --------------------------------------------------------------------------------------
+
+
+def network(**arguments):
+    return {"model": {"network": {"init_args": arguments}}}
+
+
+@pytest.mark.parametrize(
+    ("written", "words", "hint"),
+    [
+        pytest.param({}, ["--config", "quikstart"], "Did you mean quickstart?", id="unknown config"),
+        pytest.param({}, ["--config"], "--config needs a file", id="no config"),
+        pytest.param({"base": "gone"}, [], "over.yaml:1: There is no config file 'gone'", id="unknown base"),
+        pytest.param("a: [\n", [], "over.yaml:2: this is not YAML", id="broken yaml"),
+        pytest.param({"modle": {"x": 1}}, [], "modle", id="unknown section"),
+        pytest.param({"trainer": {"max_step": 1}}, [], "max_step", id="unknown key"),
+        pytest.param({"model": {"netwrk": 1}}, [], "netwrk", id="unknown key of model"),
+        pytest.param({}, ["--trainer.max_step=1"], "max_step", id="unknown argument"),
+        pytest.param({}, ["word"], "word", id="stray word"),
+        pytest.param({3: 4}, [], "3", id="number as key"),
+        pytest.param(network(n_leyer=1), [], "n_leyer", id="unknown argument of a technique in yaml"),
+        pytest.param({}, ["--model.network.n_leyer=1"], "n_leyer", id="unknown argument of a technique"),
+        pytest.param({}, ["--model.network=GTP"], "GTP", id="unknown network"),
+        pytest.param({"model": {"objective": "CausalML"}}, [], "CausalML", id="unknown objective in yaml"),
+        pytest.param(
+            {"trainer": {"callbacks+": "Troughput"}}, [], "Troughput", id="unknown callback in yaml"
+        ),
+        pytest.param({}, ["--trainer.callbacks+=Troughput"], "Troughput", id="unknown callback"),
+        pytest.param({}, ["--data=ToyDta"], "ToyDta", id="unknown data"),
+        pytest.param({"trainer": {"max_steps": "many"}}, [], "max_steps", id="wrong type in yaml"),
+        pytest.param(network(n_layer="two"), [], "n_layer", id="wrong type of a technique in yaml"),
+        pytest.param({}, ["--trainer.max_steps=1.5"], "max_steps", id="wrong type"),
+        pytest.param({}, ["--trainer.strategy=fsdpp"], "fsdpp", id="unknown strategy"),
+        pytest.param({}, ["--trainer.accelerator=gpuu"], "gpuu", id="unknown accelerator"),
+        pytest.param({}, ["--trainer.precision=12"], "precision", id="unknown precision"),
+        pytest.param({}, ["--model.network.n_head=3"], "n_embd=16", id="network refuses"),
+        pytest.param({}, ["--model.lr_scheduler.warmup_steps=6"], "warmup_steps is 6", id="schedule refuses"),
+        pytest.param({}, ["--data.vocab_size=65"], "vocab_size=128", id="data does not fit"),
+        pytest.param(
+            {}, ["--trainer.callbacks.every_n_steps=0"], "PeriodicCheckpoint takes", id="callback refuses"
+        ),
+        pytest.param(
+            {}, ["--trainer.callbacks+=PeriodicCheckpoint"], "stands 2 times", id="preflight refuses"
+        ),
+        pytest.param({}, ["--ckpt_path=gone.ckpt"], "there is no such file", id="missing checkpoint"),
+        pytest.param({}, ["--ckpt_path=tiny.yaml"], "not a checkpoint", id="not a checkpoint"),
+        pytest.param(
+            {}, ["--ckpt_path=last"], "no whole checkpoint below runs/tiny", id="no last checkpoint"
+        ),
+    ],
+)
+def test_a_mistake_ends_with_2_and_at_most_ten_lines(written, words, hint, core, write_yaml, tmp_path):
+    write_yaml("over.yaml", written)
+    done = core("fit", "--config", "tiny", "--config", "over", *words)
+    assert done.code == 2
+    assert hint in done.err
+    assert 1 <= len(done.err.splitlines()) <= 10
+    assert "Traceback" not in done.out + done.err
+    assert "usage:" not in done.err
+
+
+def test_what_is_missing_altogether_is_named(core):
+    done = core("fit")
+    assert done.code == 2
+    assert "model.network" in done.err
+    assert "data" in done.err
+
+
+def test_a_mistake_in_a_subprocess_ends_with_2(tmp_path):
+    done = run_core("fit", "--config", "quikstart", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("Did you mean quickstart?\n")
+
+
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_run_that_is_stopped_says_so_in_its_exit_code(sent, code, tmp_path):
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "core", "fit", "--config", tmp_path / "tiny.yaml", "--trainer.max_steps=1000000",
+         f"--trainer.default_root_dir={tmp_path / 'run'}"],
+        cwd=HOUSE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("run/checkpoints/*.ckpt")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(sent)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert "Traceback" not in err
+
+
+def test_what_a_run_does_not_name_is_not_imported(packages):
+    packages.add("acme_bomb", {"leyden.callbacks": {"AcmeBomb": "acme_bomb:AcmeBomb"}}, "raise SystemExit\n")
+    prepare(["--trainer.callbacks+=Throughput"])
+    assert "acme_bomb" not in sys.modules

@@ -1,0 +1,164 @@
+"""`python -m core`: cheap commands, wrong commands, and the folder it is called from."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from core import __version__, catalog
+from core.__main__ import main
+from core.errors import ConfigError
+from tests.conftest import HOUSE, run_core
+
+HEAVY = ("torch", "lightning", "jsonargparse", "litdata", "numpy")
+
+
+@pytest.fixture
+def spied(tmp_path):
+    """A folder whose sitecustomize writes the names of all imported modules to `imported` at exit."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, pathlib, sys\n"
+        f"out = pathlib.Path({str(tmp_path / 'imported')!r})\n"
+        "atexit.register(lambda: out.write_text('\\n'.join(sys.modules)))\n"
+    )
+    return tmp_path
+
+
+def imported(folder):
+    return set((folder / "imported").read_text().splitlines())
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["plugins", "list"], ["--version"], ["fitt"]])
+def test_cheap_commands_import_nothing_heavy_and_answer_within_a_second(arguments, spied):
+    before = os.times()
+    done = run_core(*arguments, PYTHONPATH=str(spied))
+    after = os.times()
+    assert "core.catalog" in imported(spied)  # the spy works
+    assert not imported(spied) & set(HEAVY)
+    assert done.returncode == (2 if arguments == ["fitt"] else 0), done.stderr
+    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    assert spent < 1, f"{spent:.2f} s of CPU time"
+
+
+def test_help_lists_every_command_with_what_it_does(capsys):
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for entry in catalog.entries():
+        if entry.kind == "commands":
+            assert entry.summary(), entry
+            assert any(line.split(maxsplit=1) == [entry.name, entry.summary()] for line in lines), entry
+
+
+def test_plugins_list_shows_every_technique_with_what_it_does(capsys):
+    assert main(["plugins", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(catalog.entries()) + 1
+    for entry in catalog.entries():
+        if entry.package == "leyden":
+            assert entry.summary(), f"{entry.name} has no docstring at {entry.class_path}"
+            row = [entry.kind, entry.name, "leyden", entry.version, *entry.summary().split()]
+            assert row in [line.split() for line in lines]
+
+
+def test_plugins_list_selects_by_kind_package_and_word(capsys, packages):
+    packages.add(
+        "acme_tools", {"leyden.callbacks": {"AcmeGuard": "acme_tools:AcmeGuard"}}, "class AcmeGuard: ''"
+    )
+
+    def names(*options):
+        assert main(["plugins", "list", *options]) == 0
+        return [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
+
+    assert names("--kind", "optimizers") == ["AdamW"]
+    assert names("--package", "acme_tools") == ["AcmeGuard"]
+    assert "WarmupCosine" in names("--search", "COSINE")
+    assert "GPT" not in names("--search", "cosine")
+
+
+def test_version_is_printed(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"leyden {__version__}\n"
+
+
+def test_an_unknown_command_ends_with_2_and_names_the_nearest(capsys):
+    assert main(["validdate"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines()[0] == "There is no command named 'validdate'. Did you mean validate?"
+
+
+def test_at_most_ten_lines_of_a_message_are_shown(capsys, packages):
+    source = "from core.errors import ConfigError\ndef long(_): raise ConfigError('line\\n' * 30)\n"
+    packages.add("acme_long", {"leyden.commands": {"long": "acme_long:long"}}, source)
+    assert main(["long"]) == 2
+    assert capsys.readouterr().err == "line\n" * 10
+
+
+def test_an_interrupt_ends_with_130_and_no_traceback(capsys, packages):
+    source = "def stop(_): raise KeyboardInterrupt\n"
+    packages.add("acme_stop", {"leyden.commands": {"stop": "acme_stop:stop"}}, source)
+    assert main(["stop"]) == 130
+    assert capsys.readouterr().err == "Interrupted.\n"
+
+
+def test_a_mistake_of_ours_is_told_in_short_and_shown_on_demand(packages, capsys):
+    packages.add("acme_bug", {"leyden.commands": {"bug": "acme_bug:bug"}}, "def bug(_): return 1 / 0\n")
+    assert main(["bug"]) == 1
+    message = capsys.readouterr().err
+    assert "ZeroDivisionError: division by zero" in message
+    assert "acme_bug.py:1 in bug" in message
+    assert len(message.splitlines()) <= 10
+    with pytest.raises(ZeroDivisionError):
+        main(["bug", "--debug"])
+    assert not issubclass(ZeroDivisionError, ConfigError)
+
+
+@pytest.fixture
+def namesakes(tmp_path):
+    """A folder of a user's with packages and configs named like ours."""
+    for name in ("plugins", "callbacks", "datamodules", "configs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise SystemExit('the wrong package was imported')\n")
+    (tmp_path / "mine.py").write_text("def hello(_): print('mine')\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize("call", [["-m", "core"], ["leyden"]])
+def test_folders_named_like_ours_do_not_get_in_the_way(call, namesakes):
+    script = os.path.join(os.path.dirname(sys.executable), "leyden")
+    if call == ["leyden"] and not os.path.exists(script):
+        pytest.skip("the console script is not installed")
+    command = [sys.executable, *call] if call[0] == "-m" else [script]
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [*command, "plugins", "list"], cwd=namesakes, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WarmupCosine" in done.stdout
+    assert "Raises the learning rate" in done.stdout  # its source was found, in our folder
+
+
+def test_the_users_folder_comes_last_and_is_there_once(namesakes, monkeypatch):
+    monkeypatch.chdir(namesakes)
+    monkeypatch.setattr(sys, "path", ["", str(namesakes), *sys.path])
+    assert main(["--version"]) == 0
+    assert sys.path.count(str(namesakes)) + sys.path.count("") == 1
+    assert sys.path[-1] == str(namesakes)
+    assert sys.path.index(str(HOUSE)) < len(sys.path) - 1
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    read, write = os.pipe()
+    os.close(read)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-m", "core", "plugins", "list"],
+        cwd=HOUSE,
+        env=environment,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")

@@ -1,0 +1,195 @@
+"""AtomicCheckpoint: whole or absent, also on a full disk; loading runs no code."""
+
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from core.checkpoint import defect
+from core.errors import ConfigError
+from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from tests.conftest import Malicious
+
+SMALL = {"state_dict": {"w": torch.arange(10.0)}}
+LARGE = {"state_dict": {f"w{i}": torch.full((50_000,), float(i)) for i in range(20)}}  # 4 MB
+LIMIT = 1_000_000
+
+
+@contextmanager
+def file_size_limit(folder):
+    """Lets no file grow beyond the limit: the failing write is like that on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    try:
+        yield folder, "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(folder):
+    """Mounts a disk of the limit's size, where that is permitted."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={LIMIT}", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield folder, "No space left on device"
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("disk", [file_size_limit, small_disk])
+@pytest.mark.parametrize("before", [True, False], ids=["with an earlier one", "without"])
+def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(disk, before, tmp_path):
+    io = AtomicCheckpoint()
+    with disk(tmp_path) as (folder, reason):
+        earlier = folder / "checkpoints" / "step-1.ckpt"
+        if before:
+            io.save_checkpoint(SMALL, earlier)
+        with pytest.raises(ConfigError) as error:
+            io.save_checkpoint(LARGE, earlier.with_name("step-2.ckpt"))
+        lines = str(error.value).splitlines()
+        left = sorted(earlier.parent.iterdir())
+        assert left == ([earlier] if before else [])
+        assert not before or torch.equal(io.load_checkpoint(earlier)["state_dict"]["w"], torch.arange(10.0))
+    assert f"step-2.ckpt could not be written: {reason} (" in lines[0]
+    assert lines[1] == (f"The last good one is {earlier}." if before else "There is no earlier one.")
+    assert "--ckpt_path last" in lines[2]
+
+
+def test_a_full_disk_does_not_destroy_the_checkpoint_that_was_to_be_replaced(tmp_path):
+    io, path = AtomicCheckpoint(), tmp_path / "last.ckpt"
+    io.save_checkpoint(SMALL, path)
+    with file_size_limit(tmp_path), pytest.raises(ConfigError):
+        io.save_checkpoint(LARGE, path)
+    assert torch.equal(io.load_checkpoint(path)["state_dict"]["w"], torch.arange(10.0))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_reported(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match="Permission denied"):
+        AtomicCheckpoint().save_checkpoint(SMALL, tmp_path / "a.ckpt")
+
+
+def test_a_file_where_a_folder_should_be_is_reported(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(ConfigError, match="could not be written: File exists"):
+        AtomicCheckpoint().save_checkpoint(SMALL, tmp_path / "checkpoints" / "a.ckpt")
+
+
+def test_a_checkpoint_comes_back_as_it_was(tmp_path):
+    io, path = AtomicCheckpoint(), tmp_path / "new" / "a.ckpt"
+    content = {
+        "state_dict": {"w": torch.randn(3), "b": torch.ones(2, dtype=torch.bfloat16)},
+        "step": 7,
+        "x": [1.5, None],
+    }
+    io.save_checkpoint(content, path)
+    loaded = io.load_checkpoint(path)
+    assert loaded["step"] == 7
+    assert loaded["x"] == [1.5, None]
+    assert all(
+        torch.equal(loaded["state_dict"][name], weight) for name, weight in content["state_dict"].items()
+    )
+    assert [file.name for file in path.parent.iterdir()] == ["a.ckpt"]
+
+
+def test_what_was_left_by_a_killed_run_is_removed(tmp_path):
+    leftover = tmp_path / ".step-1.ckpt.tmp"
+    leftover.write_bytes(b"half a checkpoint")
+    kept = [tmp_path / "notes.tmp", tmp_path / ".config.yaml.123.tmp", tmp_path / "step-1.ckpt"]
+    for path in kept:
+        path.write_bytes(b"")
+    AtomicCheckpoint().save_checkpoint(SMALL, tmp_path / "step-2.ckpt")
+    assert sorted(tmp_path.iterdir()) == sorted([*kept, tmp_path / "step-2.ckpt"])
+
+
+def test_nothing_is_seen_under_the_final_name_before_all_is_written(tmp_path, monkeypatch):
+    """At the moment of the rename the temporary file is whole and the old one still there."""
+    io, path, seen = AtomicCheckpoint(), tmp_path / "a.ckpt", []
+    io.save_checkpoint(SMALL, path)
+    replace = os.replace
+
+    def spy(source, target):
+        seen.append((defect(source), torch.load(target)["state_dict"].keys() == {"w"}))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", spy)
+    io.save_checkpoint(LARGE, path)
+    assert seen == [(None, True)]
+    assert defect(path) is None
+
+
+def interrupt_saves_at_random_moments(folder, times):
+    """Returns how many saves were interrupted; each leaves a whole checkpoint and nothing else."""
+    io, content = AtomicCheckpoint(), {"state_dict": {f"w{i}": torch.ones(50) for i in range(60)}}
+    io.save_checkpoint(content, folder / "a.ckpt")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    start = time.perf_counter()
+    io.save_checkpoint(content, folder / "a.ckpt")
+    usual, chance, interrupted = time.perf_counter() - start, random.Random(0), 0
+    for _ in range(times):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + chance.random() * usual)
+            io.save_checkpoint(content, folder / "a.ckpt")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert defect(folder / "a.ckpt") is None
+        assert os.listdir(folder) == ["a.ckpt"]
+    return interrupted
+
+
+def test_an_interrupt_while_saving_ends_neither_the_process_nor_the_file(tmp_path):
+    """In a process of its own: torch's writer aborts it where an interrupt gets through."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(0 if interrupt_saves_at_random_moments(tmp_path, 300) > 100 else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+def test_a_damaged_file_is_refused_by_name(damage, tmp_path):
+    io, path = AtomicCheckpoint(), tmp_path / "a.ckpt"
+    io.save_checkpoint(LARGE, path)
+    data = bytearray(path.read_bytes())
+    if damage == "gone":
+        path.unlink()
+    elif damage == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(ConfigError, match=r"a\.ckpt: .*--ckpt_path last"):
+        io.load_checkpoint(path)
+
+
+@pytest.mark.parametrize("asked", [None, False])
+def test_code_in_a_checkpoint_is_refused_whatever_is_asked_for(asked, tmp_path):
+    torch.save({"state_dict": {}, "evil": Malicious(tmp_path / "executed")}, tmp_path / "a.ckpt")
+    with pytest.raises(ConfigError, match=r"a\.ckpt: .*tensors and plain values"):
+        AtomicCheckpoint().load_checkpoint(tmp_path / "a.ckpt", weights_only=asked)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_removing_is_calm_about_what_is_gone(tmp_path):
+    io, path = AtomicCheckpoint(), tmp_path / "a.ckpt"
+    io.save_checkpoint(SMALL, path)
+    io.remove_checkpoint(path)
+    io.remove_checkpoint(path)
+    assert not path.exists()
