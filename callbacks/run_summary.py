@@ -131,8 +131,7 @@ def _command_lines(trainer: Trainer) -> list[str]:
 
 
 def _resume(trainer: Trainer) -> str:
-    config = shlex.quote(_shown(Path(trainer.default_root_dir) / "config.yaml"))
-    return f"python -m core fit --config {config} --ckpt_path last"
+    return f"python -m core fit --ckpt_path {shlex.quote(_shown(Path(trainer.default_root_dir)))}"
 
 
 def _longer(trainer: Trainer) -> str:
@@ -146,7 +145,8 @@ def _longer(trainer: Trainer) -> str:
 def _checkpoint(trainer: Trainer) -> Path | None:
     """Returns the newest checkpoint of this run that is still there."""
     callback = trainer.checkpoint_callback
-    names = (getattr(callback, name, "") for name in ("last_model_path", "best_model_path"))
+    names = [getattr(callback, name, "") for name in ("last_model_path", "best_model_path")]
+    names.append(str(trainer.ckpt_path or ""))  # a finished run that was resumed wrote none itself
     found = [Path(name) for name in names if name and Path(name).exists()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 

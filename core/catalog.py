@@ -168,6 +168,18 @@ def by_class_path(class_path: str) -> Entry | None:
     return next((entry for entry in entries() if entry.class_path == class_path), None)
 
 
+def qualify(value: Any, package: str | None = None) -> None:
+    """Replaces the short name at every `class_path` by the full path, in place; of one package's or of all."""
+    if isinstance(value, dict):
+        name = value.get("class_path")
+        pool = [entry for entry in entries() if entry.name == name and entry.kind != "commands"]
+        pool = [entry for entry in pool if package in (None, entry.package)]
+        if isinstance(name, str) and pool:
+            value["class_path"] = pool[0].class_path if package else find(name).class_path
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        qualify(item, package)
+
+
 def configs_folder() -> Path:
     """The folder of the configs that ship with leyden: in the checkout, or inside site-packages."""
     return Path(__file__).resolve().parent.parent / "configs"

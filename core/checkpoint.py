@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from core.config_files import parse_yaml
+from core.config_files import parse_yaml, read_yaml
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 
@@ -30,7 +30,7 @@ def defect(path: Path) -> str | None:
             if bad := archive.testzip():
                 return f"member {bad} is damaged"
         if not (unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
-            read(path)
+            torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         return "there is no such file"
     except Exception:  # zipfile and pickle raise a dozen kinds on damaged bytes
@@ -40,30 +40,39 @@ def defect(path: Path) -> str | None:
     )
 
 
-def newest(root: Path) -> Path:
-    """Returns the newest whole checkpoint below a folder or its numbered siblings (root-2, root-3...).
+def newest(root: Path, siblings: bool = False) -> Path:
+    """Returns the newest whole checkpoint below a folder.
 
     Broken ones are named on stderr and passed over.
+
+    Args:
+        root: The folder.
+        siblings: Also look into the later runs of the same root: root-2, root-3...
 
     Raises:
         ConfigError: If there is no whole checkpoint.
     """
-    found = sorted(_candidates(root), key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True)
-    for path in found:
+    folders = [root, *(_later_runs(root) if siblings else [])]
+    candidates = [p for f in folders for p in f.rglob("*.ckpt") if p.is_file() and not p.name.startswith(".")]
+    for path in sorted(candidates, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True):
         reason = defect(path)
         if reason is None:
             return path
         print(f"{path} is left aside: {reason}. Looking for the one before.", file=sys.stderr)
     raise ConfigError(
-        f"--ckpt_path last: there is no whole checkpoint below {root} ({len(found)} looked at).\n"
-        "Leave --ckpt_path out to start from the beginning, or name the run with --trainer.default_root_dir."
+        f"--ckpt_path last: there is no whole checkpoint below {root} ({len(candidates)} looked at).\n"
+        "Leave --ckpt_path out to start from the beginning, or name the run: --ckpt_path RUN_FOLDER."
     )
 
 
-def _candidates(root: Path) -> Iterator[Path]:
+def _later_runs(root: Path) -> Iterator[Path]:
     numbered = re.compile(rf"{re.escape(root.name)}-\d+")
-    for folder in [root, *(path for path in root.parent.glob("*") if numbered.fullmatch(path.name))]:
-        yield from (p for p in folder.rglob("*.ckpt") if p.is_file() and not p.name.startswith("."))
+    for folder in root.parent.glob("*"):
+        record = folder / "config.yaml"
+        if numbered.fullmatch(folder.name) and record.is_file():
+            trainer = read_yaml(record)[0].get("trainer", {})
+            if Path(trainer.get("default_root_dir", "")).absolute() == root.absolute():
+                yield folder
 
 
 def resolve(name: str, root: Path) -> Path:
@@ -74,7 +83,7 @@ def resolve(name: str, root: Path) -> Path:
     """
     path = Path(name)
     if name == "last":
-        return newest(root)
+        return newest(root, siblings=True)
     if path.is_dir():
         return newest(path)
     if reason := defect(path):
@@ -88,8 +97,17 @@ def resolve(name: str, root: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Loads a checkpoint onto the CPU, memory-mapped, tensors and plain values only."""
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    """Loads a checkpoint onto the CPU, memory-mapped, tensors and plain values only.
+
+    Raises:
+        ConfigError: If it is no Lightning checkpoint.
+    """
+    checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if (
+        not isinstance(checkpoint, dict)
+        or not {"state_dict", "pytorch-lightning_version"} <= checkpoint.keys()
+    ):
+        raise ConfigError(f"{path} is no checkpoint of `python -m core fit`: it has no Lightning state.")
     return checkpoint
 
 
@@ -99,11 +117,11 @@ def stored_config(path: Path) -> dict[str, Any]:
     return parse_yaml(text, f"{path} (stored config)")[0] if text else {}
 
 
-def load_network(path: Path) -> tuple[Network, str]:
+def load_network(path: Path) -> tuple[Network, str, int | None]:
     """Rebuilds the network of a checkpoint, in eval mode on the CPU.
 
     Returns:
-        The network and its tokenizer as the JSON of the `tokenizers` library.
+        The network, its tokenizer as the JSON of the `tokenizers` library, and the end-of-text id.
 
     Raises:
         ConfigError: If the checkpoint holds no configuration or no tokenizer.
@@ -112,8 +130,9 @@ def load_network(path: Path) -> tuple[Network, str]:
 
     checkpoint = read(path)
     text = checkpoint.get(RECORD, {}).get("config")
-    tokenizer = next((_tokenizer(value) for value in checkpoint.values() if _tokenizer(value)), None)
-    if text is None or tokenizer is None:
+    states = (value for value in checkpoint.values() if isinstance(value, Mapping))
+    data = next((state for state in states if isinstance(state.get("tokenizer"), str)), None)
+    if text is None or data is None:
         raise ConfigError(
             f"{path} was not written by `python -m core fit`: it lacks its config or tokenizer."
         )
@@ -121,9 +140,4 @@ def load_network(path: Path) -> tuple[Network, str]:
     prefix = "network."
     weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
     network.load_state_dict(weights)
-    return network.eval(), tokenizer
-
-
-def _tokenizer(state: Any) -> str | None:
-    found = state.get("tokenizer") if isinstance(state, Mapping) else None
-    return found if isinstance(found, str) else None
+    return network.eval(), data["tokenizer"], data.get("end_of_text_id")

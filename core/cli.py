@@ -107,7 +107,8 @@ def prepare(arguments: list[str]) -> Request:
     if wanted := _last(rest, "ckpt_path") or composed.values.pop("ckpt_path", None):
         from core.checkpoint import resolve, stored_config
 
-        checkpoint = resolve(str(wanted), root)
+        named = names or _last(rest, "trainer.default_root_dir")
+        checkpoint = resolve(str(wanted), root if named else Path("runs"))
         stored = {key: value for key, value in stored_config(checkpoint).items() if key in SECTIONS}
         composed, rest = _composed(names, words, stored)
         composed.values.pop("ckpt_path", None)
@@ -141,8 +142,8 @@ def split_configs(arguments: list[str]) -> tuple[list[str], list[str]]:
                     f"{word} needs a file or the name of a shipped config, for example quickstart."
                 )
             configs.append(value)
-        elif word.startswith("--config="):
-            configs.append(word.removeprefix("--config="))
+        elif word.startswith(("--config=", "-c=")):
+            configs.append(word.partition("=")[2])
         else:
             rest.append(word)
     return configs, rest
@@ -209,7 +210,7 @@ def resolve_names(values: dict[str, Any]) -> None:
             items = holder[key] if isinstance(holder[key], list) else [holder[key]]
             found = [_named(item, kinds) for item in items]
             holder[key] = found if isinstance(holder[key], list) else found[0]
-    _resolve_class_paths(values)
+    catalog.qualify(values)
 
 
 def _named(item: Any, kinds: tuple[str, ...]) -> Any:
@@ -218,19 +219,6 @@ def _named(item: Any, kinds: tuple[str, ...]) -> Any:
         return {**item, "class_path": entry.class_path} if entry else item
     entry = _entry(item, kinds) if isinstance(item, str) else None
     return {"class_path": entry.class_path} if entry else item
-
-
-def _resolve_class_paths(value: Any) -> None:
-    if isinstance(value, dict):
-        name = value.get("class_path")
-        known = {entry.name for entry in catalog.entries() if entry.kind != "commands"}
-        if isinstance(name, str) and name in known:
-            value["class_path"] = catalog.find(name).class_path
-        for item in value.values():
-            _resolve_class_paths(item)
-    elif isinstance(value, list):
-        for item in value:
-            _resolve_class_paths(item)
 
 
 def _words(value: Any, arguments: list[str]) -> set[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from core.catalog import configs_folder
+from core.catalog import configs_folder, qualify
 from core.errors import ConfigError, nearest
 
 Path_ = tuple[str | int, ...]
@@ -99,6 +99,8 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
         chain = " -> ".join(file.name for file in (*including, path))
         raise ConfigError(f"{path}: includes itself through `base:` ({chain}). Take one of them out.")
     values, positions = read_yaml(path)
+    if path.is_relative_to(configs_folder()):
+        qualify(values, package="leyden")  # another package's namesake does not break what ships here
     base = values.pop("base", [])
     bases = [base] if isinstance(base, str) else base
     if not isinstance(bases, list) or not all(isinstance(item, str) for item in bases):

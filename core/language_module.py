@@ -213,6 +213,9 @@ class LanguageModule(LightningModule):
             return optimizer
         scheduler = self.build_lr_scheduler(optimizer)
         self._bind(scheduler)
+        # To count the steps of an epoch Lightning has built the loader, before it knows the position in a
+        # checkpoint, and would not tell it: it must build it anew.
+        self.trainer.fit_loop._combined_loader = None
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
@@ -247,6 +250,17 @@ class LanguageModule(LightningModule):
         if isinstance(scheduler, Schedule):
             self._bind(scheduler)
 
+    def _check_weights(self, saved: Mapping[str, Tensor]) -> None:
+        own = self.state_dict()
+        for name in [*own, *saved]:
+            here, there = (tuple(d[name].shape) if name in d else "absent" for d in (own, saved))
+            if here != there:
+                raise ConfigError(
+                    f"The checkpoint holds another network: {name} is {there} there and {here} here.\n"
+                    "Give the network the checkpoint's arguments, or leave them out: what you do not write is "
+                    "taken from the checkpoint."
+                )
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
         many = self.trainer.world_size > 1
@@ -257,6 +271,7 @@ class LanguageModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""
+        self._check_weights(checkpoint["state_dict"])
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
             place = (self.global_rank, self.trainer.world_size, self.device)

@@ -97,6 +97,10 @@ class Cli(LightningCLI):
         """Says what was selected, once what can be known to be wrong is known."""
         with _building(), torch.device("meta"):  # finds wrong arguments before hours of preparation
             self.meta_network = self.model.build_network()
+        with _building():
+            optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
+            if self.model.build_lr_scheduler is not None:
+                self.model.build_lr_scheduler(optimizer)
         if _get_rank() not in (None, 0):
             return
         print(f"{preflight.table(self.selected)}\nRun folder: {self.folder}", flush=True)
@@ -131,6 +135,12 @@ class Cli(LightningCLI):
 
     def start(self) -> None:
         """Runs the subcommand."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"The run folder {self.folder} cannot be made: {error.strerror}. Set --trainer.default_root_dir."
+            ) from error
         super()._run_subcommand(self.only)
 
     def predict(self, **kwargs: Any) -> None:
@@ -139,6 +149,7 @@ class Cli(LightningCLI):
 
         batches = self.trainer.predict(**kwargs) or []
         rows = torch.cat([batch for batch in batches if isinstance(batch, torch.Tensor)])
+        rows = rows[(rows != 0).any(dim=1)]  # without the rows that only fill up the last batch
         name = (
             "predictions" if self.trainer.world_size == 1 else f"predictions.rank{self.trainer.global_rank}"
         )
@@ -152,12 +163,14 @@ class Cli(LightningCLI):
 @contextmanager
 def _building() -> Iterator[None]:
     """What fails while techniques are built is a wrong value in the configuration, as far as one can tell."""
+    ConfigError.latest = None
     try:
         yield
     except ConfigError:
         raise
     except Exception as error:
-        raise ConfigError(blame(error)) from error
+        # jsonargparse tells of a technique's complaint in words of its own, without a cause
+        raise ConfigError.latest or ConfigError(blame(error)) from error
 
 
 def _check_name(option: str, options: dict[str, Any], known: set[str]) -> None:

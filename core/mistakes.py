@@ -38,8 +38,10 @@ class Checker:
             return
         if not isinstance(values, Mapping):
             self._fail(keys, f"this is a section (`name: value` lines), not {values!r}.")
-        known = parameters(target)
+        known, takes_more = parameters(target)
         for name, value in values.items():
+            if name not in known and takes_more:
+                continue
             if name not in known:
                 hint = nearest(str(name), set(known))
                 listing = "" if hint else f"\nIt takes: {', '.join(sorted(known))}."
@@ -93,12 +95,16 @@ class Checker:
         raise ConfigError(f"{self.where(keys)}: {message}")
 
 
-def parameters(target: Any) -> dict[str, Any]:
-    """Returns the arguments of a class or function with their types, those passed on to bases included."""
+def parameters(target: Any) -> tuple[dict[str, Any], bool]:
+    """Returns the arguments of a class or function with their types, and whether it may take others.
+
+    Arguments that a class passes on to its bases are among them; what it passes to something else is not.
+    """
     functions = [target]
     if isinstance(target, type):
-        functions = [vars(kind)["__init__"] for kind in target.__mro__ if "__init__" in vars(kind)]
+        functions = [vars(kind)["__init__"] for kind in target.__mro__[:-1] if "__init__" in vars(kind)]
     found: dict[str, Any] = {}
+    passed_on = False
     for function in functions:
         try:
             signature = inspect.signature(function)
@@ -113,7 +119,7 @@ def parameters(target: Any) -> dict[str, Any]:
                 found.setdefault(name, hints.get(name, Any))
         if not passed_on:
             break
-    return found
+    return found, passed_on
 
 
 def class_types(hint: Any) -> Bases:

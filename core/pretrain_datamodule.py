@@ -63,6 +63,7 @@ class PretrainDataModule(LightningDataModule):
     vocab_size: int
     train_tokens: int
     unigram_loss: float
+    end_of_text_id: int
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class PretrainDataModule(LightningDataModule):
             manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
             self.tokenizer_json = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
             self.vocab_size, self.train_tokens = manifest["vocab_size"], manifest["train_tokens"]
-            self.unigram_loss = manifest["unigram_loss"]
+            self.unigram_loss, self.end_of_text_id = manifest["unigram_loss"], manifest["end_of_text_id"]
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"The prepared data is missing or damaged on this machine: {error}.\nEvery machine needs the "
@@ -150,6 +151,10 @@ class PretrainDataModule(LightningDataModule):
         """Returns the validation batches: there is no third split."""
         return self.val_dataloader()
 
+    def predict_dataloader(self) -> TokenLoader:
+        """Returns the validation batches."""
+        return self.val_dataloader()
+
     def _loader(self, split: str, **order: Any) -> TokenLoader:
         assert self.folder is not None
         try:
@@ -166,7 +171,7 @@ class PretrainDataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the tokenizer: a checkpoint alone is enough to turn text into ids and back."""
-        return {"tokenizer": self.tokenizer_json}
+        return {"tokenizer": self.tokenizer_json, "end_of_text_id": self.end_of_text_id}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Makes sure that the data's token ids mean what they meant to the checkpoint.

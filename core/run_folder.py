@@ -17,9 +17,9 @@ PLACEHOLDER = "${run_folder}"
 
 
 def fresh(root: Path) -> Path:
-    """Returns `root`, or the first of root-2, root-3... in which no run has been recorded yet."""
+    """Returns `root`, or the first of root-2, root-3... in which no run has left figures or checkpoints."""
     folder, number = root, 1
-    while (folder / "config.yaml").exists() or (folder / "checkpoints").exists():
+    while (folder / "metrics.csv").exists() or (folder / "checkpoints").exists():
         number += 1
         folder = root.with_name(f"{root.name}-{number}")
     return folder

@@ -247,7 +247,7 @@ class TokenLoader:
             raise ConfigError(
                 "The checkpoint was written within an epoch that this run would cut or order otherwise, so "
                 "that\nsome rows would come twice and others never:\n" + "\n".join(lines) + "\n"
-                "Take the old values back, or begin with the checkpoint's weights alone."
+                "Take the old values back."
             )
         self._epoch, self._announced = state["epoch"], state["announced"]
         self._done = self._resume_at = state["rows"] // self.batches.global_batch

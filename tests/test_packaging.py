@@ -11,18 +11,41 @@ HOUSE = Path(__file__).resolve().parents[1]
 
 
 def test_a_wheel_runs_from_any_folder(tmp_path):
-    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path / "wheel"), "."]
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path / "wheel"),
+        ".",
+    ]
     done = subprocess.run(build, cwd=copy_of_the_house(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     [wheel] = (tmp_path / "wheel").glob("leyden-*.whl")
     site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
-    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(site), str(wheel)]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(site),
+        str(wheel),
+    ]
     subprocess.run(install, check=True)
     elsewhere.mkdir()
 
     def run(*words):
         return subprocess.run(
-            [*words], cwd=elsewhere, env=os.environ | {"PYTHONPATH": str(site)}, capture_output=True, text=True
+            [*words],
+            cwd=elsewhere,
+            env=os.environ | {"PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
         )
 
     where = run(sys.executable, "-c", "import core, plugins, callbacks, datamodules; print(core.__file__)")
@@ -36,7 +59,9 @@ def test_a_wheel_runs_from_any_folder(tmp_path):
 
 def copy_of_the_house(folder):
     """Copies what git tracks: building in the checkout would leave build/ behind."""
-    names = subprocess.run(["git", "ls-files", "-z"], cwd=HOUSE, capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=HOUSE, capture_output=True, text=True, check=True
+    ).stdout
     for name in filter(None, names.split("\0")):
         if (HOUSE / name).is_file() and not name.startswith("tests/"):
             target = folder / "house" / name

@@ -73,8 +73,8 @@ def start(folder: Path, config: Path, workers: int, resume: bool) -> subprocess.
     command += [f"--data.source={folder.parent / 'documents'}", f"--data.cache_dir={folder.parent / 'cache'}"]
     command += [f"--trainer.default_root_dir={folder}", *(["--ckpt_path=last"] if resume else [])]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)}
-    log = open(folder.parent / f"{folder.name}.log", "ab")
-    return subprocess.Popen(command, cwd=folder.parent, env=environment, stdout=log, stderr=log)
+    with open(folder.parent / f"{folder.name}.log", "ab") as log:
+        return subprocess.Popen(command, cwd=folder.parent, env=environment, stdout=log, stderr=log)
 
 
 def rows(folder: Path) -> dict[int, dict[str, str]]:
@@ -93,7 +93,9 @@ def log_of(folder: Path) -> str:
 def kill_at_a_random_moment(folder: Path, process: subprocess.Popen, chance: random.Random) -> None:
     """Waits until the run has written a row, then kills it a random time later, in whatever it does."""
     metrics, begun = folder / "metrics.csv", time.time_ns()
-    while not (metrics.exists() and metrics.stat().st_mtime_ns > begun and list(folder.glob("checkpoints/*.ckpt"))):
+    while not (
+        metrics.exists() and metrics.stat().st_mtime_ns > begun and list(folder.glob("checkpoints/*.ckpt"))
+    ):
         assert process.poll() is None, log_of(folder)
         time.sleep(0.003)
     time.sleep(chance.uniform(0.03, 0.15))

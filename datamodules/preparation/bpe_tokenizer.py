@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Implementation
-from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from core.contracts import Tokenizer
 from core.errors import ConfigError
 from core.technique import technique
 
 END_OF_TEXT = "<|endoftext|>"
+_LONGEST_WORD = 256
 
 _LEAST = 256 + 1
 _SETTING = "TOKENIZERS_PARALLELISM"
@@ -63,7 +64,13 @@ class BPETokenizer(Tokenizer):
     def prepare(self, documents: Iterable[str]) -> None:
         """Trains on the documents, on all cores; they are read once and not kept."""
         tokenizer = Implementation(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                # training is quadratic in the longest run without a space
+                pre_tokenizers.Split(Regex(rf"\S{{{_LONGEST_WORD}}}"), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False),
+            ]
+        )
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=self._wanted,

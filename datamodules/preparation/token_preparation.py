@@ -23,7 +23,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from core.token_stream import TokenStore
 
-FORMAT = 1
+FORMAT = 2
 """Version of what a prepared folder holds; part of its digest."""
 
 _BATCH = 32  # documents that are encoded together
@@ -106,6 +106,7 @@ class TokenPreparation:
         splits = {"train": ~held_out, "validation": held_out}
         self.tokenizer.prepare(self._chosen(splits["train"], "Training the tokenizer"))
         manifest["vocab_size"] = vocab_size = self.tokenizer.vocab_size
+        manifest["end_of_text_id"] = self.tokenizer.end_of_text_id
         for split, mask in splits.items():
             (folder / split).mkdir(parents=True)
             ids = self._encode(self._chosen(mask, f"Tokenising the {split} split"))

@@ -26,10 +26,9 @@ def generate(arguments: list[str]) -> int:
     from core.sampling import generate as sample
 
     path = resolve(options.ckpt_path, Path(options.root))
-    network, tokenizer_json = load_network(path)
+    network, tokenizer_json, end = load_network(path)
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    end = tokenizer.token_to_id("<|endoftext|>")
-    prompt = tokenizer.encode(options.prompt).ids or [end]
+    prompt = tokenizer.encode(options.prompt).ids or [end or 0]
     ids = sample(
         network.to(options.device),
         prompt,
@@ -42,7 +41,7 @@ def generate(arguments: list[str]) -> int:
     )
     print(f"# {path}, seed {options.seed}", file=sys.stderr)
     sys.stdout.write(options.prompt)
-    start, count = time.perf_counter(), 0
+    start, count = time.perf_counter(), -1  # the last piece is a flush, no token
     for piece in texts(tokenizer, ids):
         sys.stdout.write(piece)
         sys.stdout.flush()

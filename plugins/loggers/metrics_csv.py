@@ -28,7 +28,7 @@ class MetricsCSV(Logger):
     Training and validation figures of one step share its row; a figure that was not logged there is
     left empty. Names are the logged ones, the same as in TensorBoard: losses are in nats per token,
     `train/tokens` counts label tokens, other units stand in the name (`throughput/step_time_ms`).
-    `step` is Lightning's: the index of the optimizer step, from 0. Numbers are written so that they
+    `step` is Lightning's: the number of optimizer steps done. Numbers are written so that they
     read back exactly.
 
     Each call reaches the operating system before it returns, in one write: a kill loses at most the

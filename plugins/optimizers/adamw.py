@@ -42,3 +42,5 @@ class AdamW(torch.optim.AdamW):
         fused: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused or None)
+        # A fused step could unscale fp16 gradients itself; Lightning must do so before, or it refuses to clip.
+        self._step_supports_amp_scaling = False

@@ -28,8 +28,24 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 BLOCK = 10
 SIZES: dict[str, dict[str, Any]] = {
-    "0.3M": {"vocab_size": 512, "n_layer": 2, "n_head": 4, "n_embd": 96, "batch": 2, "length": 32, "blocks": 60},
-    "10M": {"vocab_size": 4096, "n_layer": 6, "n_head": 6, "n_embd": 336, "batch": 4, "length": 128, "blocks": 8},
+    "0.3M": {
+        "vocab_size": 512,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 96,
+        "batch": 2,
+        "length": 32,
+        "blocks": 60,
+    },
+    "10M": {
+        "vocab_size": 4096,
+        "n_layer": 6,
+        "n_head": 6,
+        "n_embd": 336,
+        "batch": 4,
+        "length": 128,
+        "blocks": 8,
+    },
 }
 
 
@@ -46,9 +62,7 @@ class Alternate(Callback):
 
         self.network = copy.deepcopy(pl_module.network)
         self.objective = copy.deepcopy(pl_module.objective)
-        self.optimizer = pl_module.build_optimizer(
-            [{"params": list(self.network.parameters())}]
-        )
+        self.optimizer = pl_module.build_optimizer([{"params": list(self.network.parameters())}])
         self.scheduler = pl_module.build_lr_scheduler(self.optimizer)
         self.scheduler.bind(trainer.max_steps)
         self.begin = time.perf_counter()
@@ -95,13 +109,14 @@ def batches_of(size: dict[str, Any]) -> list[Any]:
 
 def measure(size: dict[str, Any], folder: Path) -> tuple[int, list[float], list[float]]:
     """Returns the number of parameters and the seconds per step of each block, `fit`'s and by hand."""
+    from lightning.pytorch.loggers import TensorBoardLogger
+
     from callbacks.loss_curve import LossCurve
     from callbacks.periodic_checkpoint import PeriodicCheckpoint
     from callbacks.progress_bar import ProgressBar
     from callbacks.run_summary import RunSummary
     from callbacks.throughput import Throughput
     from core.language_module import LanguageModule
-    from lightning.pytorch.loggers import TensorBoardLogger
     from plugins.loggers.metrics_csv import MetricsCSV
     from plugins.networks.gpt import GPT
     from plugins.objectives.causal_lm import CausalLM
@@ -145,7 +160,12 @@ def start_seconds() -> float:
         command += [f"--trainer.callbacks+={__spec__.name}.FirstStep"]
         for _ in range(4):  # the first prepares the data, if need be, and fills the file cache
             done = subprocess.run(
-                command, cwd=house, env=os.environ | {"PYTHONPATH": str(house)}, capture_output=True, text=True, check=True
+                command,
+                cwd=house,
+                env=os.environ | {"PYTHONPATH": str(house)},
+                capture_output=True,
+                text=True,
+                check=True,
             )
             found.append(float(done.stdout.split("CPU_SECONDS")[1].split()[0]))
     return statistics.median(found[1:])
@@ -159,7 +179,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"torch {torch.__version__}, {options.threads} threads, blocks of {BLOCK} steps in turn")
-    print("parameters  fit ms/step  by hand ms/step  ratio  added ms/step   (medians over blocks, first 2 left out)")
+    print(
+        "parameters  fit ms/step  by hand ms/step  ratio  added ms/step   (medians over blocks, first 2 left out)"
+    )
     for _ in range(options.rounds):
         for size in SIZES.values():
             with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +194,9 @@ def main() -> None:
                 f"  {ratio:>5.3f}  {added * 1e3:>13.3f}",
                 flush=True,
             )
-    print(f"python -m core fit to the end of the first step: {start_seconds():.1f} s of CPU time (data prepared)")
+    print(
+        f"python -m core fit to the end of the first step: {start_seconds():.1f} s of CPU time (data prepared)"
+    )
 
 
 if __name__ == "__main__":

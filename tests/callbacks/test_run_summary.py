@@ -10,7 +10,7 @@ from callbacks.run_summary import RunSummary
 from core.preflight import ordered
 
 GENERATE = re.compile(r'^  python -m core generate --ckpt_path (\S+) --prompt "The"$', re.MULTILINE)
-FIT = re.compile(r"^  python -m core fit --config (\S+) --ckpt_path last (--trainer\.\w+ \d+)$", re.MULTILINE)
+FIT = re.compile(r"^  python -m core fit --ckpt_path (\S+) (--trainer\.\w+ \d+)$", re.MULTILINE)
 
 
 def summary_of(run):
@@ -61,9 +61,9 @@ def test_what_is_listed_exists_and_what_exists_is_listed(run):
 def test_it_ends_with_exactly_two_commands(run):
     text = summary_of(run)
     (checkpoint,) = GENERATE.findall(text)
-    ((config, longer),) = FIT.findall(text)
+    ((folder, longer),) = FIT.findall(text)
     assert checkpoint == str(run.folder / "checkpoints" / "last.ckpt")
-    assert config == str(run.folder / "config.yaml")
+    assert folder == str(run.folder)
     assert longer == "--trainer.max_steps 120"
     assert text.count("python -m core") == 2
     assert text.rstrip().splitlines()[-1].strip().startswith("python -m core fit")
@@ -84,7 +84,7 @@ def test_paths_are_relative_and_quoted_where_they_need_it(fit, tmp_path, monkeyp
     run = fit(folder, [RunSummary(), ModelCheckpoint(folder, every_n_train_steps=5)], max_steps=5)
     commands = [line for line in run.printed.splitlines() if line.startswith("  python")]
     assert shlex.split(commands[0])[4:6] == ["--ckpt_path", "my runs/epoch=0-step=5.ckpt"]
-    assert shlex.split(commands[1])[4:6] == ["--config", "my runs/config.yaml"]
+    assert shlex.split(commands[1])[4:6] == ["--ckpt_path", "my runs"]
 
 
 def test_a_run_that_its_epochs_ended_is_continued_by_epochs(fit, tmp_path):
@@ -131,7 +131,7 @@ def test_an_exception_leaves_one_line(saves, fit, tmp_path, capsys):
     with pytest.raises(ValueError, match="for the test"):
         fit(tmp_path, [summary, Fail(), *checkpoint], limit_val_batches=0)
     where = f"Stopped at step 7. The run lies in {tmp_path}; "
-    command = f"resume it with: python -m core fit --config {tmp_path}/config.yaml --ckpt_path last\n"
+    command = f"resume it with: python -m core fit --ckpt_path {tmp_path}\n"
     assert printed == [where + (command if saves else "it has no checkpoint yet\n")]
 
 

@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from plugins.networks.gpt import GPT
 from tests.conftest import Malicious
 
-CONTENT = {"state_dict": {"w": torch.arange(300.0)}, "epoch": 1}
+CONTENT = {"state_dict": {"w": torch.arange(300.0)}, "epoch": 1, "pytorch-lightning_version": "2.6.6"}
 
 
 @pytest.fixture
@@ -105,9 +105,12 @@ def test_the_newest_is_that_of_the_latest_time_whatever_its_name(save, tmp_path)
 def test_the_runs_that_were_numbered_belong_to_the_root_and_no_others(save, tmp_path):
     save("run/a.ckpt", age=40)
     path = save("run-12/checkpoints/a.ckpt", age=30)
-    for other in ("run-v2", "run2", "run-3-old", "other-2", "run-2x"):
+    for other in ("run-v2", "run2", "run-3-old", "other-2", "run-2x", "run-124"):
         save(f"{other}/a.ckpt")
-    assert newest(tmp_path / "run") == path
+    for name, root in (("run-12", "run"), ("run-124", "run-124")):  # the last is an experiment of that name
+        (tmp_path / name / "config.yaml").write_text(f"trainer: {{default_root_dir: {tmp_path / root}}}")
+    assert newest(tmp_path / "run", siblings=True) == path
+    assert newest(tmp_path / "run").parent == tmp_path / "run"
 
 
 def test_temporary_files_are_no_candidates(save, tmp_path):
@@ -160,7 +163,13 @@ def complete():
     network = GPT(**SIZES)
     weights = {f"network.{name}": weight for name, weight in network.state_dict().items()}
     record = {"config": yaml.safe_dump(CONFIG), "version": "0"}
-    return {"state_dict": weights, RECORD: record, "Data": {"tokenizer": '{"json": 1}'}}, network
+    data = {"tokenizer": '{"json": 1}', "end_of_text_id": 5}
+    return {
+        "state_dict": weights,
+        RECORD: record,
+        "Data": data,
+        "pytorch-lightning_version": "2.6.6",
+    }, network
 
 
 def test_the_stored_configuration_is_read_and_absent_from_foreign_checkpoints(save, complete):
@@ -170,11 +179,11 @@ def test_the_stored_configuration_is_read_and_absent_from_foreign_checkpoints(sa
 
 def test_a_network_is_rebuilt_with_its_weights_and_tokenizer(save, complete):
     content, network = complete
-    rebuilt, tokenizer = load_network(save("a.ckpt", content))
+    rebuilt, tokenizer, end_of_text_id = load_network(save("a.ckpt", content))
     batch = {"input_ids": torch.tensor([[1, 2, 3]])}
     assert torch.equal(rebuilt(batch), network.eval()(batch))
     assert not rebuilt.training
-    assert tokenizer == '{"json": 1}'
+    assert (tokenizer, end_of_text_id) == ('{"json": 1}', 5)
 
 
 @pytest.mark.parametrize("missing", [RECORD, "Data"])

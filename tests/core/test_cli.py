@@ -233,7 +233,7 @@ def test_a_run_is_repeated_from_its_recorded_config_bitwise_in_a_folder_of_its_o
     assert "Run folder: runs/tiny-3" in trained("fit", "--config", "tiny").out
 
 
-@pytest.mark.parametrize("taken", ["config.yaml", "checkpoints"])
+@pytest.mark.parametrize("taken", ["metrics.csv", "checkpoints"])
 def test_a_folder_that_belongs_to_a_run_is_left_alone(taken, core):
     (RUN / taken).mkdir(parents=True)
     assert "Run folder: runs/tiny-2\n" in core("fit", "--config", "tiny", "--trainer.max_steps=3").out

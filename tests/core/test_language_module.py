@@ -1,6 +1,7 @@
 """LanguageModule against plain PyTorch: token weights, groups, seeds, figures, what a resume restores."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from lightning.pytorch import Callback, Trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
+from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.contracts import IGNORED_LABEL
 from core.errors import ConfigError
 from core.language_module import LanguageModule, _mix
@@ -15,6 +17,7 @@ from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
 from plugins.schedules.warmup_cosine import WarmupCosine
+from tests.toy import ToyData
 
 VOCAB = 61
 
@@ -261,3 +264,50 @@ def test_data_that_does_not_fit_the_network_is_refused(data, message):
     trained.network = tiny_gpt()
     with pytest.raises(ConfigError, match=message):
         trained._check_against_data(type("Data", (), data)())
+
+
+def test_a_run_that_is_bounded_by_epochs_resumes_in_mid_epoch(tmp_path):
+    """Counting the steps of an epoch builds the loader before the checkpoint's position is known."""
+
+    def run(folder, **options):
+        trained = module(
+            partial(tiny_gpt, vocab_size=64, dropout=0.2),
+            optimizer=AdamW,
+            lr_scheduler=partial(WarmupCosine, warmup_steps=2),
+        )
+        torch.manual_seed(0)
+        runner = trainer(tmp_path, max_epochs=2, accumulate_grad_batches=3, **options)
+        runner.fit(trained, datamodule=ToyData(rows=40), ckpt_path=folder)
+        return trained.state_dict()
+
+    save = PeriodicCheckpoint(every_n_steps=3, keep=-1, dirpath=str(tmp_path / "saved"))
+    whole = run(None, enable_checkpointing=True, callbacks=[save])
+    assert [path.name[5:13] for path in sorted((tmp_path / "saved").iterdir())] == [
+        "00000003",
+        "00000006",
+        "00000008",
+    ]
+    for path in sorted((tmp_path / "saved").iterdir())[:2]:
+        resumed = run(path)
+        assert all(torch.equal(resumed[name], whole[name]) for name in whole), path.name
+
+
+def test_the_default_optimizer_and_clipping_run_in_mixed_precision(tmp_path):
+    record = Record()
+    fit(tmp_path, module(optimizer=AdamW), uneven_batches(3), [record], max_steps=3, gradient_clip_val=1.0,
+        precision="bf16-mixed")  # fmt: skip
+    assert len(record.figures) == 3
+
+
+def test_a_checkpoint_of_another_network_is_refused_by_name(tmp_path):
+    runner = fit(tmp_path, module(), uneven_batches(2), max_steps=1)
+    runner.save_checkpoint(tmp_path / "two.ckpt")
+    with pytest.raises(ConfigError, match="The checkpoint holds another network: network"):
+        fit(
+            tmp_path,
+            module(partial(tiny_gpt, n_layer=1)),
+            uneven_batches(2),
+            (),
+            tmp_path / "two.ckpt",
+            max_steps=2,
+        )

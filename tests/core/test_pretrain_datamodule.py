@@ -21,10 +21,10 @@ from tokenizers import Tokenizer
 
 from core.errors import ConfigError
 from core.pretrain_datamodule import PretrainDataModule
-from datamodules.preparation.token_preparation import unigram_loss
 from core.token_stream import TokenStore
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.text_documents import TextDocuments
+from datamodules.preparation.token_preparation import unigram_loss
 from datamodules.preparation.token_shards import TokenShards
 
 WORDS = [

@@ -36,7 +36,13 @@ CONFIG = {
     "model": {
         "network": {
             "class_path": "GPT",
-            "init_args": {"vocab_size": 64, "n_layer": 2, "n_head": 2, "n_embd": 16, "max_sequence_length": 16},
+            "init_args": {
+                "vocab_size": 64,
+                "n_layer": 2,
+                "n_head": 2,
+                "n_embd": 16,
+                "max_sequence_length": 16,
+            },
         },
         "objective": "CausalLM",
         # gradient noise of 1e-8 would flip the sign of Adam's first steps where a gradient is zero in theory

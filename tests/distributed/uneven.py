@@ -21,14 +21,17 @@ class UnevenData(LightningDataModule):
         self.rows, self.batches = rows, batches
 
     def _loader(self, seed: int) -> torch.utils.data.DataLoader:
-        tokens = torch.randint(64, (self.batches, self.rows, 17), generator=torch.Generator().manual_seed(seed))
+        tokens = torch.randint(
+            64, (self.batches, self.rows, 17), generator=torch.Generator().manual_seed(seed)
+        )
         labels = tokens[:, :, 1:].clone()
         for row in range(self.rows):  # from all tokens in the first row to two in the last
             labels[:, row, 16 - 14 * row // (self.rows - 1) :] = IGNORED_LABEL
         share = self.rows // self.trainer.world_size
         own = slice(share * self.trainer.global_rank, share * (self.trainer.global_rank + 1))
         batches = [
-            {"input_ids": ids[own, :-1], "labels": wanted[own]} for ids, wanted in zip(tokens, labels, strict=True)
+            {"input_ids": ids[own, :-1], "labels": wanted[own]}
+            for ids, wanted in zip(tokens, labels, strict=True)
         ]
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
