@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from core.contracts import Network, Objective, Schedule
 from core.errors import ConfigError
+from core.seeding import mix, seed_generators
 from core.token_sums import TokenSums
 
 GRADIENT_TOKENS = 4096.0
@@ -71,6 +72,13 @@ class LanguageModule(LightningModule):
         self._user_groups: list[dict[str, Any]] = []
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning notes the name of each hook here, 40 times a step: past nn.Module's search for parameters.
+        if name in ("_current_fx_name", "logging_step"):
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def configure_model(self) -> None:
         """Builds the network, once, inside the strategy's and precision's initialisation contexts."""
         if getattr(self, "network", None) is None:
@@ -101,7 +109,7 @@ class LanguageModule(LightningModule):
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
         self.logging_step = False
-        torch.manual_seed(_mix(self._seed, self.current_epoch, batch_idx, self.global_rank))
+        seed_generators(mix(self._seed, self.current_epoch, batch_idx, self.global_rank), self.device)
         loss, metrics = self.objective.loss(self.network, batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
@@ -282,14 +290,3 @@ def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:
     figures = {f"{stage}/{name}": value for name, value in means.items()}
     figures[f"{stage}/perplexity"] = math.exp(min(means["loss"], 700.0))
     return figures
-
-
-def _mix(*numbers: int) -> int:
-    """Hashes integers to 32 bits (splitmix64's finaliser); the CPU generator uses no more of its seed."""
-    state = 0
-    for number in numbers:
-        state = (state + number + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
-        state ^= state >> 31
-    return state >> 32

@@ -42,9 +42,17 @@ class TokenPreparation:
     Documents are split by a hash of their text: equal ones stay together, and one that is added moves no
     other. If need be, the smallest hash is held out and the largest trained on: no split is empty.
 
+    Args:
+        documents: The text.
+        tokenizer: Trained on the training documents, then used on all.
+        writer: Stores the token ids of a split.
+        validation_fraction: Share of the documents that is held out.
+        cache_dir: Where the folder goes.
+
     Example:
+        # TokenPreparation is run by the data module, on the stages that stand here
         data:
-          class_path: PretrainDataModule      # runs this stage with these
+          class_path: PretrainDataModule
           init_args:
             source: ~/notes
             reader: TextDocuments

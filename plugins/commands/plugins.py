@@ -1,4 +1,4 @@
-"""The command `plugins list`: what is installed, without importing any of it."""
+"""The command `plugins`: what is installed, what a technique is, a new one, and whether they are sound."""
 
 from __future__ import annotations
 
@@ -6,23 +6,57 @@ import argparse
 
 from core import catalog
 from core.technique import technique
+from plugins.commands.plugins_terminal import Parser, one_of, print_table
 
 
 @technique(paper="own work: entry points as the only registry")
 def plugins(arguments: list[str]) -> int:
-    """Lists the registered techniques of all installed packages.
+    """Lists, shows, scaffolds and checks techniques, those of all installed packages.
 
     Example:
         python -m core plugins list --kind callbacks
+        python -m core plugins show WarmupCosine
+        python -m core plugins new SpikeGuard --kind callbacks
+        python -m core plugins check leyden-spike-guard
     """
-    parser = argparse.ArgumentParser(prog="python -m core plugins", description=plugins.__doc__)
+    options = _options(arguments)
+    if options.action == "list":
+        return _list(options)
+    # not at the top: `list`, `--help` and a wrong word need none of it
+    if options.action == "show":
+        from plugins.commands.plugins_show import show
+
+        return show(options.name)
+    if options.action == "new":
+        from plugins.commands.plugins_new import new
+
+        return new(options.name, options.kind, options.output)
+    from plugins.commands.plugins_check import check
+
+    return check(options.package)
+
+
+def _options(arguments: list[str]) -> argparse.Namespace:
+    parser = Parser(prog="python -m core plugins", description=plugins.__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
+    kind = one_of(catalog.KINDS)
     listing = actions.add_parser("list", help="list techniques, their kind, package and purpose")
-    listing.add_argument("--kind", choices=catalog.KINDS, help="only this kind")
+    listing.add_argument("--kind", type=kind, help="only this kind: " + ", ".join(catalog.KINDS))
     listing.add_argument("--package", help="only this distribution")
     listing.add_argument("--search", metavar="WORD", help="only names and summaries with this word")
     listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
-    options = parser.parse_args(arguments)
+    show = actions.add_parser("show", help="all about one technique, with YAML to paste")
+    show.add_argument("name", metavar="NAME", help="short name or full path")
+    new = actions.add_parser("new", help="write a package with a technique that works, to start from")
+    new.add_argument("name", metavar="NAME", help="a class name like SpikeGuard; for a command a word")
+    new.add_argument("--kind", type=kind, required=True, help="what it is: callbacks, networks, ...")
+    new.add_argument("--output", metavar="DIR", help="folder of the project; default ./leyden-NAME")
+    check = actions.add_parser("check", help="import every technique and say what is wrong with it")
+    check.add_argument("package", metavar="PACKAGE", nargs="?", help="only this distribution")
+    return parser.parse_args(arguments)
+
+
+def _list(options: argparse.Namespace) -> int:
     rows = [
         (entry.kind, entry.name, entry.origin, entry.summary())
         for entry in catalog.entries()
@@ -31,14 +65,12 @@ def plugins(arguments: list[str]) -> int:
     word = (options.search or "").lower()
     rows = [row for row in rows if word in f"{row[1]} {row[3]}".lower()]
     if options.markdown:
-        for kind, name, _, summary in [("kind", "name", "", "what it does"), ("---", "---", "", "---"), *rows]:
+        for kind, name, _, summary in [
+            ("kind", "name", "", "what it does"),
+            ("---", "---", "", "---"),
+            *rows,
+        ]:
             print(f"| {kind} | {name} | {summary} |")
     else:
-        _print_table(("kind", "name", "package", "what it does"), rows)
+        print_table([("kind", "name", "package", "what it does"), *rows])
     return 0
-
-
-def _print_table(header: tuple[str, ...], rows: list[tuple[str, str, str, str]]) -> None:
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
-    for row in [header, *rows]:
-        print("  ".join([*(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)), row[-1]]))

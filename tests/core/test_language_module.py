@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.contracts import IGNORED_LABEL
 from core.errors import ConfigError
-from core.language_module import LanguageModule, _mix
+from core.language_module import LanguageModule
+from core.seeding import mix
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
@@ -215,7 +216,7 @@ def test_what_a_callback_draws_does_not_change_dropout(tmp_path):
 
 
 def test_seeds_differ_between_batches_epochs_and_ranks():
-    seeds = {_mix(seed, epoch, batch, rank) for seed in (0, 1) for epoch in range(5) for batch in range(50)
+    seeds = {mix(seed, epoch, batch, rank) for seed in (0, 1) for epoch in range(5) for batch in range(50)
              for rank in range(4)}  # fmt: skip
     assert len(seeds) == 2 * 5 * 50 * 4
     assert all(0 <= seed < 2**32 for seed in seeds)

@@ -1,0 +1,188 @@
+"""The command `compare`: the curves of several runs in one picture, their results, and what differed."""
+
+from __future__ import annotations
+
+import csv
+import os
+import textwrap
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.errors import ConfigError, nearest
+from core.technique import technique
+from plugins.commands.compare_report import NOTE, Curve, Rows, Run, as_html, as_markdown, draw_png
+from plugins.commands.config import Flat, differing, flatten, read_all, short, technique_cells, value_cells
+from plugins.commands.plugins_terminal import Parser, print_table
+
+
+@technique(paper="loss over tokens and over time, as scaling studies show them: arXiv:2001.08361, figure 2")
+def compare(arguments: list[str]) -> int:
+    """Compares runs: curves over tokens and time, final losses, speed, and what differed in their configs.
+
+    Writes compare.md, compare.png and compare.html, which holds the picture and needs no other file.
+
+    Example:
+        python -m core compare runs/quickstart runs/quickstart-2 --output runs/compare
+    """
+    parser = Parser(prog="python -m core compare", description=compare.__doc__)
+    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run folder with a metrics.csv")
+    parser.add_argument("--output", metavar="DIR", default="runs/compare", help="where to write: %(default)s")
+    options = parser.parse_args(arguments)
+    runs = read_runs(options.run_dirs)
+    results, differences, notes = result_rows(runs), difference_rows(runs), _notes(runs)
+    picture = draw_png(runs)
+    folder = Path(options.output)
+    _write(folder / "compare.png", picture)
+    _write(folder / "compare.md", as_markdown(results, differences, notes).encode())
+    _write(folder / "compare.html", as_html(results, differences, notes, picture).encode())
+    print_table(results)
+    if len(differences) > 1:
+        print()
+        print_table([tuple(map(_cut, row)) for row in differences])
+    print(f"\n{textwrap.fill(notes, 110)}\n\nWritten: {folder}/compare.md, compare.png and compare.html")
+    return 0
+
+
+def _cut(cell: str) -> str:
+    return cell if len(cell) <= 40 else f"{cell[:37]}..."
+
+
+def _notes(runs: Sequence[Run]) -> str:
+    without = ", ".join(run.name for run in runs if not run.timed)
+    return f"{NOTE} Without the callback Throughput, so without time: {without}." if without else NOTE
+
+
+def read_runs(names: Sequence[str]) -> list[Run]:
+    """Reads what the runs logged and how they were configured.
+
+    Raises:
+        ConfigError: If a folder is not there, is given twice, or has no training loss in a metrics.csv.
+    """
+    paths = [Path(name) for name in names]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise ConfigError(f"A run is given twice: {' '.join(names)}. Name each once.")
+    tables = [_columns(path) for path in paths]
+    flats = [flatten(values) for values in read_all(names)]
+    labels = [path.resolve().name for path in paths]
+    labels = [
+        str(path) if labels.count(label) > 1 else label for path, label in zip(paths, labels, strict=True)
+    ]
+    return [_run(*parts) for parts in zip(labels, tables, flats, strict=True)]
+
+
+def _columns(folder: Path) -> dict[str, np.ndarray]:
+    """Returns the columns of a run's metrics.csv; NaN where a figure was not logged."""
+    path = folder / "metrics.csv"
+    if not folder.is_dir():
+        beside = {str(other) for other in folder.parent.glob("*") if (other / "metrics.csv").is_file()}
+        raise ConfigError(f"There is no run folder {folder}.{nearest(str(folder), beside)}")
+    if not path.is_file():
+        raise ConfigError(
+            f"{folder} has no metrics.csv: add the logger MetricsCSV to the run (trainer.logger)."
+        )
+    text = path.read_text(encoding="utf-8")
+    rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # a killed run may end in mid-line
+    if not any(row.get("train/loss") and row.get("train/tokens") for row in rows):
+        raise ConfigError(f"{path} holds no train/loss: the run ended before its first logged step.")
+    try:
+        return {name: np.array([float(row[name] or "nan") for row in rows]) for name in rows[0]}
+    except ValueError as error:
+        raise ConfigError(f"{path} is not as MetricsCSV writes it: {error}.") from None
+
+
+def _run(name: str, columns: dict[str, np.ndarray], config: Flat) -> Run:
+    empty = np.full(len(columns["step"]), np.nan)
+    trained = np.isfinite(columns["train/tokens"])
+    steps, tokens = columns["step"][trained], columns["train/tokens"][trained]
+    seconds = seconds_at(steps, columns.get("throughput/step_time_ms", empty)[trained])
+    validation = columns.get("val/loss", empty)
+    at = columns["step"][np.isfinite(validation)]
+    rates = columns.get("throughput/tokens_per_second", empty)
+    return Run(
+        name,
+        Curve(steps, tokens, seconds, columns["train/loss"][trained]),
+        Curve(
+            at, _between(at, steps, tokens), _between(at, steps, seconds), validation[np.isfinite(validation)]
+        ),
+        float(np.median(rates[np.isfinite(rates)])) if np.isfinite(rates).any() else np.nan,
+        config,
+    )
+
+
+def seconds_at(steps: np.ndarray, step_time_ms: np.ndarray) -> np.ndarray:
+    """Returns the time that training has taken by each logged step, (n,).
+
+    Args:
+        steps: Logged steps, (n,).
+        step_time_ms: Mean time of the steps since the logged one before, (n,). It is not known (NaN)
+            after a start, when warm-up would be measured: the nearest that is known stands in.
+    """
+    known = np.flatnonzero(np.isfinite(step_time_ms))
+    if not len(known):
+        return np.full(len(steps), np.nan)
+    following = np.searchsorted(known, np.arange(len(steps))).clip(max=len(known) - 1)
+    return np.cumsum(step_time_ms[known[following]] / 1e3 * np.diff(steps, prepend=0))
+
+
+def _between(at: np.ndarray, steps: np.ndarray, amounts: np.ndarray) -> np.ndarray:
+    """Interpolates an amount that starts at 0 and goes on after the last logged step as on average."""
+    end = max(at.max(initial=0), steps[-1] + 1)
+    return np.interp(at, [0, *steps, end], [0, *amounts, amounts[-1] / steps[-1] * end])
+
+
+def result_rows(runs: Sequence[Run]) -> Rows:
+    """Returns the table of results, its header first."""
+    rows: Rows = [("run", "steps", "tokens", "train loss", "val loss", "lowest val loss", "tokens/s", "time")]
+    for run in runs:
+        train, val = run.training, run.validation
+        last = train.tokens > 0.9 * train.tokens[-1]
+        loss = np.average(train.losses[last], weights=np.diff(train.tokens, prepend=0)[last])
+        best = int(np.argmin(val.losses)) if len(val.losses) else 0
+        lowest = f"{val.losses[best]:.4f} (step {val.steps[best]:,.0f})" if len(val.losses) else "-"
+        rows.append(
+            (
+                run.name,
+                f"{train.steps[-1]:,.0f}",
+                f"{train.tokens[-1]:,.0f}",
+                f"{loss:.4f}",
+                f"{val.losses[-1]:.4f}" if len(val.losses) else "-",
+                lowest,
+                _known(run.tokens_per_second, lambda rate: f"{rate:,.0f}"),
+                _known(train.seconds[-1], lambda time: str(timedelta(seconds=round(time)))),
+            )
+        )
+    return rows
+
+
+def _known(value: float, shown: Any) -> str:
+    return shown(value) if np.isfinite(value) else "-"
+
+
+def difference_rows(runs: Sequence[Run]) -> Rows:
+    """Returns the table of what is not the same in all configurations, techniques first, its header first."""
+    flats = [run.config for run in runs]
+    techniques, values = differing(flats)
+    rows = [
+        (key, *(cell.removeprefix(short(key)) or "yes" for cell in technique_cells(flats, key)))
+        for key in techniques
+    ]
+    rows += [(key, *value_cells(flats, key)) for key in values if key != "trainer.default_root_dir"]
+    return [("", *(run.name for run in runs)), *rows]
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Writes a file so that a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error

@@ -1,0 +1,185 @@
+"""What `compare` writes: the picture, the Markdown and the HTML."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from plugins.commands.config import Flat
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NOTE = (
+    "Losses are in nats per token; the training loss is the mean over the last tenth of the tokens, tokens/s "
+    "the median over the logged intervals. Time is that of the training steps, without validation, checkpoints "
+    "and sampling. In the picture, light lines are as logged, dark ones their mean over a twentieth of the run; "
+    "the first 2% of a run may lie above its edge."
+)
+NOTHING = "Nothing."
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+img { width: 100%; height: auto }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.8rem; text-align: left; vertical-align: top }
+"""
+Rows = list[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A loss as it was logged.
+
+    Attributes:
+        steps: Optimizer steps done, (n,).
+        tokens: Label tokens seen by then, (n,).
+        seconds: Time spent on training steps by then, (n,); NaN where the run did not measure it.
+        losses: Nats per token, (n,).
+    """
+
+    steps: np.ndarray
+    tokens: np.ndarray
+    seconds: np.ndarray
+    losses: np.ndarray
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is compared of a run."""
+
+    name: str
+    training: Curve
+    validation: Curve
+    tokens_per_second: float
+    config: Flat
+
+    @property
+    def timed(self) -> bool:
+        """Whether the run measured the time of its steps."""
+        return bool(np.isfinite(self.training.seconds).any())
+
+
+def draw(runs: Sequence[Run]) -> Figure:
+    """Draws training above validation loss, over tokens and, where a run measured it, over time."""
+    # not at the top: the import takes half a second, and pyplot would look for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    slowest = max((run.training.seconds[-1] for run in runs if run.timed), default=0.0)
+    unit, divisor = ("h", 3600) if slowest > 3 * 3600 else ("min", 60) if slowest > 300 else ("s", 1)
+    columns = [("tokens", "label tokens seen", 1)]
+    if slowest:
+        columns.append(("seconds", f"training time ({unit})", divisor))
+    kinds = ["training", "validation"] if any(len(run.validation.losses) for run in runs) else ["training"]
+    figure = Figure(figsize=(5.6 * len(columns), 0.6 + 3.6 * len(kinds)), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(kinds), len(columns), sharex="col", sharey="row", squeeze=False)
+    for row, kind in zip(grid, kinds, strict=True):
+        for axes, (abscissa, label, divide_by) in zip(row, columns, strict=True):
+            for index, run in enumerate(runs):
+                curve = getattr(run, kind)
+                _plot(axes, getattr(curve, abscissa) / divide_by, curve.losses, index, _label(run))
+            _style(axes, label)
+        row[0].set_ylabel(f"{kind} loss (nats per token)")
+    _cut_beginning(grid[0][0], [run.training for run in runs])
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    title = "run (last validation loss)" if len(kinds) == 2 else None
+    look: dict[str, Any] = {"frameon": False, "title": title, "alignment": "left", "ncols": 2 * len(columns)}
+    figure.legend(handles, labels, loc="outside upper left", **look)
+    return figure
+
+
+def _label(run: Run) -> str:
+    last = run.validation.losses[-1:]
+    return f"{run.name} ({last[0]:.3f})" if len(last) else run.name
+
+
+def _plot(axes: Axes, x: np.ndarray, losses: np.ndarray, index: int, label: str) -> None:
+    look: dict[str, Any] = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}
+    x, losses = x[np.isfinite(losses)], losses[np.isfinite(losses)]
+    if len(losses) >= 40:
+        axes.plot(x, losses, alpha=0.25, linewidth=0.6, **look)
+        losses = running_mean(losses)
+    axes.plot(x, losses, linewidth=1.5, label=label, marker="o" if len(x) < 30 else "", markersize=3, **look)
+
+
+def running_mean(losses: np.ndarray) -> np.ndarray:
+    """Returns the mean over a twentieth of the points around each, over fewer at both ends, (n,)."""
+    index = np.arange(len(losses))
+    half = np.minimum(len(losses) // 40, index // 4)  # narrow where the loss falls fast
+    first, end = index - half, np.minimum(index + half + 1, len(losses))
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    return (sums[end] - sums[first]) / (end - first)
+
+
+def _cut_beginning(axes: Axes, curves: Sequence[Curve]) -> None:
+    """Lets the vertical axis end at the highest loss after the first 2% of each run."""
+    later = [curve.losses[curve.tokens >= 0.02 * curve.tokens[-1]] for curve in curves]
+    losses = np.concatenate(later)
+    losses = losses[np.isfinite(losses)]
+    if len(losses) and losses.max() > losses.min():
+        margin = 0.03 * (losses.max() - losses.min())
+        axes.set_ylim(losses.min() - margin, losses.max() + margin)
+
+
+def _style(axes: Axes, label: str) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    axes.set_xlabel(label)
+    axes.label_outer()
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    if "tokens" in label:
+        axes.xaxis.set_major_formatter(EngFormatter())
+
+
+def draw_png(runs: Sequence[Run]) -> bytes:
+    """Returns the picture of :func:`draw` as a PNG file."""
+    buffer = io.BytesIO()
+    draw(runs).savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def as_markdown(results: Rows, differences: Rows, notes: str) -> str:
+    """Returns the comparison as Markdown, with the picture beside it."""
+
+    def table(rows: Rows) -> str:
+        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+        return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+
+    parts = ["# Comparison of runs", "![Loss curves](compare.png)", table(results), notes]
+    parts += [
+        "## What differs in the configurations",
+        table(differences) if len(differences) > 1 else NOTHING,
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_html(results: Rows, differences: Rows, notes: str, picture: bytes) -> str:
+    """Returns the comparison as one HTML file, the picture inside."""
+
+    def table(rows: Rows) -> str:
+        tags = ["th", *["td"] * len(rows)]
+        lines = (
+            "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+            for tag, row in zip(tags, rows, strict=False)
+        )
+        return "\n".join(["<table>", *lines, "</table>"])
+
+    return "\n".join(
+        [
+            '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>Comparison of runs</title>',
+            f"<style>{STYLE}</style>\n<h1>Comparison of runs</h1>",
+            f'<img alt="Loss curves" src="data:image/png;base64,{base64.b64encode(picture).decode()}">',
+            f"{table(results)}\n<p>{html.escape(notes)}</p>\n<h2>What differs in the configurations</h2>",
+            table(differences) if len(differences) > 1 else f"<p>{NOTHING}</p>",
+            "</html>\n",
+        ]
+    )

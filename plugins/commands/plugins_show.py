@@ -1,0 +1,98 @@
+"""`plugins show`: all about one technique, from its declaration, its signature and its docstring."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+from core import catalog
+from core.technique import Declaration, Device, Package, declaration_of
+from plugins.commands.plugins_docstrings import (
+    GIVEN,
+    documented,
+    example_of,
+    parameters,
+    sections,
+    type_of,
+)
+
+
+def show(name: str) -> int:
+    """Prints what a technique does, takes and needs, a snippet that parses, and where it lives.
+
+    Raises:
+        ConfigError: If there is no such technique, or it cannot be imported.
+    """
+    entry = catalog.find(name)
+    target = entry.load()
+    told = sections(target.__doc__)
+    blocks = [
+        ("", [f"{entry.name}  ({entry.kind}, from {entry.origin})", "", told[""]]),
+        ("Arguments", list(_arguments(entry, target, documented(told.get("Args", ""))))),
+        ("Attributes", told.get("Attributes", "").splitlines()),
+        ("Raises", told.get("Raises", "").splitlines()),
+        ("Declared", list(_declared(declaration_of(target)))),
+        ("Example", example_of(entry, target).splitlines()),
+        ("Where", list(_where(entry, target))),
+    ]
+    for title, lines in blocks:
+        if title and lines:
+            print(f"\n{title}:\n" + textwrap.indent("\n".join(lines), "  "))
+        elif lines:
+            print("\n".join(lines).rstrip())
+    return 0
+
+
+def _arguments(entry: catalog.Entry, target: Any, told: Mapping[str, str]) -> Iterator[str]:
+    for index, parameter in enumerate(parameters(target).values()):
+        kind = f": {type_of(parameter)}" if type_of(parameter) else ""
+        if index < GIVEN.get(entry.kind, 0):
+            default = "  (given by the run)"
+        elif parameter.default is parameter.empty:
+            default = "  (required)"
+        else:
+            default = f" = {parameter.default!r}"
+        yield f"{parameter.name}{kind}{default}"
+        if parameter.name in told:
+            yield from textwrap.wrap(
+                told[parameter.name], 104, initial_indent="    ", subsequent_indent="    "
+            )
+
+
+def _declared(declaration: Declaration | None) -> Iterator[str]:
+    if declaration is None:
+        yield "nothing: it lacks @technique(...)"
+        return
+    for field in fields(declaration):
+        value = getattr(declaration, field.name)
+        if isinstance(value, Mapping):
+            lines = [f"{name}: {reason}" for name, reason in value.items()]
+        elif isinstance(value, tuple):
+            lines = [_need(item) if field.name == "needs" else str(item) for item in value]
+        else:
+            lines = [str(value)] if value else []
+        for index, line in enumerate(lines):
+            yield f"{field.name if index == 0 else '':<10} {line}"
+
+
+def _need(need: Any) -> str:
+    if isinstance(need, Package):
+        what = need.requirement
+    elif isinstance(need, Device):
+        what = f"a {need.kind.upper()} device"
+    else:
+        what = str(need)
+    missing = need.missing()
+    return f"{what} ({missing or 'present'})"
+
+
+def _where(entry: catalog.Entry, target: Any) -> Iterator[str]:
+    yield f"class      {entry.class_path}" if inspect.isclass(target) else f"function   {entry.class_path}"
+    try:
+        yield f"file       {inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):
+        yield "file       (its source is not there)"
+    yield f"package    {entry.origin}"

@@ -1,0 +1,157 @@
+"""`plugins show`: every technique is told whole, from docstring, signature and declaration."""
+
+import subprocess
+import sys
+
+import pytest
+
+from core import catalog
+from core.__main__ import main
+from core.config_files import parse_yaml
+from plugins.commands.plugins_docstrings import documented, sections
+from tests.conftest import HOUSE
+
+
+@pytest.fixture
+def shown(capsys):
+    def call(name):
+        assert main(["plugins", "show", name]) == 0
+        return capsys.readouterr().out
+
+    return call
+
+
+def example(text):
+    return text.partition("\nExample:\n")[2].partition("\nWhere:\n")[0]
+
+
+def test_arguments_come_with_type_default_and_description(shown):
+    lines = shown("WarmupCosine").splitlines()
+    assert lines[0] == f"WarmupCosine  (schedules, from {catalog.find('WarmupCosine').origin})"
+    at = lines.index("Arguments:")
+    assert lines[at + 1 : at + 5] == [
+        "  optimizer: Optimizer  (given by the run)",
+        "      Its learning rates are the peaks.",
+        "  warmup_steps: int = 100",
+        "      Optimizer steps until the peak; 0 starts there.",
+    ]
+    assert "  total_steps: int | None = None" in lines
+    assert any(line.startswith("  file       ") and "warmup_cosine.py:" in line for line in lines)
+    assert "  class      plugins.schedules.warmup_cosine.WarmupCosine" in lines
+    assert any(line.startswith("  paper      SGDR, arXiv:1608.03983") for line in lines)
+
+
+def test_every_technique_of_ours_can_be_shown_with_a_snippet_that_parses(shown):
+    entries = [entry for entry in catalog.entries() if entry.package == "leyden"]
+    for entry in entries:
+        text = shown(entry.class_path)
+        assert entry.summary() in text, entry
+        if entry.kind != "commands":
+            values, _ = parse_yaml(example(text), entry.name)
+            assert values, entry
+    assert len(entries) > 20
+
+
+ACME = '''
+from core.technique import Package, technique
+from lightning.pytorch import Callback
+
+
+class Base(Callback):
+    def __init__(self, patience: int = 3, **kwargs):
+        pass
+
+
+@technique(
+    paper="a blog post",
+    needs=[Package("torch>=2"), Package("no-such-package>=9")],
+    conflicts={"GPT": "for the test"},
+    before=["RunSummary"],
+    after=["Throughput", "LossCurve"],
+    owns=["batch_size"],
+)
+class AcmeGuard(Base):
+    """Guards.
+
+    Args:
+        limit (float): The highest loss,
+            in nats per token.
+        *names: Of what: is guarded.
+
+    Raises:
+        ConfigError: Never.
+    """
+
+    def __init__(self, limit, *names, mode: "str | None" = None, **kwargs):
+        super().__init__(**kwargs)
+'''
+
+
+def test_a_declaration_is_shown_whole_and_a_missing_snippet_is_made(shown, packages):
+    packages.add("acme", {"leyden.callbacks": {"AcmeGuard": "acme:AcmeGuard"}}, ACME)
+    text = shown("AcmeGuard")
+    for line in (
+        "  limit  (required)",
+        "      The highest loss, in nats per token.",
+        "  mode: str | None = None",
+        "  patience: int = 3",
+        "  needs      torch>=2 (present)",
+        "             no-such-package>=9 (no-such-package is not installed: pip install 'no-such-package>=9')",
+        "  conflicts  GPT: for the test",
+        "  before     RunSummary",
+        "  after      Throughput",
+        "             LossCurve",
+        "  owns       batch_size",
+        "  ConfigError: Never.",
+        "  package    acme 1.2",
+    ):
+        assert line in text.splitlines(), line
+    assert parse_yaml(example(text), "")[0] == {
+        "trainer": {"callbacks+": [{"class_path": "AcmeGuard", "init_args": {"limit": "<value>"}}]}
+    }
+
+
+def test_sections_end_where_prose_begins_again():
+    told = sections(
+        "First.\n\n    Args:\n        a: One\n            and a half.\n        b: Two.\n\n    More.\n"
+    )
+    assert told == {"": "First.\n\nMore.", "Args": "a: One\n    and a half.\nb: Two."}
+    assert documented(told["Args"]) == {"a": "One and a half.", "b": "Two."}
+    assert sections(None) == {"": ""}
+
+
+def test_a_broken_technique_is_one_message_that_names_its_package(packages, capsys):
+    packages.add("acme", {"leyden.callbacks": {"AcmeGuard": "acme:AcmeGuard"}}, "1 / 0")
+    assert main(["plugins", "show", "AcmeGuard"]) == 2
+    assert "AcmeGuard of acme 1.2 cannot be imported: ZeroDivisionError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (
+            ["plugins", "show", "WarmupCosin"],
+            2,
+            "no technique named 'WarmupCosin'. Did you mean WarmupCosine?",
+        ),
+        (["plugins", "shwo", "GPT"], 2, "invalid choice: 'shwo'"),
+        (["plugins", "list", "--kind", "callback"], 2, "there is no 'callback'. Did you mean callbacks?"),
+        (["plugins", "new", "X"], 2, "required: --kind"),
+        (["plugins", "--help"], 0, ""),
+        (["plugins", "show", "--help"], 0, ""),
+        (["config", "--help"], 0, ""),
+        (["config", "diff", "quickstrat", "quickstart"], 2, "Did you mean quickstart?"),
+    ],
+)
+def test_help_and_mistakes_are_answered_without_torch(words, code, told):
+    source = (
+        "import sys; from core.__main__ import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "heavy = {'torch', 'lightning', 'litdata', 'matplotlib', 'jsonargparse'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", source, *words], cwd=HOUSE, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) <= 10
