@@ -14,6 +14,10 @@ import yaml
 
 from core import catalog
 
+# One thread here and in every subprocess, set before torch is imported: sums over other numbers of threads
+# differ in their last bits, and two processes of two threads each crawl on two cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 HOUSE = Path(__file__).resolve().parent.parent
 
 TINY: dict[str, Any] = {
