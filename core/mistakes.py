@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -206,9 +207,8 @@ def explain(
         _lay_over(merged, name, yaml.safe_load(value) if value else value, places)
 
     def where(keys: Keys) -> str:
-        return next(
-            (places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), "the configuration"
-        )
+        place = next((places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), None)
+        return (place or "the configuration").removeprefix(f"{os.getcwd()}/")
 
     checker = Checker(where)
     sections = {"trainer": Trainer, "model": LanguageModule, "data": LightningDataModule}
