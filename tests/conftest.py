@@ -11,12 +11,17 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import settings
 
 from core import catalog
 
 # One thread here and in every subprocess, set before torch is imported: sums over other numbers of threads
 # differ in their last bits, and two processes of two threads each crawl on two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# The same examples in every run: what fails here fails for everybody. `--hypothesis-profile default` looks further.
+settings.register_profile("repeatable", derandomize=True, database=None)
+settings.load_profile("repeatable")
 
 HOUSE = Path(__file__).resolve().parent.parent
 

@@ -200,7 +200,7 @@ def plain_deep_merge(a, b):
 def test_without_lists_and_classes_composing_is_a_plain_deep_merge(tmp_path_factory, a, b):
     folder = tmp_path_factory.getbasetemp()
     for name, config in (("a", a), ("b", b)):
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        (folder / f"{name}.yaml").write_text(dump_yaml(config), encoding="utf-8")
     assert composed(folder / "a.yaml", folder / "b.yaml").values == plain_deep_merge(a, b)
 
 
