@@ -174,7 +174,7 @@ def accepts(hint: Any, value: Any) -> bool:
     try:
         parser.add_argument("--value", type=hint)
         parser.parse_object({"value": value})
-    except Exception:
+    except Exception:  # argparse, type and value errors alike: the answer is no
         return False
     return True
 

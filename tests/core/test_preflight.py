@@ -25,9 +25,8 @@ def problems(*selected):
 
 
 def test_a_selection_without_problems_passes():
-    preflight.check(
-        [chosen("A"), chosen("B"), chosen("C", conflicts={"D": "reasons"}, owns=("learning_rate",))]
-    )
+    selected = [chosen("A"), chosen("B"), chosen("C", conflicts={"D": "reasons"}, owns=("learning_rate",))]
+    assert preflight.check(selected) is None
 
 
 # -- needs -----------------------------------------------------------------------------------------
@@ -91,8 +90,8 @@ def test_a_callback_twice_is_a_problem():
 
 
 def test_two_callbacks_may_hold_an_argument_of_the_same_class():
-    preflight.check([chosen("A", f"trainer.callbacks.{i}.init_args.inner") for i in range(2)])
-    preflight.check([chosen("A", "trainer.logger.0"), chosen("A", "trainer.logger.1")])
+    assert preflight.check([chosen("A", f"trainer.callbacks.{i}.init_args.inner") for i in range(2)]) is None
+    assert preflight.check([chosen("A", "trainer.logger.0"), chosen("A", "trainer.logger.1")]) is None
 
 
 def test_two_owners_of_one_thing_are_a_problem():
