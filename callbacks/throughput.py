@@ -1,8 +1,10 @@
-"""How fast a run is: tokens per second, time per step, and model FLOPs utilisation (MFU)."""
+"""What a run costs: tokens per second, time per step, model FLOPs utilisation (MFU), and memory."""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -74,17 +76,21 @@ PRECISIONS = {
     paper="PaLM, arXiv:2204.02311, appendix B (MFU); peaks from the makers' datasheets, dense",
 )
 class Throughput(Callback):
-    """Logs `throughput/tokens_per_second`, `throughput/step_time_ms` and `throughput/mfu`.
+    """Logs tokens per second, milliseconds per step, MFU and peak memory, named `throughput/...`.
 
-    All three are means over the optimizer steps since the last logged one and count the label tokens
-    of all ranks. Not counted: the steps up to the first logged one after a start, which hold compilation
-    and warm-up, and the time of validation, checkpoints and sampling. At the end of `fit` the median
-    over the run's intervals is `throughput/median_tokens_per_second` in `trainer.callback_metrics`.
+    `throughput/tokens_per_second`, `throughput/step_time_ms` and `throughput/mfu` are means over the
+    optimizer steps since the last logged one and count the label tokens of all ranks. Not counted: the
+    steps up to the first logged one after a start, which hold compilation and warm-up, and the time of
+    validation, checkpoints and sampling. At the end of `fit` the median over the run's intervals is
+    `throughput/median_tokens_per_second` in `trainer.callback_metrics`.
 
     MFU is tokens per second times `network.flops_per_token`, over the peak of all devices: model FLOPs
     only, recomputed activations do not count. The peak is looked up by device name and precision in
     `PEAKS`; a device that is not there gets no MFU. A CPU's peak is measured once, as the best of a few
     matrix products in the run's precision, and the figure is called `throughput/mfu_of_measured_cpu_peak`.
+
+    `throughput/peak_memory_gib` is the most that the process of rank 0 has held so far, from its start, in
+    GiB (2**30 bytes): on CUDA, of its device in torch's allocator; on a CPU, of RAM (resident set).
 
     Nothing is done in steps that are not logged.
 
@@ -144,16 +150,15 @@ class Throughput(Callback):
         if not pl_module.logging_step:
             return
         now, step, tokens = time.perf_counter(), trainer.global_step, pl_module.tokens_seen
+        figures = peak_memory(pl_module.device)
         if self._since is not None and step > self._step:
             seconds = now - self._since
             rate = (tokens - self._tokens) / seconds
             self._rates.append(rate)
-            figures = {
-                "throughput/tokens_per_second": rate,
-                "throughput/step_time_ms": 1e3 * seconds / (step - self._step),
-                **self._utilisation(trainer, pl_module, rate, batch["input_ids"].shape[-1]),
-            }
-            _log(trainer, figures)
+            figures["throughput/tokens_per_second"] = rate
+            figures["throughput/step_time_ms"] = 1e3 * seconds / (step - self._step)
+            figures |= self._utilisation(trainer, pl_module, rate, batch["input_ids"].shape[-1])
+        _log(trainer, figures)
         self._since, self._step, self._tokens = time.perf_counter(), step, tokens
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -180,6 +185,26 @@ def _log(trainer: Trainer, figures: Mapping[str, float]) -> None:
         logger.log_metrics(dict(figures), step=trainer.global_step)
     values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
     trainer.callback_metrics.update(values)
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Returns `throughput/peak_memory_gib`, or nothing for a kind of device that does not tell its peak."""
+    if device.type not in ("cuda", "cpu"):
+        return {}
+    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_set()
+    return {"throughput/peak_memory_gib": held / 2**30}
+
+
+def peak_resident_set() -> int:
+    """Returns the most RAM that this process has held since it began, in bytes."""
+    # Not from getrusage where there is another way: Linux counts there what the parent held at the fork.
+    with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as status:
+        if peak := re.search(r"^VmHWM:\s*(\d+) kB$", status.read(), re.MULTILINE):
+            return 1024 * int(peak[1])
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def peak_flops(device: torch.device, precision: str) -> tuple[str, float]:

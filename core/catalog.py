@@ -68,9 +68,10 @@ class Entry:
             return getattr(importlib.import_module(self.module), self.attribute)
         except ConfigError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
+            what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ConfigError(
-                f"{self.name} of {self.origin} cannot be imported: {type(error).__name__}: {error}\n"
+                f"{self.name} of {self.origin} cannot be imported: {what}\n"
                 f"It is registered as {self.module}:{self.attribute} in the group leyden.{self.kind}.\n"
                 f"Reinstall or repair {self.package}, or take {self.name} out of the run."
             ) from error

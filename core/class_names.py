@@ -21,6 +21,7 @@ KIND_OF = {
     "Network": "networks",
     "Objective": "objectives",
     "Optimizer": "optimizers",
+    "Packing": "stages",
     "Precision": "precision",
     "Strategy": "strategies",
     "Tokenizer": "stages",
@@ -38,6 +39,18 @@ def names_for(bases: Bases) -> dict[str, str]:
         if not derived.__name__.startswith("_") and not inspect.isabstract(derived):
             found.setdefault(derived.__name__, f"{derived.__module__}.{derived.__qualname__}")
     return found
+
+
+def misregistered(found: type) -> str | None:
+    """Says so if a class is registered as a kind of technique whose base class it does not have."""
+    entry = catalog.by_class_path(f"{found.__module__}.{found.__qualname__}")
+    wanted = {base for base, kind in KIND_OF.items() if entry is not None and kind == entry.kind}
+    if entry is None or not wanted or wanted & {parent.__name__ for parent in found.__mro__}:
+        return None
+    return (
+        f"{entry.name} of {entry.origin} is registered in leyden.{entry.kind}, but is no "
+        f"{' or '.join(sorted(wanted))}.\nUpgrade or repair {entry.package}, or take {entry.name} out of the run."
+    )
 
 
 def _derived(base: Any) -> Iterator[type]:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from core import catalog
-from core.config_files import Composed, compose, merge
+from core.config_files import Composed, compose, merge, parse_value
 from core.errors import ConfigError
+from core.named_callbacks import change, take_options
 from core.technique import technique
 
 POSITIONS: dict[str, tuple[str, ...]] = {
@@ -126,7 +125,10 @@ def prepare(arguments: list[str]) -> Request:
 
 
 def _composed(names: list[str], arguments: list[str], below: dict[str, Any]) -> tuple[Composed, list[str]]:
+    changes, places, arguments = take_options(arguments, parse_value)
     composed = compose(names, below)
+    if changes:
+        change(composed.values, composed.positions, changes, places, merge)
     resolve_names(composed.values)
     return composed, _move_positions(composed.values, arguments)
 
@@ -222,8 +224,10 @@ def _named(item: Any, kinds: tuple[str, ...]) -> Any:
 
 
 def _words(value: Any, arguments: list[str]) -> set[str]:
-    text = [*arguments, yaml.safe_dump(value)]
-    return {word for line in text for word in re.findall(r"[A-Za-z_][\w.]*", line)}
+    """Returns what may be a name: whole values of the configs (not words of a text), words of the arguments."""
+    leaves = [leaf if isinstance(leaf, list) else [leaf] for _, leaf in _leaves(value, "")]
+    words = [word for line in arguments for word in re.findall(r"[A-Za-z_][\w.]*", line)]
+    return {*words, *(str(item) for items in leaves for item in items)}
 
 
 def _default_root(values: dict[str, Any], names: list[str]) -> str:

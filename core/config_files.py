@@ -16,6 +16,7 @@ import yaml
 
 from core.catalog import configs_folder, qualify
 from core.errors import ConfigError, nearest
+from core.named_callbacks import AT, change, is_by_name
 
 Path_ = tuple[str | int, ...]
 
@@ -116,6 +117,11 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
     values = {
         k: v for k, v in values.items() if v is not None or not isinstance(result.values.get(k, {}), dict)
     }
+    trainer = values.get("trainer")
+    if isinstance(trainer, dict) and is_by_name(trainer.get("callbacks")):
+        places = {at[2:]: line for at, line in positions.items() if at[:2] == AT}
+        positions = {at: line for at, line in positions.items() if at[:2] != AT}
+        change(result.values, result.positions, trainer.pop("callbacks"), places, merge)
     result.positions.update({_merged_path(at, result.values): line for at, line in positions.items()})
     merge(result.values, values)
     result.files.append(path)
@@ -168,6 +174,14 @@ def _same_class(one: Any, other: Any) -> bool:
     if not (isinstance(one, str) and isinstance(other, str)):
         return False
     return one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
+
+
+def parse_value(text: str) -> Any:
+    """Returns what a value on the command line means, by the same rules as in a file."""
+    try:
+        return yaml.load(text, _Loader)
+    except (yaml.YAMLError, ValueError):
+        return text
 
 
 def dump_yaml(values: Mapping[str, Any]) -> str:

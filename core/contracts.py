@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 IGNORED_LABEL = -100
 """Label of positions that count neither in the loss nor in the number of tokens."""
@@ -154,6 +155,75 @@ class TokenWriter(ABC):
     @abstractmethod
     def write(self, documents: Iterable[Sequence[int]], folder: Path, vocab_size: int) -> int:
         """Writes each document's ids in order; returns the number of tokens written."""
+
+
+class PackedBatches(IterableDataset, ABC):
+    """One rank's batches of one epoch, each worker taking its turn; what :class:`Packing` returns.
+
+    `len` is the number of batches of an epoch, the same on every rank.
+
+    Attributes:
+        epoch: Which epoch the next pass is; set before it.
+        first: The batch that the next pass begins with; set before it.
+        batch_size: Rows of this rank's batch.
+        world_size: Number of data-parallel ranks.
+        global_batch: Rows of all ranks' batches together.
+        rows: Rows of an epoch.
+        sequence_length: Tokens in a row.
+        shuffle: Whether each epoch has an order of its own.
+        seed: Of the orders.
+    """
+
+    epoch: int
+    first: int
+    batch_size: int
+    world_size: int
+    global_batch: int
+    rows: int
+    sequence_length: int
+    shuffle: bool
+    seed: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Batch]: ...
+
+
+class Packing(ABC):
+    """A data stage that decides, when tokens are read, how documents are put into rows."""
+
+    @abstractmethod
+    def batches(
+        self,
+        folder: Path,
+        *,
+        sequence_length: int,
+        batch_size: int,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
+        pad: bool = False,
+    ) -> PackedBatches:
+        """Returns one rank's batches of the tokens that a :class:`TokenWriter` wrote to a folder.
+
+        Args:
+            folder: The tokens.
+            sequence_length: T, in tokens.
+            batch_size: Rows of this rank's batch.
+            rank: This rank among the data-parallel ones.
+            world_size: Number of data-parallel ranks; the global order of rows depends on
+                `batch_size * world_size` alone.
+            shuffle: Whether an epoch's order is a permutation drawn from (seed, epoch), or the stored one.
+            seed: Of the permutations; at least 0.
+            pad: Whether the last, shorter row and the last, smaller global batch are filled up with
+                labels that are ignored, or left out.
+
+        Raises:
+            ConfigError: If the folder is damaged.
+        """
 
 
 class Schedule(torch.optim.lr_scheduler.LRScheduler):

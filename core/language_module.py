@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from core.contracts import Network, Objective, Schedule
 from core.errors import ConfigError
 from core.seeding import mix, seed_generators
+from core.sigterm import SharedSigterm
 from core.token_sums import TokenSums
 
 GRADIENT_TOKENS = 4096.0
@@ -69,6 +70,7 @@ class LanguageModule(LightningModule):
         self._window = TokenSums()
         self._validation = TokenSums()
         self._step_tokens: Tensor | None = None
+        self._sigterm: SharedSigterm | None = None
         self._user_groups: list[dict[str, Any]] = []
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
@@ -142,21 +144,14 @@ class LanguageModule(LightningModule):
         tokens = self._sum_over_ranks(tokens)
         divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
         factor = divided_by / tokens.clamp(min=1).to(torch.float32)
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(_gradients(optimizer), factor)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the figures of the step where it is the turn of one."""
-        interval = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if (self.trainer.global_step + 1) % interval:
+        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         self.logging_step = True
-        gradients = [
-            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
-        ]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = nn.utils.get_total_norm(_gradients(optimizer))
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
         figures = _named("train", means)
@@ -168,6 +163,8 @@ class LanguageModule(LightningModule):
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
         self._to_loggers(figures, self.trainer.global_step + 1)
+        if self._sigterm is not None:
+            self._sigterm.agree(self._sum_over_ranks, self.device)
 
     def _to_loggers(self, figures: dict[str, float], step: int) -> None:
         for logger in self.trainer.loggers:
@@ -247,6 +244,7 @@ class LanguageModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
+        self._sigterm = SharedSigterm(self.trainer) if self.trainer.world_size > 1 else None
         if not self.trainer.ckpt_path:
             return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
@@ -284,6 +282,10 @@ class LanguageModule(LightningModule):
             self.tokens_seen = state["tokens_seen"]
             place = (self.global_rank, self.trainer.world_size, self.device)
             self._window.load_state_dict(state["window"], *place)
+
+
+def _gradients(optimizer: Any) -> list[Tensor]:
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:

@@ -8,7 +8,6 @@ one or two lines. What passes is parsed by jsonargparse all the same: this modul
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import typing
 from collections.abc import Callable, Mapping
@@ -16,11 +15,12 @@ from typing import Any
 
 import yaml
 
-from core.class_names import Bases, either, find_class, listing_of, names_for
+from core import signatures
+from core.class_names import Bases, either, find_class, listing_of, misregistered, names_for
 from core.errors import ConfigError, nearest
+from core.signatures import accepts, class_types, describe, literals, parameters, takes_list
 
 Keys = tuple[str | int, ...]
-_UNTYPED = (inspect.Parameter.empty, Any)
 
 
 class Checker:
@@ -47,7 +47,7 @@ class Checker:
                 hint = nearest(str(name), set(known))
                 listing = "" if hint else f"\nIt takes: {', '.join(sorted(known))}."
                 self._fail((*keys, name), f"{_title(target)} has no argument {name!r}.{hint}{listing}")
-            self.value(known[name], value, (*keys, name))
+            self.value(known[name].hint, value, (*keys, name))
 
     def value(self, hint: Any, value: Any, keys: Keys) -> None:
         """Checks one value against its type hint."""
@@ -88,100 +88,14 @@ class Checker:
         if isinstance(found, str):
             self._fail(keys, found)
         if isinstance(found, type) and not issubclass(found, bases):
+            if fault := misregistered(found):
+                self._fail(keys, fault)
             fitting = nearest(name.rpartition(".")[2], set(names_for(bases)) - {name.rpartition(".")[2]})
             self._fail(keys, f"{found.__name__} is no {either(bases)}.{fitting}{listing_of(bases)}")
         return found
 
     def _fail(self, keys: Keys, message: str) -> typing.NoReturn:
         raise ConfigError(f"{self.where(keys)}: {message}")
-
-
-def parameters(target: Any) -> tuple[dict[str, Any], bool]:
-    """Returns the arguments of a class or function with their types, and whether it may take others.
-
-    Arguments that a class passes on to its bases are among them; what it passes to something else is not.
-    """
-    functions = [target]
-    if isinstance(target, type):
-        functions = [vars(kind)["__init__"] for kind in target.__mro__[:-1] if "__init__" in vars(kind)]
-    found: dict[str, Any] = {}
-    passed_on = False
-    for function in functions:
-        try:
-            signature = inspect.signature(function)
-            hints = typing.get_type_hints(function)
-        except (ValueError, TypeError, NameError):
-            continue
-        passed_on = False
-        for name, parameter in signature.parameters.items():
-            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                passed_on |= parameter.kind is parameter.VAR_KEYWORD
-            elif name != "self":
-                found.setdefault(name, hints.get(name, Any))
-        if not passed_on:
-            break
-    return found, passed_on
-
-
-def class_types(hint: Any) -> Bases:
-    """Returns the classes that a value of this type names: of `Network`, `list[Callback]`, `Callable[[], X]`."""
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is None:
-        return (hint,) if isinstance(hint, type) and _has_classes(hint) else ()
-    if origin is typing.Literal:
-        return ()
-    parts = inner[-1:] if _is_callable(origin) else inner
-    return tuple(dict.fromkeys(found for part in parts for found in class_types(part)))
-
-
-def _has_classes(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in (
-        "builtins",
-        "datetime",
-        "pathlib",
-        "typing",
-        "collections",
-        "os",
-    )
-
-
-def _is_callable(origin: Any) -> bool:
-    return getattr(origin, "__name__", "") == "Callable"
-
-
-def takes_list(hint: Any) -> bool:
-    """Returns whether a list is among the types."""
-    origin = typing.get_origin(hint)
-    if getattr(origin, "__name__", "") in ("list", "Iterable", "Sequence"):
-        return True
-    return not _is_callable(origin) and any(takes_list(part) for part in typing.get_args(hint))
-
-
-def literals(hint: Any) -> list[Any]:
-    """Returns the values that a Literal, or a union with one, allows."""
-    if typing.get_origin(hint) is typing.Literal:
-        return list(typing.get_args(hint))
-    return [value for part in typing.get_args(hint) for value in literals(part)]
-
-
-def accepts(hint: Any, value: Any) -> bool:
-    """Returns whether jsonargparse takes a plain value for this type."""
-    if hint in _UNTYPED:
-        return True
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(exit_on_error=False)
-    try:
-        parser.add_argument("--value", type=hint)
-        parser.parse_object({"value": value})
-    except Exception:  # argparse, type and value errors alike: the answer is no
-        return False
-    return True
-
-
-def describe(hint: Any) -> str:
-    """Returns a type as people write it: int, float or none, list of int."""
-    return str(getattr(hint, "__name__", hint)).replace("typing.", "").replace("NoneType", "null")
 
 
 def _title(target: Any) -> str:
@@ -198,10 +112,6 @@ def explain(
         positions: Path of keys -> "file:line".
         arguments: (name, value) of each option of the command line, names without the dashes.
     """
-    from lightning.pytorch import LightningDataModule, Trainer
-
-    from core.language_module import LanguageModule
-
     merged, places = copy.deepcopy(dict(values)), dict(positions)
     for name, value in arguments:
         _lay_over(merged, name, yaml.safe_load(value) if value else value, places)
@@ -211,11 +121,11 @@ def explain(
         return (place or "the configuration").removeprefix(f"{os.getcwd()}/")
 
     checker = Checker(where)
-    sections = {"trainer": Trainer, "model": LanguageModule, "data": LightningDataModule}
+    sections = signatures.sections()
     others = {"seed_everything": bool | int, "ckpt_path": Any, "weights_only": bool | None}
     for name, value in merged.items():
         if name == "data":
-            checker.value(LightningDataModule, value, ("data",))
+            checker.value(sections[name], value, (name,))
         elif name in sections:
             checker.section(sections[name], value, (name,))
         elif name in others:

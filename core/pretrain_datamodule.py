@@ -11,13 +11,13 @@ from typing import Any
 from lightning.pytorch import LightningDataModule
 
 from core import catalog
-from core.contracts import DocumentSource, Tokenizer, TokenWriter
+from core.contracts import DocumentSource, Packing, Tokenizer, TokenWriter
 from core.errors import ConfigError
 from core.technique import technique
-from core.token_stream import TokenBatches, TokenLoader, TokenStore
+from core.token_loader import TokenLoader
 
 
-@technique(paper="litdata's chunk format; the order is described in core/token_stream.py")
+@technique(paper="litdata's chunk format; the order is described in datamodules/packing")
 class PretrainDataModule(LightningDataModule):
     """Documents turned into one stream of tokens and dealt out as rows of `sequence_length`.
 
@@ -29,6 +29,7 @@ class PretrainDataModule(LightningDataModule):
         reader: Makes the document source from `source`.
         tokenizer: Turns the documents into token ids.
         writer: Stores the token ids.
+        packing: Puts documents into rows.
         source: What the reader reads: a path, a glob, or a name that it knows.
         cache_dir: Folder of the prepared data; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
         sequence_length: Tokens in a row.
@@ -56,6 +57,7 @@ class PretrainDataModule(LightningDataModule):
             reader: TextDocuments
             tokenizer: {class_path: BPETokenizer, init_args: {vocab_size: 4096}}
             writer: TokenShards
+            packing: Concatenate
     """
 
     folder: Path | None = None
@@ -70,6 +72,7 @@ class PretrainDataModule(LightningDataModule):
         reader: Callable[[str], DocumentSource],
         tokenizer: Tokenizer,
         writer: TokenWriter,
+        packing: Packing,
         source: str = "python-docs",
         cache_dir: str | None = None,
         sequence_length: int = 256,
@@ -81,6 +84,7 @@ class PretrainDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
+        self.packing = packing
         default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "leyden")
         self.cache_dir = Path(cache_dir or default).expanduser()
         self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
@@ -157,16 +161,20 @@ class PretrainDataModule(LightningDataModule):
 
     def _loader(self, split: str, **order: Any) -> TokenLoader:
         assert self.folder is not None
-        try:
-            store = TokenStore(self.folder / split)
-        except ConfigError as error:
-            raise ConfigError(f"{error}\nDelete {self.folder} and run again: it is written anew.") from error
         # The data-parallel rank: under tensor parallelism several ranks read the same rows. None: one rank.
         place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
         on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        batches = TokenBatches(
-            store, self.sequence_length, self.batch_size, place["rank"], place["num_replicas"], **order
-        )
+        try:
+            batches = self.packing.batches(
+                self.folder / split,
+                sequence_length=self.sequence_length,
+                batch_size=self.batch_size,
+                rank=place["rank"],
+                world_size=place["num_replicas"],
+                **order,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}\nDelete {self.folder} and run again: it is written anew.") from error
         return TokenLoader(batches, self.num_workers, pin_memory=on_cuda)
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,27 +11,6 @@ from core.contracts import Network
 from core.errors import ConfigError
 
 
-class KVCache:
-    """One layer's keys and values, (B, heads, max_length, D) each; the first `length` tokens are filled.
-
-    Allocated once, by the first `append`: only there are the data type (autocast) and the number of
-    heads on this rank (tensor parallelism) known.
-    """
-
-    def __init__(self, batch_size: int, max_length: int):
-        self.batch_size, self.max_length, self.length = batch_size, max_length, 0
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values (B, heads, T, D); returns views of all so far (B, heads, length, D)."""
-        if self.length == 0:
-            shape = (self.batch_size, key.shape[1], self.max_length, key.shape[3])
-            self.keys, self.values = key.new_empty(shape), value.new_empty(shape)
-        start, self.length = self.length, self.length + key.shape[2]
-        self.keys[:, :, start : self.length] = key
-        self.values[:, :, start : self.length] = value
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-
 def next_token_probabilities(
     logits: Tensor, temperature: float = 1.0, top_k: int | None = None, top_p: float | None = None
 ) -> Tensor:

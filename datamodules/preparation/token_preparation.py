@@ -21,7 +21,7 @@ import numpy as np
 from core.contracts import DocumentSource, Tokenizer, TokenWriter
 from core.errors import ConfigError
 from core.technique import technique
-from core.token_stream import TokenStore
+from datamodules.packing.token_store import TokenStore
 
 FORMAT = 2
 """Version of what a prepared folder holds; part of its digest."""

@@ -21,7 +21,7 @@ from plugins.commands.plugins_terminal import Parser, print_table
 
 @technique(paper="loss over tokens and over time, as scaling studies show them: arXiv:2001.08361, figure 2")
 def compare(arguments: list[str]) -> int:
-    """Compares runs: curves over tokens and time, final losses, speed, and what differed in their configs.
+    """Compares runs: curves over tokens and time, losses, speed, memory, and what differed in their configs.
 
     Writes compare.md, compare.png and compare.html, which holds the picture and needs no other file.
 
@@ -102,6 +102,7 @@ def _run(name: str, columns: dict[str, np.ndarray], config: Flat) -> Run:
     validation = columns.get("val/loss", empty)
     at = columns["step"][np.isfinite(validation)]
     rates = columns.get("throughput/tokens_per_second", empty)
+    memory = columns.get("throughput/peak_memory_gib", empty)
     return Run(
         name,
         Curve(steps, tokens, seconds, columns["train/loss"][trained]),
@@ -109,6 +110,7 @@ def _run(name: str, columns: dict[str, np.ndarray], config: Flat) -> Run:
             at, _between(at, steps, tokens), _between(at, steps, seconds), validation[np.isfinite(validation)]
         ),
         float(np.median(rates[np.isfinite(rates)])) if np.isfinite(rates).any() else np.nan,
+        float(np.fmax.reduce(memory)),
         config,
     )
 
@@ -136,7 +138,18 @@ def _between(at: np.ndarray, steps: np.ndarray, amounts: np.ndarray) -> np.ndarr
 
 def result_rows(runs: Sequence[Run]) -> Rows:
     """Returns the table of results, its header first."""
-    rows: Rows = [("run", "steps", "tokens", "train loss", "val loss", "lowest val loss", "tokens/s", "time")]
+    header = (
+        "run",
+        "steps",
+        "tokens",
+        "train loss",
+        "val loss",
+        "lowest val loss",
+        "tokens/s",
+        "memory",
+        "time",
+    )
+    rows: Rows = [header]
     for run in runs:
         train, val = run.training, run.validation
         last = train.tokens > 0.9 * train.tokens[-1]
@@ -152,6 +165,7 @@ def result_rows(runs: Sequence[Run]) -> Rows:
                 f"{val.losses[-1]:.4f}" if len(val.losses) else "-",
                 lowest,
                 _known(run.tokens_per_second, lambda rate: f"{rate:,.0f}"),
+                _known(run.peak_memory_gib, lambda gib: f"{gib:,.2f} GiB"),
                 _known(train.seconds[-1], lambda time: str(timedelta(seconds=round(time)))),
             )
         )

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 NOTE = (
     "Losses are in nats per token; the training loss is the mean over the last tenth of the tokens, tokens/s "
-    "the median over the logged intervals. Time is that of the training steps, without validation, checkpoints "
-    "and sampling. In the picture, light lines are as logged, dark ones their mean over a twentieth of the run; "
-    "the first 2% of a run may lie above its edge."
+    "the median over the logged intervals. Memory is the peak in the process of rank 0: its GPU's or, on a CPU, "
+    "RAM. Time is that of the training steps, without validation, checkpoints and sampling. In the picture, light "
+    "lines are as logged, dark ones their mean over a twentieth of the run; the first 2% of a run may lie above "
+    "its edge."
 )
 NOTHING = "Nothing."
 STYLE = """
@@ -58,6 +59,7 @@ class Run:
     training: Curve
     validation: Curve
     tokens_per_second: float
+    peak_memory_gib: float
     config: Flat
 
     @property

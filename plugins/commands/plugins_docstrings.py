@@ -4,43 +4,20 @@ from __future__ import annotations
 
 import inspect
 import re
-import textwrap
 from typing import Any
 
 from core import catalog
 from core.cli import POSITIONS
 from core.config_files import dump_yaml, parse_yaml
+from core.docstrings import documented as documented  # also read from here
+from core.docstrings import sections
 from core.errors import ConfigError
 
-SECTIONS = ("Args", "Attributes", "Example", "Examples", "Note", "Raises", "Returns", "Yields")
 GIVEN = {"optimizers": 1, "schedules": 1}
 """Kind -> how many of the first arguments the run supplies: parameters, or the optimizer."""
 
 LISTS = ("trainer.callbacks", "trainer.plugins", "trainer.logger")
 """The positions of a config that take several classes; there a class is known by its name, not by its index."""
-
-
-def sections(docstring: str | None) -> dict[str, str]:
-    """Splits a Google docstring into its sections, without their indentation; "" holds the prose."""
-    found: dict[str, list[str]] = {"": []}
-    name = ""
-    for line in inspect.cleandoc(docstring or "").splitlines():
-        if line.rstrip().endswith(":") and line.rstrip(": ") in SECTIONS:
-            name = line.rstrip(": ")
-            found[name] = []
-            continue
-        if line and not line.startswith(" "):  # prose, before the sections or after one
-            name = ""
-        found[name].append(line)
-    return {name: textwrap.dedent("\n".join(lines)).strip("\n") for name, lines in found.items()}
-
-
-def documented(section: str) -> dict[str, str]:
-    """Returns name -> description of each item in an Args section."""
-    items = re.findall(
-        r"^\*{0,2}(\w+)(?: \([^)]*\))?:((?:.*\n?)(?:(?:[ ].*)?(?:\n|$))*)", section, re.MULTILINE
-    )
-    return {name: " ".join(text.split()) for name, text in items}
 
 
 def parameters(target: Any) -> dict[str, inspect.Parameter]:

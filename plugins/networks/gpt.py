@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from core.contracts import Network
 from core.errors import ConfigError, nearest
-from core.sampling import KVCache
 from core.technique import technique
+from plugins.networks.kv_cache import KVCache
 
 ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 NORM_EPS = 1e-5

@@ -122,6 +122,7 @@ def measure(size: dict[str, Any], folder: Path) -> tuple[int, list[float], list[
     from callbacks.run_summary import RunSummary
     from callbacks.throughput import Throughput
     from core.language_module import LanguageModule
+    from core.lightning_cli import NoProfiler
     from plugins.loggers.metrics_csv import MetricsCSV
     from plugins.networks.gpt import GPT
     from plugins.objectives.causal_lm import CausalLM
@@ -141,7 +142,7 @@ def measure(size: dict[str, Any], folder: Path) -> tuple[int, list[float], list[
     trainer = Trainer(
         accelerator="cpu", devices=1, max_steps=steps, gradient_clip_val=1.0, log_every_n_steps=BLOCK,
         enable_model_summary=False, num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=folder,
-        logger=[TensorBoardLogger(folder, name="", version=""), MetricsCSV(str(folder))],
+        profiler=NoProfiler(), logger=[TensorBoardLogger(folder, name="", version=""), MetricsCSV(str(folder))],
         callbacks=[
             ProgressBar(), Throughput(), LossCurve(), RunSummary(),
             PeriodicCheckpoint(every_n_steps=10 * steps, dirpath=str(folder / "checkpoints")), alternate,

@@ -1,4 +1,6 @@
 import csv
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -6,7 +8,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from callbacks.throughput import Throughput, measured_peak, peak_flops
+from callbacks.throughput import Throughput, measured_peak, peak_flops, peak_memory
 
 TOKENS_PER_STEP = 8 * 32
 MFU = "throughput/mfu_of_measured_cpu_peak"
@@ -75,6 +77,38 @@ def test_what_pauses_the_clock_is_not_counted_and_everything_else_is(fit, tmp_pa
     assert step_time_of_5_to_10(fit, tmp_path, pausing, limit_val_batches=0) < 80
     plain = SlowStep("on_train_batch_end", 0.5)
     assert step_time_of_5_to_10(fit, tmp_path, plain, limit_val_batches=0) >= 100
+
+
+def test_memory_is_logged_with_every_logged_step_and_never_falls(run):
+    with open(run.folder / "metrics.csv", newline="") as file:
+        rows = [(row["train/loss"], row["throughput/peak_memory_gib"]) for row in csv.DictReader(file)]
+    assert all(bool(loss) == bool(gib) for loss, gib in rows)
+    peaks = [float(gib) for _, gib in rows if gib]
+    assert peaks == sorted(peaks)
+    assert len(peaks) == 12
+
+
+def test_the_peak_of_ram_is_that_of_this_process_and_stays_when_memory_is_freed():
+    code = """if True:
+        from callbacks.throughput import peak_resident_set
+        print(peak_resident_set())
+        held = b"1" * (1 << 30)
+        print(peak_resident_set())
+        del held
+        print(peak_resident_set())
+    """
+    held = b"1" * (1 << 30)  # in the parent: no part of the child's
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, during, after = (int(line) / len(held) for line in done.stdout.split())
+    assert 0.01 < before < 0.99
+    assert during == pytest.approx(before + 1, abs=0.05)
+    assert after == pytest.approx(during, abs=0.01)
+
+
+def test_memory_of_a_gpu_is_what_torch_allocated(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 << 29)
+    assert peak_memory(torch.device("cuda:0")) == {"throughput/peak_memory_gib": 1.5}
+    assert peak_memory(torch.device("meta")) == {}
 
 
 def test_the_first_interval_is_not_reported(fit, tmp_path):

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 
 from core.errors import ConfigError
 from core.pretrain_datamodule import PretrainDataModule
-from core.token_stream import TokenStore
+from datamodules.packing.concatenate import Concatenate
+from datamodules.packing.token_store import TokenStore
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.text_documents import TextDocuments
 from datamodules.preparation.token_preparation import unigram_loss
@@ -68,7 +69,7 @@ def cache(tmp_path_factory):
 
 def build(source, cache_dir, **options):
     options = {"sequence_length": 36, "batch_size": 3, "validation_fraction": 0.2, **options}
-    stages = (TextDocuments, BPETokenizer(300), TokenShards(500))
+    stages = (TextDocuments, BPETokenizer(300), TokenShards(500), Concatenate())
     return PretrainDataModule(*stages, source=source, cache_dir=str(cache_dir), **options)
 
 
@@ -108,6 +109,7 @@ def test_it_is_built_from_yaml_and_the_dump_builds_it_again(cache, corpus):
             reader: TextDocuments
             tokenizer: {{class_path: BPETokenizer, init_args: {{vocab_size: 2048}}}}
             writer: TokenShards
+            packing: Concatenate
             cache_dir: {cache}
         """
     )
@@ -254,9 +256,12 @@ def test_a_failure_leaves_nothing_behind(tmp_path):
 
 def test_the_default_cache_is_the_users(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert PretrainDataModule(TextDocuments, BPETokenizer(), TokenShards()).cache_dir == tmp_path / "leyden"
+    assert (
+        PretrainDataModule(TextDocuments, BPETokenizer(), TokenShards(), Concatenate()).cache_dir
+        == tmp_path / "leyden"
+    )
     monkeypatch.delenv("XDG_CACHE_HOME")
-    data = PretrainDataModule(TextDocuments, BPETokenizer(), TokenShards())
+    data = PretrainDataModule(TextDocuments, BPETokenizer(), TokenShards(), Concatenate())
     assert data.cache_dir == Path.home() / ".cache" / "leyden"
 
 

@@ -4,8 +4,10 @@ import contextlib
 import csv
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +111,38 @@ def test_two_ranks_leave_one_run_folder(tmp_path):
     run(LAUNCHES["torchrun"], tmp_path, "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
     run(LAUNCHES["torchrun"], tmp_path, "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "run-2"]
+
+
+def test_sigterm_to_one_rank_ends_both_after_the_same_step(tmp_path):
+    """torchrun's ranks, started by hand, so that the signal reaches rank 1 alone."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks, logs = [], [open(tmp_path / f"log.{rank}", "w+") for rank in (0, 1)]  # noqa: SIM115
+    for rank, log in enumerate(logs):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
+        ranks.append(subprocess.Popen(
+            [sys.executable, "-m", "core", "fit", "--config=config.yaml", "--trainer.devices=2",
+             "--trainer.strategy=ddp", "--trainer.max_steps=1000000", "--trainer.log_every_n_steps=7",
+             "--trainer.limit_val_batches=0", "--trainer.default_root_dir=run",
+             "--trainer.callbacks+=tests.distributed.uneven.LastStep"],
+            cwd=tmp_path, stdout=log, stderr=log,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)} | {k: str(v) for k, v in place.items()},
+        ))  # fmt: skip
+    try:
+        deadline = time.monotonic() + 90
+        while not list(tmp_path.glob("run/checkpoints/*.ckpt")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ranks[1].send_signal(signal.SIGTERM)
+        codes = [process.wait(timeout=60) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    text = [Path(log.name).read_text(encoding="utf-8") for log in logs]
+    steps = [line for part in text for line in part.splitlines() if line.startswith("LAST_STEP")]
+    assert codes == [143, 143], text
+    assert len(steps) == 2, text
+    assert steps[0] == steps[1]
+    assert int(steps[0].split()[1]) % 7 == 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from core.contracts import IGNORED_LABEL
 
@@ -40,3 +40,10 @@ class UnevenData(LightningDataModule):
 
     def val_dataloader(self) -> torch.utils.data.DataLoader:
         return self._loader(1)
+
+
+class LastStep(Callback):
+    """Prints the number of optimizer steps done when the run breaks off."""
+
+    def on_exception(self, trainer: Trainer, *args: object) -> None:
+        print(f"LAST_STEP {trainer.global_step}", flush=True)

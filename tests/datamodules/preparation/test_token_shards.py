@@ -6,7 +6,7 @@ from litdata import StreamingDataset, TokensLoader
 from litdata.constants import _NUMPY_DTYPES_MAPPING
 
 from core.errors import ConfigError
-from core.token_stream import _DTYPES, TokenStore
+from datamodules.packing.token_store import _DTYPES, TokenStore
 from datamodules.preparation.token_shards import TokenShards
 
 rng = np.random.default_rng(0)

@@ -34,21 +34,22 @@ def make_run(tmp_path):
     return make
 
 
-def figures(loss, tokens, rate=None, step_ms=None, val=None):
+def figures(loss, tokens, rate=None, step_ms=None, val=None, gib=None):
     names = (
         "train/loss",
         "train/tokens",
         "throughput/tokens_per_second",
         "throughput/step_time_ms",
         "val/loss",
+        "throughput/peak_memory_gib",
     )
-    values = (loss, tokens, rate, step_ms, val)
+    values = (loss, tokens, rate, step_ms, val, gib)
     return {name: value for name, value in zip(names, values, strict=True) if value is not None}
 
 
 MEASURED = {
-    10: figures(5.0, 1000.0),
-    20: figures(4.0, 2000.0, 100.0, 1000.0, val=4.5),
+    10: figures(5.0, 1000.0, gib=3.25),
+    20: figures(4.0, 2000.0, 100.0, 1000.0, val=4.5, gib=1.5),  # resumed: another process
     30: figures(3.0, 3000.0, 300.0, 3000.0),
     40: figures(2.0, 4000.0, 200.0, 2000.0, val=3.5),
 }
@@ -68,6 +69,7 @@ def test_results_are_the_closed_forms(make_run):
         "3.5000",
         "3.5000 (step 40)",
         "200",
+        "3.25 GiB",
         "0:01:10",
     )
 
@@ -104,7 +106,7 @@ def test_a_run_without_throughput_and_validation_has_a_curve_over_tokens(make_ru
     bare = {step: figures(float(9 - step), 100.0 * step) for step in range(1, 6)}
     names = [make_run("bare", bare), make_run("measured", MEASURED)]
     runs = read_runs(names)
-    assert result_rows(runs)[1][4:] == ("-", "-", "-", "-")
+    assert result_rows(runs)[1][4:] == ("-", "-", "-", "-", "-")
     training, over_time, *_ = draw(runs).axes
     assert len(training.lines) == 2
     finite = [line for line in over_time.lines if np.isfinite(line.get_xdata()).any()]
@@ -239,6 +241,10 @@ def test_two_real_runs(real, tmp_path, capsys):
     assert text.count("\n| ") == 5  # two tables: 3 and 2 rows
     runs = read_runs(names)
     assert all(run.timed and run.tokens_per_second > 0 for run in runs)
+    assert "| memory |" in text
+    assert "<th>memory</th>" in (folder / "compare.html").read_text()
+    shown = re.findall(r"\| ([\d.]+) GiB \|", text)
+    assert [float(gib) for gib in shown] == [pytest.approx(run.peak_memory_gib, abs=0.006) for run in runs]
     assert [run.validation.steps.tolist() for run in runs] == [[4, 8], [4, 8]]
     printed = capsys.readouterr().out
     assert "model.optimizer.lr  0.01  0.1" in printed

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.errors import ConfigError
-from core.token_stream import TokenBatches, TokenLoader, TokenStore
+from core.token_loader import TokenLoader
+from datamodules.packing.concatenate import ConcatenatedBatches as TokenBatches
+from datamodules.packing.token_store import TokenStore
 from datamodules.preparation.token_shards import TokenShards
 
 LENGTHS = [1, 40, 3, 17, 90, 2, 5, 61, 8, 30, 44, 12, 77, 1, 1, 25, 10, 50, 33, 91]  # 601 tokens

@@ -1,0 +1,144 @@
+"""Callbacks changed, added or taken out by name, in YAML and on the command line.
+
+    trainer:
+      callbacks:                       # a mapping, not a list: the other callbacks stay
+        PeriodicCheckpoint: {every_n_steps: 50}
+        TextSamples: null
+
+`--callbacks.PeriodicCheckpoint.every_n_steps=50` and `--callbacks.-TextSamples` say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from core.errors import ConfigError, nearest
+
+AT = ("trainer", "callbacks")
+Positions = dict[tuple[str | int, ...], str]
+Merge = Callable[[dict[str, Any], dict[str, Any]], Any]
+
+
+def is_by_name(value: Any) -> bool:
+    """Returns whether a value of `callbacks` is a mapping of names, not one callback or a list of them."""
+    return isinstance(value, dict) and "class_path" not in value
+
+
+def change(
+    values: dict[str, Any],
+    positions: Positions,
+    changes: dict[str, Any],
+    places: Positions,
+    merge: Merge,
+) -> None:
+    """Changes the callbacks of a configuration in place.
+
+    Args:
+        values: The configuration so far.
+        positions: Where its values were written; kept in step with the list.
+        changes: Name or full path -> arguments to set, or None to take the callback out.
+        places: Path within `changes` -> where it was written.
+        merge: Lays the second mapping over the first.
+
+    Raises:
+        ConfigError: If what is to be taken out is not there, or arguments are no mapping.
+    """
+    trainer = values["trainer"] = values.get("trainer") or {}
+    found = trainer.get("callbacks") or []
+    items = [
+        (item if isinstance(item, dict) else {"class_path": item}, _below(positions, (*AT, index)))
+        for index, item in enumerate(found if isinstance(found, list) else [found])
+    ]
+    for name, arguments in changes.items():
+        where, told = places.get((name,), "--config"), _below(places, (name,))
+        match = next((item for item in items if _is(item[0], name)), None)
+        if arguments is None:
+            if match is None:
+                names = {str(item["class_path"]).rpartition(".")[2] for item, _ in items}
+                listing = ", ".join(sorted(names)) or "none"
+                raise ConfigError(
+                    f"{where}: {name} is not among the callbacks.{nearest(name, names)} There are: {listing}."
+                )
+            items.remove(match)
+        elif not isinstance(arguments, dict):
+            raise ConfigError(
+                f"{where}: {name} takes its arguments as a mapping, or null to take it out, not {arguments!r}."
+            )
+        else:
+            if match is None:
+                match = ({"class_path": name}, {(): where, ("class_path",): where})
+                items.append(match)
+            match[0]["init_args"] = match[0].get("init_args") or {}
+            merge(match[0]["init_args"], arguments)
+            match[1].update({("init_args", *rest): line for rest, line in told.items() if rest})
+    trainer["callbacks"] = [item for item, _ in items]
+    for path in [path for path in positions if path[:2] == AT and len(path) > 2]:
+        del positions[path]
+    for index, (_, lines) in enumerate(items):
+        positions.update({(*AT, index, *rest): line for rest, line in lines.items()})
+
+
+def _below(positions: Positions, head: tuple[str | int, ...]) -> Positions:
+    return {path[len(head) :]: line for path, line in positions.items() if path[: len(head)] == head}
+
+
+def _is(item: dict[str, Any], name: str) -> bool:
+    path = str(item.get("class_path"))
+    return name in (path, path.rpartition(".")[2])
+
+
+def take_options(
+    arguments: list[str], parse: Callable[[str], Any]
+) -> tuple[dict[str, Any], Positions, list[str]]:
+    """Takes `--callbacks.NAME.ARGUMENT=VALUE` and `--callbacks.-NAME` out of the arguments.
+
+    A callback that `--trainer.callbacks+=NAME` adds, and that one of them changes, is taken with them.
+
+    Returns:
+        The changes by name, the place of each, and the other arguments.
+
+    Raises:
+        ConfigError: If one has no argument's name or no value.
+    """
+    changes: dict[str, Any] = {}
+    places: Positions = {}
+    rest = []
+    words = iter(arguments)
+    for word in words:
+        option, equals, text = word.partition("=")
+        name, _, argument = (
+            option.removeprefix("--trainer.").removeprefix("--").removeprefix("callbacks.").partition(".")
+        )
+        by_name = option.startswith("--callbacks.") or (
+            option.startswith("--trainer.callbacks.") and (name[:1] == "-" or name[:1].isupper())
+        )
+        if not by_name:
+            rest.append(word)
+        elif name.startswith("-") and not argument and not equals:
+            changes[name[1:]], places[(name[1:],)] = None, option
+        else:
+            value = text if equals else next(words, None)
+            if not argument or value is None:
+                raise ConfigError(
+                    f"{word}: write --callbacks.NAME.ARGUMENT=VALUE to change a callback, --callbacks.-NAME to "
+                    "take it out,\n--trainer.callbacks+=NAME to add one."
+                )
+            _lay(changes, places, name, argument.split("."), parse(value), option)
+    added = [word for word in rest if word.partition("=")[0] == "--trainer.callbacks+"]
+    for word in added:
+        name = word.partition("=")[2].rpartition(".")[2]
+        if name in changes and changes[name] is not None:
+            rest.remove(word)
+    return changes, places, rest
+
+
+def _lay(
+    changes: dict[str, Any], places: Positions, name: str, keys: list[str], value: Any, option: str
+) -> None:
+    places.setdefault((name,), option)
+    places[(name, *keys)] = option
+    target = changes[name] = changes.get(name) or {}
+    for key in keys[:-1]:
+        target = target.setdefault(key, {})
+    target[keys[-1]] = value

@@ -1,0 +1,116 @@
+"""What a class or function takes: its arguments with types and defaults, and which types name a class."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from typing import Any, NamedTuple
+
+from core.class_names import Bases
+
+REQUIRED = inspect.Parameter.empty
+"""Stands for the default of an argument that has none."""
+
+_UNTYPED = (inspect.Parameter.empty, Any)
+_PLAIN = ("builtins", "collections", "datetime", "os", "pathlib", "typing")
+
+
+class Argument(NamedTuple):
+    """One argument of a signature: its type, `Any` where nothing is known, and its default or `REQUIRED`."""
+
+    hint: Any
+    default: Any
+
+
+def parameters(target: Any) -> tuple[dict[str, Argument], bool]:
+    """Returns the arguments of a class or function, and whether it may take others.
+
+    Arguments that a class passes on to its bases are among them; what it passes to something else is not.
+    """
+    functions = [target]
+    if isinstance(target, type):
+        functions = [vars(kind)["__init__"] for kind in target.__mro__[:-1] if "__init__" in vars(kind)]
+    found: dict[str, Argument] = {}
+    passed_on = False
+    for function in functions:
+        try:
+            signature = inspect.signature(function)
+        except (ValueError, TypeError):  # written in C, without a signature
+            continue
+        hints = _hints(function)
+        passed_on = False
+        for name, parameter in signature.parameters.items():
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                passed_on |= parameter.kind is parameter.VAR_KEYWORD
+            elif name != "self":
+                found.setdefault(name, Argument(hints.get(name, Any), parameter.default))
+        if not passed_on:
+            break
+    return found, passed_on
+
+
+def _hints(function: Any) -> dict[str, Any]:
+    try:
+        return typing.get_type_hints(function)
+    except (TypeError, NameError):  # a type that is imported for type checkers only
+        return {}
+
+
+def class_types(hint: Any) -> Bases:
+    """Returns the classes that a value of this type names: of `Network`, `list[Callback]`, `Callable[[], X]`."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None:
+        return (hint,) if isinstance(hint, type) and hint.__module__.partition(".")[0] not in _PLAIN else ()
+    if origin is typing.Literal:
+        return ()
+    parts = inner[-1:] if is_callable(hint) else inner
+    return tuple(dict.fromkeys(found for part in parts for found in class_types(part)))
+
+
+def is_callable(hint: Any) -> bool:
+    """Returns whether a type is `Callable`, with or without its arguments."""
+    return getattr(typing.get_origin(hint) or hint, "__name__", "") == "Callable"
+
+
+def takes_list(hint: Any) -> bool:
+    """Returns whether a list is among the types."""
+    origin = typing.get_origin(hint)
+    if getattr(origin, "__name__", "") in ("list", "Iterable", "Sequence"):
+        return True
+    return not is_callable(hint) and any(takes_list(part) for part in typing.get_args(hint))
+
+
+def literals(hint: Any) -> list[Any]:
+    """Returns the values that a Literal, or a union with one, allows."""
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    return [value for part in typing.get_args(hint) for value in literals(part)]
+
+
+def accepts(hint: Any, value: Any) -> bool:
+    """Returns whether jsonargparse takes a plain value for this type."""
+    if hint in _UNTYPED:
+        return True
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        parser.add_argument("--value", type=hint)
+        parser.parse_object({"value": value})
+    except Exception:  # argparse, type and value errors alike: the answer is no
+        return False
+    return True
+
+
+def describe(hint: Any) -> str:
+    """Returns a type as people write it: int, float or none, list of int."""
+    return str(getattr(hint, "__name__", hint)).replace("typing.", "").replace("NoneType", "null")
+
+
+def sections() -> dict[str, Any]:
+    """Returns section of a config -> the class whose arguments, or whose subclass, it holds."""
+    from lightning.pytorch import LightningDataModule, Trainer
+
+    from core.language_module import LanguageModule
+
+    return {"trainer": Trainer, "model": LanguageModule, "data": LightningDataModule}

@@ -1,0 +1,183 @@
+"""What is tried: a technique with arguments, and the configuration of a tiny run that selects it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from core import catalog
+from core.cli import POSITIONS, resolve_names
+from core.config_files import merge, parse_yaml, read_yaml
+from core.docstrings import sections
+from core.errors import ConfigError
+from core.signatures import parameters
+
+LISTS = ("trainer.callbacks", "trainer.plugins", "trainer.logger")
+"""The positions of a config that take several classes."""
+
+
+class Case:
+    """A technique with the arguments to try it with.
+
+    Args:
+        technique: Its registered name, its full path, or its entry in the catalogue.
+        init_args: Its arguments, as YAML would give them; None: those of its docstring's `Example:`.
+        kind: Its kind, where techniques of two kinds share the name.
+        config: Laid over the tiny run on top: what else the technique needs, such as another network.
+        exempt: Proof -> why the technique does not give this promise.
+        tolerance: How far losses on two ranks may be from one process's, relatively. By default what adding
+            float32 numbers in another order does; a technique that rounds more, says so here.
+
+    Attributes:
+        entry: The technique in the catalogue.
+
+    Raises:
+        ConfigError: If there is no such technique.
+    """
+
+    def __init__(
+        self,
+        technique: str | catalog.Entry,
+        init_args: Mapping[str, Any] | None = None,
+        *,
+        kind: str | None = None,
+        config: Mapping[str, Any] | None = None,
+        exempt: Mapping[str, str] | None = None,
+        tolerance: float = 1e-5,
+    ) -> None:
+        self.entry = technique if isinstance(technique, catalog.Entry) else catalog.find(technique, kind)
+        self.init_args = init_args
+        self.config = config or {}
+        self.exempt = exempt or {}
+        self.tolerance = tolerance
+
+    def __repr__(self) -> str:
+        return f"Case({self.entry.name})"
+
+    @property
+    def target(self) -> Any:
+        """The class, or a command's function; ConfigError if it cannot be imported."""
+        return self.entry.load()
+
+    @cached_property
+    def overlay(self) -> dict[str, Any]:
+        """What to lay over a configuration to select the technique with these arguments."""
+        example = sections(getattr(self.target, "__doc__", None)).get("Example", "")
+        try:
+            values, _ = parse_yaml(example, "the example")
+        except ConfigError:  # that the example is no YAML is a proof of its own
+            values = {}
+        found = _qualified(values, self.entry, self.init_args)
+        if found is not None:
+            return dict(found)
+        return at_position(self.entry, _selected(self.entry, self.init_args))
+
+    @cached_property
+    def values(self) -> dict[str, Any]:
+        """The configuration of the tiny run with the technique in it, short names resolved."""
+        return tiny([self.overlay, *self._sizes(), self.config])
+
+    def _sizes(self) -> Iterable[dict[str, Any]]:
+        """Keeps a network's vocabulary that of the tiny data, unless the case says otherwise."""
+        if self.entry.kind == "networks" and "vocab_size" in parameters(self.target)[0]:
+            if "vocab_size" not in (self.init_args or {}):
+                size = tiny([])["model"]["network"]["init_args"]["vocab_size"]
+                yield {"model": {"network": {"init_args": {"vocab_size": size}}}}
+
+    def part(self, position: str) -> Any:
+        """Returns the configuration at a position such as "model.network"; None where nothing stands."""
+        value: Any = self.values
+        for key in position.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return copy.deepcopy(value)
+
+    def build(self, position: str, hint: Any) -> Any:
+        """Builds what the configuration names at a position, as a run would; `hint` is its type there."""
+        from jsonargparse import ArgumentParser
+
+        parser = ArgumentParser(exit_on_error=False)
+        parser.add_argument("--value", type=hint)
+        return parser.instantiate(parser.parse_object({"value": self.part(position)})).value
+
+
+def tiny(overlays: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the configuration of the tiny run under overlays, short names resolved."""
+    values, _ = read_yaml(Path(__file__).with_name("tiny.yaml"))
+    catalog.qualify(values, package="leyden")  # another package's namesake does not break the kit
+    for overlay in overlays:
+        merge(values, copy.deepcopy(dict(overlay)))
+    resolve_names(values)
+    return values
+
+
+def _selected(entry: catalog.Entry, init_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    return {"class_path": entry.class_path} | ({"init_args": dict(init_args)} if init_args else {})
+
+
+def _qualified(value: Any, entry: catalog.Entry, init_args: Mapping[str, Any] | None) -> Any:
+    """Returns the value with the technique by its full path, and with other arguments if there are any.
+
+    None where the technique does not occur.
+    """
+    names = (entry.name, entry.class_path)
+    if isinstance(value, str) and value in names:
+        return _selected(entry, init_args)
+    if isinstance(value, Mapping) and value.get("class_path") in names:
+        return _selected(entry, value.get("init_args") if init_args is None else init_args)
+    if not isinstance(value, Mapping | list):
+        return None
+    keys = list(value) if isinstance(value, Mapping) else range(len(value))
+    result: Any = copy.copy(value)
+    occurs = False
+    for key in keys:
+        found = _qualified(value[key], entry, init_args)
+        if found is not None:
+            result[key], occurs = found, True
+    return result if occurs else None
+
+
+def at_position(entry: catalog.Entry, named: Any) -> dict[str, Any]:
+    """Returns a configuration with a technique, or what names it, where techniques of its kind stand."""
+    position = next((key for key, kinds in POSITIONS.items() if entry.kind in kinds), "")
+    if position in LISTS:
+        position, named = f"{position}+", [named]
+    for part in reversed(position.split(".") if position else []):
+        named = {part: named}
+    return dict(named)
+
+
+def cases(package: str, own: Iterable[Case] = ()) -> list[Case]:
+    """Returns the cases of a package's techniques: its own where there are some, else the docstring's example.
+
+    Raises:
+        ConfigError: If no such package registers anything; names those that do.
+    """
+    own = list(own)
+    found = []
+    for entry in entries_of(package):
+        found += [case for case in own if case.entry == entry] or [Case(entry)]
+    return found
+
+
+def entries_of(package: str) -> list[catalog.Entry]:
+    """Returns what a distribution registers, its name compared as pip does (PEP 503).
+
+    Raises:
+        ConfigError: If that is nothing.
+    """
+    from packaging.utils import canonicalize_name
+
+    from core.errors import nearest
+
+    wanted = canonicalize_name(package)
+    found = [entry for entry in catalog.entries() if canonicalize_name(entry.package) == wanted]
+    if not found:
+        packages = {entry.package for entry in catalog.entries()}
+        raise ConfigError(
+            f"No installed package named {package!r} registers a technique.{nearest(package, packages)}\n"
+            f"These do: {', '.join(sorted(packages))}. After a change to pyproject.toml, `pip install -e .` again."
+        )
+    return found

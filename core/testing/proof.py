@@ -1,0 +1,124 @@
+"""What a proof is, which there are for a kind, and how to run them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from core.catalog import KINDS, Entry
+from core.errors import ConfigError
+from core.testing.case import Case
+
+STATIC = ("declared",)
+MODULES = (
+    *STATIC,
+    "training",
+    "networks",
+    "objectives",
+    "optimizers",
+    "schedules",
+    "stages",
+    "commands",
+    "parallel",
+)
+"""Modules of this package whose functions are proofs; those of `STATIC` read and import, and run nothing."""
+
+
+class NotProvable(Exception):
+    """A promise that cannot be tested here, or that the technique says it does not give; holds the reason."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """One promise and the function that tests it.
+
+    Attributes:
+        name: As in test ids.
+        kinds: Of the techniques that give the promise.
+        promise: In one sentence.
+        check: Raises AssertionError, saying what was measured, if a case breaks the promise.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    promise: str
+    check: Callable[[Case], None]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __call__(self, case: Case) -> None:
+        """Runs the proof.
+
+        Raises:
+            AssertionError: Which technique, which promise, what was measured.
+            NotProvable: If the case is exempt, or the promise cannot be tested here.
+        """
+        if reason := case.exempt.get(self.name):
+            raise NotProvable(f"exempt: {reason}")
+        try:
+            self.check(case)
+        except NotProvable:
+            raise
+        except (AssertionError, ConfigError) as error:
+            raise AssertionError(f"{self._broken(case)}\n{error}") from None
+        except Exception as error:  # whatever a technique raises breaks the promise
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error}\nat {at.filename}:{at.lineno} in {at.name}"
+            raise AssertionError(f"{self._broken(case)}\n{what}") from error
+
+    def _broken(self, case: Case) -> str:
+        return f"{case.entry.name} of {case.entry.origin} breaks {self.name}: {self.promise}"
+
+
+def proof(*kinds: str) -> Callable[[Callable[[Case], None]], Proof]:
+    """Makes a function the proof of its name, for techniques of these kinds, or of all if none is given.
+
+    The first line of its docstring is the promise.
+    """
+
+    def make(check: Callable[[Case], None]) -> Proof:
+        promise = (check.__doc__ or "").partition("\n")[0]
+        return Proof(check.__name__, kinds or KINDS, promise, check)
+
+    return make
+
+
+def require(condition: Any, message: str) -> None:
+    """Raises AssertionError with the message unless the condition holds, also under `python -O`."""
+    if not condition:
+        raise AssertionError(message)
+
+
+def proofs(kind: str, modules: tuple[str, ...] = MODULES) -> list[Proof]:
+    """Returns the proofs for techniques of a kind, in the order in which they are best run."""
+    found: list[Proof] = []
+    for name in modules:
+        members: Mapping[str, Any] = vars(import_module(f"core.testing.{name}"))
+        found += [item for item in members.values() if isinstance(item, Proof) and kind in item.kinds]
+    return found
+
+
+def prove(technique: Case | Entry | str, /, **init_args: Any) -> None:
+    """Runs every proof for a technique.
+
+    Args:
+        technique: A case, or the technique's name.
+        init_args: Its arguments, if a name is given; without any, those of the docstring's example count.
+
+    Raises:
+        AssertionError: With every promise that is broken.
+    """
+    case = technique if isinstance(technique, Case) else Case(technique, init_args or None)
+    broken = []
+    for item in proofs(case.entry.kind):
+        try:
+            item(case)
+        except NotProvable:
+            continue
+        except AssertionError as error:
+            broken.append(str(error))
+    require(not broken, "\n\n".join(broken))

@@ -1,0 +1,116 @@
+"""Notes what a run computes, exactly, and can end it as `kill -9` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from core.run_folder import write_atomically
+from core.testing.waits import Waits
+
+EXACT = ("train/", "val/")
+"""How the names of figures begin that follow from data and weights alone; others may be times."""
+
+
+class Recorder(Checkpoint):
+    """Writes the loss of every step, all training and validation figures, and the last weights.
+
+    `record.RANK.json` and checkpoints/ lie in `folder`. Being a checkpoint callback it comes last, as the
+    state that it saves must be that after all other callbacks' hooks. It never waits for the device in a step
+    in which it saves nothing.
+
+    Args:
+        folder: Where to write.
+        save_at: The optimizer step after which to save a checkpoint; one of the last step is always saved.
+        kill_at: The optimizer step after which to send SIGKILL to this process; None: none.
+        watch: Optimizer steps in which waits for the device are counted: from the start of the step's batch to
+            the start of the next, so that every callback's hooks are in it, whatever their order.
+    """
+
+    def __init__(
+        self, folder: str, save_at: int | None = None, kill_at: int | None = None, watch: Sequence[int] = ()
+    ) -> None:
+        self.folder, self.save_at, self.kill_at, self.watch = Path(folder), save_at, kill_at, list(watch)
+        self._losses: list[float | torch.Tensor] = []
+        self._figures: dict[str, dict[str, float]] = {}
+        self._waits = Waits()
+        self._random = False
+        self._inputs: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what was noted so far: a resumed run has the whole history."""
+        self._losses = [float(_whole(loss)) for loss in self._losses]
+        return {"losses": list(self._losses), "figures": {**self._figures}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self._losses, self._figures = list(state_dict["losses"]), {**state_dict["figures"]}
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Dies if it is time; begins or ends the counting of waits."""
+        if trainer.global_step == self.kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._waits.stop()
+        if trainer.global_step + 1 in self.watch:
+            self._waits.start(trainer.optimizers)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Notes the loss, which stays on the device, and saves if it is time."""
+        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            self._losses.append(loss.detach().clone())
+        self._inputs.append(batch["input_ids"])
+        if pl_module.logging_step:
+            self._note(trainer)
+        if trainer.global_step == self.save_at:
+            self._random = _drew()
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes the validation figures."""
+        self._note(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the last step and writes the record."""
+        self._waits.stop()
+        if trainer.global_step != self.save_at:
+            self._save(trainer)
+        record = self.state_dict() | {
+            "steps": trainer.global_step,
+            "waits": self._waits.places,
+            "random": self._random,
+            "inputs": [inputs.tolist() for inputs in self._inputs],
+        }
+        write_atomically(self.folder / f"record.{trainer.global_rank}.json", json.dumps(record))
+
+    def _note(self, trainer: Trainer) -> None:
+        figures = {
+            name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(EXACT)
+        }
+        self._figures[str(trainer.global_step)] = figures
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(self.folder / "checkpoints" / f"step-{trainer.global_step}.ckpt")
+
+
+def _whole(loss: float | torch.Tensor) -> Any:
+    """Gathers a loss that is spread over ranks."""
+    return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+
+
+def _drew() -> bool:
+    """Whether random numbers were drawn since the generator was seeded, which is done for each micro-batch."""
+    fresh = torch.Generator().manual_seed(torch.default_generator.initial_seed())
+    return not torch.equal(fresh.get_state(), torch.default_generator.get_state())

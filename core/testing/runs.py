@@ -1,0 +1,193 @@
+"""Runs of the command line in forked processes: an import costs seconds, a fork of what is imported nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from core.config_files import dump_yaml, merge
+from core.testing.proof import require
+
+PRELOADED = ["core.lightning_cli", "core.testing.recorder", "litdata", "tokenizers", "jsonargparse", "pytest"]
+"""What a run imports; pytest is there because a forked process imports its parent's main module."""
+
+TIMEOUT_SECONDS = 120.0
+DOCUMENTS = 120
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind.
+
+    Attributes:
+        folder: Its run folder.
+        code: Its exit code; negative: the signal that ended it.
+        printed: What it wrote to stdout.
+        complaint: The end of what it wrote to stdout and stderr, for messages.
+    """
+
+    folder: Path
+    code: int
+    printed: str
+    complaint: str
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """What the recorder noted on rank 0."""
+        return self.record_of(0)
+
+    def record_of(self, rank: int) -> dict[str, Any]:
+        """What the recorder noted on a rank."""
+        found: dict[str, Any] = json.loads((self.folder / f"record.{rank}.json").read_text(encoding="utf-8"))
+        return found
+
+    def checkpoint(self) -> dict[str, Any] | None:
+        """The last checkpoint; None where it is a folder, as sharded strategies write them."""
+        from core import checkpoint
+
+        path = self.folder / "checkpoints" / f"step-{self.record['steps']}.ckpt"
+        return checkpoint.read(path) if path.is_file() else None
+
+
+@cache
+def workshop() -> Path:
+    """The folder of all runs of this process, which goes when it ends; holds the text that runs train on."""
+    holder = tempfile.TemporaryDirectory(prefix="leyden-kit-")
+    workshop.__dict__["holder"] = holder  # removed when the interpreter ends
+    folder = Path(holder.name)
+    lines = (json.dumps({"text": f"{n} and {n + 1} are {2 * n + 1}. " * 4}) for n in range(DOCUMENTS))
+    (folder / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def text() -> Path:
+    """The JSON Lines file that runs train on."""
+    return workshop() / "text.jsonl"
+
+
+def write_config(name: str, *layers: Mapping[str, Any]) -> Path:
+    """Merges layers of a configuration and writes them to a file of the workshop."""
+    values: dict[str, Any] = {}
+    for layer in layers:
+        merge(values, layer)
+    path = workshop() / f"{name}.yaml"
+    path.write_text(dump_yaml(values), encoding="utf-8")
+    return path
+
+
+def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = TIMEOUT_SECONDS) -> Run:
+    """Runs a command in a forked process, or in one for each rank; waits for it.
+
+    Args:
+        words: The command and its arguments.
+        folder: Where the run writes to; what it prints is read from rank 0.
+        ranks: Number of processes; with more than one they find what torchrun sets in their environment.
+        timeout: Seconds after which all are killed.
+
+    Raises:
+        AssertionError: If the time is over.
+    """
+    context = _context()
+    folder.mkdir(parents=True, exist_ok=True)
+    outputs = [workshop() / f"output.{rank}" for rank in range(ranks)]
+    environments = _environments(ranks)
+    children = [
+        context.Process(target=_child, args=(list(words), environment, str(output)))
+        for environment, output in zip(environments, outputs, strict=True)
+    ]
+    for child in children:
+        child.start()
+    late = _wait(children, timeout)
+    printed = Path(f"{outputs[0]}.out").read_text(encoding="utf-8", errors="replace")
+    streams = [Path(f"{output}.{stream}") for output in outputs for stream in ("out", "err")]
+    told = "\n".join(stream.read_text(encoding="utf-8", errors="replace").strip() for stream in streams)
+    complaint = told[-3000:].strip()
+    require(not late, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
+    codes = [child.exitcode or 0 for child in children]
+    return Run(folder, next((code for code in codes if code), 0), printed, complaint)
+
+
+def _wait(children: Sequence[Any], timeout: float) -> bool:
+    """Waits for all; kills those that take too long, or that wait for one that failed. True: too long."""
+    from multiprocessing.connection import wait
+    from time import monotonic
+
+    end, alive = monotonic() + timeout, list(children)
+    while alive and monotonic() < end:
+        wait([child.sentinel for child in alive], timeout=max(0.0, end - monotonic()))
+        if any(child.exitcode for child in children):
+            end = min(end, monotonic() + 10)  # the others of a broken group may wait for ever
+        alive = [child for child in alive if child.exitcode is None]
+    late = bool(alive) and not any(child.exitcode for child in children)
+    for child in children:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)  # with the workers of its loaders
+        child.join()
+    return late
+
+
+@cache
+def _context() -> Any:
+    """The fork server, started with one thread and with everything imported."""
+    from multiprocessing import forkserver
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
+
+
+def _environments(ranks: int) -> list[dict[str, str]]:
+    if ranks == 1:
+        return [{}]
+    with socket.socket() as probe:  # a port that no other run has
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "leyden-kit",
+    }
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _child(words: list[str], environment: dict[str, str], output: str) -> None:
+    """Runs the command line in the forked process."""
+    os.setsid()
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    os.environ.update(environment)
+    os.chdir(Path(output).parent)
+    import torch
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    from core import catalog
+    from core.__main__ import main
+
+    catalog.entries.cache_clear()  # sys.path is the parent's now
+    torch.set_num_threads(1)
+    rank_zero_only.rank = int(environment.get("RANK", 0))  # Lightning read it when it was imported
+    sys.exit(main(words))

@@ -1,0 +1,100 @@
+"""Stored tokens as one stream, read from litdata's chunks without litdata's order.
+
+litdata cuts each chunk into blocks of its own and counts positions per worker, which loses chunk tails,
+and repeats and skips data when ranks or workers change.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.errors import ConfigError
+
+_DTYPES = {"no_header_numpy:5": "uint16", "no_header_numpy:6": "uint32"}  # litdata's names
+
+
+class TokenStore:
+    """The tokens of a folder of litdata chunks as one stream, mapped into memory.
+
+    A chunk is a header of uint32 (number of items; byte offset of each item and of the end), then the
+    items' tokens. An item is a document.
+
+    Raises:
+        ConfigError: If the index or a chunk is missing, cut off, or not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._chunks: list[np.ndarray] = []
+        self._offsets: list[np.ndarray] = []
+        path = folder / "index.json"
+        try:
+            index = json.loads(path.read_text(encoding="utf-8"))
+            dtype = np.dtype(_DTYPES[index["config"]["data_format"][0]])
+            for chunk in index["chunks"]:
+                path = folder / chunk["filename"]
+                offsets, tokens = _map(path, chunk["chunk_bytes"], chunk["chunk_size"], dtype)
+                self._offsets.append(offsets)
+                self._chunks.append(tokens)
+            self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
+            self._starts = self._ends - [len(chunk) for chunk in self._chunks]
+            if not self._chunks:
+                raise ValueError("it lists no chunks")
+        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"{path} is missing or damaged: {type(error).__name__}: {error}") from error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenStore, (self.folder,)  # a spawned worker maps the chunks anew
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def document_starts(self) -> np.ndarray:
+        """Returns the position of each document's first token, (number of documents,) int64."""
+        chunks = zip(self._starts, self._offsets, self._chunks, strict=True)
+        return np.concatenate([at + (o[:-1] - o[0]).astype(np.int64) // c.itemsize for at, o, c in chunks])
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Returns the tokens at positions [start, stop), of the stored type; fewer where the stream ends."""
+        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
+        chosen = slice(first, last + 1)
+        pieces = zip(self._chunks[chosen], self._starts[chosen], strict=True)
+        empty = self._chunks[0][:0]
+        return np.concatenate([empty, *(chunk[max(0, start - at) : stop - at] for chunk, at in pieces)])
+
+    def counts(self, vocab_size: int) -> np.ndarray:
+        """Returns how often each token id occurs, (vocab_size,) int64."""
+        total = np.zeros(vocab_size, np.int64)
+        for begin in range(0, len(self), 1 << 20):
+            total += np.bincount(self.read(begin, begin + (1 << 20)), minlength=vocab_size)
+        return total
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """Returns `length` tokens from each start on, (len(starts), length) int64; -1 past the end."""
+        result = np.empty((len(starts), length), np.int64)
+        chunks = np.minimum(np.searchsorted(self._ends, starts, side="right"), len(self._chunks) - 1)
+        local = starts - self._starts[chunks]
+        for row, chunk, begin, start in zip(
+            result, chunks.tolist(), local.tolist(), starts.tolist(), strict=True
+        ):
+            tokens = self._chunks[chunk][begin : begin + length]
+            if len(tokens) < length:
+                tokens = self.read(start, start + length)
+                row[len(tokens) :] = -1
+            row[: len(tokens)] = tokens
+        return result
+
+
+def _map(path: Path, size: int, items: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a chunk's byte offsets and tokens, both mapped; ValueError if it is not as announced."""
+    raw = np.asarray(np.memmap(path, np.uint8, mode="r"))
+    if len(raw) != size:
+        raise ValueError(f"it has {len(raw):,} bytes, index.json says {size:,}")
+    header = raw[: 4 * (items + 2)].view(np.uint32)
+    if (header[0], header[1], header[-1]) != (items, header.nbytes, size):
+        raise ValueError(f"its header does not describe {items} items in {size:,} bytes")
+    return header[1:], raw[header.nbytes :].view(dtype)

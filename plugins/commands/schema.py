@@ -1,0 +1,111 @@
+"""The command `schema`: what may stand in a config, as a JSON schema for editors."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from core import catalog
+from core.class_names import names_for
+from core.errors import ConfigError
+from core.technique import technique
+from plugins.commands.plugins_terminal import Parser
+
+
+@technique(paper="JSON Schema draft-07: what VS Code's YAML extension knows best")
+def schema(arguments: list[str]) -> int:
+    """Prints a JSON schema of configs, with every installed technique, for completion and checks in editors.
+
+    An editor takes it from a comment at the top of a config, `# yaml-language-server: $schema=FILE`, or from
+    its settings. Print it anew after installing or removing a package.
+
+    Example:
+        python -m core schema > leyden.schema.json
+    """
+    Parser(prog="python -m core schema", description=schema.__doc__).parse_args(arguments)
+    print(json.dumps(build(), indent=1))
+    return 0
+
+
+def build() -> dict[str, Any]:
+    """Returns the schema; says on stderr which techniques cannot be imported and are left out."""
+    from core.signatures import sections
+    from plugins.commands.schema_types import Builder
+
+    targets = sections()
+    builder = Builder(_loaded())
+    properties = {
+        "base": _base(),
+        **_of_subcommands(builder, targets["trainer"]),
+        "seed_everything": builder.argument(bool | int, 0, "Seeds every generator; true: at random."),
+        "trainer": builder.arguments(targets["trainer"]),
+        "model": builder.arguments(targets["model"]),
+        "data": builder.argument(targets["data"]),
+    }
+    _complete(builder, targets["trainer"])
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "A config of leyden",
+        "type": ["object", "null"],
+        "properties": properties,
+        "additionalProperties": False,
+        "definitions": builder.definitions,
+    }
+
+
+def _loaded() -> dict[str, Any]:
+    found = {}
+    for entry in catalog.entries():
+        if entry.kind != "commands":
+            try:
+                found[entry.class_path] = entry.load()
+            except (ConfigError, SystemExit) as error:
+                said = (str(error).splitlines() or ["it ends the process when it is imported"])[0]
+                print(f"Left out: {said}", file=sys.stderr)
+    return found
+
+
+def _base() -> dict[str, Any]:
+    folder = catalog.configs_folder()
+    shipped = sorted(str(path.relative_to(folder).with_suffix("")) for path in folder.rglob("*.yaml"))
+    names = [{"enum": shipped}, {"type": "string"}]
+    return {
+        "description": "Configs that this one starts from: shipped ones by name, or files.",
+        "anyOf": [*names, {"type": "array", "items": {"anyOf": names}}],
+    }
+
+
+def _of_subcommands(builder: Any, trainer: type) -> dict[str, Any]:
+    """Returns the arguments of fit, validate, test and predict themselves, such as `ckpt_path`."""
+    from lightning.pytorch.cli import LightningCLI
+
+    from core.docstrings import described
+    from core.signatures import parameters
+
+    found = {}
+    for name, supplied in LightningCLI.subcommands().items():
+        method = getattr(trainer, name)
+        told = described(method)
+        for key, argument in parameters(method)[0].items():
+            if key not in supplied:
+                found[key] = builder.argument(argument.hint, argument.default, told.get(key, ""))
+    return found
+
+
+def _complete(builder: Any, trainer: type) -> None:
+    """Adds what the Trainer's types do not say: names of strategies and accelerators, callbacks by name."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.accelerators import AcceleratorRegistry
+    from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+    options = builder.definitions[builder.arguments(trainer)["$ref"].rpartition("/")[2]]["properties"]
+    choices = {
+        "accelerator": {"auto", "gpu", *AcceleratorRegistry.available_accelerators()},
+        "strategy": {"auto", *StrategyRegistry.available_strategies()} - set(names_for((Strategy,))),
+    }
+    for name, allowed in choices.items():
+        named = {"enum": sorted(allowed)}
+        forms = options[name]["anyOf"]
+        options[name]["anyOf"] = [named if form == {"type": "string"} else form for form in forms]
+    options["callbacks"]["anyOf"].append(builder.by_name((Callback,)))

@@ -1,0 +1,1 @@
+"""Five techniques for leyden, each broken in its own way; the module of Unwritten is missing."""

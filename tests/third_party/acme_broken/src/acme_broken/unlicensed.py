@@ -1,0 +1,11 @@
+"""Fails when it is imported."""
+
+from core.technique import technique
+from lightning.pytorch import Callback
+
+raise PermissionError("the licence server does not answer\n" * 20)
+
+
+@technique(paper="own work", api=">=1,<2")
+class Unlicensed(Callback):
+    """Does nothing."""

@@ -1,0 +1,1 @@
+"""A callback for leyden that ends runs which have diverged."""

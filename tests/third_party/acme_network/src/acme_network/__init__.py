@@ -1,0 +1,1 @@
+"""A recurrent network for leyden."""

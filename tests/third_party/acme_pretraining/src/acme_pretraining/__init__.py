@@ -1,0 +1,1 @@
+"""For leyden: text from tables, and an objective with smoothed labels."""
