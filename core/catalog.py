@@ -7,16 +7,18 @@ A module is imported only when a run names it, so that a broken package hurts no
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, requires
 from pathlib import Path
 from typing import Any
 
+from core import API_VERSION, __version__
 from core.errors import ConfigError, nearest
 
 KINDS = (
@@ -62,37 +64,95 @@ class Entry:
         """Imports the technique.
 
         Raises:
-            ConfigError: If its module cannot be imported or lacks the attribute; names the package.
+            ConfigError: If its package requires another leyden, its module cannot be imported or lacks the
+                attribute; names the package.
         """
+        self._check_versions()
         try:
             return getattr(importlib.import_module(self.module), self.attribute)
         except ConfigError:
             raise
         except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
+            api = str(self.declared("api") or "")
+            mend = upgrade(api, API_VERSION, self.package)
             raise ConfigError(
                 f"{self.name} of {self.origin} cannot be imported: {what}\n"
                 f"It is registered as {self.module}:{self.attribute} in the group leyden.{self.kind}.\n"
-                f"Reinstall or repair {self.package}, or take {self.name} out of the run."
+                + (f"It was written for core API {api}, this is {API_VERSION}: {mend}\n" if mend else "")
+                + f"Reinstall or repair {self.package}, or take {self.name} out of the run."
             ) from error
+
+    def _check_versions(self) -> None:
+        """Raises a ConfigError where the package's metadata require another leyden than this one."""
+        if self.package in ("leyden", "?"):
+            return
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        for line in requires(self.package) or ():
+            try:
+                needed = Requirement(line)
+            except InvalidRequirement:
+                continue
+            wanted = str(needed.specifier)
+            if needed.name.lower() != "leyden" or (needed.marker and not needed.marker.evaluate()):
+                continue
+            if mend := upgrade(wanted, __version__, self.package):
+                raise ConfigError(
+                    f"{self.name} of {self.origin} requires leyden{wanted}, {__version__} is installed: {mend}"
+                )
 
     def summary(self) -> str:
         """Returns the first line of the docstring, read with `ast`; empty where there is no source."""
-        path = _source_file(self.module)
-        if path is None:
-            return ""
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, UnicodeDecodeError):
-            return ""
-        nodes = (ast.ClassDef, ast.FunctionDef)
-        for node in tree.body:
-            if isinstance(node, nodes) and node.name == self.attribute:
-                return (ast.get_docstring(node) or "").split("\n")[0]
-        return ""
+        node = _definition(self.module, self.attribute)
+        return (ast.get_docstring(node) or "").split("\n")[0] if node else ""
+
+    def declared(self, field: str) -> Any:
+        """Returns a literal argument of `@technique`, read with `ast`; None where there is none to be read."""
+        node = _definition(self.module, self.attribute)
+        for call in node.decorator_list if node else ():
+            for argument in call.keywords if isinstance(call, ast.Call) else ():
+                if argument.arg == field:
+                    with contextlib.suppress(ValueError):
+                        return ast.literal_eval(argument.value)
+        return None
 
 
-def _source_file(module: str) -> Path | None:
+def upgrade(wanted: str, found: str, package: str) -> str | None:
+    """Returns what to upgrade, leyden or `package`, as a pip line; None where `found` is as `wanted`.
+
+    Args:
+        wanted: The versions that the package was written for, such as ">=1,<2".
+        found: The version of leyden, or of its API.
+        package: The distribution that wants them.
+    """
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+    from packaging.version import Version
+
+    try:
+        specifiers = SpecifierSet(wanted)
+    except InvalidSpecifier:
+        return f"{package} has to write {wanted!r} as a range of versions, such as '>=1,<2'"
+    if specifiers.contains(found, prereleases=True):
+        return None
+    least = [s.version.removesuffix(".*") for s in specifiers if s.operator in (">", ">=", "~=", "==")]
+    behind = any(Version(version) > Version(found) for version in least)
+    return f"pip install --upgrade {'leyden' if behind else package}"
+
+
+def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+    path = source_file(module)
+    if path is None:
+        return None
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    nodes = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
+    return next((node for node in nodes if node.name == name), None)
+
+
+def source_file(module: str) -> Path | None:
     """Finds a module's file without importing its parent packages, which may be broken or slow."""
     head, *rest = module.split(".")
     try:

@@ -78,7 +78,7 @@ def predict(arguments: list[str]) -> int:
 
 
 def _run(subcommand: str, arguments: list[str]) -> int:
-    cli = build(subcommand, arguments)
+    cli = build(subcommand, arguments, starts=True)
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
     try:
@@ -88,13 +88,19 @@ def _run(subcommand: str, arguments: list[str]) -> int:
     return 0
 
 
-def build(subcommand: str, arguments: list[str]) -> Any:
-    """Parses, checks and instantiates a run; returns the `core.lightning_cli.Cli` that can start it."""
+def build(subcommand: str, arguments: list[str], starts: bool = False) -> Any:
+    """Parses, checks and instantiates a run; returns the `core.lightning_cli.Cli` that can start it.
+
+    Args:
+        subcommand: fit, validate, test or predict.
+        arguments: The command line after it.
+        starts: Whether the run will be started, and its folder is made.
+    """
     request = prepare(arguments)
     _quieten()
     from core.lightning_cli import Cli
 
-    return Cli(subcommand, request)
+    return Cli(subcommand, request, starts)
 
 
 def prepare(arguments: list[str]) -> Request:
@@ -130,7 +136,7 @@ def _composed(names: list[str], arguments: list[str], below: dict[str, Any]) -> 
     if changes:
         change(composed.values, composed.positions, changes, places, merge)
     resolve_names(composed.values)
-    return composed, _move_positions(composed.values, arguments)
+    return composed, _move_positions(composed, arguments)
 
 
 def split_configs(arguments: list[str]) -> tuple[list[str], list[str]]:
@@ -175,7 +181,7 @@ def _without(arguments: list[str], unwanted: str) -> list[str]:
     return [word for index, word in enumerate(arguments) if index not in drop]
 
 
-def _move_positions(values: dict[str, Any], arguments: list[str]) -> list[str]:
+def _move_positions(composed: Composed, arguments: list[str]) -> list[str]:
     """Moves `--model.network=GPT` and the like into the config; resolves `--trainer.callbacks+=X` in place."""
     result, moved = list(arguments), set()
     for at, count, key, value in option_values(arguments):
@@ -189,7 +195,8 @@ def _move_positions(values: dict[str, Any], arguments: list[str]) -> list[str]:
         nested: dict[str, Any] = {"class_path": entry.class_path}
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        merge(values, nested)
+        merge(composed.values, nested)
+        composed.positions[tuple(key.split("."))] = f"--{key}"
         moved |= set(range(at, at + count))
     return [word for index, word in enumerate(result) if index not in moved and word]
 

@@ -16,7 +16,7 @@ import yaml
 
 from core.catalog import configs_folder, qualify
 from core.errors import ConfigError, nearest
-from core.named_callbacks import AT, change, is_by_name
+from core.named_callbacks import LISTS, change, is_by_name
 
 Path_ = tuple[str | int, ...]
 
@@ -118,10 +118,12 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
         k: v for k, v in values.items() if v is not None or not isinstance(result.values.get(k, {}), dict)
     }
     trainer = values.get("trainer")
-    if isinstance(trainer, dict) and is_by_name(trainer.get("callbacks")):
-        places = {at[2:]: line for at, line in positions.items() if at[:2] == AT}
-        positions = {at: line for at, line in positions.items() if at[:2] != AT}
-        change(result.values, result.positions, trainer.pop("callbacks"), places, merge)
+    for key in LISTS if isinstance(trainer, dict) else ():
+        if is_by_name(trainer.get(key)):
+            head = ("trainer", key)
+            places = {at[2:]: line for at, line in positions.items() if at[:2] == head}
+            positions = {at: line for at, line in positions.items() if at[:2] != head}
+            change(result.values, result.positions, trainer.pop(key), places, merge, key)
     result.positions.update({_merged_path(at, result.values): line for at, line in positions.items()})
     merge(result.values, values)
     result.files.append(path)

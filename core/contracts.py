@@ -6,14 +6,18 @@ blocks, they never look at its class.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
 
 IGNORED_LABEL = -100
 """Label of positions that count neither in the loss nor in the number of tokens."""
@@ -57,6 +61,13 @@ class Network(nn.Module, ABC):
     vocab_size: int
     max_sequence_length: int | None
 
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields what of the run's data does not fit, as far as arguments of the usual names tell."""
+        tokens = run.argument("data.tokenizer.vocab_size") or run.argument("data.vocab_size")
+        sizes = own.arguments.get("vocab_size"), own.arguments.get("max_sequence_length")
+        yield from misfits(*sizes, tokens, run.argument("data.sequence_length"))
+
     @abstractmethod
     def forward(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
         """Returns hidden states (B, T, C) after the last norm, or logits (B, T, V).
@@ -95,6 +106,30 @@ class Network(nn.Module, ABC):
     def new_cache(self, batch_size: int, max_length: int) -> Any:
         """Returns an empty key-value cache for generation, or None where the network has none."""
         return None
+
+
+def misfits(
+    vocab_size: int | None, max_sequence_length: int | None, tokens: int | None, length: int | None
+) -> Iterator[str]:
+    """Yields what of the data does not fit a network; None stands for what is not known.
+
+    Args:
+        vocab_size: The network's.
+        max_sequence_length: The network's.
+        tokens: Token ids of the data's tokenizer.
+        length: Tokens in a row of the data.
+    """
+    if vocab_size and tokens and tokens > vocab_size:
+        yield (
+            f"The data's tokenizer has {tokens:,} tokens, the network's vocab_size is {vocab_size:,}.\n"
+            f"Set --model.network.vocab_size={math.ceil(tokens / 64) * 64} (or another number of at least the "
+            "tokenizer's)."
+        )
+    if max_sequence_length and length and length > max_sequence_length:
+        yield (
+            f"The data's sequence_length is {length}, the network's max_sequence_length {max_sequence_length}.\n"
+            f"Set --model.network.max_sequence_length={length} or --data.sequence_length={max_sequence_length}."
+        )
 
 
 class Objective(nn.Module, ABC):

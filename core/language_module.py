@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.contracts import Network, Objective, Schedule
+from core.contracts import Network, Objective, Schedule, misfits
 from core.errors import ConfigError
 from core.seeding import mix, seed_generators
 from core.sigterm import SharedSigterm
@@ -85,22 +85,16 @@ class LanguageModule(LightningModule):
         """Builds the network, once, inside the strategy's and precision's initialisation contexts."""
         if getattr(self, "network", None) is None:
             self.network = self.build_network()
-            self._check_against_data(getattr(self.trainer, "datamodule", None))
+            self.check_against_data(self.network, getattr(self.trainer, "datamodule", None))
 
-    def _check_against_data(self, data: Any) -> None:
-        vocab, longest = getattr(data, "vocab_size", None), self.network.max_sequence_length
-        if vocab is not None and vocab > self.network.vocab_size:
-            raise ConfigError(
-                f"The data's tokenizer has {vocab:,} tokens, the network's vocab_size is "
-                f"{self.network.vocab_size:,}.\nSet --model.network.vocab_size={math.ceil(vocab / 64) * 64} "
-                "(or another number of at least the tokenizer's)."
-            )
-        length = getattr(data, "sequence_length", None)
-        if longest is not None and length is not None and length > longest:
-            raise ConfigError(
-                f"The data's sequence_length is {length}, the network's max_sequence_length {longest}.\n"
-                f"Set --model.network.max_sequence_length={length} or --data.sequence_length={longest}."
-            )
+    def check_against_data(self, network: Network, data: Any) -> None:
+        """Raises a ConfigError where a network is too small for what is known of the data."""
+        tokens = getattr(data, "vocab_size", None) or getattr(
+            getattr(data, "tokenizer", None), "vocab_size", None
+        )
+        sizes = network.vocab_size, network.max_sequence_length
+        if faults := list(misfits(*sizes, tokens, getattr(data, "sequence_length", None))):
+            raise ConfigError("\n".join(faults))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns logits (B, T, V)."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from lightning.fabric.plugins import Precision
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from core import catalog, preflight, run_folder
 from core.blame import blame
@@ -24,8 +27,9 @@ from core.cli import SECTIONS, Request, differences, option_values
 from core.config_files import dump_yaml, parse_yaml
 from core.errors import ConfigError, nearest
 from core.language_module import LanguageModule
-from core.mistakes import explain
+from core.mistakes import explain, laid_over
 from core.print_config import annotating
+from core.selection import Run, Selected, by_trainer, selection, table
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +55,32 @@ class Parser(LightningArgumentParser):
 class Cli(LightningCLI):
     """Parses, checks, instantiates and runs one subcommand."""
 
-    def __init__(self, subcommand: str, request: Request) -> None:
-        self.request = request
-        self.only = subcommand
-        super().__init__(
-            model_class=LanguageModule,
-            datamodule_class=LightningDataModule,
-            subclass_mode_data=True,
-            save_config_callback=None,
-            seed_everything_default=0,
-            parser_class=Parser,
-            auto_configure_optimizers=False,
-            load_from_checkpoint_support=False,
-        )
+    def __init__(self, subcommand: str, request: Request, starts: bool) -> None:
+        self.request, self.only, self.starts = request, subcommand, starts
+        with self._releasing(done=False):
+            super().__init__(
+                model_class=LanguageModule,
+                datamodule_class=LightningDataModule,
+                subclass_mode_data=True,
+                save_config_callback=None,
+                seed_everything_default=0,
+                parser_class=Parser,
+                auto_configure_optimizers=False,
+                load_from_checkpoint_support=False,
+            )
+
+    @contextmanager
+    def _releasing(self, done: bool) -> Iterator[None]:
+        """Gives the claimed run folder back when this fails, or is all that was to be done."""
+        self.claimed: tuple[Path, list[Path]] | None = getattr(self, "claimed", None)
+        try:
+            yield
+        except BaseException:
+            done = True
+            raise
+        finally:
+            if done and self.claimed:
+                run_folder.release(*self.claimed)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Builds the parser of the one subcommand that is run: each takes 0.3 s."""
@@ -81,10 +98,12 @@ class Cli(LightningCLI):
             with annotating(self.request.arguments) as arguments:
                 self.config = parser.parse_args([self.only, *config, *arguments])
         except ConfigError as error:
-            told = option_values(self.request.arguments)
-            options = [(key, value) for _, _, key, value in told if key != "print_config"]
-            explain(values, self.request.composed.positions, options)
+            explain(values, self.request.composed.positions, self._options())
             raise ConfigError("\n".join(str(error).splitlines()[:6])) from error
+
+    def _options(self) -> list[tuple[str, str]]:
+        told = option_values(self.request.arguments)
+        return [(key, value) for _, _, key, value in told if key != "print_config"]
 
     def _parse_ckpt_path(self) -> None:
         """Does nothing: the checkpoint's values already lie below what the user wrote."""
@@ -96,28 +115,51 @@ class Cli(LightningCLI):
         repeatable.pop("ckpt_path", None)
         self.saved_config = self._parser(self.only).dump(repeatable, skip_none=False, skip_validation=True)
         plain, _ = parse_yaml(self.saved_config, "the parsed configuration")
-        self.selected = preflight.selection(plain)
-        preflight.check(self.selected)
+        self.selected = selection(plain)
+        self._check(plain)
         self.folder = self._choose_folder(Path(options["trainer"]["default_root_dir"]))
         self.plain = {key: value for key, value in plain.items() if key in SECTIONS}
         self.config[self.only] = run_folder.fill_in(options, self.folder)
 
+    def _check(self, config: dict[str, Any]) -> None:
+        """Raises a ConfigError with all that is wrong with the run, as far as it shows before it is built."""
+        composed, options = self.request.composed, config["trainer"]
+        places = laid_over(composed.values, composed.positions, self._options())[1]
+        devices, nodes = (
+            n if isinstance(n := options[name], int) else 1 for name in ("devices", "num_nodes")
+        )
+        run = Run(self.selected, config, places, str(options["accelerator"]), devices, devices * nodes)
+        try:
+            outline = _outline(options)
+        except ConfigError as error:
+            preflight.check(run, str(error))
+        selected = [*self.selected, *_implied(outline, self.selected)]
+        processes = outline.num_devices * outline.num_nodes
+        run = Run(selected, config, places, outline.accelerator.name(), outline.num_devices, processes)
+        preflight.check(run, *_launched_otherwise(processes))
+
     def _choose_folder(self, root: Path) -> Path:
         if self.request.checkpoint is not None:
             return run_folder.of_checkpoint(self.request.checkpoint)
-        return run_folder.fresh(root) if _get_rank() in (None, 0) else root
+        if _get_rank() not in (None, 0):
+            return root
+        missing = [parent for parent in root.parents if not parent.exists()]
+        folder = run_folder.fresh(root, claim=self.starts)
+        self.claimed = (folder, missing) if self.starts else None
+        return folder
 
     def after_instantiate_classes(self) -> None:
         """Says what was selected, once what can be known to be wrong is known."""
         with _building(), torch.device("meta"):  # finds wrong arguments before hours of preparation
             self.meta_network = self.model.build_network()
+        self.model.check_against_data(self.meta_network, self.datamodule)
         with _building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:
                 self.model.build_lr_scheduler(optimizer)
         if _get_rank() not in (None, 0):
             return
-        print(f"{preflight.table(self.selected)}\nRun folder: {self.folder}", flush=True)
+        print(f"{table(self.selected)}\nRun folder: {self.folder}", flush=True)
         if self.request.checkpoint is not None:
             print(f"From checkpoint: {self.request.checkpoint}", flush=True)
             for line in differences(self.request.stored, self.plain) if self.request.stored else ():
@@ -129,34 +171,27 @@ class Cli(LightningCLI):
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Puts the callbacks into their declared order, the run's record first."""
+        """Puts the callbacks into their declared order, the run's record before them."""
         options = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         callbacks = options.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        record = run_folder.RunRecord(self.saved_config, preflight.table(self.selected), self.folder)
-        options["callbacks"] = preflight.ordered([record, *callbacks])
+        record = run_folder.RunRecord(self.saved_config, "", self.folder)
+        options["callbacks"] = [record, *callbacks]
         options["default_root_dir"] = str(self.folder)
         options["profiler"] = options.get("profiler") or NoProfiler()
-        try:
-            return self._instantiate_trainer(options, [])
-        except (ValueError, TypeError, MisconfigurationException) as error:
-            registered = {entry.name for entry in catalog.entries() if entry.kind == "strategies"}
-            _check_name("strategy", options, registered | set(StrategyRegistry.available_strategies()))
-            _check_name("accelerator", options, {"gpu", *AcceleratorRegistry.available_accelerators()})
-            raise ConfigError(f"trainer: {error}") from error
+        trainer = _make_trainer(options)
+        trainer.callbacks = preflight.ordered(trainer.callbacks)  # type: ignore[attr-defined]
+        self.selected += by_trainer(trainer, self.selected)
+        record.techniques = table(self.selected)
+        return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Waits for `start`: what only checks stops here."""
 
     def start(self) -> None:
         """Runs the subcommand."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"The run folder {self.folder} cannot be made: {error.strerror}. Set --trainer.default_root_dir."
-            ) from error
-        super()._run_subcommand(self.only)
+        with self._releasing(done=True):
+            super()._run_subcommand(self.only)
 
     def predict(self, **kwargs: Any) -> None:
         """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats."""
@@ -175,6 +210,46 @@ class Cli(LightningCLI):
         print(f"Log-probabilities of {rows.numel():,} labels: {path}")
 
 
+def _make_trainer(options: Mapping[str, Any]) -> Trainer:
+    try:
+        return Trainer(**options)
+    except (ValueError, TypeError, MisconfigurationException) as error:
+        registered = {entry.name for entry in catalog.entries() if entry.kind == "strategies"}
+        _check_name("strategy", options, registered | set(StrategyRegistry.available_strategies()))
+        _check_name("accelerator", options, {"gpu", *AcceleratorRegistry.available_accelerators()})
+        raise ConfigError(f"trainer: {error}") from error
+
+
+def _outline(options: Mapping[str, Any]) -> Trainer:
+    """Makes a trainer of those options that are words and numbers; it knows what Lightning takes them for."""
+    names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
+    words = {name: options[name] for name in names if not isinstance(options[name], Mapping)}
+    extras = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the run's own trainer warns
+        return _make_trainer(words | dict.fromkeys(extras, False))
+
+
+def _implied(outline: Trainer, selected: list[Selected]) -> list[Selected]:
+    """Returns the strategy and the precision that are chosen by a word; both depend on a strategy's class."""
+    classes = [item.target for item in selected if isinstance(item.target, type)]
+    if any(issubclass(kind, Strategy) for kind in classes):
+        return []
+    chosen = Precision if any(issubclass(kind, Precision) for kind in classes) else ()
+    return [item for item in by_trainer(outline, selected) if not issubclass(item.target, chosen)]
+
+
+def _launched_otherwise(processes: int) -> Iterator[str]:
+    # Lightning looks only where it launches by itself: each process would train the whole, alone.
+    name = "WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_STEP_NUM_TASKS"
+    launched = os.environ.get(name) if name == "WORLD_SIZE" or SLURMEnvironment.detect() else None
+    if launched and int(launched) != processes:
+        yield (
+            f"{launched} processes were launched, --trainer.devices x --trainer.num_nodes is {processes}: "
+            f"give them the launcher's numbers, on one machine --trainer.devices={launched}"
+        )
+
+
 @contextmanager
 def _building() -> Iterator[None]:
     """What fails while techniques are built is a wrong value in the configuration, as far as one can tell."""
@@ -188,7 +263,7 @@ def _building() -> Iterator[None]:
         raise ConfigError.latest or ConfigError(blame(error)) from error
 
 
-def _check_name(option: str, options: dict[str, Any], known: set[str]) -> None:
+def _check_name(option: str, options: Mapping[str, Any], known: set[str]) -> None:
     value = options.get(option)
     if isinstance(value, str) and value not in known | {"auto"}:
         raise ConfigError(f"--trainer.{option}: there is no {option} named {value!r}.{nearest(value, known)}")

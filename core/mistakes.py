@@ -13,10 +13,9 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import yaml
-
 from core import signatures
 from core.class_names import Bases, either, find_class, listing_of, misregistered, names_for
+from core.config_files import parse_value
 from core.errors import ConfigError, nearest
 from core.signatures import accepts, class_types, describe, literals, parameters, takes_list
 
@@ -112,9 +111,7 @@ def explain(
         positions: Path of keys -> "file:line".
         arguments: (name, value) of each option of the command line, names without the dashes.
     """
-    merged, places = copy.deepcopy(dict(values)), dict(positions)
-    for name, value in arguments:
-        _lay_over(merged, name, yaml.safe_load(value) if value else value, places)
+    merged, places = laid_over(values, positions, arguments)
 
     def where(keys: Keys) -> str:
         place = next((places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), None)
@@ -135,6 +132,16 @@ def explain(
             raise ConfigError(
                 f"{where((name,))}: there is no section {name!r}.{nearest(name, set(sections))}{listing}"
             )
+
+
+def laid_over(
+    values: Mapping[str, Any], positions: Mapping[Keys, str], arguments: list[tuple[str, str]]
+) -> tuple[dict[str, Any], dict[Keys, str]]:
+    """Returns the configuration with the arguments in it, and where each value was written; see `explain`."""
+    merged, places = copy.deepcopy(dict(values)), dict(positions)
+    for name, value in arguments:
+        _lay_over(merged, name, parse_value(value) if value else value, places)
+    return merged, places
 
 
 def _lay_over(target: Any, name: str, value: Any, places: dict[Keys, str]) -> None:

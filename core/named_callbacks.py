@@ -1,4 +1,4 @@
-"""Callbacks changed, added or taken out by name, in YAML and on the command line.
+"""Callbacks changed, added or taken out by name, in YAML and on the command line; in YAML loggers and plugins too.
 
     trainer:
       callbacks:                       # a mapping, not a list: the other callbacks stay
@@ -15,7 +15,9 @@ from typing import Any
 
 from core.errors import ConfigError, nearest
 
-AT = ("trainer", "callbacks")
+LISTS = ("callbacks", "plugins", "logger")
+"""The Trainer's lists of classes, each of which may be written as a mapping of names."""
+
 Positions = dict[tuple[str | int, ...], str]
 Merge = Callable[[dict[str, Any], dict[str, Any]], Any]
 
@@ -31,6 +33,7 @@ def change(
     changes: dict[str, Any],
     places: Positions,
     merge: Merge,
+    key: str = "callbacks",
 ) -> None:
     """Changes the callbacks of a configuration in place.
 
@@ -40,14 +43,15 @@ def change(
         changes: Name or full path -> arguments to set, or None to take the callback out.
         places: Path within `changes` -> where it was written.
         merge: Lays the second mapping over the first.
+        key: Which of LISTS.
 
     Raises:
         ConfigError: If what is to be taken out is not there, or arguments are no mapping.
     """
     trainer = values["trainer"] = values.get("trainer") or {}
-    found = trainer.get("callbacks") or []
+    at, found = ("trainer", key), trainer.get(key) or []
     items = [
-        (item if isinstance(item, dict) else {"class_path": item}, _below(positions, (*AT, index)))
+        (item if isinstance(item, dict) else {"class_path": item}, _below(positions, (*at, index)))
         for index, item in enumerate(found if isinstance(found, list) else [found])
     ]
     for name, arguments in changes.items():
@@ -58,7 +62,7 @@ def change(
                 names = {str(item["class_path"]).rpartition(".")[2] for item, _ in items}
                 listing = ", ".join(sorted(names)) or "none"
                 raise ConfigError(
-                    f"{where}: {name} is not among the callbacks.{nearest(name, names)} There are: {listing}."
+                    f"{where}: {name} is not in trainer.{key}.{nearest(name, names)} There are: {listing}."
                 )
             items.remove(match)
         elif not isinstance(arguments, dict):
@@ -72,11 +76,11 @@ def change(
             match[0]["init_args"] = match[0].get("init_args") or {}
             merge(match[0]["init_args"], arguments)
             match[1].update({("init_args", *rest): line for rest, line in told.items() if rest})
-    trainer["callbacks"] = [item for item, _ in items]
-    for path in [path for path in positions if path[:2] == AT and len(path) > 2]:
+    trainer[key] = [item for item, _ in items]
+    for path in [path for path in positions if path[:2] == at and len(path) > 2]:
         del positions[path]
     for index, (_, lines) in enumerate(items):
-        positions.update({(*AT, index, *rest): line for rest, line in lines.items()})
+        positions.update({(*at, index, *rest): line for rest, line in lines.items()})
 
 
 def _below(positions: Positions, head: tuple[str | int, ...]) -> Positions:

@@ -17,7 +17,9 @@ from core.technique import technique
 from core.token_loader import TokenLoader
 
 
-@technique(paper="litdata's chunk format; the order is described in datamodules/packing")
+@technique(
+    paper="litdata's chunk format; the order is described in datamodules/packing", offers=("exact_resume",)
+)
 class PretrainDataModule(LightningDataModule):
     """Documents turned into one stream of tokens and dealt out as rows of `sequence_length`.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +13,56 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from core import __version__
 from core.checkpoint import RECORD
+from core.errors import ConfigError
 
 PLACEHOLDER = "${run_folder}"
 """Stands in a config for the run's folder, which is known only when the run starts."""
 
 
-def fresh(root: Path) -> Path:
-    """Returns `root`, or the first of root-2, root-3... in which no run has left figures or checkpoints."""
+CLAIM = ".claimed"
+"""A file that is made by the one run that a folder belongs to."""
+
+
+def fresh(root: Path, claim: bool = True) -> Path:
+    """Returns `root`, or the first of root-2, root-3... that no run has left anything in, or is starting in.
+
+    Args:
+        root: The folder for the first run.
+        claim: Whether to make the folder, so that no run that starts in the same moment chooses it.
+
+    Raises:
+        ConfigError: If the folder cannot be made.
+    """
     folder, number = root, 1
-    while (folder / "metrics.csv").exists() or (folder / "checkpoints").exists():
+    while any((folder / name).exists() for name in ("metrics.csv", "checkpoints", CLAIM)) or (
+        claim and not _claimed(folder)
+    ):
         number += 1
         folder = root.with_name(f"{root.name}-{number}")
     return folder
+
+
+def _claimed(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CLAIM).touch(exist_ok=False)
+    except FileExistsError:
+        if folder.is_dir():
+            return False
+        raise ConfigError(f"The run folder {folder} is a file. Set --trainer.default_root_dir.") from None
+    except OSError as error:
+        raise ConfigError(
+            f"The run folder {folder} cannot be made: {error.strerror}. Set --trainer.default_root_dir."
+        ) from error
+    return True
+
+
+def release(folder: Path, parents: Iterable[Path]) -> None:
+    """Ends the claim on a folder, and removes it, and the parents made for it, if nothing lies in them."""
+    with suppress(OSError):
+        (folder / CLAIM).unlink()
+        for path in (folder, *parents):
+            path.rmdir()
 
 
 def of_checkpoint(path: Path) -> Path:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import textwrap
 import typing
 from typing import Any, NamedTuple
 
@@ -31,22 +33,36 @@ def parameters(target: Any) -> tuple[dict[str, Argument], bool]:
     if isinstance(target, type):
         functions = [vars(kind)["__init__"] for kind in target.__mro__[:-1] if "__init__" in vars(kind)]
     found: dict[str, Argument] = {}
-    passed_on = False
     for function in functions:
         try:
             signature = inspect.signature(function)
         except (ValueError, TypeError):  # written in C, without a signature
             continue
-        hints = _hints(function)
-        passed_on = False
+        hints, rest = _hints(function), ""
         for name, parameter in signature.parameters.items():
-            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                passed_on |= parameter.kind is parameter.VAR_KEYWORD
-            elif name != "self":
+            if parameter.kind is parameter.VAR_KEYWORD:
+                rest = name
+            elif name != "self" and parameter.kind is not parameter.VAR_POSITIONAL:
                 found.setdefault(name, Argument(hints.get(name, Any), parameter.default))
-        if not passed_on:
-            break
-    return found, passed_on
+        if not rest or _keeps(function, rest):
+            return found, bool(rest)
+    return found, bool(functions)
+
+
+def _keeps(constructor: Any, rest: str) -> bool:
+    """Returns whether `**rest` goes elsewhere than to the constructor of a base."""
+    try:
+        nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(constructor)))))
+    except (OSError, TypeError, SyntaxError):
+        return False
+    used = sum(isinstance(node, ast.Name) and node.id == rest for node in nodes)
+    calls = [
+        node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".__init__")
+    ]
+    passed = sum(
+        word.arg is None and ast.unparse(word.value) == rest for call in calls for word in call.keywords
+    )
+    return used > passed
 
 
 def _hints(function: Any) -> dict[str, Any]:

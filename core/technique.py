@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from core.selection import Run
 
 T = TypeVar("T")
 _ATTRIBUTE = "__technique__"
 
 
 class Need(Protocol):
-    """Something that must be present before a technique can run."""
+    """Something that must be present before a technique can run; `str` says what, for listings."""
 
-    def missing(self) -> str | None:
-        """Returns what is missing and how to get it, or None when the need is met."""
+    def missing(self, run: Run) -> str | None:
+        """Returns what of it this run lacks and how to get it, or None when the need is met."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,10 @@ class Package:
     requirement: str
     extra: str | None = None
 
-    def missing(self) -> str | None:
+    def __str__(self) -> str:
+        return self.requirement
+
+    def missing(self, run: Run | None = None) -> str | None:
         """Returns the pip line that would satisfy the requirement, or None."""
         from importlib.metadata import PackageNotFoundError, version
 
@@ -51,18 +57,79 @@ class Package:
 
 @dataclass(frozen=True)
 class Device:
-    """A kind of accelerator that must be present, for example ``Device("cuda")``."""
+    """A kind of accelerator that the run must be on, for example ``Device("cuda", capability=(9, 0))``.
+
+    Args:
+        kind: "cuda", "mps", "cpu" or the name of another accelerator of Lightning's.
+        capability: The least CUDA compute capability, as (major, minor), of every visible device.
+    """
 
     kind: str
+    capability: tuple[int, int] | None = None
 
-    def missing(self) -> str | None:
-        """Returns a line that says the device is absent, or None."""
+    def __str__(self) -> str:
+        least = " of compute capability {}.{} or more".format(*self.capability) if self.capability else ""
+        return f"a {self.kind.upper()} device{least}"
+
+    def missing(self, run: Run) -> str | None:
+        """Returns a line that says which device the run has instead, or None."""
+        if run.accelerator != self.kind:
+            return (
+                f"{self} is needed, this run is on {run.accelerator.upper()}: "
+                f"set --trainer.accelerator={self.kind} on a machine that has one"
+            )
+        if self.capability is None:
+            return None
         import torch
 
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is not None and found.type == self.kind:
+        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
+        if not found or min(found) >= self.capability:
             return None
-        return f"no {self.kind.upper()} device is visible to this process"
+        weakest = min(range(len(found)), key=found.__getitem__)
+        return (
+            "{} is needed, device {} has {}.{}: ".format(self, weakest, *found[weakest])
+            + "leave it out with CUDA_VISIBLE_DEVICES"
+        )
+
+
+@dataclass(frozen=True)
+class WorldSize:
+    """A least number of processes, for example ``WorldSize(at_least=2)``."""
+
+    at_least: int
+
+    def __str__(self) -> str:
+        return f"at least {self.at_least} processes"
+
+    def missing(self, run: Run) -> str | None:
+        """Returns a line with the number that the run has, or None."""
+        if run.world_size >= self.at_least:
+            return None
+        return (
+            f"{self} are needed, this run has {run.world_size}: set --trainer.devices or --trainer.num_nodes"
+        )
+
+
+@dataclass(frozen=True)
+class Feature:
+    """Something that another selected technique must offer, for example ``Feature("exact_resume")``."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"the feature {self.name}"
+
+    def missing(self, run: Run) -> str | None:
+        """Returns a line that names who among the registered techniques offers the feature, or None."""
+        if any(self.name in item.declaration.offers for item in run.selected):
+            return None
+        from core import catalog
+
+        offering = [
+            entry.name for entry in catalog.entries() if self.name in (entry.declared("offers") or ())
+        ]
+        hint = f"select {' or '.join(offering)}" if offering else "no installed package has one that does"
+        return f"nothing in this run offers {self.name}: {hint}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +142,8 @@ class Declaration:
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     owns: tuple[str, ...] = ()
+    offers: tuple[str, ...] = ()
+    api: str | None = None
 
 
 def technique(
@@ -85,23 +154,39 @@ def technique(
     before: Iterable[str] = (),
     after: Iterable[str] = (),
     owns: Iterable[str] = (),
+    offers: Iterable[str] = (),
+    api: str | None = None,
 ) -> Callable[[T], T]:
     """Declares a class (or function) as a technique.
 
+    What depends on the arguments, a class says in a classmethod ``preflight(run, own)``: it yields a line
+    for each that does not fit the :class:`core.selection.Run`; `own` is the class's place in it.
+
     Args:
         paper: The paper or source that the technique follows, with section where it has one.
-        needs: What must be present: packages, devices.
+        needs: What must be present: packages, devices, processes, features of other techniques.
         conflicts: Name of another technique -> why the two cannot run together. Declared on either side.
         before: Callbacks whose hooks must fire after this one's, whatever the order in YAML.
         after: Callbacks whose hooks must fire before this one's.
         owns: What only one technique of a run may change: "learning_rate", "sequence_length",
-            "batch_size", "gradient_clipping", "optimizer_step".
+            "batch_size", "gradient_clipping", "optimizer_step". A schedule owns the learning rate and
+            `trainer.gradient_clip_val` the clipping without a declaration.
+        offers: Features that other techniques may need, such as "exact_resume".
+        api: The versions of the core's API (`core.API_VERSION`) that this was written for, for example
+            ">=1,<2"; None: any.
 
     Returns:
         A decorator that returns its argument unchanged but for the recorded :class:`Declaration`.
     """
     declaration = Declaration(
-        paper, tuple(needs), dict(conflicts or {}), tuple(before), tuple(after), tuple(owns)
+        paper,
+        tuple(needs),
+        dict(conflicts or {}),
+        tuple(before),
+        tuple(after),
+        tuple(owns),
+        tuple(offers),
+        api,
     )
 
     def record(target: T) -> T:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from core import catalog
@@ -13,10 +14,16 @@ from core.cli import POSITIONS, resolve_names
 from core.config_files import merge, parse_yaml, read_yaml
 from core.docstrings import sections
 from core.errors import ConfigError
+from core.selection import Run
 from core.signatures import parameters
+from core.technique import Declaration, Device, Need, Package, WorldSize, declaration_of
+from core.testing.workshop import text, workshop
 
 LISTS = ("trainer.callbacks", "trainer.plugins", "trainer.logger")
 """The positions of a config that take several classes."""
+
+TOLERANCES = {"precision": 2.0**-8}
+"""Kind -> relative difference of losses that rounding explains; bfloat16 has 8 bits of precision."""
 
 
 class Case:
@@ -28,8 +35,8 @@ class Case:
         kind: Its kind, where techniques of two kinds share the name.
         config: Laid over the tiny run on top: what else the technique needs, such as another network.
         exempt: Proof -> why the technique does not give this promise.
-        tolerance: How far losses on two ranks may be from one process's, relatively. By default what adding
-            float32 numbers in another order does; a technique that rounds more, says so here.
+        tolerance: How far losses on two ranks may be from one process's, relatively; None: what adding float32
+            numbers in another order does, for a precision what bfloat16 does.
 
     Attributes:
         entry: The technique in the catalogue.
@@ -46,13 +53,13 @@ class Case:
         kind: str | None = None,
         config: Mapping[str, Any] | None = None,
         exempt: Mapping[str, str] | None = None,
-        tolerance: float = 1e-5,
+        tolerance: float | None = None,
     ) -> None:
         self.entry = technique if isinstance(technique, catalog.Entry) else catalog.find(technique, kind)
         self.init_args = init_args
         self.config = config or {}
         self.exempt = exempt or {}
-        self.tolerance = tolerance
+        self.tolerance = TOLERANCES.get(self.entry.kind, 1e-5) if tolerance is None else tolerance
 
     def __repr__(self) -> str:
         return f"Case({self.entry.name})"
@@ -61,6 +68,19 @@ class Case:
     def target(self) -> Any:
         """The class, or a command's function; ConfigError if it cannot be imported."""
         return self.entry.load()
+
+    @property
+    def ranks(self) -> int:
+        """The least number of processes that it runs on."""
+        return max([1, *(need.at_least for need in self._needs() if isinstance(need, WorldSize))])
+
+    def absent(self) -> str | None:
+        """Returns which package or device it needs is not there, or None."""
+        found = (need.missing(Run()) for need in self._needs() if isinstance(need, Package | Device))
+        return next(filter(None, found), None)
+
+    def _needs(self) -> tuple[Need, ...]:
+        return (declaration_of(self.target) or Declaration(paper="")).needs
 
     @cached_property
     def overlay(self) -> dict[str, Any]:
@@ -78,21 +98,23 @@ class Case:
     @cached_property
     def values(self) -> dict[str, Any]:
         """The configuration of the tiny run with the technique in it, short names resolved."""
-        return tiny([self.overlay, *self._sizes(), self.config])
+        values = with_text(tiny([self.overlay]))
+        self._fit_vocabulary(values)
+        merge(values, copy.deepcopy(dict(self.config)))
+        resolve_names(values)
+        return values
 
-    def _sizes(self) -> Iterable[dict[str, Any]]:
-        """Keeps a network's vocabulary that of the tiny data, unless the case says otherwise."""
-        if self.entry.kind == "networks" and "vocab_size" in parameters(self.target)[0]:
-            if "vocab_size" not in (self.init_args or {}):
-                size = tiny([])["model"]["network"]["init_args"]["vocab_size"]
-                yield {"model": {"network": {"init_args": {"vocab_size": size}}}}
-
-    def part(self, position: str) -> Any:
-        """Returns the configuration at a position such as "model.network"; None where nothing stands."""
-        value: Any = self.values
-        for key in position.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        return copy.deepcopy(value)
+    def _fit_vocabulary(self, values: dict[str, Any]) -> None:
+        """Keeps network and tokenizer to the tiny run's vocabularies, unless the case says otherwise."""
+        for position in ("model.network", "data.init_args.tokenizer"):
+            here, usual = at(values, position), at(tiny([]), position)
+            own = self.init_args is not None and self.entry.kind == "datamodules"
+            if not isinstance(here, dict) or here == usual or own:
+                continue
+            given = self.init_args if here["class_path"] == self.entry.class_path else None
+            takes = parameters(resolve_name(here["class_path"]))[0]
+            if "vocab_size" in takes and "vocab_size" not in (given or {}):
+                merge(here, {"init_args": {"vocab_size": usual["init_args"]["vocab_size"]}})
 
     def build(self, position: str, hint: Any) -> Any:
         """Builds what the configuration names at a position, as a run would; `hint` is its type there."""
@@ -100,7 +122,9 @@ class Case:
 
         parser = ArgumentParser(exit_on_error=False)
         parser.add_argument("--value", type=hint)
-        return parser.instantiate(parser.parse_object({"value": self.part(position)})).value
+        return parser.instantiate(
+            parser.parse_object({"value": copy.deepcopy(at(self.values, position))})
+        ).value
 
 
 def tiny(overlays: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -110,6 +134,22 @@ def tiny(overlays: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     for overlay in overlays:
         merge(values, copy.deepcopy(dict(overlay)))
     resolve_names(values)
+    return values
+
+
+def at(values: Mapping[str, Any], position: str) -> Any:
+    """Returns what stands at a position such as "model.network"; None where nothing does."""
+    value: Any = values
+    for key in position.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def with_text(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with the kit's text for PretrainDataModule, whatever text was named there."""
+    if values["data"]["class_path"].endswith(".PretrainDataModule"):
+        data = {"source": str(text()), "cache_dir": str(workshop() / "prepared")}
+        merge(values["data"], {"init_args": data})
     return values
 
 

@@ -40,12 +40,14 @@ class Proof:
         kinds: Of the techniques that give the promise.
         promise: In one sentence.
         check: Raises AssertionError, saying what was measured, if a case breaks the promise.
+        runs: Whether the technique is run, for which what it needs must be there.
     """
 
     name: str
     kinds: tuple[str, ...]
     promise: str
     check: Callable[[Case], None]
+    runs: bool = True
 
     def __str__(self) -> str:
         return self.name
@@ -60,6 +62,8 @@ class Proof:
         if reason := case.exempt.get(self.name):
             raise NotProvable(f"exempt: {reason}")
         try:
+            if self.runs and (absent := case.absent()):
+                raise NotProvable(absent)
             self.check(case)
         except NotProvable:
             raise
@@ -74,7 +78,7 @@ class Proof:
         return f"{case.entry.name} of {case.entry.origin} breaks {self.name}: {self.promise}"
 
 
-def proof(*kinds: str) -> Callable[[Callable[[Case], None]], Proof]:
+def proof(*kinds: str, runs: bool = True) -> Callable[[Callable[[Case], None]], Proof]:
     """Makes a function the proof of its name, for techniques of these kinds, or of all if none is given.
 
     The first line of its docstring is the promise.
@@ -82,7 +86,7 @@ def proof(*kinds: str) -> Callable[[Callable[[Case], None]], Proof]:
 
     def make(check: Callable[[Case], None]) -> Proof:
         promise = (check.__doc__ or "").partition("\n")[0]
-        return Proof(check.__name__, kinds or KINDS, promise, check)
+        return Proof(check.__name__, kinds or KINDS, promise, check, runs)
 
     return make
 

@@ -16,9 +16,6 @@ from lightning.pytorch.callbacks import Checkpoint
 from core.run_folder import write_atomically
 from core.testing.waits import Waits
 
-EXACT = ("train/", "val/")
-"""How the names of figures begin that follow from data and weights alone; others may be times."""
-
 
 class Recorder(Checkpoint):
     """Writes the loss of every step, all training and validation figures, and the last weights.
@@ -43,7 +40,7 @@ class Recorder(Checkpoint):
         self._figures: dict[str, dict[str, float]] = {}
         self._waits = Waits()
         self._random = False
-        self._inputs: list[str] = []
+        self._inputs: list[torch.Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what was noted so far: a resumed run has the whole history."""
@@ -73,14 +70,14 @@ class Recorder(Checkpoint):
             self._losses.append(loss.detach().clone())
         self._inputs.append(batch["input_ids"])
         if pl_module.logging_step:
-            self._note(trainer)
+            self._note(trainer, "train/")
         if trainer.global_step == self.save_at:
             self._random = _drew()
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the validation figures."""
-        self._note(trainer)
+        self._note(trainer, "val/")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step and writes the record."""
@@ -95,11 +92,11 @@ class Recorder(Checkpoint):
         }
         write_atomically(self.folder / f"record.{trainer.global_rank}.json", json.dumps(record))
 
-    def _note(self, trainer: Trainer) -> None:
-        figures = {
-            name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith(EXACT)
-        }
-        self._figures[str(trainer.global_step)] = figures
+    def _note(self, trainer: Trainer, prefix: str) -> None:
+        """Notes figures that follow from data and weights alone; others may be times."""
+        metrics = trainer.callback_metrics.items()
+        figures = {name: float(value) for name, value in metrics if name.startswith(prefix)}
+        self._figures.setdefault(str(trainer.global_step), {}).update(figures)
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(self.folder / "checkpoints" / f"step-{trainer.global_step}.ckpt")

@@ -9,21 +9,19 @@ import os
 import signal
 import socket
 import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from core.config_files import dump_yaml, merge
 from core.testing.proof import require
+from core.testing.workshop import workshop
 
 PRELOADED = ["core.lightning_cli", "core.testing.recorder", "litdata", "tokenizers", "jsonargparse", "pytest"]
 """What a run imports; pytest is there because a forked process imports its parent's main module."""
 
 TIMEOUT_SECONDS = 120.0
-DOCUMENTS = 120
 
 
 @dataclass(frozen=True)
@@ -34,7 +32,7 @@ class Run:
         folder: Its run folder.
         code: Its exit code; negative: the signal that ended it.
         printed: What it wrote to stdout.
-        complaint: The end of what it wrote to stdout and stderr, for messages.
+        complaint: The end of what it wrote, for messages.
     """
 
     folder: Path
@@ -58,32 +56,6 @@ class Run:
 
         path = self.folder / "checkpoints" / f"step-{self.record['steps']}.ckpt"
         return checkpoint.read(path) if path.is_file() else None
-
-
-@cache
-def workshop() -> Path:
-    """The folder of all runs of this process, which goes when it ends; holds the text that runs train on."""
-    holder = tempfile.TemporaryDirectory(prefix="leyden-kit-")
-    workshop.__dict__["holder"] = holder  # removed when the interpreter ends
-    folder = Path(holder.name)
-    lines = (json.dumps({"text": f"{n} and {n + 1} are {2 * n + 1}. " * 4}) for n in range(DOCUMENTS))
-    (folder / "text.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
-def text() -> Path:
-    """The JSON Lines file that runs train on."""
-    return workshop() / "text.jsonl"
-
-
-def write_config(name: str, *layers: Mapping[str, Any]) -> Path:
-    """Merges layers of a configuration and writes them to a file of the workshop."""
-    values: dict[str, Any] = {}
-    for layer in layers:
-        merge(values, layer)
-    path = workshop() / f"{name}.yaml"
-    path.write_text(dump_yaml(values), encoding="utf-8")
-    return path
 
 
 def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = TIMEOUT_SECONDS) -> Run:
@@ -110,12 +82,19 @@ def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = 
         child.start()
     late = _wait(children, timeout)
     printed = Path(f"{outputs[0]}.out").read_text(encoding="utf-8", errors="replace")
-    streams = [Path(f"{output}.{stream}") for output in outputs for stream in ("out", "err")]
-    told = "\n".join(stream.read_text(encoding="utf-8", errors="replace").strip() for stream in streams)
-    complaint = told[-3000:].strip()
+    complaint = "\n".join(filter(None, map(_end, outputs)))
     require(not late, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
     codes = [child.exitcode or 0 for child in children]
     return Run(folder, next((code for code in codes if code), 0), printed, complaint)
+
+
+def _end(output: Path) -> str:
+    """The last lines that a process wrote to stderr, or to stdout where there are none."""
+    for stream in ("err", "out"):
+        told = Path(f"{output}.{stream}").read_text(encoding="utf-8", errors="replace").strip()
+        if told:
+            return "\n".join(told[-3000:].splitlines()[-12:])
+    return ""
 
 
 def _wait(children: Sequence[Any], timeout: float) -> bool:
@@ -133,6 +112,7 @@ def _wait(children: Sequence[Any], timeout: float) -> bool:
     for child in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)  # with the workers of its loaders
+        child.kill()
         child.join()
     return late
 
@@ -189,5 +169,5 @@ def _child(words: list[str], environment: dict[str, str], output: str) -> None:
 
     catalog.entries.cache_clear()  # sys.path is the parent's now
     torch.set_num_threads(1)
-    rank_zero_only.rank = int(environment.get("RANK", 0))  # Lightning read it when it was imported
+    setattr(rank_zero_only, "rank", int(environment.get("RANK", 0)))  # noqa: B010 - read at import, like that
     sys.exit(main(words))

@@ -8,7 +8,10 @@ from core.technique import technique
 
 HOOKS = (
     "setup",
+    "on_load_checkpoint",
     "on_fit_start",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
     "on_train_start",
     "on_train_epoch_start",
     "on_train_batch_start",
@@ -18,18 +21,19 @@ HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
     "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_batch_start",
     "on_validation_batch_end",
     "on_validation_epoch_end",
     "on_validation_end",
-    "on_train_epoch_end",
     "on_save_checkpoint",
-    "on_load_checkpoint",
-    "on_exception",
+    "on_train_epoch_end",
     "on_train_end",
     "on_fit_end",
+    "on_exception",
     "teardown",
 )
-"""Lightning's callback hooks, in the order in which a run meets them."""
+"""Lightning's callback hooks, in the order in which a run first meets them."""
 
 
 @technique(paper="own work: preflight without the flight")
@@ -42,22 +46,47 @@ def check(arguments: list[str]) -> int:
     from core.cli import build
 
     cli = build("fit", arguments)
-    print("\nCallbacks fire in this order:")
-    for hook, names in firing_order(cli.trainer.callbacks).items():
+    print("\nHooks fire in this order:")
+    for hook, names in firing_order(cli.trainer.callbacks, cli.model, cli.datamodule).items():
         print(f"  {hook:<26} {', '.join(names)}")
     parameters = sum(parameter.numel() for parameter in cli.meta_network.parameters())
     print(f"\n{type(cli.meta_network).__name__}: {parameters:,} parameters. Nothing was started or written.")
     return 0
 
 
-def firing_order(callbacks: list[Any]) -> dict[str, list[str]]:
-    """Returns hook -> names of the callbacks that implement it, in the order in which they are called."""
-    from lightning.pytorch import Callback
+def firing_order(callbacks: list[Any], model: Any = None, data: Any = None) -> dict[str, list[str]]:
+    """Returns hook -> names of the classes that implement it, in the order in which they are called."""
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule
+
+    def implements(item: Any, hook: str) -> bool:
+        base = next(
+            (kind for kind in (Callback, LightningModule, LightningDataModule) if isinstance(item, kind)),
+            item,
+        )
+        function = getattr(item, hook, None)
+        return getattr(function, "__func__", function) is not getattr(base, hook, None)
 
     order = {}
     for hook in HOOKS:
-        default = getattr(Callback, hook)
-        names = [type(item).__name__ for item in callbacks if getattr(type(item), hook) is not default]
-        if names:
-            order[hook] = names
+        called = [
+            type(item).__name__ for item in _called(hook, callbacks, model, data) if implements(item, hook)
+        ]
+        if called:
+            order[hook] = called
     return order
+
+
+def _called(hook: str, callbacks: list[Any], model: Any, data: Any) -> list[Any]:
+    """Returns who is called for a hook, in Lightning's order: callbacks, then the model, but for a few."""
+    from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+
+    if hook in ("setup", "teardown"):
+        return [data, *callbacks, model]
+    if hook == "on_exception":
+        return [*callbacks, data]
+    if hook == "on_load_checkpoint":
+        return [model, *callbacks]
+    if hook == "on_train_epoch_end":  # what looks at metrics comes after the model has logged them
+        late = [item for item in callbacks if isinstance(item, Checkpoint | EarlyStopping)]
+        return [*(item for item in callbacks if item not in late), model, *late]
+    return [*callbacks, model]

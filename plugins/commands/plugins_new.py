@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from core import __version__, catalog
+from core import API_VERSION, __version__, catalog
 from core.errors import ConfigError
 from plugins.commands import (
     plugins_template_data,
@@ -18,7 +18,7 @@ from plugins.commands import (
     plugins_template_steps,
 )
 from plugins.commands.plugins_docstrings import sections
-from plugins.commands.plugins_template_project import CONFTEST, FILES
+from plugins.commands.plugins_template_project import FILES
 
 TEMPLATES = {
     **plugins_template_data.TEMPLATES,
@@ -62,16 +62,18 @@ def project(name: str, word: str, kind: str) -> dict[str, str]:
         word: The same in lower case with underscores.
         kind: One of `TEMPLATES`.
     """
-    source, test = TEMPLATES[kind]
-    files = {**FILES, "leyden_technique_name/technique_name.py": source, "tests/test_technique_name.py": test}
-    if kind != "commands":
-        files["tests/conftest.py"] = CONFTEST
+    source, *tests = TEMPLATES[kind]
+    files = {**FILES, "leyden_technique_name/technique_name.py": source}
+    files |= zip(("tests/test_technique_name.py", "tests/conftest.py"), tests, strict=False)
     files["README.md"] = _readme(files["README.md"], source)
+
+    api = f">={API_VERSION},<{int(API_VERSION.split('.')[0]) + 1}"
 
     def filled(text: str) -> str:
         text = text.replace("TechniqueName", name).replace("technique_name", word)
         text = text.replace("technique-name", word.replace("_", "-"))
-        return text.replace("CORE_VERSION", __version__).replace("leyden.KIND", f"leyden.{kind}")
+        text = text.replace("CORE_VERSION", __version__).replace("API_RANGE", api)
+        return text.replace("leyden.KIND", f"leyden.{kind}")
 
     return {filled(path): filled(text).lstrip("\n") for path, text in sorted(files.items())}
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from core import catalog
-from core.technique import Declaration, Device, Package, declaration_of
+from core.technique import Declaration, Package, declaration_of
 from plugins.commands.plugins_docstrings import (
     GIVEN,
     documented,
@@ -79,14 +79,8 @@ def _declared(declaration: Declaration | None) -> Iterator[str]:
 
 
 def _need(need: Any) -> str:
-    if isinstance(need, Package):
-        what = need.requirement
-    elif isinstance(need, Device):
-        what = f"a {need.kind.upper()} device"
-    else:
-        what = str(need)
-    missing = need.missing()
-    return f"{what} ({missing or 'present'})"
+    # of the others a run decides: what its accelerator is, how many processes it has, what else is selected
+    return f"{need} ({need.missing() or 'present'})" if isinstance(need, Package) else str(need)
 
 
 def _where(entry: catalog.Entry, target: Any) -> Iterator[str]:

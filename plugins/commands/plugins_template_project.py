@@ -1,4 +1,4 @@
-"""What `plugins new` puts around a technique: metadata, README, CI, and a run small enough for a test."""
+"""What `plugins new` puts around a technique: metadata, README, CI."""
 
 PYPROJECT = """
 [build-system]
@@ -28,6 +28,7 @@ line-length = 110
 
 [tool.pytest.ini_options]
 testpaths = ["tests"]
+addopts = "--leyden-package leyden-technique-name"  # runs the conformance kit, too
 """
 
 PACKAGE = '''
@@ -48,10 +49,10 @@ USAGE
 ## Working on it
 
     pip install -e '.[test]'
-    python -m core plugins check leyden-technique-name
     ruff check .
     pytest
 
+`pytest` runs the tests in `tests/` and leyden's conformance kit, which tries the technique in small runs.
 The class is in `leyden_technique_name/technique_name.py`. After a change to the entry point in
 `pyproject.toml`, install again.
 """
@@ -74,68 +75,8 @@ jobs:
           python-version: ${{ matrix.python }}
       - run: pip install -e '.[test]'
       - run: ruff check .
-      - run: python -m core plugins check leyden-technique-name
       - run: pytest
 """
-
-CONFTEST = '''
-"""A run that takes a second: a GPT of one layer, four steps, text made up on the spot."""
-
-import csv
-import json
-
-import pytest
-from core.__main__ import main
-
-TINY = """
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_steps: 4
-  log_every_n_steps: 1
-  num_sanity_val_steps: 0
-  limit_val_batches: 0
-  enable_progress_bar: false
-  enable_model_summary: false
-  enable_checkpointing: false
-  use_distributed_sampler: false
-  default_root_dir: run
-  logger: [MetricsCSV]
-model:
-  network:
-    class_path: GPT
-    init_args: {vocab_size: 320, n_layer: 1, n_head: 2, n_embd: 16, max_sequence_length: 16}
-  objective: CausalLM
-  optimizer: {class_path: AdamW, init_args: {lr: 0.01}}
-data:
-  class_path: PretrainDataModule
-  init_args:
-    source: text.jsonl
-    cache_dir: cache
-    reader: TextDocuments
-    tokenizer: {class_path: BPETokenizer, init_args: {vocab_size: 300}}
-    writer: TokenShards
-    sequence_length: 16
-    batch_size: 4
-"""
-
-
-@pytest.fixture
-def fit(tmp_path, monkeypatch):
-    """Trains under an overlay, given as YAML; returns the rows of `metrics.csv`, one for each step."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "tiny.yaml").write_text(TINY)
-    texts = (f"{n} and {n + 1} make {2 * n + 1}. " * 5 for n in range(60))
-    (tmp_path / "text.jsonl").write_text("\\n".join(json.dumps({"text": text}) for text in texts))
-
-    def run(overlay):
-        (tmp_path / "overlay.yaml").write_text(overlay)
-        assert main(["fit", "--config", "tiny.yaml", "--config", "overlay.yaml"]) == 0
-        with open(tmp_path / "run" / "metrics.csv") as file:
-            return list(csv.DictReader(file))
-
-    return run
-'''
 
 FILES = {
     "pyproject.toml": PYPROJECT,

@@ -16,7 +16,7 @@ from core.technique import technique
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
-@technique(paper="own work")
+@technique(paper="own work", api="API_RANGE")
 class TechniqueName(Callback):
     """Stops the run when the training loss is above `limit`, or is not a number.
 
@@ -47,24 +47,26 @@ class TechniqueName(Callback):
 '''
 
 CALLBACK_TEST = '''
-"""What TechniqueName computes, and a run that selects it."""
+"""What TechniqueName computes."""
 
-import textwrap
+from types import SimpleNamespace
 
 import pytest
+import torch
 from core.errors import ConfigError
 
 from leyden_technique_name.technique_name import TechniqueName
 
-EXAMPLE = textwrap.dedent(TechniqueName.__doc__.partition("Example:\\n")[2])
 
-
-def test_it_leaves_a_sound_run_alone(fit):
-    assert [row["step"] for row in fit(EXAMPLE)] == ["1", "2", "3", "4"]
-
-
-def test_it_stops_a_run_above_the_limit(fit):
-    assert [row["step"] for row in fit(EXAMPLE.replace("20.0", "0.1"))] == ["1"]
+@pytest.mark.parametrize(
+    ("loss", "logged", "stops"),
+    [(20.0, True, False), (20.5, True, True), (float("nan"), True, True), (20.5, False, False)],
+)
+def test_it_stops_where_a_logged_loss_is_above_the_limit(loss, logged, stops):
+    trainer = SimpleNamespace(callback_metrics={"train/loss": torch.tensor(loss)}, should_stop=False)
+    module = SimpleNamespace(logging_step=logged)
+    TechniqueName(limit=20.0).on_train_batch_end(trainer, module, None, {}, 0)
+    assert trainer.should_stop is stops
 
 
 def test_a_limit_that_cannot_be_met_is_refused():
@@ -85,7 +87,7 @@ from core.errors import ConfigError
 from core.technique import technique
 
 
-@technique(paper="own work")
+@technique(paper="own work", api="API_RANGE")
 def technique_name(arguments: list[str]) -> int:
     """Prints the step of a run that had the lowest validation loss.
 
@@ -144,7 +146,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 
-@technique(paper="JSON Lines, jsonlines.org")
+@technique(paper="JSON Lines, jsonlines.org", api="API_RANGE")
 class TechniqueName(Logger):
     """Appends what is logged to `metrics.jsonl`, an object with `step` and the figures at each call.
 
@@ -185,22 +187,20 @@ class TechniqueName(Logger):
 '''
 
 LOGGER_TEST = '''
-"""What TechniqueName computes, and a run that selects it."""
+"""What TechniqueName computes."""
 
 import json
-import textwrap
 
 from leyden_technique_name.technique_name import TechniqueName
 
-EXAMPLE = textwrap.dedent(TechniqueName.__doc__.partition("Example:\\n")[2])
 
-
-def test_every_logged_figure_of_a_run_is_written(fit, tmp_path):
-    rows = fit(EXAMPLE)
-    [path] = tmp_path.rglob("metrics.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["step"], line["train/loss"]) for line in lines] == [
-        (int(row["step"]), float(row["train/loss"])) for row in rows
+def test_each_call_appends_a_line_also_after_a_resume(tmp_path):
+    TechniqueName(str(tmp_path)).log_metrics({"train/loss": 2.5, "train/lr": 0.1}, step=1)
+    TechniqueName(str(tmp_path)).log_metrics({"train/loss": 2.25}, step=2)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "train/loss": 2.5, "train/lr": 0.1},
+        {"step": 2, "train/loss": 2.25},
     ]
 '''
 

@@ -9,6 +9,7 @@ from typing import Any
 from core import catalog
 from core.class_names import names_for
 from core.errors import ConfigError
+from core.named_callbacks import LISTS
 from core.technique import technique
 from plugins.commands.plugins_terminal import Parser
 
@@ -94,10 +95,11 @@ def _of_subcommands(builder: Any, trainer: type) -> dict[str, Any]:
 
 
 def _complete(builder: Any, trainer: type) -> None:
-    """Adds what the Trainer's types do not say: names of strategies and accelerators, callbacks by name."""
-    from lightning.pytorch import Callback
+    """Adds what the Trainer's types do not say: strategies and accelerators by name, lists as mappings."""
     from lightning.pytorch.accelerators import AcceleratorRegistry
     from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+    from core.signatures import class_types, parameters
 
     options = builder.definitions[builder.arguments(trainer)["$ref"].rpartition("/")[2]]["properties"]
     choices = {
@@ -108,4 +110,5 @@ def _complete(builder: Any, trainer: type) -> None:
         named = {"enum": sorted(allowed)}
         forms = options[name]["anyOf"]
         options[name]["anyOf"] = [named if form == {"type": "string"} else form for form in forms]
-    options["callbacks"]["anyOf"].append(builder.by_name((Callback,)))
+    for name in LISTS:
+        options[name]["anyOf"].append(builder.by_name(class_types(parameters(trainer)[0][name].hint)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import os
+import re
 import sys
 import types
 import typing
@@ -162,15 +163,15 @@ class Builder:
 
     def by_name(self, bases: Bases) -> Schema:
         """Returns the schema of a mapping from the name of a class to its arguments, or to null."""
-        classes = self._fitting(bases)
+        by_path: dict[str, Schema] = {}
+        by_name = {}
+        for name, kind in self._fitting(bases).items():
+            by_name[name] = self.arguments(kind)
+            by_path |= {f"^{re.escape(path)}$": by_name[name] for path in spellings(name, kind)[1:]}
         return {
             "type": "object",
-            "properties": {
-                spelling: self.arguments(kind)
-                for name, kind in classes.items()
-                for spelling in spellings(name, kind)
-            },
-            "patternProperties": {PATH["pattern"]: {"type": ["object", "null"]}},
+            "properties": by_name,
+            "patternProperties": {PATH["pattern"]: {"type": ["object", "null"]}, **by_path},
             "additionalProperties": False,
         }
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
 from core.contracts import Schedule
 from core.errors import ConfigError
 from core.technique import technique
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
 
 
 def warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
@@ -22,6 +27,13 @@ def warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: 
     first = max(warmup_steps - 1, 0)
     progress = min((step - first) / max(total_steps - 1 - first, 1), 1.0)
     return min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def _too_long(warmup_steps: int, total_steps: int) -> str:
+    return (
+        f"warmup_steps is {warmup_steps}, the schedule only {total_steps} steps long.\n"
+        f"Set --model.lr_scheduler.warmup_steps to less than {total_steps}, or train for longer."
+    )
 
 
 @technique(paper="SGDR, arXiv:1608.03983, one cycle; to a tenth of the peak as in GPT-3, arXiv:2005.14165, B")
@@ -64,14 +76,19 @@ class WarmupCosine(Schedule):
         self.total_steps = total_steps or warmup_steps + 1
         super().__init__(optimizer)
 
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields that the warm-up is as long as the schedule, where `trainer.max_steps` tells."""
+        warmup, steps = (own.arguments.get(name) for name in ("warmup_steps", "total_steps"))
+        steps = steps or run.argument("trainer.max_steps") or 0
+        if warmup and warmup >= steps > 1 and not run.argument("trainer.fast_dev_run"):
+            yield _too_long(warmup, steps)
+
     def bind(self, total_steps: int) -> None:
         """Takes the length of the run, unless one was given."""
         total_steps = self.fixed_steps or total_steps
         if self.warmup_steps >= total_steps > 1:
-            raise ConfigError(
-                f"WarmupCosine: warmup_steps is {self.warmup_steps}, the schedule only {total_steps} steps long.\n"
-                f"Set --model.lr_scheduler.warmup_steps to less than {total_steps}, or train for longer."
-            )
+            raise ConfigError(f"WarmupCosine: {_too_long(self.warmup_steps, total_steps)}")
         super().bind(total_steps)
 
     def get_lr(self) -> list[float]:

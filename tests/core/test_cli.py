@@ -1,5 +1,6 @@
 """fit, validate, test and predict: composing, overriding, resuming, and what is said of mistakes."""
 
+import concurrent.futures
 import resource
 import shutil
 import signal
@@ -14,6 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from core import run_folder
 from core.__main__ import main
 from core.cli import differences, prepare, split_configs
 from core.errors import ConfigError
@@ -468,3 +470,27 @@ def test_what_a_run_does_not_name_is_not_imported(packages):
     packages.add("acme_bomb", {"leyden.callbacks": {"AcmeBomb": "acme_bomb:AcmeBomb"}}, "raise SystemExit\n")
     prepare(["--trainer.callbacks+=Throughput"])
     assert "acme_bomb" not in sys.modules
+
+
+def test_runs_that_start_in_the_same_moment_take_folders_of_their_own(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(run_folder.fresh, [tmp_path / "a" / "run"] * 8))
+    assert len(set(folders)) == 8
+    for folder in folders:
+        run_folder.release(folder, [tmp_path / "a"])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--config=tiny.yaml", "--model.network.n_head=5"],
+        ["--config=tiny.yaml", "--model.optimizer.lr=-1"],
+        ["--config=quickstart", "--data.source=nowhere"],
+    ],
+    ids=" ".join,
+)
+def test_a_run_that_cannot_start_leaves_nothing(core, tmp_path, words):
+    done = core("fit", "--trainer.default_root_dir=a/b/run", *words)
+    assert done.code == 2, done.err
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"], done.err

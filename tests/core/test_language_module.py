@@ -264,7 +264,7 @@ def test_data_that_does_not_fit_the_network_is_refused(data, message):
     trained = module()
     trained.network = tiny_gpt()
     with pytest.raises(ConfigError, match=message):
-        trained._check_against_data(type("Data", (), data)())
+        trained.check_against_data(trained.network, type("Data", (), data)())
 
 
 def test_a_run_that_is_bounded_by_epochs_resumes_in_mid_epoch(tmp_path):

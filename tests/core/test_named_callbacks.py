@@ -91,14 +91,14 @@ def test_other_callbacks_and_their_arguments_stay(write):
 def test_the_order_of_files_counts(write):
     write("out.yaml", "trainer: {callbacks: {LossCurve: null}}")
     assert CURVE not in callbacks("--config=base.yaml", "--config=out.yaml")
-    with pytest.raises(ConfigError, match=r"out.yaml:1: LossCurve is not among the callbacks"):
+    with pytest.raises(ConfigError, match=r"out.yaml:1: LossCurve is not in trainer.callbacks"):
         prepare(["--config=out.yaml", "--config=base.yaml"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--callbacks.-TextSample"], "--callbacks.-TextSample: TextSample is not among the callbacks. Did you mean TextSamples?"),
+        (["--callbacks.-TextSample"], "--callbacks.-TextSample: TextSample is not in trainer.callbacks. Did you mean TextSamples?"),
         (["--callbacks.TextSamples"], "write --callbacks.NAME.ARGUMENT=VALUE"),
         (["--callbacks.TextSamples=5"], "write --callbacks.NAME.ARGUMENT=VALUE"),
     ],
@@ -120,3 +120,11 @@ def test_each_value_keeps_the_place_where_it_was_written(write):
     assert positions[(*at, "temperature")] == "--callbacks.TextSamples.temperature"
     assert positions[("trainer", "callbacks", 0, "init_args", "every_n_steps")].endswith("base.yaml:5")
     assert ("trainer", "callbacks", 2) not in positions
+
+
+def test_loggers_and_plugins_too(write):
+    write("lists.yaml", {"trainer": {"logger": "MetricsCSV", "plugins": ["AtomicCheckpoint"]}})
+    write("change.yaml", "trainer: {logger: {MetricsCSV: {save_dir: x}}, plugins: {AtomicCheckpoint: null}}")
+    trainer = prepare(["--config=lists.yaml", "--config=change.yaml"]).composed.values["trainer"]
+    assert [item["init_args"] for item in trainer["logger"]] == [{"save_dir": "x"}]
+    assert trainer["plugins"] == []

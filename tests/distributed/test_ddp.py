@@ -77,6 +77,11 @@ def run(command, folder, *more):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     assert code == 0, (folder / "log").read_text(encoding="utf-8")[-3000:]
+    return results(folder)
+
+
+def results(folder):
+    """Returns the figures by step and the last checkpoint."""
     with open(folder / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
         figures = {int(row["step"]): row for row in csv.DictReader(file)}
     return figures, checkpoint.read(checkpoint.newest(folder / "run"))
@@ -113,24 +118,51 @@ def test_two_ranks_leave_one_run_folder(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "run-2"]
 
 
+def start(places, folder, *words):
+    """Starts a process for each rank with the environment variables that a launcher would set."""
+    ranks, logs = [], []
+    for rank, place in enumerate(places):
+        logs.append(open(folder / f"log.{rank}", "w+", encoding="utf-8"))  # noqa: SIM115
+        ranks.append(subprocess.Popen(
+            [sys.executable, "-m", "core", "fit", "--config=config.yaml", "--trainer.devices=2",
+             "--trainer.strategy=ddp", "--trainer.default_root_dir=run", *words],
+            cwd=folder, stdout=logs[-1], stderr=logs[-1],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)} | {k: str(v) for k, v in place.items()},
+        ))  # fmt: skip
+    return ranks, logs
+
+
+def test_slurms_tasks_are_the_ranks(one, tmp_path):
+    """With what srun sets for each task; the command is the README's."""
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    places = [
+        {"SLURM_JOB_ID": 12345, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2,
+         "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": 1, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
+        for rank in (0, 1)
+    ]  # fmt: skip
+    ranks, logs = start(places, tmp_path)
+    try:
+        codes = [process.wait(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [0, 0], [Path(log.name).read_text(encoding="utf-8")[-2000:] for log in logs]
+    assert_same_run(results(tmp_path), one)
+
+
 def test_sigterm_to_one_rank_ends_both_after_the_same_step(tmp_path):
     """torchrun's ranks, started by hand, so that the signal reaches rank 1 alone."""
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks, logs = [], [open(tmp_path / f"log.{rank}", "w+") for rank in (0, 1)]  # noqa: SIM115
-    for rank, log in enumerate(logs):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0,
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}  # fmt: skip
-        ranks.append(subprocess.Popen(
-            [sys.executable, "-m", "core", "fit", "--config=config.yaml", "--trainer.devices=2",
-             "--trainer.strategy=ddp", "--trainer.max_steps=1000000", "--trainer.log_every_n_steps=7",
-             "--trainer.limit_val_batches=0", "--trainer.default_root_dir=run",
-             "--trainer.callbacks+=tests.distributed.uneven.LastStep"],
-            cwd=tmp_path, stdout=log, stderr=log,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)} | {k: str(v) for k, v in place.items()},
-        ))  # fmt: skip
+    places = [
+        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0,
+         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+        for rank in (0, 1)
+    ]  # fmt: skip
+    words = ["--trainer.max_steps=1000000", "--trainer.log_every_n_steps=7", "--trainer.limit_val_batches=0"]
+    ranks, logs = start(places, tmp_path, *words, "--trainer.callbacks+=tests.distributed.uneven.LastStep")
     try:
         deadline = time.monotonic() + 90
         while not list(tmp_path.glob("run/checkpoints/*.ckpt")) and time.monotonic() < deadline:

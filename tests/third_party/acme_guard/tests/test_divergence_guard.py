@@ -4,6 +4,7 @@ import math
 
 import pytest
 from acme_guard.divergence_guard import DivergenceGuard
+
 from core.errors import ConfigError
 
 

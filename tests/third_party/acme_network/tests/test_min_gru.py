@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.multiprocessing
 from acme_network.min_gru import MinGRU, Recurrence, scan
+
 from core.errors import ConfigError
 
 SIZES = {"vocab_size": 11, "n_layer": 2, "n_embd": 8, "width": 12}

@@ -2,6 +2,7 @@
 
 import pytest
 from acme_pretraining.csv_documents import CsvDocuments
+
 from core.errors import ConfigError
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from acme_pretraining.smoothed_lm import SmoothedLM
+
 from core.errors import ConfigError
 
 LABELS = torch.tensor([[1, -100, 2], [-100, 0, 4]])

@@ -1,7 +1,8 @@
 """A name that another package has registered, too."""
 
-from core.technique import technique
 from lightning.pytorch import Callback
+
+from core.technique import technique
 
 
 @technique(paper="own work", api=">=1,<2")

@@ -1,7 +1,8 @@
 """Written for a version of leyden's contracts that is yet to come."""
 
-from core.technique import technique
 from lightning.pytorch import Callback
+
+from core.technique import technique
 
 
 @technique(paper="own work", api=">=99,<100")

@@ -1,7 +1,8 @@
 """Fails when it is imported."""
 
-from core.technique import technique
 from lightning.pytorch import Callback
+
+from core.technique import technique
 
 raise PermissionError("the licence server does not answer\n" * 20)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from core.errors import ConfigError
-from core.technique import technique
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from core.errors import ConfigError
+from core.technique import technique
 
 
 @technique(
@@ -38,14 +39,14 @@ class DivergenceGuard(Callback):
               init_args: {sigma: 6.0, patience: 3}
     """
 
-    def __init__(
-        self, sigma: float = 6.0, patience: int = 3, warmup: int = 10, weight: float = 0.1
-    ) -> None:
+    def __init__(self, sigma: float = 6.0, patience: int = 3, warmup: int = 10, weight: float = 0.1) -> None:
         for name, value, least in (("patience", patience, 1), ("warmup", warmup, 2)):
             if value < least:
                 raise ConfigError(f"DivergenceGuard takes {name} >= {least} (logged steps), not {value}.")
         if sigma <= 0 or not 0 < weight < 1:
-            raise ConfigError(f"DivergenceGuard takes sigma > 0 and 0 < weight < 1, not {sigma} and {weight}.")
+            raise ConfigError(
+                f"DivergenceGuard takes sigma > 0 and 0 < weight < 1, not {sigma} and {weight}."
+            )
         self.sigma, self.patience, self.warmup, self.weight = sigma, patience, warmup, weight
         self._state = {"mean": 0.0, "variance": 0.0, "seen": 0, "above": 0}
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
-from torch import Tensor, nn
 
 
 def scan(keep: Tensor, new: Tensor) -> Tensor:
@@ -91,7 +92,12 @@ class MinGRU(Network):
         self, vocab_size: int = 2048, n_layer: int = 2, n_embd: int = 64, width: int | None = None
     ) -> None:
         width = 2 * n_embd if width is None else width
-        for name, value in {"vocab_size": vocab_size, "n_layer": n_layer, "n_embd": n_embd, "width": width}.items():
+        for name, value in {
+            "vocab_size": vocab_size,
+            "n_layer": n_layer,
+            "n_embd": n_embd,
+            "width": width,
+        }.items():
             if value < 1:
                 raise ConfigError(f"MinGRU: {name}={value} must be at least 1.")
         super().__init__()
@@ -116,7 +122,9 @@ class MinGRU(Network):
         documents, first = batch.get("document_ids"), None
         if documents is not None:
             if cache is not None:
-                raise ConfigError("MinGRU: document_ids cannot be used with a cache: generate one document a row.")
+                raise ConfigError(
+                    "MinGRU: document_ids cannot be used with a cache: generate one document a row."
+                )
             first = documents.diff(dim=1, prepend=documents[:, :1]).ne(0).unsqueeze(-1)
         x = self.embedding(batch["input_ids"])
         for index, layer in enumerate(self.layers):

@@ -37,7 +37,9 @@ class CsvDocuments(DocumentSource):
     def __init__(self, source: str, column: str = "text") -> None:
         self.path, self.column = Path(source).expanduser(), column
         if not self.path.is_file():
-            raise ConfigError(f"data.source={source}: there is no such file; CsvDocuments reads one .csv file.")
+            raise ConfigError(
+                f"data.source={source}: there is no such file; CsvDocuments reads one .csv file."
+            )
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns what decides the text: a digest of the file, and the column."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
 from core.technique import technique
-from torch import Tensor
 
 
 @technique(paper="Rethinking the Inception Architecture, arXiv:1512.00567, section 7", api=">=1,<2")
@@ -44,5 +45,8 @@ class SmoothedLM(Objective):
         of_label = logs.gather(1, labels.clamp(min=0)[:, None])[:, 0]
         entropy, uniform = -(of_label * counted).sum(), -(logs.mean(dim=-1) * counted).sum()
         tokens = counted.sum()
-        parts = {"cross_entropy": TokenSum(entropy, tokens), "uniform_cross_entropy": TokenSum(uniform, tokens)}
+        parts = {
+            "cross_entropy": TokenSum(entropy, tokens),
+            "uniform_cross_entropy": TokenSum(uniform, tokens),
+        }
         return TokenSum((1 - self.smoothing) * entropy + self.smoothing * uniform, tokens), parts

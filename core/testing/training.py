@@ -1,0 +1,218 @@
+"""Proofs that run the tiny model: built, trained, killed and resumed, on two ranks, counted."""
+
+from __future__ import annotations
+
+import dis
+import math
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from core.catalog import KINDS
+from core.config_files import merge
+from core.testing.case import Case, tiny, with_text
+from core.testing.proof import NotProvable, proof, require
+from core.testing.runs import Run, run
+from core.testing.workshop import workshop, write_config
+
+STEPS, SAVED, KILLED = 8, 4, 6
+"""Steps of a run; after which the checkpoint is saved that a run goes on from which is killed later."""
+
+WATCHED = (2, 7)
+"""Steps in which nothing is logged, saved or validated."""
+
+RUNNABLE = tuple(kind for kind in KINDS if kind != "commands")
+PER_STEP_HOOKS = (
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_before_zero_grad",
+    "on_train_batch_end",
+)
+
+
+@proof(*RUNNABLE)
+def builds_from_yaml(case: Case) -> None:
+    """A configuration that selects it is parsed, checked and built."""
+    values = configured(case, case.ranks)
+    done = run(["check", f"--config={write_config(_label(case, 'built'), values)}"], workshop())
+    require(done.code == 0, f"`check` ended with exit code {done.code}:\n{done.complaint}")
+
+
+@proof(*RUNNABLE)
+def config_round_trips(case: Case) -> None:
+    """The configuration that a run prints is read back as the same, so that a run can be repeated."""
+    path = write_config(_label(case, "printed"), configured(case, case.ranks))
+    done = run(["fit", f"--config={path}", "--print_config=plain"], workshop())
+    require(done.code == 0, f"`--print_config` ended with exit code {done.code}:\n{done.complaint}")
+    first = done.printed
+    path.write_text(first, encoding="utf-8")
+    done = run(["fit", f"--config={path}", "--print_config=plain"], workshop())
+    require(done.code == 0, f"what was printed is refused:\n{done.complaint}")
+    opaque = re.search(r"^.*<.+ (object )?at 0x[0-9a-f]+>.*$", first, re.MULTILINE)
+    require(not opaque, f"this value cannot be read back: {opaque and opaque[0].strip()}")
+    changed = [
+        f"{old.strip()} became {new.strip()}"
+        for old, new in zip(first.splitlines(), done.printed.splitlines(), strict=False)
+        if old != new
+    ]
+    require(first == done.printed, "\n".join(changed[:3]) or "there are other lines")
+
+
+@proof(*RUNNABLE)
+def trains(case: Case) -> None:
+    """A tiny model trains with it, and the loss is finite in each step."""
+    record = whole(case).record
+    require(
+        record["steps"] == STEPS,
+        f"the run ended after {record['steps']} of {STEPS} steps: try it with arguments that let it run",
+    )
+    wrong = [f"step {n}: {loss}" for n, loss in enumerate(record["losses"], 1) if not math.isfinite(loss)]
+    require(not wrong, f"loss that is not finite, {', '.join(wrong)}")
+    require(record["losses"] and record["figures"], "no loss was returned or logged")
+
+
+@proof(*RUNNABLE)
+def resumes_bitwise(case: Case) -> None:
+    """A run that is killed and resumed is bitwise the run that was not: losses, figures, weights."""
+    expected = whole(case)
+    killed = fit(case, "killed", ranks=case.ranks, save_at=SAVED, kill_at=KILLED)
+    require(killed.code == -9, f"the run that was to be killed ended with {killed.code}:\n{killed.complaint}")
+    found = fit(case, "killed", "--ckpt_path=last", ranks=case.ranks)
+    require(found.code == 0, f"the resumed run ended with exit code {found.code}:\n{found.complaint}")
+    for name in ("losses", "figures"):
+        differences = list(_differences(found.record[name], expected.record[name], name))
+        require(not differences, "\n".join(["resumed, and without a stop:", *differences[:4]]))
+    one, other = found.checkpoint(), expected.checkpoint()
+    if one is not None and other is not None:
+        for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+            differences = list(_differences(one.get(part), other.get(part), part))
+            require(not differences, "\n".join(["resumed, and without a stop:", *differences[:4]]))
+
+
+@proof(*RUNNABLE)
+def agrees_on_two_ranks(case: Case) -> None:
+    """Two processes that share each batch compute what one does with all of it."""
+    if case.ranks > 2:
+        raise NotProvable(f"it needs {case.ranks} processes")
+    reference = whole(None if case.entry.kind == "strategies" or case.ranks > 1 else case)
+    if reference.record["random"]:
+        raise NotProvable(
+            "its training draws random numbers (dropout?), each rank its own: try it with a case without"
+        )
+    found = fit(case, "ranks", ranks=2)
+    require(found.code == 0, f"two ranks ended with exit code {found.code}:\n{found.complaint}")
+    if case.entry.kind == "datamodules":
+        _reads_different_rows(found)
+        return
+    expected = reference.record["figures"]
+    require(found.record["figures"].keys() == expected.keys(), "other steps were logged")
+    for step, figures in expected.items():
+        for name, value in figures.items():
+            seen = found.record["figures"][step].get(name, math.nan)
+            require(
+                math.isclose(seen, value, rel_tol=case.tolerance, abs_tol=case.tolerance),
+                f"{name} after step {step} is {seen!r} on two ranks, {value!r} in one process (tolerance "
+                f"{case.tolerance:g})",
+            )
+
+
+def _reads_different_rows(found: Run) -> None:
+    one, other = (found.record_of(rank)["inputs"] for rank in range(2))
+    same = [str(step) for step, (a, b) in enumerate(zip(one, other, strict=True), 1) if a == b]
+    require(not same, f"both ranks were given the same rows in step {', '.join(same)}")
+
+
+@proof(*RUNNABLE)
+def idle_costs_nothing(case: Case) -> None:
+    """Steps that are not logged make the host wait for the device no more often than without it."""
+    waits, usual = whole(case).record["waits"], len(whole(None).record["waits"])
+    require(
+        len(waits) <= usual,
+        f"{len(waits)} waits in steps {' and '.join(map(str, WATCHED))}, {usual} without it; they came from\n"
+        + "\n".join(sorted({f"{place} ({waits.count(place)} times)" for place in waits})[:5]),
+    )
+    hooks = [name for name in PER_STEP_HOOKS if name in vars(case.target)]
+    idle = [name for name in hooks if _does_nothing(vars(case.target)[name])]
+    require(
+        not idle,
+        f"of its {len(hooks)} hooks that are called in each step, {', '.join(idle)} does nothing: leave it out",
+    )
+
+
+def _does_nothing(function: Any) -> bool:
+    names = {instruction.opname for instruction in dis.get_instructions(function)}
+    return names <= {"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"}
+
+
+@cache
+def _whole(case: Case | None) -> Run:
+    return fit(case, "whole", save_at=SAVED, ranks=case.ranks if case else 1)
+
+
+def whole(case: Case | None) -> Run:
+    """Returns the run of all steps; of the tiny run without any technique where there is no case.
+
+    Raises:
+        AssertionError: If it failed.
+    """
+    done = _whole(case)
+    require(done.code == 0, f"`fit` ended with exit code {done.code}:\n{done.complaint}")
+    return done
+
+
+def fit(case: Case | None, name: str, *words: str, ranks: int = 1, **recorder: Any) -> Run:
+    """Trains with the recorder in the run; `words` are further arguments."""
+    values = configured(case, ranks)
+    folder = workshop() / _label(case, name)
+    recorder = {"folder": str(folder), "watch": list(WATCHED)} | recorder
+    callbacks = [{"class_path": "core.testing.recorder.Recorder", "init_args": recorder}]
+    merge(values, {"trainer": {"default_root_dir": str(folder), "callbacks+": callbacks}})
+    path = write_config(_label(case, name), values)
+    return run(["fit", f"--config={path}", *words], folder, ranks=ranks)
+
+
+def configured(case: Case | None, ranks: int) -> dict[str, Any]:
+    """Returns the configuration of the tiny run on so many processes, each with its part of the rows."""
+    values = merge({}, case.values if case else with_text(tiny([])))
+    if ranks > 1:
+        merge(values, {"trainer": {"devices": ranks, "strategy": values["trainer"].get("strategy", "ddp")}})
+        if rows := values["data"].get("init_args", {}).get("batch_size"):
+            merge(values, {"data": {"init_args": {"batch_size": rows // ranks}}})
+    return values
+
+
+def _label(case: Case | None, name: str) -> str:
+    return f"plain-{name}" if case is None else f"{case.entry.name}-{id(case):x}-{name}"
+
+
+def _differences(found: Any, expected: Any, path: str) -> Iterator[str]:
+    """Yields where two nested values are not the same to the last bit."""
+    import torch
+
+    if isinstance(expected, torch.Tensor) and isinstance(found, torch.Tensor):
+        if found.dtype != expected.dtype or not _same_bits(found, expected):
+            yield f"{path}: another tensor"
+    elif isinstance(expected, Mapping) and isinstance(found, Mapping):
+        for key in [*expected, *(key for key in found if key not in expected)]:
+            if key not in found or key not in expected:
+                yield f"{path}.{key}: only {'without the stop' if key in expected else 'in the resumed run'}"
+            else:
+                yield from _differences(found[key], expected[key], f"{path}.{key}")
+    elif isinstance(expected, list | tuple) and isinstance(found, list | tuple):
+        if len(found) != len(expected):
+            yield f"{path}: {len(found)} values and {len(expected)}"
+        for index, (one, other) in enumerate(zip(found, expected, strict=False)):
+            yield from _differences(one, other, f"{path}.{index + 1 if path == 'losses' else index}")
+    elif repr(found) != repr(expected):
+        yield f"{path}: {found!r} and {expected!r}"
+
+
+def _same_bits(one: Any, other: Any) -> bool:
+    import torch
+
+    return one.shape == other.shape and torch.equal(
+        one.contiguous().flatten().view(torch.uint8), other.contiguous().flatten().view(torch.uint8)
+    )

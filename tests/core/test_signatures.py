@@ -1,0 +1,100 @@
+"""What classes take and which types name a class, held against jsonargparse, which parses by the same signatures."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Optional
+
+import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch import callbacks, loggers, strategies
+from lightning.pytorch.callbacks import Callback
+from torch import optim
+from torch.optim import Optimizer
+
+from core import catalog
+from core.signatures import REQUIRED, class_types, describe, literals, parameters, sections, takes_list
+
+CLASSES = [
+    *(entry.load() for entry in catalog.entries() if entry.package == "leyden" and entry.kind != "commands"),
+    *(sections()[name] for name in ("trainer", "model")),
+    *(getattr(callbacks, name) for name in callbacks.__all__),
+    *(loggers.CSVLogger, strategies.DDPStrategy, strategies.ModelParallelStrategy),
+    *(optim.Adam, optim.SGD, optim.Muon, optim.lr_scheduler.OneCycleLR),
+]
+
+
+@pytest.mark.parametrize("target", CLASSES, ids=lambda target: target.__name__)
+def test_the_arguments_are_those_that_jsonargparse_finds(target):
+    parser = ArgumentParser(exit_on_error=False)
+    added = parser.add_class_arguments(target, "it", fail_untyped=False)
+    theirs = {name.removeprefix("it.") for name in added}
+    ours, takes_more = parameters(target)
+    assert ours.keys() <= theirs
+    assert takes_more or ours.keys() == theirs
+
+
+class Base:
+    def __init__(self, width: int, depth: "int | None" = None) -> None: ...
+
+
+class PassesOn(Base):
+    def __init__(self, lr: float, *rest, **kwargs):
+        super().__init__(**kwargs)
+
+
+class Keeps(Base):
+    def __init__(self, lr: float, **kwargs):
+        super().__init__(3, **kwargs)
+        self.options = kwargs
+
+
+class Untyped:
+    def __init__(self, loss, at: "NoSuchType" = 3): ...  # noqa: F821
+
+
+def test_what_is_passed_on_to_a_base_is_among_the_arguments():
+    found, takes_more = parameters(PassesOn)
+    assert list(found) == ["lr", "width", "depth"]
+    assert not takes_more
+    assert found["lr"] == (float, REQUIRED)
+    assert found["depth"] == (int | None, None)
+
+
+def test_what_is_kept_may_be_anything():
+    assert parameters(Keeps) == ({"lr": (float, REQUIRED)}, True)
+
+
+def test_an_argument_without_a_known_type_is_there():
+    assert parameters(Untyped) == ({"loss": (Any, REQUIRED), "at": (Any, 3)}, False)
+
+
+def test_of_a_function():
+    def function(a: int, *, b: str = "x", **kwargs: Any) -> None: ...
+
+    assert parameters(function) == ({"a": (int, REQUIRED), "b": (str, "x")}, True)
+
+
+@pytest.mark.parametrize(
+    ("hint", "classes", "several"),
+    [
+        (int, (), False),
+        (Callback, (Callback,), False),
+        (list[Callback] | Callback | None, (Callback,), True),
+        (Iterable[Callback] | bool, (Callback,), True),
+        (Callable[[Optimizer], Callback], (Callback,), False),
+        (Callable[[list[int]], Callback] | None, (Callback,), False),
+        (Optional[Literal["a", "b"]], (), False),  # noqa: UP045
+        (dict[str, Callback], (Callback,), False),
+        (Any, (), False),
+        (Callable, (), False),
+    ],
+)
+def test_types_that_name_classes_and_lists(hint, classes, several):
+    assert class_types(hint) == classes
+    assert takes_list(hint) == several
+
+
+def test_literals_and_descriptions():
+    assert literals(Literal["a", 3] | None) == ["a", 3]
+    assert literals(int) == []
+    assert describe(int) == "int"
+    assert describe(int | None) == "int | None"

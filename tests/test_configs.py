@@ -1,0 +1,63 @@
+"""Every config that ships is parsed and checked; every technique has an overlay, and each overlay trains."""
+
+from pathlib import Path
+
+import pytest
+
+from core import catalog
+from core.testing.runs import run
+from core.testing.workshop import workshop
+from tests.conformance.compatibility import entries, overlay_of
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
+WITHOUT = {"TokenPreparation"}
+"""Stages that a run does not choose."""
+
+
+def name(path):
+    return str(path.relative_to(CONFIGS).with_suffix(""))
+
+
+def test_each_technique_has_an_overlay_and_each_overlay_a_technique():
+    kinds = [kind for kind in catalog.KINDS if kind not in ("commands", "datamodules")]
+    expected = {overlay_of(entry) for entry in entries(*kinds) if entry.name not in WITHOUT}
+    assert set(OVERLAYS) == expected
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=name)
+def test_an_overlay_names_its_technique(path):
+    first, second = path.read_text(encoding="utf-8").splitlines()[:2]
+    [entry] = [e for e in entries(*catalog.KINDS) if overlay_of(e) == path]
+    assert first == f"# {entry.name}: {entry.summary()}"
+    assert second == f"# fit --config quickstart --config {name(path)}"
+    assert entry.name in path.read_text(encoding="utf-8").partition("\n")[2]
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=name)
+def test_every_config_is_parsed_and_preflighted(path):
+    words = ["--config=quickstart", f"--config={name(path)}"]
+    done = run(["check", *words[path.name == "quickstart.yaml" :]], workshop())
+    assert done.code == 0, done.complaint
+    assert "Nothing was started or written." in done.printed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def prepared():
+    """Where the quickstart's data is kept; prepared by the first run."""
+    return workshop() / "quickstart-data"
+
+
+@pytest.mark.parametrize("path", OVERLAYS, ids=name)
+def test_every_overlay_trains_on_the_quickstart(path, prepared):
+    folder = workshop() / f"overlay-{path.stem}"
+    words = ["--config=quickstart", f"--config={name(path)}", f"--data.cache_dir={prepared}"]
+    words += [
+        "--trainer.max_steps=3",
+        "--trainer.limit_val_batches=1",
+        "--callbacks.TextSamples.max_new_tokens=4",
+    ]
+    words += ["--model.lr_scheduler.warmup_steps=1", f"--trainer.default_root_dir={folder}"]
+    done = run(["fit", *words], folder)
+    assert done.code == 0, done.complaint
+    assert "Trained to step 3" in done.printed, done.printed[-1000:]
