@@ -12,7 +12,10 @@ from core.errors import ConfigError
 from core.technique import technique
 
 
-@technique(paper="own work: what ModelCheckpoint does with monitor='step', and a save of the last step")
+@technique(
+    paper="own work: what ModelCheckpoint does with monitor='step', and a save of the last step",
+    maturity="stable",
+)
 class PeriodicCheckpoint(Checkpoint):
     """Keeps the newest checkpoints of a run, and always one of its last step.
 

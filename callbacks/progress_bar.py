@@ -19,7 +19,7 @@ from core.errors import ConfigError
 from core.technique import technique
 
 
-@technique(paper="rich, rich.readthedocs.io/en/stable/live.html", after=("Throughput",))
+@technique(paper="rich, rich.readthedocs.io/en/stable/live.html", after=("Throughput",), maturity="stable")
 class ProgressBar(lightning_callbacks.ProgressBar):
     """Shows step, loss, validation loss, tokens per second (of `Throughput`) and the time left.
 

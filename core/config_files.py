@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +126,21 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
             places = {at[2:]: line for at, line in positions.items() if at[:2] == head}
             positions = {at: line for at, line in positions.items() if at[:2] != head}
             change(result.values, result.positions, trainer.pop(key), places, merge, key)
-    result.positions.update({_merged_path(at, result.values): line for at, line in positions.items()})
+    _place(result, values, {at: line for at, line in positions.items() if not at or at[0] in values})
     merge(result.values, values)
     result.files.append(path)
+
+
+def _place(result: Composed, values: Mapping[str, Any], positions: dict[Path_, str]) -> None:
+    """Notes where values stand that are about to be merged, and forgets where what they replace stood."""
+    placed = {at: _merged_path(at, result.values) for at in positions}
+    replaced = {placed[at] for at in positions if not isinstance(reduce(getitem, at, values), dict)}
+    kept = {
+        at: line
+        for at, line in result.positions.items()
+        if not any(at[:count] in replaced for count in range(len(at)))
+    }
+    result.positions = kept | {placed[at]: line for at, line in positions.items()}
 
 
 def _merged_path(path: Path_, target: Any) -> Path_:

@@ -90,8 +90,8 @@ def _duplicates(run: Run) -> Iterator[str]:
 def _owners(run: Run) -> Iterator[str]:
     owners: dict[str, list[str]] = {}
     for item in run.selected:
-        implied = {"learning_rate"} if item.key == "model.lr_scheduler" else set()
-        for owned in implied.union(item.declaration.owns):
+        implied = ("learning_rate",) if item.key == "model.lr_scheduler" else ()
+        for owned in dict.fromkeys((*implied, *item.declaration.owns)):
             owners.setdefault(owned, []).append(run.named(item))
     if run.argument(CLIPPING):
         place = run.place(CLIPPING) or "its default"

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from core.selection import Run
 
 T = TypeVar("T")
+Maturity = Literal["stable", "experimental"]
 _ATTRIBUTE = "__technique__"
 
 
@@ -144,6 +145,7 @@ class Declaration:
     owns: tuple[str, ...] = ()
     offers: tuple[str, ...] = ()
     api: str | None = None
+    maturity: Maturity = "experimental"
 
 
 def technique(
@@ -156,6 +158,7 @@ def technique(
     owns: Iterable[str] = (),
     offers: Iterable[str] = (),
     api: str | None = None,
+    maturity: Maturity = "experimental",
 ) -> Callable[[T], T]:
     """Declares a class (or function) as a technique.
 
@@ -174,6 +177,7 @@ def technique(
         offers: Features that other techniques may need, such as "exact_resume".
         api: The versions of the core's API (`core.API_VERSION`) that this was written for, for example
             ">=1,<2"; None: any.
+        maturity: "stable" where arguments and results change only with a major version, else "experimental".
 
     Returns:
         A decorator that returns its argument unchanged but for the recorded :class:`Declaration`.
@@ -187,6 +191,7 @@ def technique(
         tuple(owns),
         tuple(offers),
         api,
+        maturity,
     )
 
     def record(target: T) -> T:

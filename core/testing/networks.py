@@ -1,1 +1,176 @@
-"""."""
+"""Proofs for networks: what strategies, objectives and generation rely on; see `core.contracts.Network`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor
+
+from core.contracts import Network
+from core.testing.case import Case
+from core.testing.proof import NotProvable, proof, require
+
+ROWS, LENGTH = 2, 12
+"""B and T of the batches."""
+
+TOLERANCE = 1e-5
+"""Of float32 logits, relative to the largest: products of a few hundred terms in another order."""
+
+
+def build(case: Case, perturbed: bool = True) -> Network:
+    """Builds the network in eval mode; its weights drawn anew where a zero would hide a mistake."""
+    with seeded(0):
+        network: Network = case.build("model.network", Network)
+    network.eval()
+    if perturbed:  # projections that begin at zero would let no token see another
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return network
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds torch's generator, and gives back its state afterwards."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def tokens(network: Network, seed: int = 0, length: int = LENGTH) -> Tensor:
+    """Returns token ids (B, T)."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(network.vocab_size, (ROWS, length), generator=generator)
+
+
+def logits_of(network: Network, input_ids: Tensor, cache: object = None) -> Tensor:
+    """Returns logits (B, T, V) in float32."""
+    with torch.no_grad():
+        return network.logits(network({"input_ids": input_ids}, cache)).float()
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Returns the largest difference, relative to the largest value."""
+    return float((one - other).abs().max() / other.abs().max().clamp(min=1e-12))
+
+
+@proof("networks")
+def returns_logits_for_each_token(case: Case) -> None:
+    """`forward` and `logits` give (B, T, vocab_size) for every length up to `max_sequence_length`."""
+    network = build(case)
+    longest = network.max_sequence_length
+    require(longest is None or longest >= 1, f"max_sequence_length is {longest}")
+    for length in {1, 7, min(LENGTH, longest or LENGTH)}:
+        with torch.no_grad():
+            hidden = network({"input_ids": tokens(network, length=length)})
+        logits = network.logits(hidden)
+        wanted = (ROWS, length, network.vocab_size)
+        require(logits.shape == wanted, f"logits are {tuple(logits.shape)} for T = {length}, not {wanted}")
+        require(hidden.shape[:2] == wanted[:2], f"`forward` returned {tuple(hidden.shape)} for T = {length}")
+        require(torch.isfinite(logits).all(), f"logits are not finite for T = {length}")
+
+
+@proof("networks")
+def is_causal(case: Case) -> None:
+    """No logit depends on a later token."""
+    network = build(case)
+    first, second = tokens(network, 0), tokens(network, 1)
+    for cut in range(1, LENGTH):
+        changed = torch.cat((first[:, :cut], second[:, cut:]), dim=1)
+        leak = distance(logits_of(network, changed)[:, :cut], logits_of(network, first)[:, :cut])
+        require(
+            leak <= TOLERANCE,
+            f"other tokens from position {cut} on change the logits before it by {leak:.1e} of the largest",
+        )
+
+
+@proof("networks")
+def blocks_are_submodules(case: Case) -> None:
+    """`blocks` are different modules of the network, in the order of their names, so that they can be wrapped."""
+    network = build(case)
+    places = {id(module): place for place, module in enumerate(network.modules())}
+    found = [places.get(id(block)) for block in network.blocks]
+    require(
+        None not in found, f"block {found.index(None) if None in found else 0} is no module of the network"
+    )
+    require(len(set(found)) == len(found), "a block stands in `blocks` twice")
+    require(
+        found == sorted(found, key=lambda place: place or 0), "the blocks are not in the order of the modules"
+    )
+
+
+@proof("networks")
+def starts_on_the_meta_device(case: Case) -> None:
+    """Built on the meta device, emptied onto a real one and initialised, it is what it is when built there."""
+    usual = build(case, perturbed=False)
+    with torch.device("meta"):
+        sharded: Network = case.build("model.network", Network)
+    real = [name for name, tensor in _tensors(sharded) if tensor.device.type != "meta"]
+    require(not real, f"built on the meta device it still allocates {', '.join(real[:5])}")
+    sharded.to_empty(device="cpu")
+    with torch.no_grad():
+        for _, tensor in _tensors(sharded):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
+    for network in (usual, sharded):
+        with seeded(2):
+            network.init_weights()
+    left = [name for name, tensor in _tensors(sharded) if tensor.is_floating_point() and tensor.isnan().any()]
+    require(not left, f"init_weights leaves out {', '.join(left[:5])}")
+    expected = dict(_tensors(usual))
+    other = [
+        n for n, tensor in _tensors(sharded) if n not in expected or not torch.equal(tensor, expected[n])
+    ]
+    require(not other and len(expected) == len(dict(_tensors(sharded))), f"differs in {', '.join(other[:5])}")
+    fresh = logits_of(sharded.eval(), tokens(sharded))
+    require(torch.isfinite(fresh).all(), "its logits are not finite")
+
+
+def _tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
+    yield from network.named_parameters()
+    yield from network.named_buffers()
+
+
+@proof("networks")
+def parallel_plan_names_modules(case: Case) -> None:
+    """Each name in `tensor_parallel_plan`, wildcards included, is that of a module."""
+    network = build(case)
+    names = [name for name, _ in network.named_modules()]
+    unknown = [key for key in network.tensor_parallel_plan() if not any(fnmatchcase(n, key) for n in names)]
+    require(not unknown, f"there is no module {', '.join(unknown)}")
+
+
+@proof("networks")
+def counts_flops(case: Case) -> None:
+    """`flops_per_token` is positive and does not fall with the length."""
+    network = build(case)
+    short, long = (network.flops_per_token(length) for length in (8, 16))
+    require(0 < short <= long < float("inf"), f"{short:g} at T = 8, {long:g} at T = 16")
+
+
+@proof("networks")
+def a_cache_changes_nothing(case: Case) -> None:
+    """Logits with a key-value cache, several tokens and then one at a time, are those without."""
+    network = build(case)
+    input_ids = tokens(network)
+    cache = network.new_cache(ROWS, LENGTH)
+    if cache is None:
+        raise NotProvable("it has no cache")
+    with _unchanged(network):
+        parts = [logits_of(network, input_ids[:, :5], cache)]
+        parts += [logits_of(network, input_ids[:, t : t + 1], cache) for t in range(5, LENGTH)]
+    apart = distance(torch.cat(parts, dim=1), logits_of(network, input_ids))
+    require(apart <= TOLERANCE, f"they differ by {apart:.1e} of the largest logit")
+    again = logits_of(network, input_ids[:, :5], network.new_cache(ROWS, LENGTH))
+    require(torch.equal(again, parts[0]), "a new cache is not empty: the same tokens give other logits")
+
+
+@contextmanager
+def _unchanged(network: Network) -> Iterator[None]:
+    before = {name: tensor.clone() for name, tensor in _tensors(network)}
+    yield
+    changed = [name for name, tensor in _tensors(network) if not torch.equal(tensor, before[name])]
+    require(not changed, f"generating changes {', '.join(changed)}")

@@ -67,7 +67,8 @@ class ConcatenatedBatches(PackedBatches):
 
 
 @technique(
-    paper="GPT-3, arXiv:2005.14165, appendix B: rows are always full, documents follow each other in them"
+    paper="GPT-3, arXiv:2005.14165, appendix B: rows are always full, documents follow each other in them",
+    maturity="stable",
 )
 class Concatenate(Packing):
     """Cuts the stream of all documents into rows of `sequence_length`, wherever documents end.

@@ -24,7 +24,8 @@ _pool_owner = 0  # the process whose threads they are
 
 
 @technique(
-    paper="Sennrich et al., arXiv:1508.07909; on bytes as in GPT-2 (Radford et al., 2019, section 2.2)"
+    paper="Sennrich et al., arXiv:1508.07909; on bytes as in GPT-2 (Radford et al., 2019, section 2.2)",
+    maturity="stable",
 )
 class BPETokenizer(Tokenizer):
     """Byte-level BPE: any text is encoded, and decoded to exactly what it was.

@@ -20,7 +20,8 @@ SUFFIXES = (".txt", ".md", ".jsonl")
 
 
 @technique(
-    paper="JSON Lines, jsonlines.org; the built-in text is pydoc's topics and the library's docstrings"
+    paper="JSON Lines, jsonlines.org; the built-in text is pydoc's topics and the library's docstrings",
+    maturity="stable",
 )
 class TextDocuments(DocumentSource):
     """The documents of a file, of a folder and its subfolders, or of the files that a glob matches.

@@ -16,7 +16,9 @@ from core.technique import technique
 _MOST = 1 << 31
 
 
-@technique(paper="litdata's BinaryWriter and TokensLoader, github.com/Lightning-AI/litdata")
+@technique(
+    paper="litdata's BinaryWriter and TokensLoader, github.com/Lightning-AI/litdata", maturity="stable"
+)
 class TokenShards(TokenWriter):
     """Chunks of about `shard_bytes` and an index.json, which litdata's TokensLoader reads too.
 

@@ -18,7 +18,9 @@ from core.errors import ConfigError
 from core.technique import technique
 
 
-@technique(paper="write to a temporary name, fsync, rename: POSIX rename(2) replaces atomically")
+@technique(
+    paper="write to a temporary name, fsync, rename: POSIX rename(2) replaces atomically", maturity="stable"
+)
 class AtomicCheckpoint(CheckpointIO):
     """Writes each checkpoint under a temporary name, flushes it to the disk, then renames it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -28,6 +28,7 @@ class Argument:
         words: The values that it may take, where its type lists them.
         bases: Names of the base classes of what it takes.
         several: Whether it takes a list.
+        given: How many of the class's first arguments the run supplies.
         paths: Whether it takes a path.
         text: One sentence from the docstring.
     """
@@ -35,6 +36,7 @@ class Argument:
     words: list[str] = field(default_factory=list)
     bases: list[str] = field(default_factory=list)
     several: bool = False
+    given: int = 0
     paths: bool = False
     text: str = ""
 
@@ -86,7 +88,7 @@ def lineage(module: str, name: str, depth: int = _DEPTH) -> Iterator[tuple[str, 
             yield from lineage(found[0], _last(base), depth - 1)
 
 
-def derives(module: str, name: str, bases: list[str]) -> bool:
+def derives(module: str, name: str, bases: Sequence[str]) -> bool:
     """Returns whether a class derives from one that has one of these names."""
     return any(_last(base) in bases for _, kind in lineage(module, name) for base in kind.bases)
 
@@ -129,7 +131,9 @@ def _collect(node: ast.AST, module: str, result: Argument, depth: int) -> None:
     elif isinstance(node, ast.Subscript) and _last(node.value) == "Literal":
         result.words += [str(each.value) for each in ast.walk(node.slice) if isinstance(each, ast.Constant)]
     elif isinstance(node, ast.Subscript) and _last(node.value) == "Callable":
-        _collect(node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) else node.slice, module, result, depth)
+        taken, returned = node.slice.elts if isinstance(node.slice, ast.Tuple) else (node.slice, node.slice)
+        result.given = len(getattr(taken, "elts", ()))
+        _collect(returned, module, result, depth)
     elif isinstance(node, ast.Name | ast.Attribute):
         _name(_last(node), module, result, depth)
     else:
@@ -144,7 +148,7 @@ def _package(module: str) -> str:
 def _name(name: str, module: str, result: Argument, depth: int) -> None:
     if name == "bool":
         result.words += ["true", "false"]
-    elif name in KIND_OF:
+    elif name in KIND_OF and name not in result.bases:
         result.bases.append(name)
     elif name in ("list", "List", "Iterable", "Sequence"):
         result.several = True
@@ -192,14 +196,18 @@ def command_words(module: str) -> list[Word]:
             parsers[ast.unparse(node.targets[0])] = _text(node.value.args[0])  # type: ignore[attr-defined]
     for node in nodes:
         called = _called(node)
-        if called not in ("add_argument", "add_parser") or not (name := _text(node.args[0] if node.args else None)):  # type: ignore[attr-defined]
+        if called not in ("add_argument", "add_parser") or not (
+            name := _text(node.args[0] if node.args else None)
+        ):  # type: ignore[attr-defined]
             continue
         told: dict[str, Any] = {word.arg: word.value for word in node.keywords}  # type: ignore[attr-defined]
         parent = parsers.get(ast.unparse(node.func.value), "")  # type: ignore[attr-defined]
         if called == "add_parser":
             kind = "subcommand"
         elif name.startswith("-"):
-            kind = "flag" if _text(told.get("action")) in ("store_true", "store_false", "version") else "option"
+            kind = (
+                "flag" if _text(told.get("action")) in ("store_true", "store_false", "version") else "option"
+            )
         else:
             kind = "positional"
         words.append(Word(parent, name, kind, _choices(told.get("choices"), module), _text(told.get("help"))))

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 from core import catalog
-from core.cli import POSITIONS
-from core.config_files import dump_yaml, parse_yaml
-from core.docstrings import documented as documented  # also read from here
+from core.config_files import dump_yaml
+from core.docstrings import documented as documented  # these are also read from here
 from core.docstrings import sections
-from core.errors import ConfigError
+from core.testing.case import LISTS as LISTS
+from core.testing.case import at_position
+from core.testing.declared import example_problem
 
 GIVEN = {"optimizers": 1, "schedules": 1}
 """Kind -> how many of the first arguments the run supplies: parameters, or the optimizer."""
-
-LISTS = ("trainer.callbacks", "trainer.plugins", "trainer.logger")
-"""The positions of a config that take several classes; there a class is known by its name, not by its index."""
 
 
 def parameters(target: Any) -> dict[str, inspect.Parameter]:
@@ -45,20 +42,6 @@ def type_of(parameter: inspect.Parameter) -> str:
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
-def example_problem(entry: catalog.Entry, snippet: str) -> str | None:
-    """Returns what is wrong with the snippet of a docstring's Example section, or None."""
-    if not snippet:
-        return "the docstring has no `Example:` section"
-    if entry.kind == "commands":
-        found = re.search(rf"(-m core|leyden) {re.escape(entry.name)}\b", snippet)
-        return None if found else f"the example does not call `python -m core {entry.name}`"
-    try:
-        parse_yaml(snippet, "the example")
-    except ConfigError as error:
-        return str(error).splitlines()[0]
-    return None if re.search(rf"\b{entry.name}\b", snippet) else f"the example does not name {entry.name}"
-
-
 def example_of(entry: catalog.Entry, target: Any) -> str:
     """Returns a snippet that parses: the docstring's, or one made from the signature."""
     snippet = sections(target.__doc__).get("Example", "")
@@ -69,9 +52,4 @@ def example_of(entry: catalog.Entry, target: Any) -> str:
     needed = list(parameters(target).values())[GIVEN.get(entry.kind, 0) :]
     arguments = {p.name: f"<{type_of(p) or 'value'}>" for p in needed if p.default is p.empty}
     named: Any = {"class_path": entry.name} | ({"init_args": arguments} if arguments else {})
-    position = next((key for key, kinds in POSITIONS.items() if entry.kind in kinds), "")
-    if position in LISTS:
-        position, named = f"{position}+", [named]
-    for part in reversed(position.split(".") if position else []):
-        named = {part: named}
-    return dump_yaml(named).rstrip()
+    return dump_yaml(at_position(entry, named)).rstrip()

@@ -21,7 +21,7 @@ EVALUATION = ("val", "test", "epoch")
 """How the names of figures begin that do not come from a training step."""
 
 
-@technique(paper="RFC 4180; a wide table, as pandas.read_csv takes it")
+@technique(paper="RFC 4180; a wide table, as pandas.read_csv takes it", maturity="stable")
 class MetricsCSV(Logger):
     """Writes every logged figure to `metrics.csv`: one row a step, one column a figure.
 

@@ -112,7 +112,10 @@ class Block(nn.Module):
         return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
 
-@technique(paper="GPT-2 (Radford et al., 2019); arXiv:2104.09864 rotary, 1910.07467 RMSNorm, 2305.13245 GQA")
+@technique(
+    paper="GPT-2 (Radford et al., 2019); arXiv:2104.09864 rotary, 1910.07467 RMSNorm, 2305.13245 GQA",
+    maturity="stable",
+)
 class GPT(Network):
     """A decoder-only transformer; the defaults are GPT-2's 124M model, but for its dropout of 0.1.
 

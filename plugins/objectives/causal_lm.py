@@ -11,7 +11,10 @@ from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.technique import technique
 
 
-@technique(paper="GPT, Radford et al. 2018, section 3.1; the loss of every causal language model since")
+@technique(
+    paper="GPT, Radford et al. 2018, section 3.1; the loss of every causal language model since",
+    maturity="stable",
+)
 class CausalLM(Objective):
     """Minimises the cross-entropy of the next token, in nats, summed over the tokens that have a label.
 

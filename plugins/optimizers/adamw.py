@@ -10,7 +10,8 @@ from core.technique import technique
 
 
 @technique(
-    paper="Decoupled Weight Decay Regularization, arXiv:1711.05101; betas and decay of GPT-3, arXiv:2005.14165, B"
+    paper="Decoupled Weight Decay Regularization, arXiv:1711.05101; betas and decay of GPT-3, arXiv:2005.14165, B",
+    maturity="stable",
 )
 class AdamW(torch.optim.AdamW):
     """Adam with decoupled weight decay, as one fused kernel over all parameters.

@@ -36,7 +36,10 @@ def _too_long(warmup_steps: int, total_steps: int) -> str:
     )
 
 
-@technique(paper="SGDR, arXiv:1608.03983, one cycle; to a tenth of the peak as in GPT-3, arXiv:2005.14165, B")
+@technique(
+    paper="SGDR, arXiv:1608.03983, one cycle; to a tenth of the peak as in GPT-3, arXiv:2005.14165, B",
+    maturity="stable",
+)
 class WarmupCosine(Schedule):
     """Raises the learning rate linearly, then lowers it along half a cosine to `min_lr_ratio` of its peak.
 

@@ -84,7 +84,8 @@ def outcome(first: Part, second: Part) -> str:
     data = {"source": str(text()), "cache_dir": str(workshop() / "prepared")}
     recorder = {"class_path": "core.testing.recorder.Recorder", "init_args": {"folder": str(folder)}}
     merge(values, {"data": {"init_args": data}})
-    merge(values, {"trainer": {"max_steps": STEPS, "default_root_dir": str(folder)}})
+    trainer = {"max_steps": STEPS, "default_root_dir": str(folder), "enable_progress_bar": True}
+    merge(values, {"trainer": trainer})
     merge(values, {"trainer": {"callbacks+": [recorder]}})
     ranks = max(first.ranks, second.ranks)
     done = run(["fit", f"--config={write_config(f'pair-{label}', values)}"], folder, ranks=ranks)
@@ -141,7 +142,7 @@ def support() -> str:
 
 def overlay_of(entry: catalog.Entry) -> Path:
     """Returns where the overlay of a technique belongs: configs/techniques/its_name.yaml."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", entry.name)
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z]{2}|[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", entry.name)
     return README.parent / "techniques" / f"{words.lower()}.yaml"
 
 

@@ -275,6 +275,20 @@ def test_positions_follow_values_into_the_composition(write_yaml):
     assert result.positions["trainer", "max_steps"] == f"{c}:2"
 
 
+def test_what_is_replaced_leaves_no_position_behind(write_yaml):
+    below = {
+        "trainer": {"callbacks": [{"class_path": "A", "init_args": {"x": 1}}], "max_steps": 3},
+        "model": {},
+    }
+    a, b = write_yaml("a.yaml", below), write_yaml("b.yaml", "trainer:\n  callbacks:\n  - B\nmodel:\n")
+    positions = composed(a, b).positions
+    assert {at: line for at, line in positions.items() if line.startswith(str(a))} == {
+        ("trainer", "max_steps"): f"{a}:6",
+        ("model",): f"{a}:7",
+    }
+    assert positions["trainer", "callbacks", 0] == f"{b}:3"
+
+
 def test_a_repeated_key_is_an_error_with_its_line(write_yaml):
     path = write_yaml("a.yaml", "trainer:\n  max_steps: 1\n  devices: 1\n  max_steps: 2\n")
     assert message(composed, path) == f"{path}:4: 'max_steps' stands here twice; keep one of the two."

@@ -1,24 +1,33 @@
 """Preflight: one message with every problem of a selection, and the order of callbacks."""
 
+import os
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.version import Version
 
-import core
 from core import preflight
 from core.errors import ConfigError
-from core.preflight import Selected
-from core.technique import Declaration, Device, Package, declaration_of, technique
+from core.selection import Run, Selected
+from core.technique import Declaration, Package, technique
 
 
-def chosen(name, key="trainer.callbacks.0", **declared):
-    return Selected(key, name, f"acme.{name}", "callbacks", "acme", "1.0", Declaration(paper="", **declared))
+def chosen(name, key="trainer.callbacks.0", target=None, **declared):
+    return Selected(
+        key,
+        name,
+        f"acme.{name}",
+        "callbacks",
+        "acme",
+        "1.0",
+        Declaration(paper="", **declared),
+        target=target,
+    )
 
 
-def problems(*selected):
+def problems(*selected, faults=(), **run):
     with pytest.raises(ConfigError) as error:
-        preflight.check(selected)
+        preflight.check(Run(selected, **run), *faults)
     lines = str(error.value).splitlines()
     assert len(lines) <= 10
     return lines
@@ -26,47 +35,38 @@ def problems(*selected):
 
 def test_a_selection_without_problems_passes():
     selected = [chosen("A"), chosen("B"), chosen("C", conflicts={"D": "reasons"}, owns=("learning_rate",))]
-    assert preflight.check(selected) is None
+    assert preflight.check(Run(selected)) is None
 
 
-# -- needs -----------------------------------------------------------------------------------------
+# -- needs, versions, processes ----------------------------------------------------------------------
 
 
-def test_a_missing_package_comes_with_the_line_that_installs_it():
-    lines = problems(chosen("A", needs=(Package("leyden-no-such-thing>=2"),)))
-    assert lines[1] == "- A: leyden-no-such-thing is not installed: pip install 'leyden-no-such-thing>=2'"
-    lines = problems(chosen("A", needs=(Package("leyden-no-such-thing>=2", extra="acme"),)))
-    assert lines[1].endswith("pip install 'leyden[acme]'")
+class Wordy:
+    def missing(self, run):
+        return f"a lot\nof\nlines on {run.accelerator}"
 
 
-def test_a_package_that_is_too_old_is_named_with_both_versions():
-    lines = problems(chosen("A", needs=(Package("PyYAML>=900"),)))
-    assert lines[1].startswith("- A: PyYAML>=900 is needed, ")
-    assert lines[1].endswith(" is installed: pip install 'PyYAML>=900'")
+def test_a_need_sees_the_run_and_takes_one_line_however_wordy():
+    assert problems(chosen("A", needs=(Wordy(),)), accelerator="tpu")[1:] == ["- A: a lot of lines on tpu"]
 
 
-def test_an_installed_package_satisfies_also_as_prerelease_or_with_a_local_version(packages):
-    packages.add("acme_nightly", {}, version="3.0.dev1")
-    packages.add("acme_local", {}, version="2.1+cpu")
-    for need in ("PyYAML>=6,<900", "pyyaml", "acme-nightly>=2", "acme_local>=2.1,<2.2"):
-        assert Package(need).missing() is None
+@pytest.mark.parametrize(("api", "behind"), [(">=2", "leyden"), ("<1", "acme")])
+def test_a_technique_for_another_core_says_what_to_upgrade(api, behind):
+    lines = problems(chosen("A", api=api))
+    assert lines[1:] == [f"- A was written for core API {api}, this is 1.0: pip install --upgrade {behind}"]
 
 
-def test_a_device_that_is_not_there_is_missing():
-    import torch
-
-    found = torch.accelerator.current_accelerator(check_available=True)
-    for kind in ("cuda", "xpu"):
-        expected = None if found and found.type == kind else f"no {kind.upper()} device is visible"
-        assert (Device(kind).missing() or "None").startswith(str(expected))
+def test_a_technique_for_this_core_passes():
+    assert preflight.check(Run([chosen("A", api=">=1,<2"), chosen("B")])) is None
 
 
-def test_a_need_that_is_wordy_takes_one_line():
-    class Wordy:
-        def missing(self):
-            return "a lot\nof\nlines"
-
-    assert problems(chosen("A", needs=(Wordy(),)))[1:] == ["- A: a lot of lines"]
+def test_more_processes_than_a_cpu_can_feed_are_refused():
+    most = max(8, os.cpu_count())
+    assert preflight.check(Run(devices=most, world_size=most)) is None
+    assert preflight.check(Run(devices=most + 1, world_size=most + 1, accelerator="cuda")) is None
+    [_, line] = problems(devices=most + 1, world_size=most + 1)
+    assert line.startswith(f"- {most + 1} processes on {os.cpu_count()} cores ")
+    assert line.endswith(f"set --trainer.devices to {most} or less")
 
 
 # -- conflicts, duplicates, owners -----------------------------------------------------------------
@@ -76,11 +76,11 @@ def test_a_need_that_is_wordy_takes_one_line():
 def test_a_conflict_declared_on_either_side_is_told_once_with_its_reason(declaring):
     first = {"conflicts": {"B": "both step the optimizer"}} if declaring != "second" else {}
     second = {"conflicts": {"A": "both step the optimizer"}} if declaring != "first" else {}
-    lines = problems(chosen("A", **first), chosen("B", **second))
+    lines = problems(chosen("A", **first), chosen("B", "trainer.strategy", **second))
     assert lines[0] == "This selection cannot run, 1 problem:"
     assert lines[1:] in (
-        ["- A and B exclude each other: both step the optimizer"],
-        ["- B and A exclude each other: both step the optimizer"],
+        ["- A and B exclude each other, keep one (--callbacks.-A): both step the optimizer"],
+        ["- B and A exclude each other, keep one (--callbacks.-A): both step the optimizer"],
     )
 
 
@@ -90,25 +90,94 @@ def test_a_callback_twice_is_a_problem():
 
 
 def test_two_callbacks_may_hold_an_argument_of_the_same_class():
-    assert preflight.check([chosen("A", f"trainer.callbacks.{i}.init_args.inner") for i in range(2)]) is None
-    assert preflight.check([chosen("A", "trainer.logger.0"), chosen("A", "trainer.logger.1")]) is None
+    nested = [chosen("A", f"trainer.callbacks.{i}.init_args.inner") for i in range(2)]
+    assert preflight.check(Run(nested)) is None
+    assert preflight.check(Run([chosen("A", "trainer.logger.0"), chosen("A", "trainer.logger.1")])) is None
 
 
 def test_two_owners_of_one_thing_are_a_problem():
-    owners = [chosen(name, owns=("learning_rate",)) for name in "AB"]
-    assert problems(*owners)[1:] == ["- A and B would both control the learning rate; keep one."]
+    owners = [chosen(name, owns=("sequence_length", "own thing")) for name in "AB"]
+    assert problems(*owners)[1:] == [
+        "- A and B would both control the sequence length; keep one.",
+        "- A and B would both control the own thing; keep one.",
+    ]
+
+
+def test_a_schedule_owns_the_learning_rate_without_saying_so():
+    schedule = chosen("StepLR", "model.lr_scheduler")
+    assert preflight.check(Run([schedule, chosen("A", owns=("batch_size",))])) is None
+    lines = problems(schedule, chosen("A", owns=("learning_rate",)))
+    assert lines[1:] == ["- StepLR and A would both control the learning rate; keep one."]
+
+
+@pytest.mark.parametrize("value", [1.0, None])
+def test_the_trainers_clipping_counts_beside_a_technique(value):
+    run = Run(
+        [chosen("A", owns=("gradient_clipping",))],
+        {"trainer": {"gradient_clip_val": value}},
+        {("trainer", "gradient_clip_val"): "x.yaml:4"},
+    )
+    if value is None:
+        assert preflight.check(run) is None
+        return
+    with pytest.raises(ConfigError) as error:
+        preflight.check(run)
+    assert str(error.value).splitlines()[1:] == [
+        "- A and trainer.gradient_clip_val (x.yaml:4; =null turns it off) would both control the gradient "
+        "clipping; keep one."
+    ]
+
+
+# -- what a class knows about its arguments ----------------------------------------------------------
+
+
+class Judge:
+    @classmethod
+    def preflight(cls, run, own):
+        yield f"{cls.__name__} at {own.key} in a run of {run.argument('trainer.max_steps')}"
+
+
+class Namesake:
+    preflight = "another thing of this name"
+
+    def check(self): ...
+
+
+def test_a_class_judges_its_arguments_against_the_run():
+    class Heir(Judge):
+        pass
+
+    lines = problems(
+        chosen("A", target=Judge), chosen("B", "data", target=Heir), config={"trainer": {"max_steps": 7}}
+    )
+    assert lines[1:] == [
+        "- A: Judge at trainer.callbacks.0 in a run of 7",
+        "- B: Heir at data in a run of 7",
+    ]
+
+
+def test_whatever_else_is_called_preflight_is_left_alone():
+    class Method:
+        def preflight(self, trainer, module):
+            raise AssertionError
+
+    assert preflight.check(Run([chosen("A", target=Namesake), chosen("B", target=Method)])) is None
+
+
+# -- one message -------------------------------------------------------------------------------------
 
 
 def test_all_problems_come_in_one_message():
-    missing = Package("leyden-no-such-thing")
     lines = problems(
-        chosen("A", needs=(missing,), conflicts={"B": "reasons"}, owns=("batch_size",)),
-        chosen("B", owns=("batch_size",)),
+        chosen("A", needs=(Wordy(),), conflicts={"B": "reasons"}, owns=("batch_size",), api="<1"),
+        chosen("B", owns=("batch_size",), target=Judge),
         chosen("C", "trainer.callbacks.1"),
         chosen("C", "trainer.callbacks.2"),
+        faults=["the trainer\nsays no"],
     )
-    assert lines[0] == "This selection cannot run, 4 problems:"
-    assert len(lines) == 5
+    assert lines[0] == "This selection cannot run, 7 problems:"
+    assert lines[1] == "- the trainer says no"
+    assert len(lines) == 8
 
 
 @pytest.mark.parametrize(("count", "shown"), [(1, 1), (8, 8), (9, 8), (20, 8)])
@@ -120,61 +189,11 @@ def test_ten_lines_are_the_most(count, shown):
     assert lines[shown + 1 :] == ([f"- ... and {count - shown} more"] if count > shown else [])
 
 
-# -- what is selected ------------------------------------------------------------------------------
-
-
-def test_every_class_of_a_configuration_is_selected_with_its_package():
-    selected = preflight.selection(
-        {
-            "seed_everything": 1,
-            "trainer": {
-                "logger": False,
-                "callbacks": [
-                    {"class_path": "callbacks.periodic_checkpoint.PeriodicCheckpoint"},
-                    {
-                        "class_path": "lightning.pytorch.callbacks.Timer",
-                        "init_args": {"duration": "00:01:00:00"},
-                    },
-                ],
-            },
-            "model": {"network": {"class_path": "collections.OrderedDict", "init_args": {"x": None}}},
-        }
-    )
-    assert [(item.key, item.name, item.kind, item.package) for item in selected] == [
-        ("trainer.callbacks.0", "PeriodicCheckpoint", "callbacks", "leyden"),
-        ("trainer.callbacks.1", "Timer", "-", "lightning"),
-        ("model.network", "OrderedDict", "-", "(not a package)"),
-    ]
-    assert selected[0].version == core.__version__
-    assert Version(selected[1].version) >= Version("2.6")
-
-
-def test_declarations_are_read_from_classes_nested_anywhere():
-    inner = {"class_path": f"{__name__}.Declared"}
-    (item,) = preflight.selection({"data": {"init_args": {"stages": [{"inner": inner}]}}})
-    assert item.key == "data.init_args.stages.0.inner"
-    assert item.declaration.owns == ("batch_size",)
-
-
-@technique(paper="a test", owns=("batch_size",))
-class Declared:
-    """Has a declaration."""
-
-
-class Derived(Declared):
-    """Has none of its own."""
-
-
-def test_a_declaration_is_not_inherited():
-    assert declaration_of(Declared).paper == "a test"
-    assert declaration_of(Derived) is None
-
-
-def test_the_table_has_a_line_for_each_with_columns_aligned():
-    lines = preflight.table([chosen("A"), chosen("LongerName", "model.network")]).splitlines()
-    assert lines[0].split() == ["technique", "kind", "package", "version", "selected", "at"]
-    assert lines[1].split() == ["A", "callbacks", "acme", "1.0", "trainer.callbacks.0"]
-    assert len({line.index(word) for line, word in zip(lines, ("kind", "callb", "callb"), strict=True)}) == 1
+def test_a_technique_is_named_with_its_place():
+    places = {("trainer", "callbacks", 0): f"{os.getcwd()}/configs/x.yaml:3"}
+    config = {"trainer": {"callbacks": [{"class_path": "acme.A"}]}}
+    lines = problems(chosen("A", api="<1"), config=config, places=places)
+    assert lines[1].startswith("- A (configs/x.yaml:3) was written for core API <1")
 
 
 # -- order -----------------------------------------------------------------------------------------
@@ -204,8 +223,18 @@ def test_before_and_after_hold_whatever_the_order_in_yaml():
 
 
 def test_a_circle_is_an_error_that_names_its_callbacks():
-    with pytest.raises(ConfigError, match="in a circle: A, B, C"):
-        order(("A", {"before": ("B",)}), ("X", {}), ("B", {"before": ("C",)}), ("C", {"before": ("A",)}))
+    declared = [
+        ("Y", {"after": ("A",)}),
+        ("A", {"before": ("B",)}),
+        ("X", {"before": ("A",)}),
+        ("B", {"before": ("C",)}),
+        ("C", {"before": ("A",)}),
+    ]
+    message = "A, B, C ask to come before each other in a circle; take one out of trainer.callbacks."
+    with pytest.raises(ConfigError) as error:
+        order(*declared)
+    assert str(error.value) == message
+    assert problems(*(chosen(name, **orders) for name, orders in declared))[1:] == [f"- {message}"]
 
 
 @given(st.permutations("ABCDEF"), st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=6))

@@ -1,0 +1,329 @@
+"""The command `check`: every problem by itself and all in one message, what runs, and when hooks fire."""
+
+import os
+
+import pytest
+import yaml
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+
+from core.__main__ import main
+from core.language_module import LanguageModule
+from core.technique import Device, Feature, Package, WorldSize, technique
+from plugins.commands.check import HOOKS
+from plugins.networks.gpt import GPT
+from tests.conftest import run_core
+from tests.toy import ToyData
+
+HERE = __name__
+
+
+@technique(paper="a test", needs=(Package("leyden-no-such-thing>=2"),))
+class LacksPackage(Callback):
+    """Needs a package that nobody has."""
+
+
+@technique(paper="a test", needs=(Package("PyYAML>=900"),))
+class LacksVersion(Callback):
+    """Needs a package that is newer than the one there is."""
+
+
+@technique(paper="a test", needs=(Device("cuda", capability=(9, 0)),))
+class LacksDevice(Callback):
+    """Needs a GPU."""
+
+
+@technique(paper="a test", needs=(WorldSize(at_least=2),))
+class LacksCompany(Callback):
+    """Needs two processes."""
+
+
+@technique(paper="a test", needs=(Feature("exact_resume"),))
+class LacksFeature(Callback):
+    """Needs what `ToyData` does not offer."""
+
+
+@technique(paper="a test", api=">=99,<100")
+class FromTomorrow(Callback):
+    """Written for another core."""
+
+
+@technique(paper="a test", conflicts={"PeriodicCheckpoint": "both write, at the same time"})
+class Jealous(Callback):
+    """Stands no other that saves."""
+
+
+@technique(paper="a test", conflicts={"DDPStrategy": "it has hooks of its own", "MixedPrecision": "too coarse"})
+class Choosy(Callback):
+    """Stands neither a strategy nor a precision that is named by a word."""
+
+
+@technique(paper="a test", owns=("gradient_clipping", "learning_rate"))
+class Owner(Callback):
+    """Clips and sets the rate."""
+
+
+@technique(paper="a test", after=("Second", "EarlyStopping"), before=("PeriodicCheckpoint",))
+class First(Callback):
+    """Comes first, or not."""
+
+
+@technique(paper="a test", after=("First",))
+class Second(Callback):
+    """Closes the circle."""
+
+
+class Sized(GPT):
+    """A network whose arguments have names of their own."""
+
+    def __init__(self, longest: int = 8, ids: int = 64) -> None:
+        super().__init__(ids, 1, 2, 16, longest)
+
+
+def place(name):
+    return f"{HERE}.{name}"
+
+
+@pytest.fixture
+def check(tiny, tmp_path, monkeypatch, capsys):
+    """Runs `check` in a folder of its own on the tiny run; returns (exit code, lines told, lines printed)."""
+
+    def call(*names, words=(), **changes):
+        for key, value in changes.items():
+            tiny[key.partition("_")[0]][key.partition("_")[2]] = value
+        tiny["trainer"]["callbacks"] += [{"class_path": place(name)} for name in names]
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny, sort_keys=False), encoding="utf-8")
+        monkeypatch.chdir(tmp_path)
+        code = main(["check", "--config=run.yaml", *words])
+        told = capsys.readouterr()
+        assert os.listdir(tmp_path) == ["run.yaml"]
+        assert len(told.err.splitlines()) <= 10
+        return code, told.err.splitlines(), told.out.splitlines()
+
+    return call
+
+
+def line_of(word, folder):
+    """Returns "run.yaml:N" for the line of the config that holds a word."""
+    lines = (folder / "run.yaml").read_text(encoding="utf-8").splitlines()
+    return f"run.yaml:{next(n for n, line in enumerate(lines, 1) if word in line)}"
+
+
+PROBLEMS = {
+    "LacksPackage": "leyden-no-such-thing is not installed: pip install 'leyden-no-such-thing>=2'",
+    "LacksVersion": "PyYAML>=900 is needed, ",
+    "LacksDevice": "a CUDA device of compute capability 9.0 or more is needed, this run is on CPU: "
+    "set --trainer.accelerator=cuda on a machine that has one",
+    "LacksCompany": "at least 2 processes are needed, this run has 1: "
+    "set --trainer.devices or --trainer.num_nodes",
+    "LacksFeature": "nothing in this run offers exact_resume: select PretrainDataModule",
+}
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_is_missing_is_told_with_its_place(name, check, tmp_path):
+    code, told, _ = check(name)
+    assert code == 2
+    assert told[0] == "This selection cannot run, 1 problem:"
+    assert told[1].startswith(f"- {name} ({line_of(name, tmp_path)}): {PROBLEMS[name]}")
+    assert len(told) == 2
+
+
+def test_what_the_options_of_the_trainer_give_is_not_missing(check):
+    assert check("LacksCompany", words=["--trainer.devices=2"])[0] == 0
+
+
+def test_a_technique_for_another_core_is_refused(check, tmp_path):
+    code, told, _ = check("FromTomorrow")
+    where = line_of("FromTomorrow", tmp_path)
+    assert (code, told[1:]) == (2, [
+        f"- FromTomorrow ({where}) was written for core API >=99,<100, this is 1.0: pip install --upgrade leyden"
+    ])  # fmt: skip
+
+
+def test_a_conflict_is_told_with_both_places_and_the_way_out(check, tmp_path):
+    code, told, _ = check(words=[f"--trainer.callbacks+={place('Jealous')}"])
+    both = f"Jealous (--trainer.callbacks+) and PeriodicCheckpoint ({line_of('PeriodicCheckpoint', tmp_path)})"
+    assert code == 2
+    assert told[1:] == [
+        f"- {both} exclude each other, keep one (--callbacks.-Jealous or --callbacks.-PeriodicCheckpoint): "
+        "both write, at the same time"
+    ]
+    assert check(words=[f"--trainer.callbacks+={place('Jealous')}", "--callbacks.-PeriodicCheckpoint"])[0] == 0
+
+
+def test_a_conflict_with_what_a_word_of_the_trainer_means_is_told_too(check, tmp_path):
+    code, told, _ = check("Choosy", words=["--trainer.precision=bf16-mixed"], trainer_strategy="ddp")
+    choosy = f"Choosy ({line_of('Choosy', tmp_path)})"
+    strategy = f"DDPStrategy ({line_of('strategy', tmp_path)})"
+    assert code == 2
+    assert told[1:] == [
+        f"- {choosy} and {strategy} exclude each other, keep one (--callbacks.-Choosy): it has hooks of its own",
+        f"- {choosy} and MixedPrecision (--trainer.precision) exclude each other, keep one "
+        "(--callbacks.-Choosy): too coarse",
+    ]
+
+
+def test_the_same_callback_twice_is_told_with_both_places(check, tmp_path):
+    code, told, _ = check("Owner", words=[f"--trainer.callbacks+={place('Owner')}"], model_lr_scheduler=None)
+    where = f"({line_of('Owner', tmp_path)}, --trainer.callbacks+)"
+    assert code == 2
+    assert told[1] == f"- Owner stands 2 times in trainer.callbacks {where}; keep one."
+
+
+def test_two_owners_are_told_options_of_the_trainer_included(check, tmp_path):
+    code, told, _ = check("Owner", words=["--trainer.gradient_clip_val=1.0"])
+    owner, schedule = (f"{name} ({line_of(name, tmp_path)})" for name in ("Owner", "WarmupCosine"))
+    clip = "trainer.gradient_clip_val (--trainer.gradient_clip_val; =null turns it off)"
+    assert code == 2
+    assert told[1:] == [
+        f"- {owner} and {clip} would both control the gradient clipping; keep one.",
+        f"- {owner} and {schedule} would both control the learning rate; keep one.",
+    ]
+
+
+def test_a_circle_is_told_before_anything_is_built(check, tmp_path):
+    code, told, _ = check("First", "Second")
+    both = ", ".join(f"{name} ({line_of(name, tmp_path)})" for name in ("First", "Second"))
+    assert (code, told[1:]) == (2, [
+        f"- {both} ask to come before each other in a circle; take one out of trainer.callbacks."
+    ])  # fmt: skip
+
+
+def test_too_many_processes_are_refused_before_they_fill_the_memory(check):
+    many = max(8, os.cpu_count()) + 91
+    code, told, _ = check(words=[f"--trainer.devices={many}"])
+    assert code == 2
+    assert told[1].startswith(f"- {many} processes on {os.cpu_count()} cores would fill the memory")
+    assert check(words=["--trainer.devices=4"])[0] == 0
+
+
+def test_processes_that_a_launcher_started_in_another_number_are_refused(check, monkeypatch):
+    launched = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    code, told, _ = check()
+    assert code == 2
+    assert told[1:] == [
+        "- 2 processes were launched, --trainer.devices x --trainer.num_nodes is 1: "
+        "give them the launcher's numbers, on one machine --trainer.devices=2"
+    ]
+    assert check(words=["--trainer.devices=2"])[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--trainer.max_steps=2"], "schedule only 2 steps long. Set --model.lr_scheduler.warmup_steps to less"),
+        (["--model.lr_scheduler.warmup_steps=6"], "warmup_steps is 6, the schedule only 6 steps long"),
+        (["--model.lr_scheduler.total_steps=2"], "warmup_steps is 2, the schedule only 2 steps long"),
+        (["--data.sequence_length=17"], "--model.network.max_sequence_length=17 or --data.sequence_length=16."),
+        (["--data.vocab_size=65"], "The data's tokenizer has 65 tokens, the network's vocab_size is 64. Set "
+         "--model.network.vocab_size=128"),
+    ],
+)  # fmt: skip
+def test_arguments_that_do_not_go_together_are_refused(words, expected, check):
+    code, told, _ = check(words=words)
+    assert code == 2
+    assert len(told) == 2
+    assert expected in told[1]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--trainer.max_steps=3"],
+        ["--trainer.max_steps=1"],  # one step is a trial
+        ["--trainer.max_steps=-1", "--trainer.max_epochs=1"],  # its length is known later
+        ["--trainer.max_steps=2", "--trainer.fast_dev_run=true"],
+        ["--model.lr_scheduler=null", "--trainer.max_steps=2"],
+        ["--data.sequence_length=8", "--data.vocab_size=60"],
+    ],
+)
+def test_arguments_that_go_together_pass(words, check):
+    assert check(words=words)[:2] == (0, [])
+
+
+def test_the_tokenizer_of_a_data_module_is_held_against_the_network(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--config=quickstart", "--data.tokenizer.vocab_size=2049"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert "The data's tokenizer has 2,049 tokens, the network's vocab_size is 2,048." in told[1]
+
+
+@pytest.mark.parametrize(("size", "code"), [("longest=15", 2), ("ids=63", 2), ("longest=16", 0)])
+def test_sizes_that_only_the_built_network_tells_are_checked_before_the_data_is_prepared(size, code, check):
+    assert check(words=[f"--model.network.{size}"], model_network={"class_path": place("Sized"), "init_args": {
+        "longest": 16, "ids": 64}})[0] == code  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--trainer.strategy=ddpp"], "--trainer.strategy: there is no strategy named 'ddpp'. Did you mean ddp?"),
+        (["--trainer.num_nodes=0"], "trainer: `num_nodes` must be a positive integer, but got 0."),
+        (["--trainer.accelerator=tpu"], "trainer: `XLAAccelerator` can not run on your system since"),
+    ],
+)  # fmt: skip
+def test_what_the_trainer_says_against_its_options_comes_with_the_rest(words, expected, check):
+    code, told, _ = check("LacksFeature", words=words)
+    assert (code, told[0]) == (2, "This selection cannot run, 2 problems:")
+    assert told[1].startswith(f"- {expected}")
+    assert "exact_resume" in told[2]
+
+
+ALL = ("LacksPackage", "LacksVersion", "LacksDevice", "LacksCompany", "LacksFeature", "FromTomorrow", "Jealous",
+       "Owner", "First", "Second")  # fmt: skip
+
+
+def test_all_problems_come_in_one_message_with_exit_code_2_and_nothing_is_written(
+    tiny, write_yaml, tmp_path
+):
+    tiny["trainer"]["callbacks"] += [{"class_path": place(name)} for name in ALL]
+    path = write_yaml("run.yaml", tiny)
+    wrong = ["--trainer.max_steps=2", "--data.sequence_length=17", "--trainer.gradient_clip_val=1"]
+    for command in ("check", "fit"):
+        done = run_core(command, f"--config={path}", *wrong, cwd=tmp_path, PYTHONPATH=os.getcwd())
+        assert done.returncode == 2
+        lines = done.stderr.splitlines()
+        # five needs, API, conflict, two owners, circle, schedule, length
+        assert lines[0] == "This selection cannot run, 12 problems:"
+        assert len(lines) == 10
+        assert lines[-1] == "- ... and 4 more"
+        assert os.listdir(tmp_path) == ["run.yaml"]
+
+
+# -- what runs ---------------------------------------------------------------------------------------
+
+
+def test_what_the_trainer_adds_is_in_the_table(check):
+    code, _, printed = check(
+        trainer_strategy="ddp", trainer_precision="bf16-mixed", trainer_logger=True,
+        trainer_enable_model_summary=True,
+    )  # fmt: skip
+    assert code == 0
+    rows = {line.split()[0]: line.split()[-1] for line in printed if "lightning " in line}
+    logger = next(name for name in rows if name.endswith("Logger"))
+    summary = next(name for name in rows if name.endswith("ModelSummary"))
+    assert rows == {
+        "DDPStrategy": "trainer.strategy", "MixedPrecision": "trainer.precision",
+        logger: "trainer.logger", summary: "default",
+    }  # fmt: skip
+
+
+# -- when hooks fire ---------------------------------------------------------------------------------
+
+CALLS = []
+
+
+def noting(hook):
+    def note(self, *_, **__):
+        CALLS.append((hook, type(self).__name__))
+        if hook == "on_train_batch_end" and isinstance(self, Failing) and self.at == _[0].global_step:
+            raise RuntimeError("as ordered")
+
+    return note
+
+
+HOOKED = {hook: noting(hook) for hook in HOOKS}
