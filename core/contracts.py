@@ -193,37 +193,37 @@ class TokenWriter(ABC):
 
 
 class PackedBatches(IterableDataset, ABC):
-    """One rank's batches of one epoch, each worker taking its turn; what :class:`Packing` returns.
+    """One rank's batches from a cursor on, each worker taking its turn; what :class:`Packing` returns.
 
-    `len` is the number of batches of an epoch, the same on every rank.
+    Training batches go on for ever, over the ends of epochs; padded ones end with the last token. The
+    sequence of rows depends on the cursor, `sequence_length` and the global batch alone: not on how ranks
+    and workers share it.
 
     Attributes:
-        epoch: Which epoch the next pass is; set before it.
-        first: The batch that the next pass begins with; set before it.
-        batch_size: Rows of this rank's batch.
+        cursor: Where the next batch begins, as JSON values; set before a pass.
+        sequence_length: Tokens in a row; may be changed between two passes.
+        batch_size: Rows of this rank's batch; may be changed between two passes.
         world_size: Number of data-parallel ranks.
-        global_batch: Rows of all ranks' batches together.
-        rows: Rows of an epoch.
-        sequence_length: Tokens in a row.
-        shuffle: Whether each epoch has an order of its own.
-        seed: Of the orders.
+        pad: Whether the batches are padded and end.
     """
 
-    epoch: int
-    first: int
+    cursor: Any
+    sequence_length: int
     batch_size: int
     world_size: int
-    global_batch: int
-    rows: int
-    sequence_length: int
-    shuffle: bool
-    seed: int
+    pad: bool
 
     @abstractmethod
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        """The number of batches that an epoch is worth, the same on every rank; exact where padded."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[Batch]: ...
+    def __iter__(self) -> Iterator[tuple[Any, Batch]]:
+        """Yields the cursor after each batch, and the batch."""
+
+    @abstractmethod
+    def order(self) -> dict[str, Any]:
+        """Returns what the meaning of a cursor depends on, such as the seed, as JSON values."""
 
 
 class Packing(ABC):
@@ -251,7 +251,7 @@ class Packing(ABC):
             rank: This rank among the data-parallel ones.
             world_size: Number of data-parallel ranks; the global order of rows depends on
                 `batch_size * world_size` alone.
-            shuffle: Whether an epoch's order is a permutation drawn from (seed, epoch), or the stored one.
+            shuffle: Whether an epoch's order is drawn from (seed, epoch), or the stored one.
             seed: Of the permutations; at least 0.
             pad: Whether the last, shorter row and the last, smaller global batch are filled up with
                 labels that are ignored, or left out.

@@ -18,7 +18,10 @@ from core.token_loader import TokenLoader
 
 
 @technique(
-    paper="litdata's chunk format; the order is described in datamodules/packing", offers=("exact_resume",), maturity="stable")
+    paper="litdata's chunk format; the order is described in datamodules/packing",
+    offers=("exact_resume",),
+    maturity="stable",
+)
 class PretrainDataModule(LightningDataModule):
     """Documents turned into one stream of tokens and dealt out as rows of `sequence_length`.
 
@@ -62,6 +65,7 @@ class PretrainDataModule(LightningDataModule):
     """
 
     folder: Path | None = None
+    _training: TokenLoader | None = None
     tokenizer_json: str
     vocab_size: int
     train_tokens: int
@@ -137,16 +141,33 @@ class PretrainDataModule(LightningDataModule):
             ConfigError: If there are fewer rows than one global batch takes.
         """
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # on the same few batches in each epoch
-        loader = self._loader("train", shuffle=self.shuffle and not overfits, seed=self.seed)
-        batches = loader.batches
-        if len(batches) == 0:
+        shuffle = self.shuffle and not overfits
+        self._training = self._loader("train", shuffle=shuffle, seed=self.seed, repeat=overfits)
+        if len(self._training) == 0:
+            batches = self._training.batches
             raise ConfigError(
-                f"The training split has {self.train_tokens:,} tokens, {batches.rows} rows of "
-                f"{self.sequence_length}; a global batch takes {batches.global_batch}\n"
-                f"({batches.world_size} ranks x {self.batch_size} rows). Lower data.sequence_length or "
-                "data.batch_size, or add text."
+                f"The training split has {self.train_tokens:,} tokens, too few for a global batch of "
+                f"{batches.world_size} ranks x {self.batch_size} rows x\n{self.sequence_length} tokens. Lower "
+                "data.sequence_length or data.batch_size, or add text."
             )
-        return loader
+        return self._training
+
+    def reshape_batches(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
+        """Changes the training rows from the next batch on, in the middle of a run; call it on every rank.
+
+        No token is lost or repeated: the next rows begin where the last ones ended. Checkpoints hold the
+        position, not the shape: after a resume whoever changes it has to set it again.
+
+        Args:
+            sequence_length: Tokens in a row; None: as it is.
+            batch_size: Rows in a micro-batch, on each rank; None: as it is.
+
+        Raises:
+            ConfigError: If there are no training batches yet.
+        """
+        if self._training is None:
+            raise ConfigError("reshape_batches: there are no training batches before training begins.")
+        self._training.reshape(sequence_length, batch_size)
 
     def val_dataloader(self) -> TokenLoader:
         """Returns this rank's validation batches: every token once, in order, the last batch filled up."""
@@ -160,7 +181,7 @@ class PretrainDataModule(LightningDataModule):
         """Returns the validation batches."""
         return self.val_dataloader()
 
-    def _loader(self, split: str, **order: Any) -> TokenLoader:
+    def _loader(self, split: str, repeat: bool = False, **order: Any) -> TokenLoader:
         assert self.folder is not None
         # The data-parallel rank: under tensor parallelism several ranks read the same rows. None: one rank.
         place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
@@ -176,7 +197,7 @@ class PretrainDataModule(LightningDataModule):
             )
         except ConfigError as error:
             raise ConfigError(f"{error}\nDelete {self.folder} and run again: it is written anew.") from error
-        return TokenLoader(batches, self.num_workers, pin_memory=on_cuda)
+        return TokenLoader(batches, self.num_workers, pin_memory=on_cuda, repeat=repeat)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the tokenizer: a checkpoint alone is enough to turn text into ids and back."""

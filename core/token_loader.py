@@ -15,89 +15,103 @@ from core.errors import ConfigError
 class TokenLoader:
     """Hands out packed batches, with or without worker processes, and knows how far it has come.
 
-    Lightning saves and restores the position with the checkpoint and says which epoch begins; elsewhere
-    each complete pass is followed by the next epoch's. A pass begins with its epoch's first batch, the
-    first pass after `load_state_dict` with the first batch that had not been handed out.
+    A pass has as many batches as an epoch of the data; the next one goes on where it stopped, so that a pass
+    that was cut short (`limit_train_batches`), or whose last batch reached into the next epoch, loses nothing.
+    Padded batches, as for validation, begin from the first token in each pass.
 
     Args:
         batches: What is handed out.
         num_workers: Worker processes that read ahead; the batches and their order do not depend on it.
         pin_memory: Whether batches lie in page-locked memory, for faster copies to a CUDA device.
+        repeat: Whether each pass begins from the first token, as padded ones do.
     """
 
-    def __init__(self, batches: PackedBatches, num_workers: int = 0, pin_memory: bool = False) -> None:
+    def __init__(
+        self, batches: PackedBatches, num_workers: int = 0, pin_memory: bool = False, repeat: bool = False
+    ) -> None:
         self.batches, self.num_workers, self.pin_memory = batches, num_workers, pin_memory
-        self.batch_size = batches.batch_size
-        self._epoch = self._done = self._resume_at = 0
-        self._announced: int | None = None
+        self.begin = batches.cursor if batches.pad or repeat else None
+        self._done = self._resume_at = 0
+        self._reshaped = False
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of this rank's batch."""
+        return self.batches.batch_size
 
     def __len__(self) -> int:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so that nothing is settled before the first batch is asked for: Lightning calls
-        # iter() ahead of set_epoch().
+        # iter() before it restores the state.
         self._done, self._resume_at = self._resume_at, 0
-        self.batches.epoch, self.batches.first = self._epoch, self._done
-        loader = DataLoader(
+        if self.begin is not None and not self._done:
+            self.batches.cursor = self.begin
+        while self._done < len(self):
+            self._reshaped = False
+            for cursor, batch in self._reader():
+                self._done += 1
+                self.batches.cursor = cursor
+                ends = self._done == len(self)
+                if ends:
+                    self._done = 0
+                yield batch
+                if ends:
+                    return
+                if self._reshaped:
+                    break
+            else:
+                self._done = 0
+                return
+
+    def _reader(self) -> DataLoader[Any]:
+        return DataLoader(
             self.batches,
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
+            collate_fn=_as_it_is,
             generator=torch.Generator(),  # otherwise each pass draws from the global generator
         )
-        for batch in loader:
-            self._done += 1
-            if self._done == len(self):
-                self._epoch, self._done = self._epoch + 1, 0
-            yield batch
+
+    def reshape(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
+        """Changes the rows from the next batch on; what workers have read ahead is read anew."""
+        self.batches.sequence_length = sequence_length or self.batches.sequence_length
+        self.batches.batch_size = batch_size or self.batches.batch_size
+        self._reshaped = True
 
     @property
     def sampler(self) -> TokenLoader:
-        """Where Lightning looks for `set_epoch`, and DeepSpeed for `batch_size`."""
+        """Where Lightning and DeepSpeed look for `batch_size`."""
         return self
 
     batch_sampler = sampler
 
-    def set_epoch(self, epoch: int) -> None:
-        """Says that an epoch begins: what is left of the present one (`limit_train_batches`) is passed over.
-
-        The number counts only at the very first: when Lightning resumes from a checkpoint that was written
-        at the end of an epoch, with `max_steps`, it announces one epoch too many.
-        """
-        if self._announced is None:
-            self._epoch = epoch
-        elif epoch > self._announced and self._done:
-            self._epoch, self._done, self._resume_at = self._epoch + 1, 0, 0
-        self._announced = epoch
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns the epoch, how many of its rows all ranks together were handed, and what orders them."""
-        names = ("rows", "global_batch", "sequence_length", "shuffle", "seed")
-        return {
-            "epoch": self._epoch,
-            "rows": self._done * self.batches.global_batch,
-            "announced": self._announced,
-            "order": {name: getattr(self.batches, name) for name in names},
-        }
+        """Returns where the next batch begins, and what that depends on."""
+        return {"cursor": self.batches.cursor, "done": self._done, "order": self.batches.order()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues after what had been handed out when the state was taken.
+        """Goes on where the state was taken, with rows and ranks of any number.
 
         Raises:
-            ConfigError: If that lies within an epoch of another order.
+            ConfigError: If the tokens come in another order now.
         """
-        then, now = state["order"], self.state_dict()["order"]
-        if state["rows"] and then != now:
+        then, now = state["order"], self.batches.order()
+        if then != now:
             lines = [
-                f"  {name}: {then.get(name)} then, {now[name]} now"
-                for name in now
-                if then.get(name) != now[name]
+                f"  {name}: {then.get(name)} then, {now.get(name)} now"
+                for name in {**then, **now}
+                if then.get(name) != now.get(name)
             ]
             raise ConfigError(
-                "The checkpoint was written within an epoch that this run would cut or order otherwise, so "
-                "that\nsome rows would come twice and others never:\n" + "\n".join(lines) + "\n"
-                "Take the old values back."
+                "The checkpoint was written when the data had another order, so that some tokens would come "
+                "twice\nand others never:\n" + "\n".join(lines) + "\nTake the old values back."
             )
-        self._epoch, self._announced = state["epoch"], state["announced"]
-        self._done = self._resume_at = state["rows"] // self.batches.global_batch
+        self.batches.cursor = state["cursor"]
+        self._done = self._resume_at = state["done"] if state["done"] < len(self) else 0
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

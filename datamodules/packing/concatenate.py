@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,27 @@ from torch.utils.data import get_worker_info
 
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
 from core.technique import technique
+from datamodules.packing.permutation import Permutation
 from datamodules.packing.token_store import TokenStore
+
+Segment = tuple[int, int]
+"""First token in the store, and how many."""
 
 
 @dataclass(eq=False)
 class ConcatenatedBatches(PackedBatches):
-    """One rank's batches of one epoch.
+    """One rank's batches of a stream that goes on over the ends of epochs.
 
-    Row i holds tokens [i T, i T + T] of the stream: the first T are `input_ids`, the last T `labels`, so
-    that rows share one token and none is lost. A global batch is `batch_size * world_size` successive
-    rows of the epoch's order; each rank takes its slice of them, each worker its turn.
+    An epoch is every token once (but for the last, which has no label), in blocks whose order is drawn anew.
+    Its position is a number of tokens, from which rows of any length go on: a row is cut from successive blocks,
+    and the label of a token is the one that follows it in the store, also at the end of a block. A global batch
+    is `batch_size * world_size` successive rows; each rank takes its slice of them, each worker its turn.
 
     Args:
         store: The tokens.
-        sequence_length: T, in tokens; this and the following as in :class:`core.contracts.Packing`.
+        sequence_length: T, in tokens; this and the following as in :class:`core.contracts.Packing`. The blocks
+            of a run are as long as its first rows.
+        mask_documents: See :class:`Concatenate`.
     """
 
     store: TokenStore
@@ -37,33 +45,125 @@ class ConcatenatedBatches(PackedBatches):
     shuffle: bool = False
     seed: int = 0
     pad: bool = False
+    mask_documents: bool = False
+    _orders: dict[int, Permutation] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.global_batch = self.batch_size * self.world_size
-        up = self.pad
-        self.rows = (len(self.store) - 1 + up * (self.sequence_length - 1)) // self.sequence_length
-        self._length = (self.rows + up * (self.global_batch - 1)) // self.global_batch
-        self.epoch = self.first = 0  # which epoch the next pass is, and its first batch
+        self.tokens = len(self.store) - 1
+        self.cursor = {"tokens": 0, "block": self.sequence_length}
 
     def __len__(self) -> int:
-        return self._length
+        step = self.sequence_length * self.batch_size * self.world_size
+        return -(-self.tokens // step) if self.pad else self.tokens // step
 
-    def __iter__(self) -> Iterator[Batch]:
+    def order(self) -> dict[str, Any]:
+        """Returns what the meaning of a cursor depends on."""
+        return {"tokens": self.tokens, "shuffle": self.shuffle, "seed": self.seed}
+
+    def __iter__(self) -> Iterator[tuple[dict[str, int], Batch]]:
         worker = get_worker_info()
         turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        random = np.random.default_rng((self.seed, self.epoch))
-        order = random.permutation(self.rows) if self.shuffle else None
-        for batch in range(self.first + turn, len(self), workers):
-            begin = batch * self.global_batch + self.rank * self.batch_size
-            rows = np.arange(begin, begin + self.batch_size)
-            yield self._batch(rows if order is None else order[rows])
+        begin, block = self.cursor["tokens"], self.cursor["block"]
+        step = self.sequence_length * self.batch_size * self.world_size
+        for number in count(turn, workers):
+            start = begin + number * step
+            if self.pad and start >= self.tokens:
+                return
+            yield (
+                {"tokens": start + step, "block": block},
+                self._batch(start + step // self.world_size * self.rank),
+            )
 
-    def _batch(self, rows: np.ndarray) -> Batch:
-        tokens = self.store.windows(rows * self.sequence_length, self.sequence_length + 1)
-        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    def _batch(self, start: int) -> Batch:
+        length = self.sequence_length
+        starts = range(start, start + self.batch_size * length, length)
         if self.pad:
-            inputs, labels = np.maximum(inputs, 0), np.where(labels < 0, IGNORED_LABEL, labels)
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+            rows = [[(row, length)] for row in starts]
+        else:
+            rows = [_joined(self._segments(row, length)) for row in starts]
+        return to_batch(self.store, rows, length, self.mask_documents)
+
+    def _segments(self, position: int, length: int) -> Iterator[Segment]:
+        """Yields the parts of the store that the stream consists of from a position on."""
+        block = self.cursor["block"]
+        while length:
+            epoch, within = divmod(position, self.tokens)
+            number, offset = divmod(within, block)
+            blocks = self.tokens // block  # whole ones; what is left after them comes last in every epoch
+            if number >= blocks or not self.shuffle:
+                first, size = within, self.tokens - within
+            else:
+                first, size = self._order(epoch, blocks)(number) * block + offset, block - offset
+            size = min(size, length)
+            yield first, size
+            position, length = position + size, length - size
+
+    def _order(self, epoch: int, blocks: int) -> Permutation:
+        if epoch not in self._orders:
+            self._orders = {epoch: Permutation(blocks, (self.seed, epoch))}
+        return self._orders[epoch]
+
+
+def _joined(segments: Iterator[Segment]) -> list[Segment]:
+    """Returns parts of the store with those that follow each other there as one."""
+    result: list[Segment] = []
+    for first, size in segments:
+        if result and sum(result[-1]) == first:
+            result[-1] = (result[-1][0], result[-1][1] + size)
+        else:
+            result.append((first, size))
+    return result
+
+
+def to_batch(store: TokenStore, rows: list[list[Segment]], length: int, mask_documents: bool) -> Batch:
+    """Returns rows that consist of parts of the store as a batch; what no part fills has ignored labels.
+
+    Args:
+        store: The tokens.
+        rows: The parts of each row, one behind the other.
+        length: T, in tokens.
+        mask_documents: Whether `document_ids` and `position_ids` begin anew with each document and each part,
+            and the last token of a document has no label.
+    """
+    if all(len(row) == 1 and row[0][1] == length for row in rows):
+        tokens = store.windows(np.array([row[0][0] for row in rows]), length + 1)
+        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+    else:
+        inputs = np.full((len(rows), length), -1, np.int64)
+        labels = inputs.copy()
+        for row, parts in enumerate(rows):
+            at = 0
+            for first, size in parts:
+                tokens = store.windows(np.array([first]), size + 1)[0]
+                inputs[row, at : at + size], labels[row, at : at + size] = tokens[:-1], tokens[1:]
+                at += size
+    batch = {}
+    if mask_documents:
+        begins = _document_begins(store, rows, labels)
+        batch["document_ids"] = torch.from_numpy(np.cumsum(begins, axis=1) - 1)
+        places = np.arange(length)
+        batch["position_ids"] = torch.from_numpy(
+            places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        )
+    if (labels < 0).any():
+        inputs, labels = np.maximum(inputs, 0), np.where(labels < 0, IGNORED_LABEL, labels)
+    return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **batch}
+
+
+def _document_begins(store: TokenStore, rows: list[list[Segment]], labels: np.ndarray) -> np.ndarray:
+    """Returns where a document or a part begins, (B, T) bool, and takes the labels before them away."""
+    begins = np.zeros(labels.shape, bool)
+    for row, parts in enumerate(rows):
+        at = 0
+        for first, size in parts:
+            begins[row, at] = True
+            inside = store.starts_between(first + 1, first + size + 1) - first
+            labels[row, at + inside - 1] = -1
+            begins[row, at + inside[inside < size]] = True
+            at += size
+        if at < labels.shape[1]:
+            begins[row, at] = True
+    return begins
 
 
 @technique(
@@ -73,15 +173,22 @@ class ConcatenatedBatches(PackedBatches):
 class Concatenate(Packing):
     """Cuts the stream of all documents into rows of `sequence_length`, wherever documents end.
 
-    Each row is full; a row may hold several documents, which then see each other.
+    Every row is full; a row may hold several documents.
+
+    Args:
+        mask_documents: Whether each document in a row is on its own: attention and positions begin anew with it
+            (`document_ids`, `position_ids`), and its last token is not asked for the next document's first.
 
     Example:
         data:
           class_path: PretrainDataModule
           init_args:
-            packing: Concatenate
+            packing: {class_path: Concatenate, init_args: {mask_documents: true}}
     """
+
+    def __init__(self, mask_documents: bool = False) -> None:
+        self.mask_documents = mask_documents
 
     def batches(self, folder: Path, **order: Any) -> PackedBatches:
         """Returns one rank's batches; see :class:`core.contracts.Packing`."""
-        return ConcatenatedBatches(TokenStore(folder), **order)
+        return ConcatenatedBatches(TokenStore(folder), mask_documents=self.mask_documents, **order)

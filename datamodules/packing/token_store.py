@@ -42,6 +42,8 @@ class TokenStore:
                 self._chunks.append(tokens)
             self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
             self._starts = self._ends - [len(chunk) for chunk in self._chunks]
+            self._counts = np.cumsum([len(offsets) - 1 for offsets in self._offsets])
+            self._itemsize = dtype.itemsize
             if not self._chunks:
                 raise ValueError("it lists no chunks")
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -57,6 +59,37 @@ class TokenStore:
         """Returns the position of each document's first token, (number of documents,) int64."""
         chunks = zip(self._starts, self._offsets, self._chunks, strict=True)
         return np.concatenate([at + (o[:-1] - o[0]).astype(np.int64) // c.itemsize for at, o, c in chunks])
+
+    @property
+    def number_of_documents(self) -> int:
+        """How many documents there are."""
+        return int(self._counts[-1])
+
+    def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
+        """Returns (first token, tokens) of each document, numbered in the stream's order."""
+        found = []
+        for index, chunk in zip(indices, np.searchsorted(self._counts, indices, side="right"), strict=True):
+            offsets, within = (
+                self._offsets[chunk],
+                index - (self._counts[chunk] - len(self._offsets[chunk]) + 1),
+            )
+            begin, end = ((int(offsets[i]) - int(offsets[0])) // self._itemsize for i in (within, within + 1))
+            found.append((int(self._starts[chunk]) + begin, end - begin))
+        return found
+
+    def starts_between(self, start: int, stop: int) -> np.ndarray:
+        """Returns the positions in [start, stop) at which documents begin, int64; `len` counts as one."""
+        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
+        pieces = [np.empty(0, np.int64)]
+        for chunk in range(first, min(last + 1, len(self._chunks))):
+            offsets, at = self._offsets[chunk], int(self._starts[chunk])
+            # in bytes from the chunk's first token, as the header has them
+            low, high = ((position - at) * self._itemsize + int(offsets[0]) for position in (start, stop))
+            a, b = np.searchsorted(offsets[:-1], (max(low, 0), max(high, 0)))
+            pieces.append(at + (offsets[a:b].astype(np.int64) - int(offsets[0])) // self._itemsize)
+        if start <= len(self) < stop:
+            pieces.append(np.array([len(self)]))
+        return np.concatenate(pieces)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens at positions [start, stop), of the stored type; fewer where the stream ends."""

@@ -1,0 +1,54 @@
+"""Rows filled with whole documents, as full as they get."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.contracts import PackedBatches, Packing
+from core.technique import technique
+from datamodules.packing.concatenate import Segment
+from datamodules.packing.grouped import GroupedBatches, Row
+from datamodules.packing.token_store import TokenStore
+
+
+class BestFitBatches(GroupedBatches):
+    """Batches of rows that best-fit decreasing filled."""
+
+    def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
+        """Puts each piece, longest first, into the row that it leaves the least room in."""
+        rows: list[Row] = []
+        free: list[tuple[int, int]] = []  # (room left, row), sorted
+        for piece in sorted(pieces, key=lambda piece: -piece[1]):
+            at = bisect_left(free, (piece[1], -1))
+            if at < len(free):
+                room, row = free.pop(at)
+                rows[row].append(piece)
+            else:
+                room, row = length, len(rows)
+                rows.append([piece])
+            if room > piece[1]:
+                insort(free, (room - piece[1], row))
+        return [rows[row] for row in random.permutation(len(rows))] if self.shuffle else rows
+
+
+@technique(paper="Fewer Truncations Improve Language Modeling, arXiv:2404.10830, section 3: best-fit packing")
+class BestFit(Packing):
+    """Packs whole documents into rows with as little padding as can be: only those longer than a row are cut.
+
+    Documents in a row are on their own: attention and positions begin anew with each (`document_ids`,
+    `position_ids`), and no label reaches over an end. 2,048 documents at a time are packed together.
+
+    Example:
+        data:
+          class_path: PretrainDataModule
+          init_args:
+            packing: BestFit
+    """
+
+    def batches(self, folder: Path, **order: Any) -> PackedBatches:
+        """Returns one rank's batches; see :class:`core.contracts.Packing`."""
+        return BestFitBatches(TokenStore(folder), **order)

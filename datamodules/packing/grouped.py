@@ -1,0 +1,138 @@
+"""Rows made of whole documents, a group of documents at a time."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from core.contracts import Batch, PackedBatches
+from datamodules.packing.concatenate import Segment, to_batch
+from datamodules.packing.permutation import Permutation
+from datamodules.packing.token_store import TokenStore
+
+GROUP = 2048
+"""Documents that are packed together: the memory it takes, and the choice that packing has."""
+
+SAMPLE = 8
+"""Groups from which the length of a pass is estimated."""
+
+Row = list[Segment]
+Taken = tuple[tuple[int, int], ...]
+"""(sequence_length, rows) of what has been handed out of a group, in turn."""
+
+
+@dataclass(eq=False)
+class GroupedBatches(PackedBatches):
+    """One rank's batches of documents that are packed into rows, group by group.
+
+    Documents come in an order drawn anew for each epoch; each successive group of them is cut into pieces of at
+    most T tokens and packed. When T changes within a group, what has not been handed out of it is packed anew.
+
+    Args:
+        store: The tokens.
+        sequence_length: T, in tokens; this and the following as in :class:`core.contracts.Packing`.
+    """
+
+    store: TokenStore
+    sequence_length: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    pad: bool = False
+
+    def __post_init__(self) -> None:
+        self.documents = self.store.number_of_documents
+        self.groups = -(-self.documents // GROUP)
+        self.cursor: dict[str, Any] = {"group": 0, "taken": []}
+        self._rows = lru_cache(4)(self._pack_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_rows"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._rows = lru_cache(4)(self._pack_group)
+
+    @abstractmethod
+    def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
+        """Puts pieces of at most `length` tokens into rows, in the order in which they are handed out."""
+
+    def width(self, rows: list[Row]) -> int:
+        """Returns the length of a global batch's rows with their padding, in tokens."""
+        return self.sequence_length
+
+    def order(self) -> dict[str, Any]:
+        """Returns what the meaning of a cursor depends on."""
+        return {
+            "documents": self.documents,
+            "tokens": len(self.store),
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+        }
+
+    def __len__(self) -> int:
+        # all groups where that is few; training only needs to know about how long a pass is
+        sample = self.groups if self.pad else min(self.groups, SAMPLE)
+        rows = sum(len(self._pack_group(group, (), self.sequence_length)) for group in range(sample))
+        rows, whole = rows * self.groups // sample, self.batch_size * self.world_size
+        return -(-rows // whole) if self.pad else rows // whole
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], Batch]]:
+        worker = get_worker_info()
+        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        group, taken = self.cursor["group"], tuple(map(tuple, self.cursor["taken"]))
+        for number in count():
+            rows, group, taken = self._take(self.batch_size * self.world_size, group, taken)
+            if not rows:
+                return
+            if number % workers == turn:
+                cursor = {"group": group, "taken": [list(pair) for pair in taken]}
+                yield cursor, self._batch(rows)
+
+    def _take(self, wanted: int, group: int, taken: Taken) -> tuple[list[Row], int, Taken]:
+        """Returns the next rows, fewer only where padded batches end, and where they end."""
+        rows: list[Row] = []
+        while len(rows) < wanted and not (self.pad and group >= self.groups):
+            history, done = taken, 0
+            if taken and taken[-1][0] == self.sequence_length:
+                history, done = taken[:-1], taken[-1][1]
+            left = self._rows(group, history, self.sequence_length)[done : done + wanted - len(rows)]
+            rows += left
+            if left:
+                taken = (*history, (self.sequence_length, done + len(left)))
+            if done + len(left) >= len(self._rows(group, history, self.sequence_length)):
+                group, taken = group + 1, ()
+        return rows, group, taken
+
+    def _pack_group(self, group: int, history: Taken, length: int) -> list[Row]:
+        """Returns the rows of a group that are left when, of earlier lengths, so many rows were handed out."""
+        epoch, number = divmod(group, self.groups)
+        indices = np.arange(number * GROUP, min((number + 1) * GROUP, self.documents))
+        if self.shuffle:
+            indices = Permutation(self.documents, (self.seed, epoch)).map(indices)
+        pieces: list[Segment] = list(self.store.documents(indices))
+        packed: list[Row] = []
+        for turn, (longest, taken) in enumerate((*history, (length, 0))):
+            pieces = [
+                (first + at, min(longest, size - at))
+                for first, size in pieces
+                for at in range(0, size, longest)
+            ]
+            random = np.random.default_rng((self.seed, epoch, number, turn))
+            packed = self.pack(pieces, longest, random)
+            pieces = [piece for row in packed[taken:] for piece in row]
+        return packed
+
+    def _batch(self, rows: list[Row]) -> Batch:
+        own = rows[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+        own += [[] for _ in range(self.batch_size - len(own))]
+        return to_batch(self.store, own, self.width(rows), mask_documents=True)
