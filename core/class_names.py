@@ -36,7 +36,8 @@ def names_for(bases: Bases) -> dict[str, str]:
     kinds = {KIND_OF[name] for name in parents if name in KIND_OF}
     found = {entry.name: entry.class_path for entry in catalog.entries() if entry.kind in kinds}
     for derived in (kind for base in bases for kind in _derived(base)):
-        if not derived.__name__.startswith("_") and not inspect.isabstract(derived):
+        private = any(part.startswith("_") for part in f"{derived.__module__}.{derived.__name__}".split("."))
+        if not private and not inspect.isabstract(derived):
             found.setdefault(derived.__name__, f"{derived.__module__}.{derived.__qualname__}")
     return found
 

@@ -213,7 +213,7 @@ class Cli(LightningCLI):
 def _make_trainer(options: Mapping[str, Any]) -> Trainer:
     try:
         return Trainer(**options)
-    except (ValueError, TypeError, MisconfigurationException) as error:
+    except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         registered = {entry.name for entry in catalog.entries() if entry.kind == "strategies"}
         _check_name("strategy", options, registered | set(StrategyRegistry.available_strategies()))
         _check_name("accelerator", options, {"gpu", *AcceleratorRegistry.available_accelerators()})

@@ -41,7 +41,8 @@ def _versions(run: Run) -> Iterator[str]:
     for item in run.selected:
         wanted = item.declaration.api or ""
         if wanted and (mend := catalog.upgrade(wanted, API_VERSION, item.package)):
-            yield f"{run.named(item)} was written for core API {wanted}, this is {API_VERSION}: {mend}"
+            who = run.named(item) + (f" of {item.package} {item.version}" if item.kind != "-" else "")
+            yield f"{who} was written for core API {wanted}, this is {API_VERSION}: {mend}"
 
 
 def _needs(run: Run) -> Iterator[str]:

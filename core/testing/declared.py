@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 
-from core import catalog, preflight, selection
+from core import API_VERSION, catalog, preflight, selection
 from core.config_files import parse_yaml
 from core.docstrings import documented, sections
 from core.errors import ConfigError
@@ -66,6 +66,14 @@ def is_declared(case: Case) -> None:
         declaration and declaration.paper.strip(),
         "@technique(paper=...) is empty: name the paper or source",
     )
+
+
+@proof(runs=False)
+def is_for_this_api(case: Case) -> None:
+    """It is written for this version of the core's API."""
+    wanted = getattr(declaration_of(case.target), "api", None) or ""
+    mend = catalog.upgrade(wanted, API_VERSION, case.entry.package)
+    require(mend is None, f"written for core API {wanted}, this is {API_VERSION}: {mend}")
 
 
 @proof(runs=False)

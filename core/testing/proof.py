@@ -21,6 +21,7 @@ MODULES = (
     "optimizers",
     "schedules",
     "stages",
+    "tokens",
     "commands",
     "parallel",
 )
@@ -41,6 +42,7 @@ class Proof:
         promise: In one sentence.
         check: Raises AssertionError, saying what was measured, if a case breaks the promise.
         runs: Whether the technique is run, for which what it needs must be there.
+        contract: The class of `core.contracts` whose promise it is, where a kind has several.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Proof:
     promise: str
     check: Callable[[Case], None]
     runs: bool = True
+    contract: str | None = None
 
     def __str__(self) -> str:
         return self.name
@@ -78,7 +81,9 @@ class Proof:
         return f"{case.entry.name} of {case.entry.origin} breaks {self.name}: {self.promise}"
 
 
-def proof(*kinds: str, runs: bool = True) -> Callable[[Callable[[Case], None]], Proof]:
+def proof(
+    *kinds: str, runs: bool = True, contract: str | None = None
+) -> Callable[[Callable[[Case], None]], Proof]:
     """Makes a function the proof of its name, for techniques of these kinds, or of all if none is given.
 
     The first line of its docstring is the promise.
@@ -86,7 +91,7 @@ def proof(*kinds: str, runs: bool = True) -> Callable[[Callable[[Case], None]], 
 
     def make(check: Callable[[Case], None]) -> Proof:
         promise = (check.__doc__ or "").partition("\n")[0]
-        return Proof(check.__name__, kinds or KINDS, promise, check, runs)
+        return Proof(check.__name__, kinds or KINDS, promise, check, runs, contract)
 
     return make
 
@@ -97,13 +102,20 @@ def require(condition: Any, message: str) -> None:
         raise AssertionError(message)
 
 
-def proofs(kind: str, modules: tuple[str, ...] = MODULES) -> list[Proof]:
-    """Returns the proofs for techniques of a kind, in the order in which they are best run."""
+def proofs(of: Case | str, modules: tuple[str, ...] = MODULES) -> list[Proof]:
+    """Returns the proofs for a case, or for all techniques of a kind, in the order in which they are best run."""
+    kind = of if isinstance(of, str) else of.entry.kind
     found: list[Proof] = []
     for name in modules:
         members: Mapping[str, Any] = vars(import_module(f"core.testing.{name}"))
         found += [item for item in members.values() if isinstance(item, Proof) and kind in item.kinds]
-    return found
+    if isinstance(of, str) or not any(item.contract for item in found):
+        return found
+    try:
+        contracts = {base.__name__ for base in of.target.__mro__}
+    except (ConfigError, AttributeError):  # not imported, or no class: each proof will say so
+        return found
+    return [item for item in found if item.contract is None or item.contract in contracts]
 
 
 def prove(technique: Case | Entry | str, /, **init_args: Any) -> None:
@@ -118,7 +130,7 @@ def prove(technique: Case | Entry | str, /, **init_args: Any) -> None:
     """
     case = technique if isinstance(technique, Case) else Case(technique, init_args or None)
     broken = []
-    for item in proofs(case.entry.kind):
+    for item in proofs(case):
         try:
             item(case)
         except NotProvable:

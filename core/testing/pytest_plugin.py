@@ -91,7 +91,7 @@ class TechniqueNode(pytest.Collector):
         """Yields a test for each promise."""
         from core.testing import proofs
 
-        for proof in proofs(self.case.entry.kind):
+        for proof in proofs(self.case):
             yield ProofItem.from_parent(self, name=proof.name, case=self.case, proof=proof)
 
 

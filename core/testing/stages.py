@@ -1,1 +1,171 @@
-"""."""
+"""Proofs for data stages: the same text gives the same tokens, and what is written is read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from core.contracts import DocumentSource, Packing, Tokenizer, TokenWriter
+from core.errors import ConfigError
+from core.signatures import literals, parameters
+from core.testing.case import Case, at
+from core.testing.proof import proof, require
+from core.testing.workshop import WORDS, workshop
+
+POSITIONS: Mapping[type, tuple[str, Any]] = {
+    DocumentSource: ("data.init_args.reader", Callable[[str], DocumentSource]),
+    Tokenizer: ("data.init_args.tokenizer", Tokenizer),
+    TokenWriter: ("data.init_args.writer", TokenWriter),
+    Packing: ("data.init_args.packing", Packing),
+}
+"""Contract -> where the stage stands in a configuration, and its type there."""
+
+UNUSUAL = ("naïve café 北京 🙂", "tabs\tand\n\nlines ", "<|endoftext|>", "a", "\u200bno width")
+
+
+def build(case: Case, contract: type, init_args: Mapping[str, Any] | None = None) -> Any:
+    """Builds the stage, a reader on the text of the run; with other arguments if there are any."""
+    position, hint = POSITIONS[contract]
+    if init_args is not None:
+        case = Case(case.entry, init_args, config=case.config)
+    made = case.build(position, hint)
+    return made(source_of(case)) if contract is DocumentSource else made
+
+
+def source_of(case: Case) -> str:
+    """The text that the case's runs read."""
+    return str(at(case.values, "data.init_args.source"))
+
+
+@proof("stages", contract="DocumentSource")
+def reads_the_same_each_time(case: Case) -> None:
+    """A document source yields the same documents, in the same order, each time and from each instance."""
+    source = build(case, DocumentSource)
+    first = list(source.documents())
+    require(
+        first and all(isinstance(text, str) and text for text in first), "it yields no text, or an empty one"
+    )
+    for what, again in {"second pass": source, "new instance": build(case, DocumentSource)}.items():
+        found = list(again.documents())
+        apart = next((n for n, (a, b) in enumerate(zip(first, found, strict=False)) if a != b), len(first))
+        require(
+            found == first,
+            f"{what}: {len(found)} documents for {len(first)}, the first other is number {apart}",
+        )
+
+
+@proof("stages", contract="DocumentSource")
+def its_fingerprint_tells_texts_apart(case: Case) -> None:
+    """The fingerprint is JSON, the same for the same text and arguments, and another where the documents are."""
+    _tells_apart(case, DocumentSource, [*_variants(case, DocumentSource), *_other_text(case)])
+
+
+@proof("stages", contract="Tokenizer")
+def its_fingerprint_tells_tokens_apart(case: Case) -> None:
+    """The fingerprint is JSON, the same for the same arguments, and another where the tokens are."""
+    _tells_apart(case, Tokenizer, _variants(case, Tokenizer))
+
+
+def _tells_apart(case: Case, contract: type, others: Iterable[Callable[[], Any]]) -> None:
+    stage = build(case, contract)
+    try:
+        told = _told(stage)
+    except (TypeError, ValueError) as error:
+        raise AssertionError(f"it is not JSON: {error}") from None
+    require(_told(build(case, contract)) == told, "two instances with the same arguments have different ones")
+    usual = _result(stage)
+    for build_other in others:
+        try:
+            other = build_other()
+            result = _result(other)
+        except ConfigError:
+            continue  # this argument cannot be that
+        require(
+            result == usual or _told(other) != told,
+            f"other arguments or another text give another result and the same fingerprint: {told[:200]}",
+        )
+
+
+def _told(stage: Any) -> str:
+    return json.dumps(dict(stage.fingerprint()), sort_keys=True)
+
+
+def _result(stage: Any) -> Any:
+    if isinstance(stage, DocumentSource):
+        return list(stage.documents())
+    stage.prepare(_texts())
+    return stage.encode_batch(list(_texts())), stage.to_json()
+
+
+def _variants(case: Case, contract: type) -> Iterator[Callable[[], Any]]:
+    """Yields the stage with one argument changed, for each number, truth value and choice among its arguments."""
+    position, _ = POSITIONS[contract]
+    given = dict((at(case.values, position) or {}).get("init_args") or {})
+    for name, argument in parameters(case.target)[0].items():
+        value = given.get(name, argument.default)
+        others = [option for option in literals(argument.hint) if option != value]
+        if isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, int | float) and math.isfinite(value):
+            others = [value + 1, value / 2] if isinstance(value, float) else [value + 1, value - 1]
+        for other in others:
+            yield lambda name=name, other=other: build(case, contract, {**given, name: other})  # type: ignore[misc]
+
+
+def _other_text(case: Case) -> Iterator[Callable[[], Any]]:
+    """Yields a document source on the file without its last line."""
+    path = Path(source_of(case))
+    if path.is_file():
+        shorter = workshop() / "shorter" / path.name
+        shorter.parent.mkdir(exist_ok=True)
+        shutil.copy(path, shorter)
+        shorter.write_bytes(b"".join(shorter.read_bytes().splitlines(keepends=True)[:-1]))
+        yield lambda: case.build(*POSITIONS[DocumentSource])(str(shorter))
+
+
+@proof("stages", contract="Tokenizer")
+def its_tokens_are_its_text(case: Case) -> None:
+    """Text that is encoded and decoded comes back, and the JSON encodes it as the tokenizer does."""
+    from tokenizers import Tokenizer as Implementation
+
+    tokenizer: Tokenizer = build(case, Tokenizer)
+    tokenizer.prepare(_texts())
+    texts = [*_texts(), *UNUSUAL]
+    ids = tokenizer.encode_batch(texts)
+    stored = Implementation.from_str(tokenizer.to_json())
+    stored.encode_special_tokens = True  # no part of the JSON: as text, as documents have it
+    for text, row in zip(texts, ids, strict=True):
+        own = stored.encode(text, add_special_tokens=False).ids
+        require(row == own, f"{text[:40]!r}: encode_batch gives {row[:10]}, its JSON {own[:10]}")
+        outside = [token for token in row if not 0 <= token < tokenizer.vocab_size]
+        require(not outside, f"{text[:40]!r}: id {outside[:1]} with a vocab_size of {tokenizer.vocab_size}")
+        require(
+            tokenizer.end_of_text_id not in row, f"{text[:40]!r}: the end-of-text id stands within the text"
+        )
+        back = stored.decode(row, skip_special_tokens=False)
+        if text in UNUSUAL:  # a tokenizer may normalise: then to what it leaves as it is
+            text, back = back, stored.decode(stored.encode(back, add_special_tokens=False).ids)
+        require(back.strip() == text.strip(), f"{text[:40]!r} comes back as {back[:40]!r}")
+    require(
+        0 <= tokenizer.end_of_text_id < tokenizer.vocab_size, "end_of_text_id is outside of the vocabulary"
+    )
+
+
+@proof("stages", contract="Tokenizer")
+def trains_the_same_tokenizer(case: Case) -> None:
+    """The same documents give the same tokenizer."""
+    found = []
+    for _ in range(2):
+        tokenizer: Tokenizer = build(case, Tokenizer)
+        tokenizer.prepare(_texts())
+        found.append(tokenizer.to_json())
+    require(found[0] == found[1], "its JSON is another the second time")
+
+
+def _texts() -> Iterator[str]:
+    for number in range(40):
+        yield " ".join(WORDS[(number * step) % len(WORDS)] for step in range(1, 12))

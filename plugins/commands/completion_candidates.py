@@ -32,12 +32,13 @@ SECTIONS = {
     "trainer": ("lightning.pytorch.trainer.trainer", "Trainer"),
     "model": ("core.language_module", "LanguageModule"),
 }
+_MIXED = "lightning.pytorch.plugins"
 LIBRARIES = {
     "callbacks": "lightning.pytorch.callbacks",
-    "checkpoints": "lightning.pytorch.plugins",
+    "checkpoints": _MIXED,
     "loggers": "lightning.pytorch.loggers",
     "optimizers": "torch.optim",
-    "precision": "lightning.pytorch.plugins",
+    "precision": _MIXED,
     "schedules": "torch.optim.lr_scheduler",
     "strategies": "lightning.pytorch.strategies",
 }
@@ -224,10 +225,10 @@ def _fitting(bases: Sequence[str]) -> list[catalog.Entry]:
 def _classes(bases: Sequence[str]) -> Candidates:
     """Yields the techniques that fit, then what Lightning and torch have."""
     yield from ((entry.name, entry.summary()) for entry in _fitting(bases))
-    for kind in dict.fromkeys(KIND_OF[base] for base in bases):
-        for name in exported(LIBRARIES[kind]) if kind in LIBRARIES else ():
-            if name not in KIND_OF and derives(LIBRARIES[kind], name, bases):
-                yield name, LIBRARIES[kind].partition(".")[0]
+    for library in dict.fromkeys(LIBRARIES.get(KIND_OF[base], "") for base in bases):
+        for name in exported(library):
+            if name not in KIND_OF and (library != _MIXED or derives(library, name, bases)):
+                yield name, library.partition(".")[0]
 
 
 def _of_class(name: str, place: Argument) -> dict[str, Argument]:

@@ -107,6 +107,9 @@ def arguments(module: str, name: str, method: str = "__init__") -> dict[str, Arg
             given = function.args
             for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs][1:]:
                 found.setdefault(argument.arg, _understand(argument.annotation, home))
+        if any("dataclass" in ast.unparse(decorator) for decorator in kind.decorator_list):
+            fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
+            found |= {ast.unparse(each.target): _understand(each.annotation, home) for each in fields}
         if functions and not functions[0].args.kwarg:
             break
     for key, argument in found.items():

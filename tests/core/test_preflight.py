@@ -53,7 +53,8 @@ def test_a_need_sees_the_run_and_takes_one_line_however_wordy():
 @pytest.mark.parametrize(("api", "behind"), [(">=2", "leyden"), ("<1", "acme")])
 def test_a_technique_for_another_core_says_what_to_upgrade(api, behind):
     lines = problems(chosen("A", api=api))
-    assert lines[1:] == [f"- A was written for core API {api}, this is 1.0: pip install --upgrade {behind}"]
+    told = f"- A of acme 1.0 was written for core API {api}, this is 1.0: pip install --upgrade {behind}"
+    assert lines[1:] == [told]
 
 
 def test_a_technique_for_this_core_passes():
@@ -193,7 +194,7 @@ def test_a_technique_is_named_with_its_place():
     places = {("trainer", "callbacks", 0): f"{os.getcwd()}/configs/x.yaml:3"}
     config = {"trainer": {"callbacks": [{"class_path": "acme.A"}]}}
     lines = problems(chosen("A", api="<1"), config=config, places=places)
-    assert lines[1].startswith("- A (configs/x.yaml:3) was written for core API <1")
+    assert lines[1].startswith("- A (configs/x.yaml:3) of acme 1.0 was written for core API <1")
 
 
 # -- order -----------------------------------------------------------------------------------------

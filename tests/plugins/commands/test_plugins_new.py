@@ -1,13 +1,15 @@
 """`plugins new`: what it writes is a package that installs, passes its own tests and trains."""
 
 import os
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import yaml
 
-from core import catalog
+from core import API_VERSION, catalog
 from core.__main__ import main
 from plugins.commands.plugins_new import TEMPLATES, project
 from tests.conftest import TINY, run_core
@@ -49,19 +51,36 @@ def test_there_is_a_template_for_every_kind_that_is_tested_here():
     assert set(NAMES) == set(TEMPLATES)
 
 
-def test_the_tests_of_every_kind_pass(projects, site):
+def passed(projects, site, *words):
+    """Runs pytest on all projects at once; returns what it printed."""
+    (projects / "pytest.ini").write_text("[pytest]\n")  # in place of the options that each has of its own
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *NAMES.values()],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", *words, *NAMES.values()],
         cwd=projects,
         env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout
+
+
+def test_the_tests_of_every_kind_pass(projects, site):
+    told = passed(projects, site)
     for kind, name in NAMES.items():
         word = next((projects / name / "tests").glob("test_*.py")).name
-        assert f"{word}::test_" in done.stdout, kind
-    assert "skipped" not in done.stdout
+        assert f"{word}::test_" in told, kind
+    assert "skipped" not in told
+
+
+@pytest.mark.slow
+def test_the_conformance_kit_passes_for_every_kind(projects, site):
+    """That plain `pytest` runs it is tested with the commands of CONTRIBUTING.md."""
+    packages = [path.name.partition("-")[0] for path in site.glob("*.dist-info")]
+    told = passed(projects, site, *(word for name in packages for word in ("--leyden-package", name)))
+    for kind, name in NAMES.items():
+        proof = "is_documented" if kind == "commands" else "resumes_bitwise"
+        assert f"::{name}::{proof} PASSED" in told, kind
 
 
 def test_a_run_selects_them_by_their_short_names(site, tmp_path):
@@ -122,13 +141,30 @@ def test_a_project_is_complete_and_nothing_is_left_to_fill_in(kind):
     assert {"pyproject.toml", "README.md", ".github/workflows/test.yml", "tests/test_own_thing.py"} < set(
         files
     )
+    assert tomllib.loads(files["pyproject.toml"])["tool"]["pytest"]["ini_options"]["addopts"] == (
+        "--leyden-package leyden-own-thing"
+    )
+    assert (
+        catalog.upgrade(
+            re.search(r'api="(.*)"\)$', files["leyden_own_thing/own_thing.py"], re.M)[1], API_VERSION, "x"
+        )
+        is None
+    )
     assert yaml.safe_load(files[".github/workflows/test.yml"])["jobs"]["test"]["steps"]
     name = "own_thing" if kind == "commands" else "OwnThing"
     assert f'[project.entry-points."leyden.{kind}"]\n' in files["pyproject.toml"]
     assert name in files["README.md"]
     for path, text in files.items():
         assert text.startswith(tuple('[#n"')), path
-        for left in ("TechniqueName", "technique_name", "technique-name", "SUMMARY", "USAGE", "CORE_VERSION"):
+        for left in (
+            "TechniqueName",
+            "technique_name",
+            "technique-name",
+            "SUMMARY",
+            "USAGE",
+            "CORE_VERSION",
+            "API_RANGE",
+        ):
             assert left not in path + text, (path, left)
 
 

@@ -1,0 +1,114 @@
+"""Networks that each break a promise, and a sound one that they derive from."""
+
+import torch
+from torch import nn
+
+from core.contracts import Network
+
+
+class Sound(Network):
+    """Each token sees the mean of those up to it; small, with a cache, and right."""
+
+    max_sequence_length = None
+
+    def __init__(self, vocab_size: int = 64, n_embd: int = 8, n_layer: int = 2):
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embedding = nn.Embedding(vocab_size, n_embd)
+        self.layers = nn.ModuleList(nn.Linear(n_embd, n_embd) for _ in range(n_layer))
+        self.register_buffer("scale", torch.ones(n_embd))
+        self.init_weights()
+
+    def init_weights(self):
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        nn.init.ones_(self.scale)
+
+    def mean(self, x, before, count):
+        """Returns the mean over the tokens so far, (B, T, C)."""
+        counts = torch.arange(count + 1, count + x.shape[1] + 1, device=x.device)
+        return (before + x.cumsum(1)) / counts[:, None]
+
+    def forward(self, batch, cache=None):
+        embedded = self.embedding(batch["input_ids"])
+        before, count = (cache["sum"], cache["count"]) if cache is not None else (0.0, 0)
+        x = self.mean(embedded, before, count)
+        if cache is not None:
+            cache["sum"] = before + embedded.sum(1, keepdim=True)
+            cache["count"] = count + embedded.shape[1]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)) * self.scale
+        return x
+
+    def new_cache(self, batch_size, max_length):
+        return {"sum": 0.0, "count": 0}
+
+    @property
+    def blocks(self):
+        return self.layers
+
+    @property
+    def output_weight(self):
+        return self.embedding.weight
+
+    def flops_per_token(self, sequence_length):
+        return 6.0 * self.embedding.weight.numel()
+
+    def tensor_parallel_plan(self):
+        return {"layers.*": None}
+
+
+class Truncating(Sound):
+    """Leaves out the first token."""
+
+    def forward(self, batch, cache=None):
+        return super().forward(batch, cache)[:, 1:]
+
+
+class Peeking(Sound):
+    """Looks one token ahead, so that the training loss is wonderful."""
+
+    def mean(self, x, before, count):
+        return super().mean(x, before, count) + 0.01 * x.roll(-1, 1)
+
+
+class Copied(Sound):
+    """Hands out copies of its blocks: what wraps them changes nothing."""
+
+    @property
+    def blocks(self):
+        return [nn.Linear(8, 8) for _ in self.layers]
+
+
+class Halfway(Sound):
+    """Its buffer is made by the constructor alone: from the meta device it is never filled."""
+
+    def init_weights(self):
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+
+class Misplanned(Sound):
+    def tensor_parallel_plan(self):
+        return {"layers.*": None, "blocks.0": None}
+
+
+class Weightless(Sound):
+    def flops_per_token(self, sequence_length):
+        return 0.0
+
+
+class Miscounting(Sound):
+    """Forgets how many tokens are cached when it goes on."""
+
+    def mean(self, x, before, count):
+        return super().mean(x, before, min(count, 5))
+
+
+class Shared(Sound):
+    """Has one cache for all."""
+
+    kept = {"sum": 0.0, "count": 0}
+
+    def new_cache(self, batch_size, max_length):
+        return self.kept

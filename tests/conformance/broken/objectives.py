@@ -1,0 +1,45 @@
+"""Objectives that each break a promise."""
+
+import torch
+import torch.nn.functional as F
+
+from core.contracts import IGNORED_LABEL, Objective, TokenSum
+
+
+class Sound(Objective):
+    """The cross-entropy, summed."""
+
+    def loss(self, network, batch):
+        labels = batch["labels"]
+        logits = network.logits(network(batch)).flatten(0, 1)
+        losses = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="none")
+        return self.summed(losses.view_as(labels), labels != IGNORED_LABEL), {}
+
+    def summed(self, losses, counts):
+        return TokenSum(losses.sum(), counts.sum())
+
+
+class MeanOfMeans(Sound):
+    """Averages each row, then the rows: a token in a short row weighs more."""
+
+    def summed(self, losses, counts):
+        return TokenSum((losses.sum(1) / counts.sum(1).clamp(min=1)).mean() * counts.sum(), counts.sum())
+
+
+class CountingAll(Sound):
+    """Counts positions without a label among the tokens."""
+
+    def summed(self, losses, counts):
+        return TokenSum(losses.sum(), torch.tensor(counts.numel()))
+
+
+class Dividing(Sound):
+    """Divides by the number of labels, also where there is none."""
+
+    def summed(self, losses, counts):
+        return TokenSum(losses.sum() / counts.sum() * counts.sum(), counts.sum())
+
+
+class Detached(Sound):
+    def summed(self, losses, counts):
+        return TokenSum(losses.sum().detach().requires_grad_(), counts.sum())
