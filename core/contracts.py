@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected
@@ -195,14 +196,14 @@ class TokenWriter(ABC):
 class PackedBatches(IterableDataset, ABC):
     """One rank's batches from a cursor on, each worker taking its turn; what :class:`Packing` returns.
 
-    Training batches go on for ever, over the ends of epochs; padded ones end with the last token. The
-    sequence of rows depends on the cursor, `sequence_length` and the global batch alone: not on how ranks
-    and workers share it.
+    Training rows go on for ever, over the ends of epochs; padded ones end with the last token. Which rows come
+    depends on the cursor, `sequence_length` and the global batch alone: not on how ranks and workers share it.
 
     Attributes:
         cursor: Where the next batch begins, as JSON values; set before a pass.
         sequence_length: Tokens in a row; may be changed between two passes.
         batch_size: Rows of this rank's batch; may be changed between two passes.
+        rank: This rank among the data-parallel ones.
         world_size: Number of data-parallel ranks.
         pad: Whether the batches are padded and end.
     """
@@ -210,6 +211,7 @@ class PackedBatches(IterableDataset, ABC):
     cursor: Any
     sequence_length: int
     batch_size: int
+    rank: int
     world_size: int
     pad: bool
 
@@ -218,12 +220,33 @@ class PackedBatches(IterableDataset, ABC):
         """The number of batches that an epoch is worth, the same on every rank; exact where padded."""
 
     @abstractmethod
-    def __iter__(self) -> Iterator[tuple[Any, Batch]]:
-        """Yields the cursor after each batch, and the batch."""
+    def take(self, cursor: Any, count: int) -> tuple[Sequence[Any], Any]:
+        """Returns the next rows from a cursor on, and the cursor after them.
+
+        What stands for a row is the packing's own affair; nothing is read yet. There are fewer than `count`
+        only where padded rows end.
+        """
+
+    @abstractmethod
+    def read(self, rows: Sequence[Any], own: slice) -> Batch:
+        """Returns a slice of the rows of a global batch as `batch_size` rows; what is missing is padding."""
 
     @abstractmethod
     def order(self) -> dict[str, Any]:
         """Returns what the meaning of a cursor depends on, such as the seed, as JSON values."""
+
+    def __iter__(self) -> Iterator[tuple[Any, Batch]]:
+        """Yields the cursor after each batch, and the batch."""
+        worker = get_worker_info()
+        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        own = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        cursor = self.cursor
+        for number in count():
+            rows, cursor = self.take(cursor, self.batch_size * self.world_size)
+            if not rows:
+                return
+            if number % workers == turn:
+                yield cursor, self.read(rows, own)
 
 
 class Packing(ABC):

@@ -66,6 +66,7 @@ class PretrainDataModule(LightningDataModule):
 
     folder: Path | None = None
     _training: TokenLoader | None = None
+    _position: dict[str, Any] | None = None
     tokenizer_json: str
     vocab_size: int
     train_tokens: int
@@ -117,6 +118,7 @@ class PretrainDataModule(LightningDataModule):
         Raises:
             ConfigError: If this process does not see what rank 0 prepared.
         """
+        self._position = None
         if self.trainer is not None and self.trainer.world_size > 1:
             name = self.trainer.strategy.broadcast(self.folder.name if self.folder else "")
             self.folder = self.cache_dir / name
@@ -150,6 +152,8 @@ class PretrainDataModule(LightningDataModule):
                 f"{batches.world_size} ranks x {self.batch_size} rows x\n{self.sequence_length} tokens. Lower "
                 "data.sequence_length or data.batch_size, or add text."
             )
+        if self._position is not None:
+            self._training.load_state_dict(self._position)
         return self._training
 
     def reshape_batches(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
@@ -200,15 +204,18 @@ class PretrainDataModule(LightningDataModule):
         return TokenLoader(batches, self.num_workers, pin_memory=on_cuda, repeat=repeat)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the tokenizer: a checkpoint alone is enough to turn text into ids and back."""
-        return {"tokenizer": self.tokenizer_json, "end_of_text_id": self.end_of_text_id}
+        """Returns the position, and the tokenizer: a checkpoint alone is enough to turn text into ids and back."""
+        # Lightning saves the loader's position too, but at the end of an epoch it does not give it back.
+        position = self._training.state_dict() if self._training is not None else None
+        return {"tokenizer": self.tokenizer_json, "end_of_text_id": self.end_of_text_id, "position": position}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Makes sure that the data's token ids mean what they meant to the checkpoint.
+        """Takes the position over, and makes sure that token ids mean what they meant to the checkpoint.
 
         Raises:
             ConfigError: If the data was written by another tokenizer.
         """
+        self._position = state_dict.get("position")
         if json.loads(state_dict["tokenizer"]) != json.loads(self.tokenizer_json):
             raise ConfigError(
                 f"The data in {self.folder} was written by another tokenizer than the checkpoint's:\nits token "

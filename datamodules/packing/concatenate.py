@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
 
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
 from core.technique import technique
@@ -50,7 +48,8 @@ class ConcatenatedBatches(PackedBatches):
 
     def __post_init__(self) -> None:
         self.tokens = len(self.store) - 1
-        self.cursor = {"tokens": 0, "block": self.sequence_length}
+        self._block = self.sequence_length
+        self.cursor = {"tokens": 0, "block": self._block}
 
     def __len__(self) -> int:
         step = self.sequence_length * self.batch_size * self.world_size
@@ -60,32 +59,26 @@ class ConcatenatedBatches(PackedBatches):
         """Returns what the meaning of a cursor depends on."""
         return {"tokens": self.tokens, "shuffle": self.shuffle, "seed": self.seed}
 
-    def __iter__(self) -> Iterator[tuple[dict[str, int], Batch]]:
-        worker = get_worker_info()
-        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        begin, block = self.cursor["tokens"], self.cursor["block"]
-        step = self.sequence_length * self.batch_size * self.world_size
-        for number in count(turn, workers):
-            start = begin + number * step
-            if self.pad and start >= self.tokens:
-                return
-            yield (
-                {"tokens": start + step, "block": block},
-                self._batch(start + step // self.world_size * self.rank),
-            )
+    def take(self, cursor: dict[str, int], count: int) -> tuple[range, dict[str, int]]:
+        """Returns the first position of each row."""
+        begin, length = cursor["tokens"], self.sequence_length
+        end = begin + count * length
+        rows = range(begin, min(end, self.tokens) if self.pad else end, length)
+        self._block = cursor["block"]
+        return rows, {"tokens": end, "block": cursor["block"]}
 
-    def _batch(self, start: int) -> Batch:
-        length = self.sequence_length
-        starts = range(start, start + self.batch_size * length, length)
+    def read(self, rows: Sequence[int], own: slice) -> Batch:
+        """Returns the rows of a slice as a batch."""
+        length, chosen = self.sequence_length, rows[own]
         if self.pad:
-            rows = [[(row, length)] for row in starts]
+            parts = [[(row, length)] for row in chosen] + [[]] * (self.batch_size - len(chosen))
         else:
-            rows = [_joined(self._segments(row, length)) for row in starts]
-        return to_batch(self.store, rows, length, self.mask_documents)
+            parts = [_joined(self._segments(row, length)) for row in chosen]
+        return to_batch(self.store, parts, length, self.mask_documents)
 
     def _segments(self, position: int, length: int) -> Iterator[Segment]:
         """Yields the parts of the store that the stream consists of from a position on."""
-        block = self.cursor["block"]
+        block = self._block
         while length:
             epoch, within = divmod(position, self.tokens)
             number, offset = divmod(within, block)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 import numpy as np
-from torch.utils.data import get_worker_info
 
 from core.contracts import Batch, PackedBatches
 from datamodules.packing.concatenate import Segment, to_batch
@@ -66,7 +64,7 @@ class GroupedBatches(PackedBatches):
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
         """Puts pieces of at most `length` tokens into rows, in the order in which they are handed out."""
 
-    def width(self, rows: list[Row]) -> int:
+    def width(self, rows: Sequence[Row]) -> int:
         """Returns the length of a global batch's rows with their padding, in tokens."""
         return self.sequence_length
 
@@ -86,32 +84,28 @@ class GroupedBatches(PackedBatches):
         rows, whole = rows * self.groups // sample, self.batch_size * self.world_size
         return -(-rows // whole) if self.pad else rows // whole
 
-    def __iter__(self) -> Iterator[tuple[dict[str, Any], Batch]]:
-        worker = get_worker_info()
-        turn, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        group, taken = self.cursor["group"], tuple(map(tuple, self.cursor["taken"]))
-        for number in count():
-            rows, group, taken = self._take(self.batch_size * self.world_size, group, taken)
-            if not rows:
-                return
-            if number % workers == turn:
-                cursor = {"group": group, "taken": [list(pair) for pair in taken]}
-                yield cursor, self._batch(rows)
-
-    def _take(self, wanted: int, group: int, taken: Taken) -> tuple[list[Row], int, Taken]:
-        """Returns the next rows, fewer only where padded batches end, and where they end."""
+    def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
+        """Returns the parts of each row."""
+        group, taken = cursor["group"], tuple(map(tuple, cursor["taken"]))
         rows: list[Row] = []
-        while len(rows) < wanted and not (self.pad and group >= self.groups):
+        while len(rows) < count and not (self.pad and group >= self.groups):
             history, done = taken, 0
             if taken and taken[-1][0] == self.sequence_length:
                 history, done = taken[:-1], taken[-1][1]
-            left = self._rows(group, history, self.sequence_length)[done : done + wanted - len(rows)]
+            packed = self._rows(group, history, self.sequence_length)
+            left = packed[done : done + count - len(rows)]
             rows += left
             if left:
                 taken = (*history, (self.sequence_length, done + len(left)))
-            if done + len(left) >= len(self._rows(group, history, self.sequence_length)):
+            if done + len(left) >= len(packed):
                 group, taken = group + 1, ()
-        return rows, group, taken
+        return rows, {"group": group, "taken": [list(pair) for pair in taken]}
+
+    def read(self, rows: Sequence[Row], own: slice) -> Batch:
+        """Returns the rows of a slice as a batch, as wide as all of them need."""
+        chosen = [*rows[own]]
+        chosen += [[]] * (self.batch_size - len(chosen))
+        return to_batch(self.store, chosen, self.width(rows), mask_documents=True)
 
     def _pack_group(self, group: int, history: Taken, length: int) -> list[Row]:
         """Returns the rows of a group that are left when, of earlier lengths, so many rows were handed out."""
@@ -131,8 +125,3 @@ class GroupedBatches(PackedBatches):
             packed = self.pack(pieces, longest, random)
             pieces = [piece for row in packed[taken:] for piece in row]
         return packed
-
-    def _batch(self, rows: list[Row]) -> Batch:
-        own = rows[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
-        own += [[] for _ in range(self.batch_size - len(own))]
-        return to_batch(self.store, own, self.width(rows), mask_documents=True)

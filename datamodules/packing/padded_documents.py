@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class PaddedBatches(GroupedBatches):
             for row in random.permutation(len(buckets[bucket]))
         ]
 
-    def width(self, rows: list[Row]) -> int:
+    def width(self, rows: Sequence[Row]) -> int:
         """Returns the longest row's length, rounded up."""
         longest = max(size for row in rows for _, size in row)
         return min(self.sequence_length, -(-longest // MULTIPLE) * MULTIPLE)

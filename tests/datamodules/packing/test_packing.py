@@ -17,6 +17,8 @@ from datamodules.packing.concatenate import ConcatenatedBatches
 from datamodules.packing.padded_documents import PaddedBatches
 from datamodules.packing.token_store import TokenStore
 from datamodules.preparation.token_shards import TokenShards
+from plugins.networks.gpt import GPT
+from plugins.objectives.causal_lm import CausalLM
 
 LENGTHS = [1, 40, 3, 17, 90, 2, 5, 61, 8, 30, 44, 12, 77, 1, 1, 25, 10, 50, 33, 91]  # 601 tokens
 ENDS = set(np.cumsum(LENGTHS).tolist())
@@ -274,3 +276,26 @@ def test_padded_rows_are_about_as_long_as_their_neighbours(tmp_path, monkeypatch
     assert all(width % 8 == 0 for width in widths)
     order = np.array(widths)
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.99  # buckets are shuffled
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("position", ["rotary", "learned", "sinusoidal"])
+def test_packed_documents_have_the_loss_that_they_have_alone(kind, position, store):
+    torch.manual_seed(0)
+    network = GPT(
+        vocab_size=601, max_sequence_length=40, n_layer=2, n_head=2, n_embd=16, position=position, dropout=0.0
+    ).double()
+    network.init_weights()
+    options = {"mask_documents": True} if kind is ConcatenatedBatches else {}
+    for _, batch in islice(batches(kind, store, sequence_length=40, batch_size=3, **options), 6):
+        packed, _ = CausalLM().loss(network, batch)
+        total, tokens = 0.0, 0
+        for row in range(3):
+            documents = batch["document_ids"][row]
+            for document in documents.unique():
+                own = documents == document
+                alone = {name: batch[name][row][own][None] for name in ("input_ids", "labels")}
+                loss, _ = CausalLM().loss(network, alone)
+                total, tokens = total + loss.total.item(), tokens + int(loss.tokens)
+        assert packed.tokens == tokens > 0
+        assert packed.total.item() == pytest.approx(total, rel=1e-6)  # float32 sums

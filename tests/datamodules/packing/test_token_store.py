@@ -1,0 +1,101 @@
+import json
+import pickle
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import ConfigError
+from datamodules.packing.token_store import TokenStore
+from tests.datamodules.packing.test_packing import LENGTHS, write
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    store = write(tmp_path_factory.mktemp("tokens"))
+    assert len(list(store.folder.glob("*.bin"))) > 3
+    return store
+
+
+# The stream ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(start=st.integers(0, 600), length=st.integers(1, 700))
+def test_any_range_is_read_across_chunk_ends(store, start, length):
+    expected = np.arange(start, min(start + length, 601))
+    assert np.array_equal(store.read(start, start + length), expected)
+    window = store.windows(np.array([start]), length)[0]
+    assert np.array_equal(window[: len(expected)], expected)
+    assert (window[len(expected) :] == -1).all()
+
+
+def test_documents_are_found_again(store):
+    assert np.array_equal(store.document_starts(), np.cumsum([0, *LENGTHS[:-1]]))
+
+
+def test_tokens_are_counted(store):
+    assert store.counts(700).tolist() == [1] * 601 + [0] * 99
+
+
+def test_a_spawned_process_reads_the_same(store):
+    copy = pickle.loads(pickle.dumps(store))
+    assert np.array_equal(copy.read(0, 601), store.read(0, 601))
+    assert len(pickle.dumps(store)) < 500  # its path, not the tokens
+
+
+@settings(max_examples=200, deadline=None)
+@given(start=st.integers(0, 601), length=st.integers(0, 700))
+def test_document_starts_are_found_in_any_range(store, start, length):
+    starts = np.cumsum([0, *LENGTHS])  # the last is the end, where nothing begins
+    expected = starts[(starts >= start) & (starts < start + length)]
+    assert store.starts_between(start, start + length).tolist() == expected.tolist()
+
+
+def test_documents_are_found_by_number(store):
+    assert store.number_of_documents == len(LENGTHS)
+    order = np.random.default_rng(0).permutation(len(LENGTHS))
+    starts = np.cumsum([0, *LENGTHS])
+    assert store.documents(order) == [(starts[n], LENGTHS[n]) for n in order]
+
+
+# Damage -------------------------------------------------------------------------------------------------
+
+
+def _cut(path):
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def _index(change):
+    def apply(path):
+        index = json.loads((path.parent / "index.json").read_text())
+        change(index)
+        (path.parent / "index.json").write_text(json.dumps(index))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "file", "reason"),
+    [
+        (lambda path: (path.parent / "index.json").unlink(), "index.json", "No such file"),
+        (lambda path: _cut(path.parent / "index.json"), "index.json", "JSONDecodeError"),
+        (_index(lambda index: index.pop("config")), "index.json", "config"),
+        (_index(lambda index: index["chunks"].clear()), "index.json", "no chunks"),
+        (_index(lambda index: index["config"].update(data_format=["jpeg"])), "index.json", "jpeg"),
+        (_index(lambda index: index["chunks"][1].update(chunk_size=7)), "chunk-0-1.bin", "header"),
+        (lambda path: path.unlink(), "chunk-0-1.bin", "No such file"),
+        (lambda path: path.write_bytes(b""), "chunk-0-1.bin", "empty"),
+        (_cut, "chunk-0-1.bin", "bytes, index.json says"),
+        (lambda path: path.write_bytes(bytes(path.stat().st_size)), "chunk-0-1.bin", "header"),
+    ],
+)
+def test_damage_is_named(store, tmp_path, damage, file, reason):
+    folder = tmp_path / "copy"
+    shutil.copytree(store.folder, folder)
+    damage(folder / "chunk-0-1.bin")
+    with pytest.raises(ConfigError, match=reason) as caught:
+        TokenStore(folder)
+    assert str(folder / file) in str(caught.value)
