@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,7 +65,9 @@ class TokenLoader:
                 self._done = 0
                 return
 
-    def _reader(self) -> DataLoader[Any]:
+    def _reader(self) -> Iterable[tuple[Any, Batch]]:
+        if not self.num_workers and not self.pin_memory:
+            return self.batches
         return DataLoader(
             self.batches,
             batch_size=None,

@@ -118,27 +118,24 @@ def to_batch(store: TokenStore, rows: list[list[Segment]], length: int, mask_doc
         mask_documents: Whether `document_ids` and `position_ids` begin anew with each document and each part,
             and the last token of a document has no label.
     """
-    if all(len(row) == 1 and row[0][1] == length for row in rows):
-        tokens = store.windows(np.array([row[0][0] for row in rows]), length + 1)
-        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
-    else:
-        inputs = np.full((len(rows), length), -1, np.int64)
-        labels = inputs.copy()
-        for row, parts in enumerate(rows):
-            at = 0
-            for first, size in parts:
-                tokens = store.windows(np.array([first]), size + 1)[0]
-                inputs[row, at : at + size], labels[row, at : at + size] = tokens[:-1], tokens[1:]
-                at += size
+    inputs, labels = np.empty((2, len(rows), length), np.int64)
+    whole = True
+    for row, parts in enumerate(rows):
+        at = 0
+        for first, size in parts:
+            whole &= store.copy(first, inputs[row, at : at + size], labels[row, at : at + size])
+            at += size
+        if at < length:
+            inputs[row, at:] = labels[row, at:] = -1
+            whole = False
     batch = {}
     if mask_documents:
-        begins = _document_begins(store, rows, labels)
+        begins, whole = _document_begins(store, rows, labels), False
         batch["document_ids"] = torch.from_numpy(np.cumsum(begins, axis=1) - 1)
         places = np.arange(length)
-        batch["position_ids"] = torch.from_numpy(
-            places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-        )
-    if (labels < 0).any():
+        last = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+        batch["position_ids"] = torch.from_numpy(places - last)
+    if not whole:
         inputs, labels = np.maximum(inputs, 0), np.where(labels < 0, IGNORED_LABEL, labels)
     return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **batch}
 

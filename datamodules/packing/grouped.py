@@ -51,14 +51,18 @@ class GroupedBatches(PackedBatches):
         self.documents = self.store.number_of_documents
         self.groups = -(-self.documents // GROUP)
         self.cursor: dict[str, Any] = {"group": 0, "taken": []}
+        self._remember()
+
+    def _remember(self) -> None:
         self._rows = lru_cache(4)(self._pack_group)
+        self._rows_of_an_epoch = lru_cache(4)(self._count_rows)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_rows"}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_rows")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._rows = lru_cache(4)(self._pack_group)
+        self._remember()
 
     @abstractmethod
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
@@ -78,11 +82,15 @@ class GroupedBatches(PackedBatches):
         }
 
     def __len__(self) -> int:
+        rows, whole = self._rows_of_an_epoch(self.sequence_length), self.batch_size * self.world_size
+        return -(-rows // whole) if self.pad else rows // whole
+
+    def _count_rows(self, length: int) -> int:
         # all groups where that is few; training only needs to know about how long a pass is
         sample = self.groups if self.pad else min(self.groups, SAMPLE)
-        rows = sum(len(self._pack_group(group, (), self.sequence_length)) for group in range(sample))
-        rows, whole = rows * self.groups // sample, self.batch_size * self.world_size
-        return -(-rows // whole) if self.pad else rows // whole
+        return (
+            sum(len(self._pack_group(group, (), length)) for group in range(sample)) * self.groups // sample
+        )
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
         """Returns the parts of each row."""

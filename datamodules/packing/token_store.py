@@ -7,6 +7,7 @@ and repeats and skips data when ranks or workers change.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ class TokenStore:
                 self._chunks.append(tokens)
             self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
             self._starts = self._ends - [len(chunk) for chunk in self._chunks]
+            self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
             self._counts = np.cumsum([len(offsets) - 1 for offsets in self._offsets])
             self._itemsize = dtype.itemsize
             if not self._chunks:
@@ -79,17 +81,36 @@ class TokenStore:
 
     def starts_between(self, start: int, stop: int) -> np.ndarray:
         """Returns the positions in [start, stop) at which documents begin, int64; `len` counts as one."""
-        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
-        pieces = [np.empty(0, np.int64)]
-        for chunk in range(first, min(last + 1, len(self._chunks))):
-            offsets, at = self._offsets[chunk], int(self._starts[chunk])
-            # in bytes from the chunk's first token, as the header has them
-            low, high = ((position - at) * self._itemsize + int(offsets[0]) for position in (start, stop))
-            a, b = np.searchsorted(offsets[:-1], (max(low, 0), max(high, 0)))
-            pieces.append(at + (offsets[a:b].astype(np.int64) - int(offsets[0])) // self._itemsize)
+        chunk = bisect_right(self._end_list, start)
+        pieces = []
+        while chunk < len(self._chunks) and (at := self._start_list[chunk]) < stop:
+            offsets = self._offsets[chunk]
+            base = int(offsets[0]) - at * self._itemsize  # in bytes, as the header has them
+            low = bisect_left(offsets, base + start * self._itemsize, 0, len(offsets) - 1)
+            high = bisect_left(offsets, base + stop * self._itemsize, low, len(offsets) - 1)
+            pieces.append((offsets[low:high].astype(np.int64) - base) // self._itemsize)
+            chunk += 1
         if start <= len(self) < stop:
             pieces.append(np.array([len(self)]))
-        return np.concatenate(pieces)
+        return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.int64), *pieces])
+
+    def copy(self, first: int, inputs: np.ndarray, labels: np.ndarray) -> bool:
+        """Copies len(inputs) tokens from `first` on, and the one after each; -1 past the end.
+
+        Returns:
+            Whether all are there.
+        """
+        chunk, size = bisect_right(self._end_list, first), len(inputs)
+        if chunk < len(self._chunks):
+            begin = first - self._start_list[chunk]
+            tokens = self._chunks[chunk][begin : begin + size + 1]
+            if len(tokens) == size + 1:
+                inputs[:], labels[:] = tokens[:-1], tokens[1:]
+                return True
+        tokens = self.read(first, first + size + 1).astype(np.int64)
+        tokens = np.pad(tokens, (0, size + 1 - len(tokens)), constant_values=-1)
+        inputs[:], labels[:] = tokens[:-1], tokens[1:]
+        return bool(tokens[-1] >= 0)
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens at positions [start, stop), of the stored type; fewer where the stream ends."""
@@ -105,21 +126,6 @@ class TokenStore:
         for begin in range(0, len(self), 1 << 20):
             total += np.bincount(self.read(begin, begin + (1 << 20)), minlength=vocab_size)
         return total
-
-    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """Returns `length` tokens from each start on, (len(starts), length) int64; -1 past the end."""
-        result = np.empty((len(starts), length), np.int64)
-        chunks = np.minimum(np.searchsorted(self._ends, starts, side="right"), len(self._chunks) - 1)
-        local = starts - self._starts[chunks]
-        for row, chunk, begin, start in zip(
-            result, chunks.tolist(), local.tolist(), starts.tolist(), strict=True
-        ):
-            tokens = self._chunks[chunk][begin : begin + length]
-            if len(tokens) < length:
-                tokens = self.read(start, start + length)
-                row[len(tokens) :] = -1
-            row[: len(tokens)] = tokens
-        return result
 
 
 def _map(path: Path, size: int, items: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:

@@ -27,9 +27,10 @@ def store(tmp_path_factory):
 def test_any_range_is_read_across_chunk_ends(store, start, length):
     expected = np.arange(start, min(start + length, 601))
     assert np.array_equal(store.read(start, start + length), expected)
-    window = store.windows(np.array([start]), length)[0]
-    assert np.array_equal(window[: len(expected)], expected)
-    assert (window[len(expected) :] == -1).all()
+    inputs, labels = np.zeros((2, length), np.int64)
+    assert store.copy(start, inputs, labels) == (start + length < 601)
+    assert inputs.tolist() == [n if n < 601 else -1 for n in range(start, start + length)]
+    assert labels.tolist() == [n if n < 601 else -1 for n in range(start + 1, start + length + 1)]
 
 
 def test_documents_are_found_again(store):
