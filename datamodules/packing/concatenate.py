@@ -59,6 +59,10 @@ class ConcatenatedBatches(PackedBatches):
         """Returns what the meaning of a cursor depends on."""
         return {"tokens": self.tokens, "shuffle": self.shuffle, "seed": self.seed}
 
+    def epochs(self, cursor: dict[str, int]) -> dict[str, float]:
+        """Returns how often the tokens have been gone through."""
+        return {"all": cursor["tokens"] / self.tokens}
+
     def take(self, cursor: dict[str, int], count: int) -> tuple[range, dict[str, int]]:
         """Returns the first position of each row."""
         begin, length = cursor["tokens"], self.sequence_length

@@ -68,10 +68,6 @@ class GroupedBatches(PackedBatches):
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
         """Puts pieces of at most `length` tokens into rows, in the order in which they are handed out."""
 
-    def width(self, rows: Sequence[Row]) -> int:
-        """Returns the length of a global batch's rows with their padding, in tokens."""
-        return self.sequence_length
-
     def order(self) -> dict[str, Any]:
         """Returns what the meaning of a cursor depends on."""
         return {
@@ -91,6 +87,10 @@ class GroupedBatches(PackedBatches):
         return (
             sum(len(self._pack_group(group, (), length)) for group in range(sample)) * self.groups // sample
         )
+
+    def epochs(self, cursor: dict[str, Any]) -> dict[str, float]:
+        """Returns how often the documents have been gone through, in whole groups."""
+        return {"all": cursor["group"] / self.groups}
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
         """Returns the parts of each row."""

@@ -1,0 +1,138 @@
+"""Rows of several token stores, mixed in given shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from core.contracts import IGNORED_LABEL, Batch, PackedBatches
+from core.errors import ConfigError
+
+Weight = float | list[tuple[int, float]]
+"""A share, or points (tokens, share) between which it changes linearly; constant before the first and after the last."""
+
+FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "document_ids": -1, "position_ids": 0}
+
+
+class MixedBatches(PackedBatches):
+    """One rank's batches whose rows come from several sources, each in its own order.
+
+    Which source a row comes from is no draw: the one that is furthest behind its share gives the next row, so
+    that after n rows each source has given its share of them to within a row, from the first batch on. Each source
+    goes through its own epochs.
+
+    Args:
+        parts: Name -> the batches of a source; all with the same shape and place among the ranks.
+        weights: Name -> its share, relative to the others'.
+
+    Raises:
+        ConfigError: If the names differ, or a share is negative or none is positive.
+    """
+
+    def __init__(self, parts: Mapping[str, PackedBatches], weights: Mapping[str, Weight]) -> None:
+        self.parts, self.weights = (
+            dict(parts),
+            {name: _points(name, weight) for name, weight in weights.items()},
+        )
+        if self.parts.keys() != self.weights.keys():
+            raise ConfigError(
+                f"A mixture needs a weight for each source: it has {', '.join(self.weights) or 'none'} for "
+                f"{', '.join(self.parts)}."
+            )
+        first = next(iter(self.parts.values()))
+        self.rank, self.world_size, self.pad = first.rank, first.world_size, first.pad
+        self.sequence_length, self.batch_size = first.sequence_length, first.batch_size
+        self.cursor = {
+            "tokens": 0,
+            "credit": dict.fromkeys(self.parts, 0.0),
+            "parts": {name: part.cursor for name, part in self.parts.items()},
+        }
+        self.shares(0)
+
+    def shares(self, tokens: int) -> dict[str, float]:
+        """Returns each source's share of the rows after so many tokens; they add up to 1.
+
+        Raises:
+            ConfigError: If none is positive.
+        """
+        now = {name: float(np.interp(tokens, *points)) for name, points in self.weights.items()}
+        if not sum(now.values()) > 0:
+            raise ConfigError(f"No source of the mixture has a positive weight after {tokens:,} tokens.")
+        return {name: weight / sum(now.values()) for name, weight in now.items()}
+
+    def __len__(self) -> int:
+        return sum(self._shaped(part).__len__() for part in self.parts.values())
+
+    def _shaped(self, part: PackedBatches) -> PackedBatches:
+        part.sequence_length, part.batch_size = self.sequence_length, self.batch_size
+        return part
+
+    def order(self) -> dict[str, Any]:
+        """Returns the order of each source."""
+        return {name: part.order() for name, part in self.parts.items()}
+
+    def epochs(self, cursor: Any) -> dict[str, float]:
+        """Returns how often each source has been gone through."""
+        return {
+            name: next(iter(part.epochs(cursor["parts"][name]).values())) for name, part in self.parts.items()
+        }
+
+    def take(self, cursor: dict[str, Any], count: int) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+        """Returns (source, row) of the next rows."""
+        credit, tokens = dict(cursor["credit"]), cursor["tokens"]
+        names = []
+        for _ in range(count):
+            for name, share in self.shares(tokens).items():
+                credit[name] += share
+            name = max(credit, key=credit.__getitem__)
+            credit[name] -= 1.0
+            names.append(name)
+            tokens += self.sequence_length
+        taken, cursors = {}, {}
+        for name, part in self.parts.items():
+            rows, cursors[name] = self._shaped(part).take(cursor["parts"][name], names.count(name))
+            taken[name] = iter(rows)
+        rows = [(name, next(taken[name])) for name in names]
+        return rows, {"tokens": tokens, "credit": credit, "parts": cursors}
+
+    def read(self, rows: Sequence[tuple[str, Any]], own: slice) -> Batch:
+        """Returns the rows of a slice as a batch, as wide as the widest source's."""
+        width, pieces = 0, []
+        for name, part in self.parts.items():
+            mine = [row for source, row in rows if source == name]
+            if not mine:
+                continue
+            width = max(width, part.width(mine))
+            before, chosen = (
+                [source for source, _ in part_of].count(name) for part_of in (rows[: own.start], rows[own])
+            )
+            if chosen:
+                part.batch_size = chosen
+                pieces.append((name, part.read(mine, slice(before, before + chosen))))
+        return self._merged([name for name, _ in rows[own]], pieces, width)
+
+    def _merged(self, names: list[str], pieces: list[tuple[str, Batch]], width: int) -> Batch:
+        keys = set.union(*(set(piece) for _, piece in pieces))
+        found = {
+            key: torch.full((len(names), width), FILL[key], dtype=torch.int64) for key in FILL if key in keys
+        }
+        for name, piece in pieces:
+            at = torch.tensor([index for index, source in enumerate(names) if source == name])
+            for key, values in found.items():
+                if key in piece:
+                    values[at, : piece[key].shape[1]] = piece[key]
+        return found
+
+
+def _points(name: str, weight: Weight) -> tuple[list[float], list[float]]:
+    points = weight if isinstance(weight, list) else [(0, weight)]
+    tokens, shares = [float(at) for at, _ in points], [float(share) for _, share in points]
+    if not points or min(shares) < 0 or tokens != sorted(set(tokens)):
+        raise ConfigError(
+            f"The weight of {name} is {weight}: give a number of at least 0, or points [tokens, weight] in the "
+            "order of their tokens."
+        )
+    return tokens, shares
