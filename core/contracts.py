@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, get_worker_info
 
 from core.errors import ConfigError
+from core.prepared import stored_vocab_size
 
 if TYPE_CHECKING:
     import pyarrow
@@ -69,7 +70,8 @@ class Network(nn.Module, ABC):
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields what of the run's data does not fit, as far as arguments of the usual names tell."""
-        tokens = run.argument("data.tokenizer.vocab_size") or run.argument("data.vocab_size")
+        tokens = stored_vocab_size(run.argument("data.source"))
+        tokens = tokens or run.argument("data.tokenizer.vocab_size") or run.argument("data.vocab_size")
         sizes = own.arguments.get("vocab_size"), own.arguments.get("max_sequence_length")
         yield from misfits(*sizes, tokens, run.argument("data.sequence_length"))
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
 from core import catalog
-from core.contracts import DocumentSource, Packing, Tokenizer, TokenWriter
+from core.contracts import DocumentSource, Engine, Packing, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
+from core.prepared import check_shares, prepared_folder, read_manifest
 from core.technique import technique
 from core.token_loader import TokenLoader
 
@@ -34,7 +35,8 @@ class PretrainDataModule(LightningDataModule):
         tokenizer: Turns the documents into token ids.
         writer: Stores the token ids.
         packing: Puts documents into rows.
-        source: What the reader reads: a path, a glob, or a name that it knows.
+        source: What the reader reads: a path, a glob, or a name that it knows. Or a folder that `python -m core
+            prepare` wrote: its tokens are taken as they are, and the stages named here have no say.
         cache_dir: Folder of the prepared data; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
         sequence_length: Tokens in a row.
         batch_size: Rows in a micro-batch, on each rank.
@@ -42,6 +44,10 @@ class PretrainDataModule(LightningDataModule):
         shuffle: Whether each epoch takes the training rows in a new order.
         seed: Of these orders.
         num_workers: Processes that read ahead, on each rank; 0 is fastest for files on this machine.
+        stages: What is done with documents before they are encoded, in this order.
+        max_reject_fraction: Share of the documents that may be unusable; they are left out, and listed in
+            rejects.jsonl. 0: the first one stops the preparation.
+        engine: Where documents are prepared; None: in this process.
 
     Attributes:
         folder: The prepared folder; this and the following are known after `setup`.
@@ -87,10 +93,14 @@ class PretrainDataModule(LightningDataModule):
         shuffle: bool = True,
         seed: int = 0,
         num_workers: int = 0,
+        stages: Sequence[Transform] = (),
+        max_reject_fraction: float = 0.0,
+        engine: Engine | None = None,
     ) -> None:
         super().__init__()
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
-        self.packing = packing
+        self.packing, self.stages, self.engine = packing, stages, engine
+        self.max_reject_fraction = max_reject_fraction
         default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "leyden")
         self.cache_dir = Path(cache_dir or default).expanduser()
         self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
@@ -98,8 +108,10 @@ class PretrainDataModule(LightningDataModule):
         for name, least in {"sequence_length": 1, "batch_size": 1, "seed": 0, "num_workers": 0}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least {least}.")
-        if not 0 < validation_fraction < 1:
-            raise ConfigError(f"data.validation_fraction is {validation_fraction}; it lies between 0 and 1.")
+        check_shares(validation_fraction, max_reject_fraction)
+        self.prepared = prepared_folder(source)
+        if self.prepared is not None:
+            self.vocab_size = read_manifest(self.prepared)["vocab_size"]
 
     def prepare_data(self) -> None:
         """Writes the tokens unless they are there; see the stage TokenPreparation.
@@ -107,10 +119,19 @@ class PretrainDataModule(LightningDataModule):
         Raises:
             ConfigError: If the source is at fault or has too few documents, or nothing can be written.
         """
-        documents, fraction = self.reader(self.source), self.validation_fraction
-        stage = catalog.find("TokenPreparation", "stages").load()
-        preparation = stage(documents, self.tokenizer, self.writer, fraction, self.cache_dir)
-        self.folder = preparation.run(label=self.source)
+        if self.prepared is not None:
+            self.folder = self.prepared
+            return
+        preparation = catalog.find("TokenPreparation", "stages").load()(
+            self.reader(self.source),
+            self.tokenizer,
+            self.writer,
+            validation_fraction=self.validation_fraction,
+            stages=self.stages,
+            max_reject_fraction=self.max_reject_fraction,
+            engine=self.engine,
+        )
+        self.folder = preparation.cached(self.cache_dir, label=self.source)
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the prepared folder and reads its manifest: the same on every rank.
@@ -121,16 +142,16 @@ class PretrainDataModule(LightningDataModule):
         self._position = None
         if self.trainer is not None and self.trainer.world_size > 1:
             name = self.trainer.strategy.broadcast(self.folder.name if self.folder else "")
-            self.folder = self.cache_dir / name
+            self.folder = self.prepared or self.cache_dir / name
         elif self.folder is None:
             self.prepare_data()
         assert self.folder is not None
         try:
-            manifest = json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
+            manifest = read_manifest(self.folder)
             self.tokenizer_json = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
             self.vocab_size, self.train_tokens = manifest["vocab_size"], manifest["train_tokens"]
             self.unigram_loss, self.end_of_text_id = manifest["unigram_loss"], manifest["end_of_text_id"]
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, ConfigError) as error:
             raise ConfigError(
                 f"The prepared data is missing or damaged on this machine: {error}.\nEvery machine needs the "
                 f"same text in data.source. If {self.folder} is there, delete it and run again."

@@ -12,21 +12,22 @@ import pyarrow
 from core.contracts import Transform
 from core.technique import technique
 
-_LINE_ENDS = re.compile(r"\r\n?|[\v\f\x1c-\x1e\x85\u2028\u2029]")
-_SPACES = re.compile(r"[^\S\n\t]")
-_TRAILING = re.compile(r"[ \t]+(?=\n|\Z)")
+_LINE_ENDS = re.compile(r"\r\n?|[\v\f\x85\u2028\u2029]")
+_SPACES = re.compile(r"[\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
 _BLANK_LINES = re.compile(r"\n{3,}")
-# Cc but tab and newline; the byte order mark; what has no meaning in text: noncharacters
+# control characters that are no whitespace, the byte order mark, noncharacters
 _CONTROL = re.compile(r"[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff\ufdd0-\ufdef\ufffe\uffff]")
+_ASCII_CONTROL = bytes([*range(0x09), *range(0x0E, 0x20), 0x7F])
+_UNUSUAL = re.compile(f"{_SPACES.pattern[:-1]}{_CONTROL.pattern[1:-1]}\\x85\\u2028\\u2029]")
 
 
 @technique(paper="Unicode Standard Annex 15, unicode.org/reports/tr15: normalisation forms")
 class Normalise(Transform):
     """Normalises unicode, line ends, spaces and control characters of each document.
 
-    In this order: every line end (CR LF, CR, form feed, U+2028...) becomes one newline; control characters but
-    tab and newline, byte order marks and noncharacters go; the unicode form is applied; other spaces (no-break,
-    thin, ideographic...) become a plain one, those at line ends go, three or more newlines become two. Applying it
+    In this order: control characters that are no whitespace, byte order marks and noncharacters go; the unicode
+    form is applied; line ends (CR LF, CR, form feed, U+2028...) become a newline and spaces (no-break, thin,
+    ideographic...) a plain one; spaces and tabs before a newline go, and empty lines after the first. Applying it
     twice is applying it once. Documents that are left empty are dropped.
 
     Args:
@@ -69,15 +70,26 @@ class Normalise(Transform):
 
     def normalised(self, text: str) -> str:
         """Returns one document's text, normalised."""
-        if self.lower:
-            text = text.lower()  # first: it may decompose what the form then composes
-        if self.whitespace and not text.isascii() or "\r" in text or "\f" in text or "\v" in text:
-            text = _LINE_ENDS.sub("\n", text) if self.whitespace else text
-        if self.control:
+        unusual = not text.isascii() and _UNUSUAL.search(text) is not None  # one pass for most texts
+        if self.control and text.isascii():
+            text = text.encode().translate(None, _ASCII_CONTROL).decode()
+        elif self.control and unusual:
             text = _CONTROL.sub("", text)
-        if self.form and not text.isascii():
-            text = unicodedata.normalize(self.form, text)
+        text = self._formed(text)
+        if self.lower:
+            text = self._formed(text.lower())  # which may compose or decompose
         if self.whitespace:
-            text = text if text.isascii() else _SPACES.sub(" ", text)
-            text = _BLANK_LINES.sub("\n\n", _TRAILING.sub("", text)).strip("\n")
+            text = _single_spaced(text, unusual or self.form in ("NFKC", "NFKD"))
         return text
+
+    def _formed(self, text: str) -> str:
+        return unicodedata.normalize(self.form, text) if self.form and not text.isascii() else text
+
+
+def _single_spaced(text: str, unusual: bool) -> str:
+    if unusual or any(end in text for end in "\r\v\f"):
+        text = _SPACES.sub(" ", _LINE_ENDS.sub("\n", text))
+    if " \n" in text or "\t\n" in text:
+        text = "\n".join([line.rstrip(" \t") for line in text.split("\n")])
+    text = text.rstrip(" \t\n").lstrip("\n")
+    return _BLANK_LINES.sub("\n\n", text) if "\n\n\n" in text else text

@@ -1,53 +1,60 @@
-"""Turns documents into a folder of tokens, once: read, split, train the tokenizer, encode, write."""
+"""Turns documents into a folder of tokens: read, transform, split, train the tokenizer, encode, write."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import compress, islice
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from core.contracts import DocumentSource, Tokenizer, TokenWriter
+from core import catalog
+from core.contracts import DocumentSource, Engine, Reader, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
+from core.prepared import check_shares
 from core.technique import technique
-from datamodules.packing.token_store import TokenStore
+from datamodules.preparation.durable import sync, sync_all, write_durably
+from datamodules.preparation.manifest import FORMAT, Totals, write_manifest
+from datamodules.preparation.preparation_task import JSONEncoder, Pipeline, PreparationTask, Tally, text_hash
+from datamodules.preparation.source_files import batches
+from datamodules.preparation.survey_task import survey
 
-FORMAT = 2
-"""Version of what a prepared folder holds; part of its digest."""
-
-_BATCH = 32  # documents that are encoded together
+PARTS, TOKENIZER, VOCABULARY = "parts", "tokenizer.json", "vocabulary.json"
+_TRAINING_BYTES = 1 << 30
+"""A tokenizer is trained on tasks, spread over the source, of about so many bytes altogether."""
 _TEMPORARY = "preparing-"
 _STALE_SECONDS = 24 * 3600
 
+Watch = Callable[[Iterator[dict[str, Any]], int], Iterator[dict[str, Any]]]
 
-@technique(paper="own work: split by a hash of the text; published by one rename")
+
+@technique(paper="own work: split by a hash of the text; tasks and folders published by one rename")
 @dataclass
 class TokenPreparation:
-    """Runs the stages from documents to a folder of tokens, once for the same text and options.
+    """Runs the stages from documents to a folder of tokens: for `prepare`, and for a run that finds none.
 
-    The folder holds train/ and validation/ (what the writer wrote), tokenizer.json and manifest.json. It
-    is named after a digest of the text and of all options that decide the tokens.
+    The folder holds train/ and validation/ (what the writer wrote), tokenizer.json and manifest.json, which is
+    written last. The source is cut into tasks, each of which writes its own shards: what comes out depends
+    neither on the engine nor on interruptions.
 
-    Documents are split by a hash of their text: equal ones stay together, and one that is added moves no
-    other. If need be, the smallest hash is held out and the largest trained on: no split is empty.
+    Documents are split by a hash of their text behind the stages: equal ones stay together, and one that is
+    added moves no other. If need be, the smallest hash is held out and the largest trained on: no split is empty.
 
     Args:
         documents: The text.
-        tokenizer: Trained on the training documents, then used on all.
+        tokenizer: Trained on the training documents (of about 1 GiB of a larger source), then used on all.
         writer: Stores the token ids of a split.
         validation_fraction: Share of the documents that is held out.
-        cache_dir: Where the folder goes.
+        stages: What is done with documents before they are encoded, in this order.
+        max_reject_fraction: Share of the source's documents that may be unusable; 0: the first one stops it.
+        engine: Where tasks are worked on; None: in this process.
 
     Example:
         # TokenPreparation is run by the data module, on the stages that stand here
@@ -56,6 +63,7 @@ class TokenPreparation:
           init_args:
             source: ~/notes
             reader: TextDocuments
+            stages: [{class_path: Normalise}]
             tokenizer: {class_path: BPETokenizer, init_args: {vocab_size: 4096}}
             writer: TokenShards
     """
@@ -63,135 +71,221 @@ class TokenPreparation:
     documents: DocumentSource
     tokenizer: Tokenizer
     writer: TokenWriter
-    validation_fraction: float
-    cache_dir: Path
+    validation_fraction: float = 0.05
+    stages: Sequence[Transform] = ()
+    max_reject_fraction: float = 0.0
+    engine: Engine | None = None
 
-    def run(self, label: str) -> Path:
-        """Returns the finished folder, written now if it was not there; `label` names the text to people.
+    def cached(self, cache_dir: Path, label: str) -> Path:
+        """Returns the finished folder, named after text and options, written now if it was not there.
 
         Several processes may do this at once: one wins, and the others take its folder.
+
+        Args:
+            cache_dir: Where the folder is.
+            label: Names the text to people.
 
         Raises:
             ConfigError: If there are fewer than two different documents, or nothing can be written.
         """
-        digest = self._digest()
-        folder = self.cache_dir / digest[:16]
+        identity = {"options": self.options(), "reader": dict(self.documents.fingerprint())}
+        folder = cache_dir / _digest(identity)[:16]
         if (folder / "manifest.json").exists():
             return folder
         begin = time.perf_counter()
         print(f"Preparing {label}: once, later runs find it in {folder}", file=sys.stderr, flush=True)
         try:
-            self.cache_dir.mkdir(parents=True, exist_ok=True)
-            _remove_stale(self.cache_dir)
-            temporary = self.cache_dir / f"{_TEMPORARY}{uuid.uuid4().hex}"
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            _remove_stale(cache_dir)
+            temporary = cache_dir / f"{_TEMPORARY}{uuid.uuid4().hex}"
             try:
-                counts = self._write(temporary, {"digest": digest, "source": label})
+                temporary.mkdir()
+                totals = self.run(temporary, label)
                 _publish(temporary, folder)
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
         except OSError as error:
             raise ConfigError(
-                f"{error.filename or self.cache_dir}: {error.strerror or error}.\nPrepared data goes to "
-                f"data.cache_dir={self.cache_dir}, which must be writable and have room."
+                f"{error.filename or cache_dir}: {error.strerror or error}.\nPrepared data goes to "
+                f"data.cache_dir={cache_dir}, which must be writable and have room."
             ) from error
-        print(f"Prepared {counts} in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        told = f"{totals.documents:,} documents, {totals.tokens:,} tokens"
+        print(f"Prepared {told} in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
         return folder
 
-    def _digest(self) -> str:
-        stages = (self.documents, self.tokenizer, self.writer)
-        options = {
+    def run(self, folder: Path, label: str, watch: Watch = lambda records, number: records) -> Totals:
+        """Writes a folder, or finishes one that was begun with the same tasks and options.
+
+        Args:
+            folder: An empty folder, or one that an earlier call has begun.
+            label: Names the text to people.
+            watch: Passes the records of finished tasks on, as they come; told the number of tasks.
+
+        Raises:
+            ConfigError: If the source is at fault, too much of it is unusable, or no document is kept.
+        """
+        parts = folder / PARTS
+        parts.mkdir(exist_ok=True)
+        conclusions = survey(self._pipeline({}), self.tasks, parts, self._over)
+        pipeline = self._pipeline(conclusions)
+        bound = self._bound(pipeline)
+        vocabulary, trained = self._train_tokenizer(pipeline, bound, folder)
+        here = trained and self.engine is None  # then encoding takes all cores
+        encode = self.tokenizer.encode_batch if here else JSONEncoder(folder / TOKENIZER)
+        sizes = vocabulary["vocab_size"], vocabulary["end_of_text_id"]
+        work = PreparationTask(pipeline, encode, self.writer, *sizes, bound, parts)
+        seen = Totals(len(self.stages))
+        for record in watch(self._over(work, self.tasks), len(self.tasks)):
+            seen.add(record)
+            seen.check_rejects(self.max_reject_fraction, final=False)
+        stages = [{"name": type(stage).__name__} | _described(stage) for stage in self.stages]
+        head = {"source": label, **self._identity(), **vocabulary, "stages": stages}
+        return write_manifest(folder, parts, len(self.tasks), self.writer, head, self.max_reject_fraction)
+
+    def plan(self) -> dict[str, Any]:
+        """Returns what a begun folder must have been begun with to be gone on with, as JSON values."""
+        return json.loads(json.dumps({"format": FORMAT, "options": self.options(), "tasks": self.tasks}, default=str))
+
+    def options(self) -> dict[str, Any]:
+        """Returns what decides the tokens, but for the text, as JSON values."""
+        return {
             "format": FORMAT,
-            "classes": [f"{type(stage).__module__}.{type(stage).__qualname__}" for stage in stages],
-            "reader": dict(self.documents.fingerprint()),
-            "tokenizer": dict(self.tokenizer.fingerprint()),
-            "writer": vars(self.writer),
+            "reader": {"class": _class(self.documents)},
+            "stages": [_described(stage) for stage in self.stages],
+            "tokenizer": {"class": _class(self.tokenizer), **self.tokenizer.fingerprint()},
+            "writer": {"class": _class(self.writer), **vars(self.writer)},
             "validation_fraction": self.validation_fraction,
         }
-        return hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode()).hexdigest()
 
-    def _write(self, folder: Path, manifest: dict[str, Any]) -> str:
-        held_out = self._split()
-        splits = {"train": ~held_out, "validation": held_out}
-        self.tokenizer.prepare(self._chosen(splits["train"], "Training the tokenizer"))
-        manifest["vocab_size"] = vocab_size = self.tokenizer.vocab_size
-        manifest["end_of_text_id"] = self.tokenizer.end_of_text_id
-        for split, mask in splits.items():
-            (folder / split).mkdir(parents=True)
-            ids = self._encode(self._chosen(mask, f"Tokenising the {split} split"))
-            manifest[f"{split}_documents"] = int(mask.sum())
-            manifest[f"{split}_tokens"] = self.writer.write(ids, folder / split, vocab_size)
-        manifest["unigram_loss"] = unigram_loss(
-            *(TokenStore(folder / split).counts(vocab_size) for split in splits)
-        )
-        (folder / "tokenizer.json").write_text(self.tokenizer.to_json(), encoding="utf-8")
-        (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
-        tokens = manifest["train_tokens"] + manifest["validation_tokens"]
-        return f"{len(held_out):,} documents, {tokens:,} tokens"
+    @cached_property
+    def tasks(self) -> list[dict[str, Any]]:
+        """The pieces of the source, numbered."""
+        return [task | {"number": number} for number, task in enumerate(self._reader.tasks())]
 
-    def _split(self) -> np.ndarray:
-        """Returns which documents are held out for validation, as booleans."""
-        hashes = np.fromiter(map(_hash, self.documents.documents()), np.uint64)
-        if len(hashes) == 0 or hashes.min() == hashes.max():
+    @cached_property
+    def _reader(self) -> Reader:
+        return self.documents if isinstance(self.documents, Reader) else _Undivided(self.documents)
+
+    def _pipeline(self, conclusions: dict[int, Path]) -> Pipeline:
+        return Pipeline(self._reader, self.stages, conclusions, self.max_reject_fraction == 0)
+
+    def _identity(self) -> dict[str, Any]:
+        """Returns a digest of what decides the tokens: files by name and size, wherever they are and since when."""
+        unchanged = [
+            [{k: v for k, v in piece.items() if k not in ("path", "changed_ns")} for piece in task.get("pieces", [])]
+            for task in self.tasks
+        ]
+        return {"format": FORMAT, "digest": _digest({"options": self.options(), "pieces": unchanged})}
+
+    def _over(self, work: Any, tasks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        return map(work, tasks) if self.engine is None else self.engine.run(work, tasks)
+
+    def _texts(self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+        tally = Tally(len(self.stages))
+        for task in tasks:
+            for batch in pipeline.batches(task, tally):
+                yield from batch["text"].to_pylist()
+
+    def _bound(self, pipeline: Pipeline) -> int:
+        """Returns the hash below which documents are held out; reads until there is one on either side."""
+        bound = int(self.validation_fraction * 2**64)
+        least, most = 2**64, -1
+        for text in self._texts(pipeline, self.tasks):
+            place = text_hash(text.encode())
+            least, most = min(least, place), max(most, place)
+            if least < bound <= most:
+                return bound
+        if most == -1:
+            raise ConfigError(
+                f"{self._label()}: there is no text: all documents are blank, unusable, or dropped by a stage."
+            )
+        if least == most:
             raise ConfigError(
                 "data.source holds a single document: training and validation need different ones.\n"
                 'Cut the text into several files, or into the lines of a .jsonl file: {"text": "..."}.'
             )
-        held_out = hashes < np.uint64(self.validation_fraction * 2**64)
-        return (held_out | (hashes == hashes.min())) & (hashes != hashes.max())
+        return min(max(bound, least + 1), most)
 
-    def _chosen(self, mask: np.ndarray, what: str) -> Iterable[str]:
-        """Yields the documents that the mask picks, under a progress bar where there is a terminal."""
-        from rich.console import Console
-        from rich.progress import track
+    def _label(self) -> str:
+        pieces = [piece["path"] for task in self.tasks for piece in task.get("pieces", []) if "path" in piece]
+        return f"data.source ({', '.join(pieces[:2])}{', ...' if len(pieces) > 2 else ''})"
 
-        screen = Console(stderr=True)
-        texts, total = compress(self.documents.documents(), mask), int(mask.sum())
-        return track(texts, what, total, console=screen, transient=True, disable=not screen.is_terminal)
+    def _train_tokenizer(self, pipeline: Pipeline, bound: int, folder: Path) -> tuple[dict[str, int], bool]:
+        """Writes tokenizer.json unless it is there; returns the vocabulary's sizes, and whether it was written."""
+        path = folder / PARTS / VOCABULARY
+        if path.exists():
+            return json.loads(path.read_text(encoding="utf-8")), False
+        size = sum(piece.get("bytes", 0) for task in self.tasks for piece in task.get("pieces", []))
+        step = -(-size // _TRAINING_BYTES) or 1
+        texts = self._texts(pipeline, self.tasks[::step])
+        self.tokenizer.prepare(text for text in texts if text_hash(text.encode()) >= bound)
+        write_durably(folder / TOKENIZER, self.tokenizer.to_json())
+        sizes = {"vocab_size": self.tokenizer.vocab_size, "end_of_text_id": self.tokenizer.end_of_text_id}
+        write_durably(path, json.dumps(sizes))
+        return sizes, True
 
-    def _encode(self, texts: Iterable[str]) -> Iterator[list[int]]:
-        """Yields each document's ids with the end-of-text id; encodes several documents at a time."""
-        texts = iter(texts)
-        while batch := list(islice(texts, _BATCH)):
-            for ids in self.tokenizer.encode_batch(batch):
-                yield [*ids, self.tokenizer.end_of_text_id]
 
+def build(
+    reader: Callable[[str], DocumentSource],
+    tokenizer: Tokenizer,
+    writer: TokenWriter,
+    source: str = "python-docs",
+    validation_fraction: float = 0.05,
+    stages: Sequence[Transform] = (),
+    max_reject_fraction: float = 0.0,
+    engine: Engine | None = None,
+) -> TokenPreparation:
+    """Returns what the options of `PretrainDataModule` of these names describe, with `LocalEngine` by default.
 
-def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
-    """Returns the cross-entropy of validation's tokens under training's add-one-smoothed frequencies.
-
-    Args:
-        train: How often each token id occurs in the training split, (vocab_size,).
-        validation: The same of the validation split.
-
-    Returns:
-        Nats per token: what a model that only knows how frequent tokens are would reach.
+    Raises:
+        ConfigError: If a share is out of range, or there is no such source.
     """
-    log_probability = np.log((train + 1) / (train.sum() + len(train)))
-    return -float(validation @ log_probability / validation.sum())
+    check_shares(validation_fraction, max_reject_fraction)
+    engine = engine or catalog.find("LocalEngine", "stages").load()()
+    documents = reader(source)
+    return TokenPreparation(
+        documents, tokenizer, writer, validation_fraction, stages, max_reject_fraction, engine
+    )
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+class _Undivided(Reader):
+    """A document source of one piece."""
+
+    def __init__(self, documents: DocumentSource) -> None:
+        self.whole = documents
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self.whole.fingerprint()
+
+    def tasks(self) -> list[dict[str, Any]]:
+        return [{"fingerprint": dict(self.whole.fingerprint())}]
+
+    def read(self, task: Mapping[str, Any], reject: Any) -> Iterator[Any]:
+        name = type(self.whole).__name__
+        return batches((text, name, str(number)) for number, text in enumerate(self.whole.documents()))
+
+
+def _class(stage: Any) -> str:
+    return f"{type(stage).__module__}.{type(stage).__qualname__}"
+
+
+def _described(stage: Transform) -> dict[str, Any]:
+    return {"class": _class(stage), "version": stage.version, **stage.fingerprint()}
+
+
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _publish(temporary: Path, folder: Path) -> None:
     """Gives a finished folder its name once it is on disk: whatever happens, nobody sees half of it."""
-    for path in [*temporary.rglob("*"), temporary]:
-        _sync(path)
+    sync_all(temporary)
     try:
         temporary.rename(folder)
     except OSError:
         if not (folder / "manifest.json").exists():  # else another process was first, with the same
             raise
-    _sync(folder.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(folder.parent)
 
 
 def _remove_stale(cache_dir: Path) -> None:

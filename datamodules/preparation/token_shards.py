@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,7 @@ import numpy as np
 from core.contracts import TokenWriter
 from core.errors import ConfigError
 from core.technique import technique
+from datamodules.preparation.durable import write_durably
 
 _MOST = 1 << 31
 
@@ -27,7 +29,7 @@ class TokenShards(TokenWriter):
 
     Args:
         shard_bytes: Size of a chunk, in bytes, below 2 GiB: offsets in a chunk are uint32. A longer
-            document makes a longer chunk.
+            document makes a longer chunk; the last one of each piece of the text is shorter.
 
     Raises:
         ConfigError: If `shard_bytes` is out of range, or there is nothing to write.
@@ -68,3 +70,20 @@ class TokenShards(TokenWriter):
         # Not writer.merge(): it waits for the index of every rank, and puts the time of day into it.
         os.replace(folder / "0.index.json", folder / "index.json")
         return tokens
+
+    def join(self, parts: Sequence[Path], folder: Path) -> dict[str, Path]:
+        """Moves the chunks of several folders into one, numbered by part and chunk; writes one index.json."""
+        folder.mkdir(parents=True, exist_ok=True)
+        moved, chunks, config = {}, [], None
+        for number, part in enumerate(parts):
+            index = json.loads((part / "index.json").read_text(encoding="utf-8"))
+            config = index["config"]
+            for count, chunk in enumerate(index["chunks"]):
+                name = f"chunk-{number}-{count}.bin"
+                old, new = part / chunk["filename"], folder / name
+                if old.exists() or not new.exists():  # else an earlier call has moved it
+                    os.replace(old, new)
+                moved[name] = old
+                chunks.append(chunk | {"filename": name})
+        write_durably(folder / "index.json", json.dumps({"chunks": chunks, "config": config}, sort_keys=True))
+        return moved

@@ -69,8 +69,8 @@ def test_the_built_in_text():
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"fine\nnot \xe9 here", r"a.txt is not UTF-8: byte 9 is 0xe9"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', r"a.jsonl is not UTF-8: byte 24 is 0xff"),
+        ("a.txt", b"fine\nnot \xe9 here", r"a.txt: not UTF-8: byte 9 is 0xe9"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', r"a.jsonl:2: not UTF-8: byte 24 of the file is 0xff"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"\n', r"a.jsonl:3: this line is not JSON"),
         (
             "a.jsonl",
@@ -78,8 +78,8 @@ def test_the_built_in_text():
             r"a.jsonl:2: .*no field \"text\".*'body', 'id'",
         ),
         ("a.jsonl", b'["x"]\n', r"a.jsonl:1: expected an object .*found a list"),
-        ("a.jsonl", b'{"text": null}\n', r"a.jsonl:1: the field \"text\" is a NoneType"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: character 0 .*surrogate"),
+        ("a.jsonl", b'{"text": null}\n', r"a.jsonl:1: the field \"text\" is not a string: it is a NoneType"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', r"a.jsonl:1: not UTF-8: character 0 .*surrogate"),
         ("a.txt", b" \n", r"all documents are blank"),
         ("a.jsonl", b"", r"all documents are blank"),
     ],

@@ -1,0 +1,60 @@
+"""Folders of prepared tokens: recognised, and their manifest read, wherever somebody names one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError
+
+MANIFEST, PLAN = "manifest.json", "plan.json"
+
+
+def prepared_folder(source: Any) -> Path | None:
+    """Returns the folder that a `data.source` names if it holds prepared tokens; None for text.
+
+    Raises:
+        ConfigError: If the folder is one that `prepare` has begun and not finished.
+    """
+    if not isinstance(source, str) or not source:
+        return None
+    folder = Path(source).expanduser()
+    if (folder / MANIFEST).is_file():
+        return folder
+    if (folder / PLAN).is_file():
+        raise ConfigError(
+            f"{folder} is not finished: it has no {MANIFEST}.\nRun the same `python -m core prepare` again; it goes "
+            "on where it was."
+        )
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Returns a prepared folder's manifest.
+
+    Raises:
+        ConfigError: If it is missing or damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or not isinstance(manifest["vocab_size"], int):
+            raise ValueError("it is no manifest of prepared tokens")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{path} is missing or damaged: {type(error).__name__}: {error}") from error
+    return manifest
+
+
+def stored_vocab_size(source: Any) -> int | None:
+    """Returns the number of token ids of the prepared folder that a `data.source` names; None for text."""
+    folder = prepared_folder(source)
+    return read_manifest(folder)["vocab_size"] if folder else None
+
+
+def check_shares(validation_fraction: float, max_reject_fraction: float) -> None:
+    """Raises a ConfigError where one of the shares that `data` takes is out of range."""
+    if not 0 < validation_fraction < 1:
+        raise ConfigError(f"data.validation_fraction is {validation_fraction}; it lies between 0 and 1.")
+    if not 0 <= max_reject_fraction < 1:
+        raise ConfigError(f"data.max_reject_fraction is {max_reject_fraction}; it is at least 0 and below 1.")

@@ -1,0 +1,30 @@
+"""Writing so that after a crash a file is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, content: str | bytes) -> None:
+    """Writes a file under a temporary name, flushes it to the disk and renames it."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+    sync(temporary)
+    os.replace(temporary, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Flushes a file, or the names in a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_all(folder: Path) -> None:
+    """Flushes a folder and everything below it to the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

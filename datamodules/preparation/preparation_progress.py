@@ -1,0 +1,71 @@
+"""Where a preparation stands: a bar on a terminal, a line now and then in a log file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from datamodules.preparation.preparation_task import SPLITS
+
+_LINE_EVERY_S = 30.0
+
+
+def watched(records: Iterator[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
+    """Passes the records of finished tasks on, and shows on stderr how far and how fast they come.
+
+    What an earlier run had finished counts as done and not as fast.
+
+    Args:
+        records: Of the tasks, as they are done.
+        number: How many there will be.
+    """
+    speed, shown, tenth = _Speed(number), time.monotonic(), 0
+    screen = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"),
+        console=screen, transient=True, disable=not screen.is_terminal,
+    )  # fmt: skip
+    with bar:
+        line = bar.add_task("Tokenising", total=number, speed="")
+        for record in records:
+            speed.add(record)
+            bar.update(line, advance=1, description=f"tasks {speed.done:,}/{number:,}", speed=str(speed))
+            now, part = time.monotonic(), 10 * speed.done // number
+            if not screen.is_terminal and (now - shown > _LINE_EVERY_S or part > tenth):
+                print(f"tasks {speed.done:,}/{number:,}: {speed}", file=sys.stderr, flush=True)
+                shown, tenth = now, part
+            yield record
+
+
+class _Speed:
+    """Documents, megabytes and tokens per second, and the time left."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.done, self.fresh = number, 0, 0
+        self.documents = self.tokens = self.bytes = 0
+        self.since = time.monotonic()
+
+    def add(self, record: dict[str, Any]) -> None:
+        self.done += 1
+        if record.get("found"):
+            return
+        self.fresh += 1
+        self.documents += sum(record["splits"][split]["documents"] for split in SPLITS)
+        self.tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
+        self.bytes += sum(counts["bytes"] for counts in record["sources"].values())
+
+    def __str__(self) -> str:
+        if not self.fresh:
+            return "done by an earlier run"
+        seconds = max(time.monotonic() - self.since, 1e-9)
+        left = timedelta(seconds=round(seconds / self.fresh * (self.number - self.done)))
+        return (
+            f"{self.documents / seconds:,.0f} documents/s  {self.bytes / 1e6 / seconds:,.2f} MB/s  "
+            f"{self.tokens / seconds:,.0f} tokens/s  {left} left"
+        )

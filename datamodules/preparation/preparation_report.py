@@ -1,0 +1,83 @@
+"""Writes what a prepared folder holds as report.md, report.json and a picture of the documents' lengths."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from core.prepared import read_manifest
+from datamodules.preparation.durable import write_durably
+
+FILES = ("report.md", "report.json", "lengths.png")
+_MOST_SOURCES = 100
+
+
+def write_report(folder: Path) -> None:
+    """Writes the report from the manifest, unless it is there; the same manifest gives the same bytes."""
+    manifest = read_manifest(folder)
+    if all((folder / name).exists() for name in FILES):
+        return
+    write_durably(folder / "report.json", json.dumps(figures(manifest), indent=2) + "\n")
+    write_durably(folder / "lengths.png", _picture(manifest["lengths"]))
+    write_durably(folder / "report.md", as_markdown(manifest))
+
+
+def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the figures of the report."""
+    names = ("train_documents", "train_tokens", "validation_documents", "validation_tokens", "text_bytes")
+    names += ("vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank")
+    dropped = {stage["name"]: stage["dropped"] for stage in manifest["stages"]}
+    tokens = manifest["train_tokens"] + manifest["validation_tokens"]
+    return {name: manifest[name] for name in names} | {
+        "dropped": dropped,
+        "bytes_per_token": manifest["text_bytes"] / tokens,
+    }
+
+
+def as_markdown(manifest: Mapping[str, Any]) -> str:
+    """Returns the report as Markdown."""
+    told = figures(manifest)
+    lines = [f"# {manifest['source']}", "", "| split | documents | tokens |", "| --- | ---: | ---: |"]
+    for split in ("train", "validation"):
+        lines.append(f"| {split} | {told[f'{split}_documents']:,} | {told[f'{split}_tokens']:,} |")
+    lines += [
+        "",
+        f"{told['text_bytes']:,} bytes of text, {told['bytes_per_token']:.3f} bytes per token, vocabulary of "
+        f"{told['vocab_size']:,}; {told['unigram_loss']:.3f} nats per token under token frequencies alone.",
+        "",
+        "| source | documents | tokens | share of tokens | bytes per token |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    total = told["train_tokens"] + told["validation_tokens"]
+    largest = sorted(told["sources"].items(), key=lambda item: -item[1]["tokens"])
+    for name, n in largest[:_MOST_SOURCES]:
+        cells = f"{n['documents']:,} | {n['tokens']:,} | {n['tokens'] / total:.2%} | {n['bytes'] / n['tokens']:.3f}"
+        lines.append(f"| {name} | {cells} |")
+    if len(largest) > _MOST_SOURCES:
+        lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | | | |")
+    lines += ["", "| left out | reason | documents |", "| --- | --- | ---: |"]
+    left_out = [("blank", "", told["blank"])] if told["blank"] else []
+    left_out += [("rejected", reason, n) for reason, n in told["rejected"].items()]
+    left_out += [(name, reason, n) for name, of in told["dropped"].items() for reason, n in of.items()]
+    lines += [f"| {who} | {reason} | {n:,} |" for who, reason, n in left_out or [("nothing", "", 0)]]
+    lines += ["", "![Documents by length in tokens](lengths.png)", ""]
+    return "\n".join(lines)
+
+
+def _picture(lengths: Mapping[str, int]) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    exponents = range(min(map(int, lengths)), max(map(int, lengths)) + 1)
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.bar(range(len(exponents)), [lengths.get(str(key), 0) for key in exponents], width=0.9)
+    axes.set_xticks(range(len(exponents)), [f"{2**key:,}" for key in exponents], rotation=45)
+    axes.set(xlabel="tokens in a document, from this number on", ylabel="documents")
+    target = io.BytesIO()
+    figure.savefig(target, format="png", dpi=120, metadata={"Software": None})
+    return target.getvalue()
