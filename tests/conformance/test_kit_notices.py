@@ -43,8 +43,8 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("a_cache_changes_nothing", "networks", "Shared", "a new cache is not empty", {}),
     ("sums_are_additive", "objectives", "MeanOfMeans", "for 4 rows", {}),
     ("ignored_labels_do_not_count", "objectives", "CountingAll", "with rows that have no label", {}),
-    ("ignored_labels_do_not_count", "objectives", "Dividing", "of a batch without labels: nan", {}),
-    ("gradients_are_finite", "objectives", "Dividing", "not finite with no label", {}),
+    ("ignored_labels_do_not_count", "objectives", "Penalised", "of a batch without labels: nan", {}),
+    ("gradients_are_finite", "objectives", "Penalised", "not finite with no label", {}),
     ("gradients_are_finite", "objectives", "Detached", "depends on no parameter", {}),
     ("lowers_a_quadratic", "optimizers", "Climbing", "from ", {}),
     ("honours_weight_decay_by_group", "optimizers", "DecayingAll", "weight_decay 0 changed", {}),
@@ -52,8 +52,8 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("a_saved_state_goes_on_bitwise", "optimizers", "Forgetting", "1 steps after loading", {}),
     ("rates_are_sound", "schedules", "Negative", "step 26 has (-", {}),
     ("groups_keep_their_ratio", "schedules", "Absolute", "step 0: rates 0.1 and 0.1", {}),
-    ("resumes_its_rates", "schedules", "Restarting", "step 70: ", {}),
-    ("bind_tells_it_the_length", "schedules", "BoundOnce", "gives other rates", {}),
+    ("resumes_its_rates", "schedules", "Restarting", "step 71: ", {}),
+    ("bind_tells_it_the_length", "schedules", "BoundOnce", "it goes on with", {}),
     ("reads_the_same_each_time", "stages", "Shuffled", "second pass: 120 documents for 120", {}),
     ("its_fingerprint_tells_texts_apart", "stages", "PathAlone", "the same fingerprint", {}),
     ("its_fingerprint_tells_texts_apart", "stages", "Timed", "two instances with the same arguments", {}),
@@ -98,9 +98,10 @@ class Guard(Callback):
 '''
 
 MISDECLARED = [  # proof, what is replaced in DECLARED, by what, what the message says
-    ("imports", "class Guard", "1 / 0\nclass Guard", "cannot be imported: ZeroDivisionError"),
-    ("leads_to_its_name", "class Guard(Callback)", "class Guard: ...\nclass Watch(Callback)", ""),
+    ("imports", "@technique", "1 / 0\n@technique", "cannot be imported: ZeroDivisionError"),
+    ("leads_to_its_name", "    def", "\nclass Watch: ...\nGuard = Watch\nif 0:\n    def", "leads to 'Watch'"),
     ("is_declared", "a blog post", " ", "@technique(paper=...) is empty"),
+    ("is_for_this_api", '"a blog post"', '"", api=">=99"', "written for core API >=99"),
     ("is_of_its_kind", "Guard(Callback)", "Guard(Network)", "does not derive from lightning"),
     ("is_documented", "limit: The", "other: The", "`Args:` does not describe limit"),
     ("shows_an_example", "class_path: Guard", "class_path: Gard", "does not name Guard"),
@@ -155,8 +156,10 @@ def test_what_is_sound_is_not_complained_of(kind, name):
 def test_a_broken_declaration_is_noticed(proof, old, new, told, packages):
     assert old in DECLARED
     packages.add("acme", {"leyden.callbacks": {"Guard": "acme:Guard"}}, DECLARED.replace(old, new))
-    with pytest.raises(AssertionError, match=f"^Guard of acme 1.2 breaks {proof}: ") as caught:
-        prove("Guard")
+    case = Case("Guard")
+    with pytest.raises(AssertionError) as caught:
+        the(proof, case)(case)
+    assert str(caught.value).startswith(f"Guard of acme 1.2 breaks {proof}: ")
     assert told in str(caught.value)
 
 
@@ -181,6 +184,18 @@ def test_every_proof_has_a_technique_that_breaks_it():
     every = {proof.name for kind in KINDS for proof in proofs(kind)}
     assert every - named == {"has_a_name_of_its_own"}  # which takes two packages: the test above
     assert named <= every
+
+
+def test_all_that_is_broken_is_said_at_once(packages):
+    source = DECLARED.replace("a blog post", " ").replace("Example:", "See:")
+    packages.add("acme", {"leyden.callbacks": {"Guard": "acme:Guard"}}, source)
+    with pytest.raises(AssertionError) as caught:
+        prove("Guard", limit=2.0)
+    message = str(caught.value)
+    assert [line.partition(":")[0] for line in message.split("\n\n")] == [
+        "Guard of acme 1.2 breaks is_declared",
+        "Guard of acme 1.2 breaks shows_an_example",
+    ]
 
 
 def test_an_exempt_promise_is_not_tested(packages):

@@ -16,7 +16,7 @@ class Unbuildable(Callback):
 
 
 class Opaque(Callback):
-    def __init__(self, clock: object = object()):  # noqa: B008 - what is broken
+    def __init__(self, clock: object = object()):
         self.clock = clock
 
 
