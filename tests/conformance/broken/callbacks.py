@@ -7,6 +7,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from core.errors import ConfigError
+from core.technique import WorldSize, technique
 
 
 class Unbuildable(Callback):
@@ -53,6 +54,11 @@ class Mindful(Forgetful):
 
     def load_state_dict(self, state_dict):
         self.steps = state_dict["steps"]
+
+
+@technique(paper="own work", needs=[WorldSize(at_least=2)])
+class Paired(Mindful):
+    """A sound one that needs two processes."""
 
 
 class RankDependent(Callback):
