@@ -103,11 +103,17 @@ class Case:
     @cached_property
     def values(self) -> dict[str, Any]:
         """The configuration of the tiny run with the technique in it, short names resolved."""
-        values = with_text(tiny([self.overlay]))
+        given = self.init_args if self.entry.kind == "datamodules" else None
+        values = with_text(tiny([self.overlay]), given or {})
         self._fit_vocabulary(values)
         merge(values, copy.deepcopy(dict(self.config)))
         resolve_names(values)
         return values
+
+    @cached_property
+    def plain_values(self) -> dict[str, Any]:
+        """The configuration of the tiny run without the technique, but with what the case lays over it besides."""
+        return with_text(tiny([self.config]), at(self.config, "data.init_args") or {})
 
     def _fit_vocabulary(self, values: dict[str, Any]) -> None:
         """Keeps network and tokenizer to the tiny run's vocabularies, unless the case says otherwise."""
@@ -150,11 +156,14 @@ def at(values: Mapping[str, Any], position: str) -> Any:
     return value
 
 
-def with_text(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration with the kit's text for PretrainDataModule, whatever text was named there."""
+def with_text(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with the kit's text for PretrainDataModule, whatever an example names.
+
+    What a case gives the data module itself stays.
+    """
     if values["data"]["class_path"].endswith(".PretrainDataModule"):
         data = {"source": str(text()), "cache_dir": str(workshop() / "prepared")}
-        merge(values["data"], {"init_args": data})
+        merge(values["data"], {"init_args": {key: value for key, value in data.items() if key not in given}})
     return values
 
 

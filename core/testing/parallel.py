@@ -6,7 +6,7 @@ import math
 
 from core.testing.case import Case
 from core.testing.proof import proof, require
-from core.testing.training import STEPS, fit, furthest, whole
+from core.testing.training import STEPS, fit, furthest, plain, whole
 
 NEARNESS = 0.05
 """Relative: a precision that rounds is some percent off in 8 steps; one that does not train, or not in what it says, more."""
@@ -15,14 +15,14 @@ NEARNESS = 0.05
 @proof("strategies")
 def computes_what_one_device_does(case: Case) -> None:
     """On the processes that it needs it computes what one process does without it."""
-    apart, where = furthest(whole(case), whole(None))
+    apart, where = furthest(whole(case), plain(case))
     require(apart <= case.tolerance, f"{where} with it and without (tolerance {case.tolerance:g})")
 
 
 @proof("precision")
 def stays_near_float32(case: Case) -> None:
     """The losses of the tiny run are within 5% of float32's, and fall as they do."""
-    found, expected = (whole(item).record["losses"] for item in (case, None))
+    found, expected = (done.record["losses"] for done in (whole(case), plain(case)))
     for number, (one, other) in enumerate(zip(found, expected, strict=True), 1):
         require(
             math.isclose(one, other, rel_tol=NEARNESS),

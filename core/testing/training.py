@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 from core.catalog import KINDS
 from core.config_files import merge
-from core.testing.case import Case, tiny, with_text
+from core.testing.case import Case
 from core.testing.proof import NotProvable, proof, require
 from core.testing.runs import Run, run
 from core.testing.workshop import workshop, write_config
@@ -36,7 +37,7 @@ PER_STEP_HOOKS = (
 @proof(*RUNNABLE)
 def builds_from_yaml(case: Case) -> None:
     """A configuration that selects it is parsed, checked and built."""
-    values = configured(case, case.ranks)
+    values = on_ranks(case.values, case.ranks)
     done = run(["check", f"--config={write_config(_label(case, 'built'), values)}"], workshop())
     require(done.code == 0, f"`check` ended with exit code {done.code}:\n{done.complaint}")
 
@@ -44,7 +45,7 @@ def builds_from_yaml(case: Case) -> None:
 @proof(*RUNNABLE)
 def config_round_trips(case: Case) -> None:
     """The configuration that a run prints is read back as the same, so that a run can be repeated."""
-    path = write_config(_label(case, "printed"), configured(case, case.ranks))
+    path = write_config(_label(case, "printed"), on_ranks(case.values, case.ranks))
     done = run(["fit", f"--config={path}", "--print_config=plain"], workshop())
     require(done.code == 0, f"`--print_config` ended with exit code {done.code}:\n{done.complaint}")
     first = done.printed
@@ -97,7 +98,7 @@ def agrees_on_two_ranks(case: Case) -> None:
     """Two processes that share each batch compute what one does with all of it."""
     if case.ranks > 2 or (case.ranks == 2 and case.entry.kind != "strategies"):
         raise NotProvable(f"it needs {case.ranks} processes: there is no run in one to compare with")
-    reference = whole(None if case.entry.kind == "strategies" else case)
+    reference = plain(case) if case.entry.kind == "strategies" else whole(case)
     if reference.record["random"]:
         raise NotProvable(
             "its training draws random numbers (dropout?), each rank its own: try it with a case without"
@@ -140,7 +141,8 @@ def _reads_different_rows(found: Run) -> None:
 @proof(*RUNNABLE)
 def idle_costs_nothing(case: Case) -> None:
     """Steps that are not logged make the host wait for the device no more often than without it."""
-    waits, usual = whole(case).record["waits"], len(whole(None).record["waits"])
+    waits = whole(case).record["waits"]
+    usual = len(plain(case).record["waits"]) if waits else 0
     require(
         len(waits) <= usual,
         f"{len(waits)} waits in steps {' and '.join(map(str, WATCHED))}, {usual} without it; they came from\n"
@@ -160,12 +162,12 @@ def _does_nothing(function: Any) -> bool:
 
 
 @cache
-def _whole(case: Case | None) -> Run:
-    return fit(case, "whole", ranks=case.ranks if case else 1)
+def _whole(case: Case) -> Run:
+    return fit(case, "whole", ranks=case.ranks)
 
 
-def whole(case: Case | None) -> Run:
-    """Returns the run of all steps; of the tiny run without any technique where there is no case.
+def whole(case: Case) -> Run:
+    """Returns the run of all steps.
 
     Raises:
         AssertionError: If it failed.
@@ -176,16 +178,36 @@ def whole(case: Case | None) -> Run:
     return done
 
 
-def fit(case: Case | None, name: str, *words: str, ranks: int = 1, **recorder: Any) -> Run:
-    """Trains between the recorder and the saver; `words` are further arguments."""
-    values = configured(case, ranks)
-    folder = workshop() / _label(case, name)
-    first = _callback("Recorder", folder=str(folder), watch=list(WATCHED), **recorder)
+@cache
+def _plain(values: str) -> Run:
+    return _fit(json.loads(values), f"plain-{abs(hash(values)):x}")
+
+
+def plain(case: Case) -> Run:
+    """Returns the run of all steps, in one process, without the technique.
+
+    Raises:
+        AssertionError: If it failed.
+    """
+    done = _plain(json.dumps(case.plain_values))
+    require(done.code == 0, f"without it, `fit` ended with exit code {done.code}:\n{done.complaint}")
+    return done
+
+
+def fit(case: Case, name: str, *words: str, ranks: int = 1, kill_at: int | None = None) -> Run:
+    """Trains with the technique; `words` are further arguments."""
+    return _fit(on_ranks(case.values, ranks), _label(case, name), *words, ranks=ranks, kill_at=kill_at)
+
+
+def _fit(values: dict[str, Any], label: str, *words: str, ranks: int = 1, kill_at: int | None = None) -> Run:
+    """Trains between the recorder and the saver."""
+    folder = workshop() / label
+    first = _callback("Recorder", folder=str(folder), watch=list(WATCHED), kill_at=kill_at)
     last = _callback("Saver", folder=str(folder), save_at=SAVED)
     own = values["trainer"].get("callbacks") or []
     callbacks = [first, *(own if isinstance(own, list) else [own]), last]
-    merge(values, {"trainer": {"default_root_dir": str(folder), "callbacks": callbacks}})
-    path = write_config(_label(case, name), values)
+    changed = {"trainer": {"default_root_dir": str(folder), "callbacks": callbacks}}
+    path = write_config(label, merge(merge({}, values), changed))
     return run(["fit", f"--config={path}", *words], folder, ranks=ranks)
 
 
@@ -193,18 +215,18 @@ def _callback(name: str, **init_args: Any) -> dict[str, Any]:
     return {"class_path": f"core.testing.recorder.{name}", "init_args": init_args}
 
 
-def configured(case: Case | None, ranks: int) -> dict[str, Any]:
-    """Returns the configuration of the tiny run on so many processes, each with its part of the rows."""
-    values = merge({}, case.values if case else with_text(tiny([])))
+def on_ranks(values: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """Returns the configuration for so many processes, each with its part of the rows."""
+    changed = merge({}, values)
     if ranks > 1:
-        merge(values, {"trainer": {"devices": ranks, "strategy": values["trainer"].get("strategy", "ddp")}})
+        merge(changed, {"trainer": {"devices": ranks, "strategy": values["trainer"].get("strategy", "ddp")}})
         if rows := values["data"].get("init_args", {}).get("batch_size"):
-            merge(values, {"data": {"init_args": {"batch_size": rows // ranks}}})
-    return values
+            merge(changed, {"data": {"init_args": {"batch_size": rows // ranks}}})
+    return changed
 
 
-def _label(case: Case | None, name: str) -> str:
-    return f"plain-{name}" if case is None else f"{case.entry.name}-{id(case):x}-{name}"
+def _label(case: Case, name: str) -> str:
+    return f"{case.entry.name}-{id(case):x}-{name}"
 
 
 def _differences(found: Any, expected: Any, path: str) -> Iterator[str]:

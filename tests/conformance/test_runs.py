@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.testing import Case, NotProvable, proofs, runs
-from core.testing.training import whole
+from core.testing.training import plain, whole
 from core.testing.waits import Waits
 from core.testing.workshop import workshop
 
@@ -68,7 +68,7 @@ def test_dropout_is_noticed_and_resumes_all_the_same():
     named["resumes_bitwise"](case)
     with pytest.raises(NotProvable, match="draws random numbers"):
         named["agrees_on_two_ranks"](case)
-    assert not whole(None).record["random"]
+    assert not plain(case).record["random"]
 
 
 WAITS = {
