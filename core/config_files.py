@@ -119,8 +119,9 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
     values = {
         k: v for k, v in values.items() if v is not None or not isinstance(result.values.get(k, {}), dict)
     }
-    trainer = values.get("trainer")
-    for key in LISTS if isinstance(trainer, dict) else ():
+    section = values.get("trainer")
+    trainer: dict[str, Any] = section if isinstance(section, dict) else {}
+    for key in LISTS:
         if is_by_name(trainer.get(key)):
             head = ("trainer", key)
             places = {at[2:]: line for at, line in positions.items() if at[:2] == head}
@@ -134,7 +135,8 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
 def _place(result: Composed, values: Mapping[str, Any], positions: dict[Path_, str]) -> None:
     """Notes where values stand that are about to be merged, and forgets where what they replace stood."""
     placed = {at: _merged_path(at, result.values) for at in positions}
-    replaced = {placed[at] for at in positions if not isinstance(reduce(getitem, at, values), dict)}
+    get: Any = getitem
+    replaced = {placed[at] for at in positions if not isinstance(reduce(get, at, values), dict)}
     kept = {
         at: line
         for at, line in result.positions.items()

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from core.catalog import KINDS, Entry
-from core.errors import ConfigError
+from core.errors import ConfigError, nearest
 from core.testing.case import Case
 
 STATIC = ("declared",)
@@ -103,19 +103,33 @@ def require(condition: Any, message: str) -> None:
 
 
 def proofs(of: Case | str, modules: tuple[str, ...] = MODULES) -> list[Proof]:
-    """Returns the proofs for a case, or for all techniques of a kind, in the order in which they are best run."""
+    """Returns the proofs for a case, or for all techniques of a kind, in the order in which they are best run.
+
+    Raises:
+        ConfigError: If the case is exempt from a proof that does not exist.
+    """
     kind = of if isinstance(of, str) else of.entry.kind
     found: list[Proof] = []
     for name in modules:
         members: Mapping[str, Any] = vars(import_module(f"core.testing.{name}"))
         found += [item for item in members.values() if isinstance(item, Proof) and kind in item.kinds]
-    if isinstance(of, str) or not any(item.contract for item in found):
+    if isinstance(of, str):
+        return found
+    _check_exemptions(of, {item.name for item in found}, modules)
+    if not any(item.contract for item in found):
         return found
     try:
         contracts = {base.__name__ for base in of.target.__mro__}
     except (ConfigError, AttributeError):  # not imported, or no class: each proof will say so
         return found
     return [item for item in found if item.contract is None or item.contract in contracts]
+
+
+def _check_exemptions(case: Case, names: set[str], modules: tuple[str, ...]) -> None:
+    unknown = [name for name in case.exempt if name not in names]
+    if unknown and modules == MODULES:
+        hint = nearest(unknown[0], names)
+        raise ConfigError(f"{case}: there is no proof {unknown[0]!r} to be exempt from.{hint}")
 
 
 def prove(technique: Case | Entry | str, /, **init_args: Any) -> None:

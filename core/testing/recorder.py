@@ -10,32 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
 from core.run_folder import write_atomically
 from core.testing.waits import Waits
 
 
-class Recorder(Checkpoint):
-    """Writes the loss of every step, all training and validation figures, and the last weights.
+class Recorder(Callback):
+    """Writes the loss of every step and all training and validation figures to `record.RANK.json`.
 
-    `record.RANK.json` and checkpoints/ lie in `folder`. Being a checkpoint callback it comes last, as the
-    state that it saves must be that after all other callbacks' hooks. It never waits for the device in a step
-    in which it saves nothing.
+    In a step that is not logged it does not wait for the device.
 
     Args:
         folder: Where to write.
-        save_at: The optimizer step after which to save a checkpoint; one of the last step is always saved.
         kill_at: The optimizer step after which to send SIGKILL to this process; None: none.
         watch: Optimizer steps in which waits for the device are counted: from the start of the step's batch to
             the start of the next, so that every callback's hooks are in it, whatever their order.
     """
 
-    def __init__(
-        self, folder: str, save_at: int | None = None, kill_at: int | None = None, watch: Sequence[int] = ()
-    ) -> None:
-        self.folder, self.save_at, self.kill_at, self.watch = Path(folder), save_at, kill_at, list(watch)
+    def __init__(self, folder: str, kill_at: int | None = None, watch: Sequence[int] = ()) -> None:
+        self.folder, self.kill_at, self.watch = Path(folder), kill_at, list(watch)
         self._losses: list[float | torch.Tensor] = []
         self._figures: dict[str, dict[str, float]] = {}
         self._waits = Waits()
@@ -64,26 +59,22 @@ class Recorder(Checkpoint):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Notes the loss, which stays on the device, and saves if it is time."""
+        """Notes the loss, which stays on the device."""
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             self._losses.append(loss.detach().clone())
         self._inputs.append(batch["input_ids"])
         if pl_module.logging_step:
             self._note(trainer, "train/")
-        if trainer.global_step == self.save_at:
-            self._random = _drew()
-            self._save(trainer)
+            self._random |= _drew()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the validation figures."""
         self._note(trainer, "val/")
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the last step and writes the record."""
+        """Writes the record."""
         self._waits.stop()
-        if trainer.global_step != self.save_at:
-            self._save(trainer)
         record = self.state_dict() | {
             "steps": trainer.global_step,
             "waits": self._waits.places,
@@ -97,6 +88,28 @@ class Recorder(Checkpoint):
         metrics = trainer.callback_metrics.items()
         figures = {name: float(value) for name, value in metrics if name.startswith(prefix)}
         self._figures.setdefault(str(trainer.global_step), {}).update(figures)
+
+
+class Saver(Checkpoint):
+    """Saves one step and the last one to checkpoints/; being a checkpoint callback, after all others' hooks.
+
+    Args:
+        folder: Where to write.
+        save_at: The optimizer step.
+    """
+
+    def __init__(self, folder: str, save_at: int) -> None:
+        self.folder, self.save_at = Path(folder), save_at
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Saves if it is time."""
+        if trainer.global_step == self.save_at:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Saves the last step."""
+        if trainer.global_step != self.save_at:
+            self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save_checkpoint(self.folder / "checkpoints" / f"step-{trainer.global_step}.ckpt")

@@ -12,7 +12,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from multiprocessing.connection import wait
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 from core.testing.proof import require
@@ -21,7 +23,10 @@ from core.testing.workshop import workshop
 PRELOADED = ["core.lightning_cli", "core.testing.recorder", "litdata", "tokenizers", "jsonargparse", "pytest"]
 """What a run imports; pytest is there because a forked process imports its parent's main module."""
 
+STREAMS = ("out", "err")
 TIMEOUT_SECONDS = 120.0
+GRACE_SECONDS = 10.0
+"""How long a rank may go on after another has failed, for which it may wait for ever."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +78,9 @@ def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = 
     context = _context()
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [workshop() / f"output.{rank}" for rank in range(ranks)]
+    for output in outputs:
+        for stream in STREAMS:
+            Path(f"{output}.{stream}").write_text("", encoding="utf-8")
     environments = _environments(ranks)
     children = [
         context.Process(target=_child, args=(list(words), environment, str(output)))
@@ -80,41 +88,41 @@ def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = 
     ]
     for child in children:
         child.start()
-    late = _wait(children, timeout)
+    codes = _wait(children, timeout)
     printed = Path(f"{outputs[0]}.out").read_text(encoding="utf-8", errors="replace")
     complaint = "\n".join(filter(None, map(_end, outputs)))
-    require(not late, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
-    codes = [child.exitcode or 0 for child in children]
+    require(codes, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
     return Run(folder, next((code for code in codes if code), 0), printed, complaint)
 
 
 def _end(output: Path) -> str:
     """The last lines that a process wrote to stderr, or to stdout where there are none."""
-    for stream in ("err", "out"):
+    for stream in reversed(STREAMS):
         told = Path(f"{output}.{stream}").read_text(encoding="utf-8", errors="replace").strip()
         if told:
             return "\n".join(told[-3000:].splitlines()[-12:])
     return ""
 
 
-def _wait(children: Sequence[Any], timeout: float) -> bool:
-    """Waits for all; kills those that take too long, or that wait for one that failed. True: too long."""
-    from multiprocessing.connection import wait
-    from time import monotonic
+def _wait(children: Sequence[Any], timeout: float) -> list[int]:
+    """Waits for all and kills those that take too long, or that wait for one that failed.
 
+    Returns:
+        The exit codes of those that ended by themselves; none if that took too long.
+    """
     end, alive = monotonic() + timeout, list(children)
     while alive and monotonic() < end:
         wait([child.sentinel for child in alive], timeout=max(0.0, end - monotonic()))
         if any(child.exitcode for child in children):
-            end = min(end, monotonic() + 10)  # the others of a broken group may wait for ever
+            end = min(end, monotonic() + GRACE_SECONDS)
         alive = [child for child in alive if child.exitcode is None]
-    late = bool(alive) and not any(child.exitcode for child in children)
+    codes = [child.exitcode for child in children if child.exitcode is not None]
     for child in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)  # with the workers of its loaders
         child.kill()
         child.join()
-    return late
+    return codes if len(codes) == len(children) or any(codes) else []
 
 
 @cache
@@ -157,8 +165,9 @@ def _environments(ranks: int) -> list[dict[str, str]]:
 def _child(words: list[str], environment: dict[str, str], output: str) -> None:
     """Runs the command line in the forked process."""
     os.setsid()
-    for stream, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)
+    for number, name in enumerate(STREAMS, 1):
+        os.dup2(os.open(f"{output}.{name}", os.O_WRONLY), number)
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # loaders' workers: as in a run
     os.environ.update(environment)
     os.chdir(Path(output).parent)
     import torch

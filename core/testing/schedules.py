@@ -19,12 +19,12 @@ STEPS, SAVED = 200, 70
 PEAKS = (0.5, 0.01)
 
 
-def start(case: Case) -> tuple[Optimizer, LRScheduler]:
-    """Builds an optimizer of two groups and the schedule over 200 steps, as a run does."""
+def start(case: Case, length: int = STEPS) -> tuple[Optimizer, LRScheduler]:
+    """Builds an optimizer of two groups and the schedule over so many steps, as a run does."""
     optimizer = SGD([{"params": [torch.zeros(1, requires_grad=True)], "lr": peak} for peak in PEAKS])
     schedule = case.build("model.lr_scheduler", Callable[[Optimizer], LRScheduler])(optimizer)
     if isinstance(schedule, Schedule):
-        schedule.bind(STEPS)
+        schedule.bind(length)
     return optimizer, schedule
 
 
@@ -83,14 +83,14 @@ def resumes_its_rates(case: Case) -> None:
 
 @proof("schedules")
 def bind_tells_it_the_length(case: Case) -> None:
-    """`bind` can be called anew in mid-run, and what came before has no say: the rates are those of the new length."""
-    optimizer, schedule = start(case)
+    """`bind` in mid-run gives the rates of the new length from there on, as if it had been told at the start."""
+    optimizer, schedule = start(case, length=2 * STEPS)
     if not isinstance(schedule, Schedule):
         raise NotProvable("it is no core.contracts.Schedule: it is not told the length of the run")
     rates(optimizer, schedule, 0, SAVED)
-    schedule.bind(2 * STEPS)
     schedule.bind(STEPS)
+    found, expected = rates(optimizer, schedule, SAVED, STEPS), rates(*start(case), 0, STEPS)[SAVED:]
     require(
-        rates(optimizer, schedule, SAVED, STEPS) == rates(*start(case), 0, STEPS)[SAVED:],
-        f"bound to {2 * STEPS} and again to {STEPS} steps it gives other rates",
+        found == expected,
+        f"bound to {2 * STEPS} steps, and after {SAVED} to {STEPS}, it goes on with {found[0]}, not {expected[0]}",
     )

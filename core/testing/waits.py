@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 OPERATIONS = (_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _aten.equal, _aten.is_nonzero)
-"""What .item(), float(), bool() and results of unknown size come down to."""
+"""What .item(), float(), bool() and results of unknown size come down to; x[mask] is another."""
 
 METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__repr__)
 """Copies to the host, which are no operation where the tensor is there already."""
@@ -57,7 +57,10 @@ class _Operations(TorchDispatchMode):
         self.places, self.on_host = places, on_host
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket in OPERATIONS and id(args[0]) not in self.on_host:
+        operation = func.overloadpacket
+        if (operation in OPERATIONS and id(args[0]) not in self.on_host) or (
+            operation is _aten.index and any(i is not None and i.dtype == torch.bool for i in args[1])
+        ):
             self.places.append(_place())
         return func(*args, **(kwargs or {}))
 

@@ -174,7 +174,7 @@ def test_peaks_of_devices(name, half, tf32, fp32, monkeypatch):
 def test_an_unknown_peak_is_said_and_gives_no_mfu(name, precision, monkeypatch, run, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     throughput = Throughput()
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         throughput._peak = peak_flops(torch.device("cuda:0"), precision)
     assert throughput._utilisation(run.trainer, run.module, 10.0, 32) == {}
     assert f"the peak of {name} in precision {precision}" in caplog.text

@@ -1,5 +1,6 @@
 """The catalogue: technique packages that work, that are broken, and that share a name."""
 
+import re
 import sys
 
 import pytest
@@ -114,7 +115,7 @@ def test_a_third_party_command_is_a_command(packages, capsys):
     source = 'def greet(arguments):\n    """Says hello."""\n    print("hello", *arguments)\n    return 3\n'
     packages.add("acme_greet", {"leyden.commands": {"greet": "acme_greet:greet"}}, source)
     assert main(["--help"]) == 0
-    assert "greet     Says hello." in capsys.readouterr().out
+    assert re.search(r"^  greet +Says hello\.$", capsys.readouterr().out, re.MULTILINE)
     assert main(["greet", "you"]) == 3
     assert capsys.readouterr().out == "hello you\n"
 
@@ -133,6 +134,13 @@ def test_nothing_is_suggested_where_nothing_is_near():
     with pytest.raises(ConfigError) as error:
         catalog.find("xyzzy")
     assert "Did you mean" not in str(error.value)
+
+
+def test_a_name_inside_a_text_selects_nothing(packages, write_yaml):
+    packages.add("acme_tools", {CALLBACKS: {"AcmeGuard": "acme_tools:AcmeGuard"}}, GOOD)
+    prompts = {"class_path": "TextSamples", "init_args": {"prompts": ["AcmeGuard is", "an AcmeGuard"]}}
+    prepare(["--config", str(write_yaml("x.yaml", {"trainer": {"callbacks": [prompts]}}))])
+    assert "acme_tools" not in sys.modules
 
 
 def test_a_name_inside_a_longer_word_selects_nothing(packages, write_yaml):

@@ -7,6 +7,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from core.errors import ConfigError
+from core.technique import WorldSize, technique
 
 
 class Unbuildable(Callback):
@@ -16,7 +17,7 @@ class Unbuildable(Callback):
 
 
 class Opaque(Callback):
-    def __init__(self, clock: object = object()):  # noqa: B008 - what is broken
+    def __init__(self, clock: object = object()):
         self.clock = clock
 
 
@@ -53,6 +54,11 @@ class Mindful(Forgetful):
 
     def load_state_dict(self, state_dict):
         self.steps = state_dict["steps"]
+
+
+@technique(paper="own work", needs=[WorldSize(at_least=2)])
+class Paired(Mindful):
+    """A sound one that needs two processes."""
 
 
 class RankDependent(Callback):

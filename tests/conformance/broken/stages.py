@@ -6,9 +6,10 @@ import time
 
 import torch
 from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader
 
 from core import catalog
-from core.contracts import DocumentSource, Packing, Tokenizer, TokenWriter
+from core.contracts import DocumentSource, Packing
 
 
 class Shuffled(DocumentSource):
@@ -22,7 +23,7 @@ class Shuffled(DocumentSource):
         self.source = source
 
     def fingerprint(self):
-        return {"sha": open(self.source).read()}  # noqa: SIM115
+        return {"sha": open(self.source).read()}
 
     def documents(self):
         lines = [json.loads(line)["text"] for line in open(self.source)]  # noqa: SIM115
@@ -134,7 +135,7 @@ class Dropping(SHARDS):
     """
 
     def write(self, documents, folder, vocab_size):
-        kept = [ids for ids in documents]
+        kept = list(documents)
         super().write([ids for ids in kept if len(ids) > 1], folder, vocab_size)
         return sum(map(len, kept))
 
@@ -225,7 +226,7 @@ class OneOrder(Packing):
 
 
 class Rows(LightningDataModule):
-    """Rows from a generator that goes on and on."""
+    """The same rows for all ranks."""
 
     vocab_size = 64
 
@@ -245,7 +246,8 @@ class Rows(LightningDataModule):
 
     def batches(self, count):
         rows = [torch.stack([self.row() for _ in range(self.batch_size)]) for _ in range(count)]
-        return [{"input_ids": each[:, :-1], "labels": each[:, 1:]} for each in rows]
+        batches = [{"input_ids": each[:, :-1], "labels": each[:, 1:]} for each in rows]
+        return DataLoader(batches, batch_size=None)
 
 
 class Constant(Rows):

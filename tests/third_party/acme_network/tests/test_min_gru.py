@@ -97,6 +97,7 @@ def compare_with_whole(rank: int, folder: str) -> None:
     for (name, one), other in zip(divided.named_parameters(), whole.parameters(), strict=True):
         grad = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
         torch.testing.assert_close(grad, other.grad, msg=name)
+    dist.barrier()
     dist.destroy_process_group()
 
 
