@@ -171,7 +171,8 @@ class Changed:
         return len(self.batches)
 
     def __iter__(self):
-        yield from (self.change(self.batches, number, batch) for number, batch in enumerate(self.batches))
+        for number, (cursor, batch) in enumerate(self.batches):
+            yield cursor, self.change(self.batches, number, batch)
 
 
 class Unshifted(Packing):
@@ -220,7 +221,8 @@ class OneOrder(Packing):
 
     def batches(self, folder, **options):
         found = CONCATENATE().batches(folder, **options)
-        kind = type("Same", (type(found),), {"epoch": property(lambda self: 0, lambda self, value: None)})
+        first = {"_order": lambda self, epoch, blocks: super(type(self), self)._order(0, blocks)}
+        kind = type("Same", (type(found),), first)
         found.__class__ = kind
         return found
 
