@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from core.errors import ConfigError
-from datamodules.preparation import bpe_tokenizer
+from datamodules.preparation import library_tokenizer
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
 
 TEXTS = [f"the {word} of the {other}, and the {word}s" for word in "abc" for other in ("cat", "dog", "end")]
@@ -72,6 +73,25 @@ def test_the_json_rebuilds_it(tokenizer):
     assert rebuilt.get_vocab_size() == tokenizer.vocab_size
 
 
+def merged(word, ranks):
+    """The pieces of a word: the first of the known pairs with the lowest rank is joined, again and again."""
+    while True:
+        pairs = [(ranks.get(pair, len(ranks)), at) for at, pair in enumerate(zip(word, word[1:], strict=False))]
+        rank, at = min(pairs, default=(len(ranks), 0))
+        if rank == len(ranks):
+            return word
+        word = [*word[:at], word[at] + word[at + 1], *word[at + 2 :]]
+
+
+def test_ids_are_those_of_merging_step_by_step(tokenizer):
+    stored = json.loads(tokenizer.to_json())
+    ranks = {tuple(pair): rank for rank, pair in enumerate(stored["model"]["merges"])}
+    cut = Tokenizer.from_str(tokenizer.to_json()).pre_tokenizer
+    for text in [*TEXTS, "the catalogue: abandoned, endless… 🙂"]:
+        pieces = [piece for word, _ in cut.pre_tokenize_str(text) for piece in merged(list(word), ranks)]
+        assert tokenizer.encode_batch([text])[0] == [stored["model"]["vocab"][piece] for piece in pieces]
+
+
 DIGEST = """
 import hashlib
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
@@ -125,7 +145,7 @@ def test_forked_children_neither_warn_nor_hang(tokenizer, capfd):
 
 
 def test_the_users_choice_about_threads_stands(tokenizer, monkeypatch):
-    monkeypatch.setattr(bpe_tokenizer, "_CHOSEN", "true")
+    monkeypatch.setattr(library_tokenizer, "_CHOSEN", "true")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
     tokenizer.encode_batch(TEXTS)
     assert os.environ["TOKENIZERS_PARALLELISM"] == "true"
