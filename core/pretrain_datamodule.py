@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
-
 from core import catalog
-from core.contracts import DocumentSource, Engine, Packing, Tokenizer, TokenWriter, Transform
+from core.contracts import DocumentSource, Engine, PackedBatches, Packing, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
 from core.prepared import check_shares, prepared_folder, read_manifest
 from core.technique import technique
-from core.token_loader import TokenLoader
+from core.token_datamodule import TokenDataModule
 
 
 @technique(
@@ -23,7 +20,7 @@ from core.token_loader import TokenLoader
     offers=("exact_resume",),
     maturity="stable",
 )
-class PretrainDataModule(LightningDataModule):
+class PretrainDataModule(TokenDataModule):
     """Documents turned into one stream of tokens and dealt out as rows of `sequence_length`.
 
     On first use the documents are split, the tokenizer is trained on the training ones, and the tokens of
@@ -71,13 +68,7 @@ class PretrainDataModule(LightningDataModule):
     """
 
     folder: Path | None = None
-    _training: TokenLoader | None = None
-    _position: dict[str, Any] | None = None
-    tokenizer_json: str
-    vocab_size: int
-    train_tokens: int
     unigram_loss: float
-    end_of_text_id: int
 
     def __init__(
         self,
@@ -97,17 +88,13 @@ class PretrainDataModule(LightningDataModule):
         max_reject_fraction: float = 0.0,
         engine: Engine | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
         self.packing, self.stages, self.engine = packing, stages, engine
         self.max_reject_fraction = max_reject_fraction
         default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "leyden")
         self.cache_dir = Path(cache_dir or default).expanduser()
-        self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
-        self.validation_fraction, self.shuffle, self.seed = validation_fraction, shuffle, seed
-        for name, least in {"sequence_length": 1, "batch_size": 1, "seed": 0, "num_workers": 0}.items():
-            if getattr(self, name) < least:
-                raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least {least}.")
+        self.validation_fraction = validation_fraction
         check_shares(validation_fraction, max_reject_fraction)
         self.prepared = prepared_folder(source)
         if self.prepared is not None:
@@ -139,7 +126,7 @@ class PretrainDataModule(LightningDataModule):
         Raises:
             ConfigError: If this process does not see what rank 0 prepared.
         """
-        self._position = None
+        super().setup(stage)
         if self.trainer is not None and self.trainer.world_size > 1:
             name = self.trainer.strategy.broadcast(self.folder.name if self.folder else "")
             self.folder = self.prepared or self.cache_dir / name
@@ -157,89 +144,10 @@ class PretrainDataModule(LightningDataModule):
                 f"same text in data.source. If {self.folder} is there, delete it and run again."
             ) from error
 
-    def train_dataloader(self) -> TokenLoader:
-        """Returns this rank's training batches; Lightning saves their position with the checkpoint.
-
-        Raises:
-            ConfigError: If there are fewer rows than one global batch takes.
-        """
-        overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # on the same few batches in each epoch
-        shuffle = self.shuffle and not overfits
-        self._training = self._loader("train", shuffle=shuffle, seed=self.seed, repeat=overfits)
-        if len(self._training) == 0:
-            batches = self._training.batches
-            raise ConfigError(
-                f"The training split has {self.train_tokens:,} tokens, too few for a global batch of "
-                f"{batches.world_size} ranks x {self.batch_size} rows x\n{self.sequence_length} tokens. Lower "
-                "data.sequence_length or data.batch_size, or add text."
-            )
-        if self._position is not None:
-            self._training.load_state_dict(self._position)
-        return self._training
-
-    def reshape_batches(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
-        """Changes the training rows from the next batch on, in the middle of a run; call it on every rank.
-
-        No token is lost or repeated: the next rows begin where the last ones ended. Checkpoints hold the
-        position, not the shape: after a resume whoever changes it has to set it again.
-
-        Args:
-            sequence_length: Tokens in a row; None: as it is.
-            batch_size: Rows in a micro-batch, on each rank; None: as it is.
-
-        Raises:
-            ConfigError: If there are no training batches yet.
-        """
-        if self._training is None:
-            raise ConfigError("reshape_batches: there are no training batches before training begins.")
-        self._training.reshape(sequence_length, batch_size)
-
-    def val_dataloader(self) -> TokenLoader:
-        """Returns this rank's validation batches: every token once, in order, the last batch filled up."""
-        return self._loader("validation", pad=True)
-
-    def test_dataloader(self) -> TokenLoader:
-        """Returns the validation batches: there is no third split."""
-        return self.val_dataloader()
-
-    def predict_dataloader(self) -> TokenLoader:
-        """Returns the validation batches."""
-        return self.val_dataloader()
-
-    def _loader(self, split: str, repeat: bool = False, **order: Any) -> TokenLoader:
+    def packed(self, split: str, **order: Any) -> PackedBatches:
+        """Returns the batches of a split."""
         assert self.folder is not None
-        # The data-parallel rank: under tensor parallelism several ranks read the same rows. None: one rank.
-        place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
-        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         try:
-            batches = self.packing.batches(
-                self.folder / split,
-                sequence_length=self.sequence_length,
-                batch_size=self.batch_size,
-                rank=place["rank"],
-                world_size=place["num_replicas"],
-                **order,
-            )
+            return self.packing.batches(self.folder / split, **order)
         except ConfigError as error:
             raise ConfigError(f"{error}\nDelete {self.folder} and run again: it is written anew.") from error
-        return TokenLoader(batches, self.num_workers, pin_memory=on_cuda, repeat=repeat)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and the tokenizer: a checkpoint alone is enough to turn text into ids and back."""
-        # Lightning saves the loader's position too, but at the end of an epoch it does not give it back.
-        position = self._training.state_dict() if self._training is not None else None
-        return {"tokenizer": self.tokenizer_json, "end_of_text_id": self.end_of_text_id, "position": position}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes the position over, and makes sure that token ids mean what they meant to the checkpoint.
-
-        Raises:
-            ConfigError: If the data was written by another tokenizer.
-        """
-        self._position = state_dict.get("position")
-        if json.loads(state_dict["tokenizer"]) != json.loads(self.tokenizer_json):
-            raise ConfigError(
-                f"The data in {self.folder} was written by another tokenizer than the checkpoint's:\nits token "
-                "ids mean other text. Take data.source, data.tokenizer and data.validation_fraction from\nthe "
-                "run that wrote the checkpoint."
-            )

@@ -6,9 +6,9 @@ import pytest
 
 from core import catalog
 from core.testing.runs import run
-from core.testing.workshop import workshop
+from core.testing.workshop import text, workshop
 from tests.conformance.compatibility import entries, overlay_of
-from tests.conformance.conftest import bytes_tokenizer
+from tests.conformance.conftest import bytes_tokenizer, parquet_file, saved_dataset
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
@@ -19,7 +19,13 @@ WITHOUT = {"TokenPreparation"}
 
 def own_files(path):
     """Returns the arguments that name a file of the user's, which the overlay cannot know."""
-    return [f"--data.tokenizer.path={bytes_tokenizer()}"] if path.stem == "pretrained_tokenizer" else []
+    found = {
+        "pretrained_tokenizer": lambda: ["--data.tokenizer.path", bytes_tokenizer()],
+        "json_lines_documents": lambda: ["--data.source", text()],
+        "parquet_documents": lambda: ["--data.source", parquet_file()],
+        "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
+    }
+    return [str(word) for word in found.get(path.stem, list)()]
 
 
 def name(path):

@@ -49,10 +49,10 @@ def imports(case: Case) -> None:
 
 @proof(runs=False)
 def leads_to_its_name(case: Case) -> None:
-    """The entry point leads to what has the entry's name."""
+    """The entry point leads to what has the entry's name, with underscores for the hyphens of a command."""
     name = getattr(case.target, "__name__", None)
     require(
-        name == case.entry.name,
+        name == case.entry.name.replace("-", "_"),
         f"the entry is named {case.entry.name}, what it leads to {name or case.target!r}",
     )
 

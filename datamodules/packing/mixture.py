@@ -50,6 +50,7 @@ class MixedBatches(PackedBatches):
             "credit": dict.fromkeys(self.parts, 0.0),
             "parts": {name: part.cursor for name, part in self.parts.items()},
         }
+        self._begin = self.cursor
         self.shares(0)
 
     def shares(self, tokens: int) -> dict[str, float]:
@@ -64,7 +65,14 @@ class MixedBatches(PackedBatches):
         return {name: weight / sum(now.values()) for name, weight in now.items()}
 
     def __len__(self) -> int:
-        return sum(self._shaped(part).__len__() for part in self.parts.values())
+        if not self.pad:
+            return sum(len(self._shaped(part)) for part in self.parts.values())
+        cursor, batches = self._begin, 0
+        while True:
+            rows, cursor = self.take(cursor, self.batch_size * self.world_size)
+            if not rows:
+                return batches
+            batches += 1
 
     def _shaped(self, part: PackedBatches) -> PackedBatches:
         part.sequence_length, part.batch_size = self.sequence_length, self.batch_size
@@ -81,7 +89,9 @@ class MixedBatches(PackedBatches):
         }
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-        """Returns (source, row) of the next rows."""
+        """Returns (source, row) of the next rows; padded ones come source by source."""
+        if self.pad:
+            return self._take_in_turn(cursor, count)
         credit, tokens = dict(cursor["credit"]), cursor["tokens"]
         names = []
         for _ in range(count):
@@ -97,6 +107,17 @@ class MixedBatches(PackedBatches):
             taken[name] = iter(rows)
         rows = [(name, next(taken[name])) for name in names]
         return rows, {"tokens": tokens, "credit": credit, "parts": cursors}
+
+    def _take_in_turn(
+        self, cursor: dict[str, Any], count: int
+    ) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+        rows: list[tuple[str, Any]] = []
+        cursors = dict(cursor["parts"])
+        for name, part in self.parts.items():
+            if len(rows) < count:
+                found, cursors[name] = self._shaped(part).take(cursors[name], count - len(rows))
+                rows += [(name, row) for row in found]
+        return rows, {**cursor, "parts": cursors}
 
     def read(self, rows: Sequence[tuple[str, Any]], own: slice) -> Batch:
         """Returns the rows of a slice as a batch, as wide as the widest source's."""
@@ -115,10 +136,9 @@ class MixedBatches(PackedBatches):
         return self._merged([name for name, _ in rows[own]], pieces, width)
 
     def _merged(self, names: list[str], pieces: list[tuple[str, Batch]], width: int) -> Batch:
-        keys = set.union(*(set(piece) for _, piece in pieces))
-        found = {
-            key: torch.full((len(names), width), FILL[key], dtype=torch.int64) for key in FILL if key in keys
-        }
+        keys = {"input_ids", "labels"}.union(*(set(piece) for _, piece in pieces))
+        shape = (self.batch_size, width)
+        found = {key: torch.full(shape, FILL[key], dtype=torch.int64) for key in FILL if key in keys}
         for name, piece in pieces:
             at = torch.tensor([index for index, source in enumerate(names) if source == name])
             for key, values in found.items():

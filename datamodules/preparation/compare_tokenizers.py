@@ -41,7 +41,9 @@ def compare_tokenizers(arguments: list[str]) -> int:
         help="paths or globs that TextDocuments reads, each a column of its own (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence (%(default)s)")
-    parser.add_argument("--output", metavar="DIR", default="runs/compare-tokenizers", help="default: %(default)s")
+    parser.add_argument(
+        "--output", metavar="DIR", default="runs/compare-tokenizers", help="default: %(default)s"
+    )
     options = parser.parse_args(arguments)
     if options.length < 1:
         raise ConfigError(f"--length is {options.length}; a sequence has at least 1 token.")
@@ -55,7 +57,14 @@ def compare_tokenizers(arguments: list[str]) -> int:
 def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
     from datamodules.preparation.durable import write_durably
     from datamodules.preparation.text_documents import TextDocuments
-    from datamodules.preparation.tokenizer_comparison import Sample, as_markdown, draw_png, measure, notes, table
+    from datamodules.preparation.tokenizer_comparison import (
+        Sample,
+        as_markdown,
+        draw_png,
+        measure,
+        notes,
+        table,
+    )
 
     sources = {name: TextDocuments(name) for name in options.data}
     samples = {name: Sample.of(source) for name, source in sources.items()}
@@ -63,7 +72,9 @@ def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
     for name, tokenizer in tokenizers:
         print(f"{name} ...", file=sys.stderr, flush=True)
         documents = (text for sample in samples.values() for text in sample.training())
-        measured.append(measure(name, tokenizer, documents, {name: sample.texts for name, sample in samples.items()}))
+        measured.append(
+            measure(name, tokenizer, documents, {name: sample.texts for name, sample in samples.items()})
+        )
     rows, said = table(measured, options.length), notes(samples, options.length)
     _print(rows)
     print(f"\n{said}")
@@ -73,7 +84,9 @@ def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
         write_durably(folder / "compare-tokenizers.png", draw_png(measured, options.length))
         write_durably(folder / "compare-tokenizers.md", as_markdown(rows, said))
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be written: {error.strerror}. Choose another --output.") from error
+        raise ConfigError(
+            f"{folder} cannot be written: {error.strerror}. Choose another --output."
+        ) from error
     print(f"\nWritten: {folder}/compare-tokenizers.md and compare-tokenizers.png")
 
 
@@ -94,7 +107,9 @@ def built(word: str) -> Tokenizer:
 
     name, _, listed = word.partition(":")
     names = {entry.name: entry for entry in catalog.entries() if entry.kind == "stages"}
-    if Path(word).expanduser().exists() or name not in names and (set("/\\") & set(word) or _has_suffix(word)):
+    if Path(word).expanduser().exists() or (
+        name not in names and (set("/\\") & set(word) or _has_suffix(word))
+    ):
         return catalog.find("PretrainedTokenizer", "stages").load()(word)
     kind = catalog.find(name, "stages").load() if name in names else None
     if not (isinstance(kind, type) and issubclass(kind, Tokenizer)):
@@ -123,7 +138,9 @@ def _arguments(word: str, kind: type, listed: str) -> Iterator[tuple[str, Any]]:
     for part, name in zip(given, names, strict=True):
         if "=" not in part:
             example = f"{name}=VALUE" if name in known else f"{next(iter(known), 'argument')}={part}"
-            raise ConfigError(f"{word}: write arguments as {kind.__name__}:{example}, with commas between several.")
+            raise ConfigError(
+                f"{word}: write arguments as {kind.__name__}:{example}, with commas between several."
+            )
         if name not in known:
             raise ConfigError(
                 f"{word}: {kind.__name__} has no argument {name!r}.{nearest(name, set(known))}\n"
@@ -135,10 +152,16 @@ def _arguments(word: str, kind: type, listed: str) -> Iterator[tuple[str, Any]]:
         except yaml.YAMLError:
             value = text
         if not accepts(known[name].hint, value):
-            raise ConfigError(f"{word}: {name} cannot be {text!r}, it is of type {_type_name(known[name].hint)}.")
+            raise ConfigError(
+                f"{word}: {name} cannot be {text!r}, it is of type {_type_name(known[name].hint)}."
+            )
         yield name, value
-    if missing := [name for name, argument in known.items() if argument.default is REQUIRED and name not in names]:
-        raise ConfigError(f"{word}: {kind.__name__} needs {missing[0]}. Write {kind.__name__}:{missing[0]}=VALUE.")
+    if missing := [
+        name for name, argument in known.items() if argument.default is REQUIRED and name not in names
+    ]:
+        raise ConfigError(
+            f"{word}: {kind.__name__} needs {missing[0]}. Write {kind.__name__}:{missing[0]}=VALUE."
+        )
 
 
 def _type_name(hint: Any) -> str:

@@ -9,10 +9,14 @@ from pathlib import Path
 def write_durably(path: Path, content: str | bytes) -> None:
     """Writes a file under a temporary name, flushes it to the disk and renames it."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)
+    try:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    except OSError as error:
+        error.filename = str(path)  # which the system leaves out where there is no space left
+        raise
 
 
 def sync(path: Path) -> None:

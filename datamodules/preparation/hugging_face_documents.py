@@ -38,7 +38,7 @@ class HuggingFaceDocuments(Reader):
     Example:
         data:
           init_args:
-            reader: {class_path: HuggingFaceDocuments, init_args: {split: train}}
+            reader: {class_path: HuggingFaceDocuments, init_args: {text_column: text}}
     """
 
     def __init__(
@@ -52,7 +52,9 @@ class HuggingFaceDocuments(Reader):
         self._folders = _split_folders(Path(source).expanduser(), split)
         names = [_data_files(folder) for folder in self._folders]
         self._files = SourceFiles(source, (".arrow",))
-        self._files.paths = [folder / name for folder, of in zip(self._folders, names, strict=True) for name in of]
+        self._files.paths = [
+            folder / name for folder, of in zip(self._folders, names, strict=True) for name in of
+        ]
         if missing := [str(path) for path in self._files.paths if not path.is_file()]:
             raise ConfigError(f"{missing[0]} is missing; {_STATE} beside it lists it.")
 

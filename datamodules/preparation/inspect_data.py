@@ -28,7 +28,9 @@ def inspect_data(arguments: list[str]) -> int:
     options = _options(arguments)
     folder = Path(options.folder).expanduser()
     if prepared_folder(str(folder)) is None:
-        raise ConfigError(f"{folder} has no manifest.json: it is no folder that prepare has written to its end.")
+        raise ConfigError(
+            f"{folder} has no manifest.json: it is no folder that prepare has written to its end."
+        )
     manifest = read_manifest(folder)
     from rich.console import Console
     from tokenizers import Tokenizer
@@ -90,7 +92,9 @@ def _text(columns: dict[str, list[int]], tokenizer: Any, end: int) -> Any:
             document = number
         chosen = [ids[place] for place, *_ in places]
         style = "dim" if ends else _COLOURS[number % len(_COLOURS)]
-        text.append(tokenizer.decode(chosen, skip_special_tokens=False), f"{style} underline" if ignored else style)
+        text.append(
+            tokenizer.decode(chosen, skip_special_tokens=False), f"{style} underline" if ignored else style
+        )
     if full < len(ids):
         text.append(f"[{len(ids) - full} tokens of padding]", "dim red")
     return text

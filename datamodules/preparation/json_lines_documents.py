@@ -101,7 +101,11 @@ def rows(
             reject(source, place, reason, details)
             continue
         own = record.get(source_field) if source_field else None
-        yield record[text_field], own if isinstance(own, str) and not unstorable(own) else source, f"{name}:{offset}"
+        yield (
+            record[text_field],
+            own if isinstance(own, str) and not unstorable(own) else source,
+            f"{name}:{offset}",
+        )
 
 
 def _parsed(line: str, field: str) -> tuple[Any, str, str]:
@@ -114,7 +118,11 @@ def _parsed(line: str, field: str) -> tuple[Any, str, str]:
         kind = type(record).__name__
         return None, f'expected an object with the field "{field}"', f"found a {kind}"
     if field not in record:
-        return None, f'the object has no field "{field}"', f"its fields: {', '.join(map(repr, record)) or 'none'}"
+        return (
+            None,
+            f'the object has no field "{field}"',
+            f"its fields: {', '.join(map(repr, record)) or 'none'}",
+        )
     if not isinstance(record[field], str):
         return None, f'the field "{field}" is not a string', f"it is a {type(record[field]).__name__}"
     if fault := unstorable(record[field]):

@@ -116,7 +116,9 @@ def _check(deaths: int, task: Any, worker: _Worker) -> None:
     if deaths < _ATTEMPTS:
         return
     code = worker.process.exitcode
-    cause = "by SIGKILL, as when memory is full: take fewer workers" if code == -9 else f"with exit code {code}"
+    cause = (
+        "by SIGKILL, as when memory is full: take fewer workers" if code == -9 else f"with exit code {code}"
+    )
     paths = [piece.get("path", "") for piece in task.get("pieces", [])]
     raise ConfigError(
         f"LocalEngine: task {task.get('number')} ended its process {deaths} times, the last time {cause}.\n"

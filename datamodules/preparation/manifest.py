@@ -106,7 +106,10 @@ def write_manifest(
         totals.add(record)
     totals.check_rejects(limit, final=True)
     frequencies = sum(np.load(part / COUNTS) for part in finished)
-    stages = [stage | {"dropped": dict(sorted(n.items()))} for stage, n in zip(head["stages"], totals.dropped, strict=True)]
+    stages = [
+        stage | {"dropped": dict(sorted(n.items()))}
+        for stage, n in zip(head["stages"], totals.dropped, strict=True)
+    ]
     manifest = {**head, "stages": stages}
     for split, counts in totals.splits.items():
         manifest |= {f"{split}_documents": counts["documents"], f"{split}_tokens": counts["tokens"]}
@@ -128,7 +131,11 @@ def write_manifest(
 def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWriter) -> dict[str, Any]:
     """Joins both splits; returns size and SHA-256 of each file but the manifest."""
     files = {}
-    told = {part / name: digest for part, record in zip(parts, records, strict=True) for name, digest in record["files"].items()}
+    told = {
+        part / name: digest
+        for part, record in zip(parts, records, strict=True)
+        for name, digest in record["files"].items()
+    }
     for split in SPLITS:
         of_split = [part / split for part in parts if (part / split).is_dir()]
         moved = writer.join(of_split, folder / split)

@@ -126,7 +126,9 @@ class JSONEncoder:
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text."""
-        return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return JSONEncoder, (self.path,)
@@ -233,7 +235,9 @@ def read_record(part: Path) -> dict[str, Any]:
     try:
         return json.loads((part / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{part / RECORD} is damaged: {error}\nDelete {part} and run the same again.") from error
+        raise ConfigError(
+            f"{part / RECORD} is damaged: {error}\nDelete {part} and run the same again."
+        ) from error
 
 
 def _digests(folder: Path) -> dict[str, Any]:

@@ -31,7 +31,9 @@ def prepare(arguments: list[str]) -> int:
         python -m core prepare --config data/text --data.source=~/corpus --output prepared/corpus
     """
     parser = argparse.ArgumentParser(
-        prog="python -m core prepare", description=prepare.__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m core prepare",
+        description=prepare.__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
     )
     parser.add_argument("--config", "-c", action="append", required=True, help="a config; several compose")
     parser.add_argument("--output", metavar="DIR", help="where to write; by default prepared/NAME_OF_CONFIG")
@@ -67,11 +69,15 @@ def _prepare(preparation: Any, source: str, folder: Path, overwrite: bool) -> No
         preparation.run(folder, source, watched)
     write_report(folder)
     told = figures(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
-    documents, tokens = (told[f"train_{what}"] + told[f"validation_{what}"] for what in ("documents", "tokens"))
+    documents, tokens = (
+        told[f"train_{what}"] + told[f"validation_{what}"] for what in ("documents", "tokens")
+    )
     print(f"{documents:,} documents, {tokens:,} tokens in {time.perf_counter() - begin:.1f} s")
     if rejected := sum(told["rejected"].values()):
         print(f"{rejected:,} documents could not be used: {folder}/rejects.jsonl")
-    print(f"Report: {folder}/report.md\nTrain on it: python -m core fit --config quickstart --data.source={folder}")
+    print(
+        f"Report: {folder}/report.md\nTrain on it: python -m core fit --config quickstart --data.source={folder}"
+    )
 
 
 def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
@@ -89,15 +95,22 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     told = [(key, value) for _, _, key, value in option_values(arguments)]
     for key, _ in told:
         if not key.startswith("data."):
-            raise ConfigError(f"--{key}: prepare takes options of the section data, such as --data.source=~/corpus.")
+            raise ConfigError(
+                f"--{key}: prepare takes options of the section data, such as --data.source=~/corpus."
+            )
     values, _ = laid_over(composed.values, composed.positions, told)
     data = values.get("data") if isinstance(values.get("data"), dict) else {}
     given = dict(data.get("init_args") or {})
     parser = ArgumentParser(exit_on_error=False)
     known = set(parser.add_function_arguments(build, fail_untyped=True))
-    if not data.get("class_path", "").endswith("PretrainDataModule") or not given.keys() <= known | _OF_READING:
+    if (
+        not data.get("class_path", "").endswith("PretrainDataModule")
+        or not given.keys() <= known | _OF_READING
+    ):
         explain(composed.values, composed.positions, told)
-        raise ConfigError(f"{names[-1]}: `data:` is not a PretrainDataModule; prepare needs one (configs/data/text.yaml).")
+        raise ConfigError(
+            f"{names[-1]}: `data:` is not a PretrainDataModule; prepare needs one (configs/data/text.yaml)."
+        )
     chosen = {key: value for key, value in given.items() if key in known}
     for entry in catalog.registered(_names(chosen)):
         entry.load()
@@ -135,7 +148,9 @@ def _claimed(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"Another process is preparing {folder}. Wait for it, or choose another --output.") from None
+            raise ConfigError(
+                f"Another process is preparing {folder}. Wait for it, or choose another --output."
+            ) from None
         except OSError:
             pass  # a file system without locks
         yield
@@ -194,12 +209,16 @@ def _difference(old: Any, new: Mapping[str, Any]) -> str:
 
 
 def _pieces(plan: Mapping[str, Any]) -> set[str]:
-    return {json.dumps(piece, sort_keys=True) for task in plan["tasks"] for piece in task.get("pieces", [task])}
+    return {
+        json.dumps(piece, sort_keys=True) for task in plan["tasks"] for piece in task.get("pieces", [task])
+    }
 
 
 def _flat(value: Any, key: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
-        return {k: v for name, item in value.items() for k, v in _flat(item, f"{key}.{name}".strip(".")).items()}
+        return {
+            k: v for name, item in value.items() for k, v in _flat(item, f"{key}.{name}".strip(".")).items()
+        }
     if isinstance(value, list):
         return _flat(dict(enumerate(value)), key)
     return {key: value}

@@ -63,7 +63,9 @@ class PretrainedTokenizer(LibraryTokenizer):
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text_id = self._end(files[0], end_of_text, end, vocabulary)
-        self._digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents)).hexdigest()
+        self._digest = hashlib.sha256(
+            b"".join(hashlib.sha256(content).digest() for content in contents)
+        ).hexdigest()
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns the digest of the file's content, and which id ends a text."""
@@ -74,12 +76,18 @@ class PretrainedTokenizer(LibraryTokenizer):
 
     def _end(self, file: Path, wanted: str | None, told: str | None, vocabulary: Mapping[str, int]) -> int:
         """Returns the id that ends a text, one that no text is encoded to."""
-        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        special = [
+            token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
+        ]
         candidates = [wanted] if wanted is not None else [_configured(file), told, *ENDS]
         found = next((name for name in candidates if name in vocabulary), None)
         shown = ", ".join(special[:8]) or "none"
         if found is None:
-            what = f"has no token {wanted!r}.{nearest(wanted, set(special))}" if wanted else "does not say which token ends a text."
+            what = (
+                f"has no token {wanted!r}.{nearest(wanted, set(special))}"
+                if wanted
+                else "does not say which token ends a text."
+            )
             raise ConfigError(
                 f"PretrainedTokenizer: {file} {what}\nSet end_of_text to one of its tokens. Special ones: {shown}."
             )

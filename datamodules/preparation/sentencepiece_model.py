@@ -181,7 +181,9 @@ def _cuts(model: SentencePieceModel) -> Iterator[pre_tokenizers.PreTokenizer]:
         known = {piece for piece in model.types[NORMAL] if len(piece) == 1}
         if unknown := {letter for piece in model.unspelt for letter in piece} - known:
             yield _split(_any_of(unknown))
-    if not any(SPACE in piece.lstrip(SPACE) for kind in (NORMAL, USER_DEFINED) for piece in model.types[kind]):
+    if not any(
+        SPACE in piece.lstrip(SPACE) for kind in (NORMAL, USER_DEFINED) for piece in model.types[kind]
+    ):
         yield _split(f"{SPACE}*[^{SPACE}]+|{SPACE}+")  # changes no id: short parts are remembered
     if model.kind == BPE and model.types[USER_DEFINED]:
         yield _split(_first_parts(model))
@@ -196,7 +198,9 @@ def _first_parts(model: SentencePieceModel) -> str:
     merging = _bpe(model, whole=False)
     ends = {piece: merging.tokenize(piece)[0].offsets[1] or 1 for piece in model.unspelt}
     return "|".join(
-        rf"\A{re.escape(piece[:end])}(?={re.escape(piece[end:])}\z)" for piece, end in ends.items() if piece[end:]
+        rf"\A{re.escape(piece[:end])}(?={re.escape(piece[end:])}\z)"
+        for piece, end in ends.items()
+        if piece[end:]
     )
 
 
@@ -210,7 +214,14 @@ def _unigram(model: SentencePieceModel) -> models.Unigram:
     unspelt = set(model.unspelt)
     pieces = [
         # a piece of the user's beats any other segmentation of its bytes
-        (piece, NEVER if piece in unspelt else len(piece.encode()) * best - 0.1 if kind == USER_DEFINED else score)
+        (
+            piece,
+            NEVER
+            if piece in unspelt
+            else len(piece.encode()) * best - 0.1
+            if kind == USER_DEFINED
+            else score,
+        )
         for piece, score, kind in model.pieces
     ]
     return models.Unigram(pieces, model.unknown_id, model.byte_fallback)

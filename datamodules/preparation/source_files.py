@@ -39,7 +39,9 @@ class SourceFiles:
         ConfigError: If there is no such file.
     """
 
-    def __init__(self, source: str, suffixes: tuple[str, ...], names: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, source: str, suffixes: tuple[str, ...], names: Mapping[str, str] | None = None
+    ) -> None:
         self.paths = _find(source, suffixes, names or {})
         self.root = Path(os.path.commonpath([path.parent.absolute() for path in self.paths]))
 

@@ -51,7 +51,9 @@ def survey(
         folder.mkdir(exist_ok=True)
         conclusion = folder / "conclusion"
         if not conclusion.exists():
-            findings = sorted(Path(done["findings"]) for done in over(SurveyTask(pipeline, index, folder), tasks))
+            findings = sorted(
+                Path(done["findings"]) for done in over(SurveyTask(pipeline, index, folder), tasks)
+            )
             temporary = folder / f"conclusion.{os.getpid()}.tmp"
             stage.conclude(findings, temporary)
             _publish(temporary, conclusion)

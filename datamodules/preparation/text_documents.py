@@ -43,7 +43,9 @@ class TextDocuments(Reader):
 
     def __init__(self, source: str) -> None:
         builtin = source == python_docs.NAME
-        self._files = None if builtin else SourceFiles(source, SUFFIXES, {python_docs.NAME: "the built-in text"})
+        self._files = (
+            None if builtin else SourceFiles(source, SUFFIXES, {python_docs.NAME: "the built-in text"})
+        )
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns the files' names, sizes and digests; for the built-in text, what decides it."""

@@ -144,7 +144,9 @@ class TokenPreparation:
 
     def plan(self) -> dict[str, Any]:
         """Returns what a begun folder must have been begun with to be gone on with, as JSON values."""
-        return json.loads(json.dumps({"format": FORMAT, "options": self.options(), "tasks": self.tasks}, default=str))
+        return json.loads(
+            json.dumps({"format": FORMAT, "options": self.options(), "tasks": self.tasks}, default=str)
+        )
 
     def options(self) -> dict[str, Any]:
         """Returns what decides the tokens, but for the text, as JSON values."""
@@ -172,7 +174,10 @@ class TokenPreparation:
     def _identity(self) -> dict[str, Any]:
         """Returns a digest of what decides the tokens: files by name and size, wherever they are and since when."""
         unchanged = [
-            [{k: v for k, v in piece.items() if k not in ("path", "changed_ns")} for piece in task.get("pieces", [])]
+            [
+                {k: v for k, v in piece.items() if k not in ("path", "changed_ns")}
+                for piece in task.get("pieces", [])
+            ]
             for task in self.tasks
         ]
         return {"format": FORMAT, "digest": _digest({"options": self.options(), "pieces": unchanged})}

@@ -124,7 +124,9 @@ def measure(
     from tokenizers import Tokenizer as Implementation
 
     tokenizer.prepare(documents)
-    stored = Implementation.from_str(tokenizer.to_json())  # encodes as the tokenizer does, on one thread if told so
+    stored = Implementation.from_str(
+        tokenizer.to_json()
+    )  # encodes as the tokenizer does, on one thread if told so
     stored.encode_special_tokens = True
     used = np.zeros(tokenizer.vocab_size, bool)
     seconds, parts = 0.0, {}
@@ -160,7 +162,9 @@ def table(measured: Sequence[Measured], length: int) -> Rows:
     """Returns a row for each tokenizer, the header first."""
     sources = list(measured[0].parts)
     fertilities = [f"tokens/word, {source}" if len(sources) > 1 else "tokens/word" for source in sources]
-    rows: Rows = [("tokenizer", "ids", "used", "bytes/token", *fertilities, "MB/s", "exact", "sequences", "relative")]
+    rows: Rows = [
+        ("tokenizer", "ids", "used", "bytes/token", *fertilities, "MB/s", "exact", "sequences", "relative")
+    ]
     for one in measured:
         count = one.sequences(length)
         rows.append(
@@ -205,10 +209,18 @@ def draw_png(measured: Sequence[Measured], length: int) -> bytes:
     names = [one.name for one in measured]
     _bars(next(panels), names, [one.bytes_per_token for one in measured], "bytes per token", "{:.2f}")
     _fertilities(next(panels), measured)
-    _bars(next(panels), names, [one.sequences(length) for one in measured], f"sequences of {length:,}", "{:,.0f}")
+    _bars(
+        next(panels),
+        names,
+        [one.sequences(length) for one in measured],
+        f"sequences of {length:,}",
+        "{:,.0f}",
+    )
     _bars(next(panels), names, [one.megabytes_per_second for one in measured], "MB/s on one thread", "{:.2f}")
     _bars(next(panels), names, [100 * one.exact_share for one in measured], "exact round trips (%)", "{:.1f}")
-    _bars(next(panels), names, [100 * one.used / one.vocab_size for one in measured], "ids used (%)", "{:.1f}")
+    _bars(
+        next(panels), names, [100 * one.used / one.vocab_size for one in measured], "ids used (%)", "{:.1f}"
+    )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()

@@ -24,6 +24,9 @@ class UnigramTokenizer(TrainedTokenizer):
     those out that explain least. Each byte stays a piece, so that any text is encoded, and decoded to
     exactly what it was. What spells `<|endoftext|>` in a document is encoded as ordinary text.
 
+    The library's trainer takes candidates from the different words of the text, however often each occurs: it
+    learns few runs of spaces, and needs more tokens than BPE where text is indented.
+
     The ids are the end-of-text id 0, then pieces, most likely first. The same documents give the same
     tokenizer: the trainer adds up its expectations in a random order, which shows in their last digits, and
     scores are kept to 0.001 nats.
@@ -52,20 +55,28 @@ class UnigramTokenizer(TrainedTokenizer):
             show_progress=False,
         )
         trained = self._train(models.Unigram(), trainer, documents)
-        self._require_all(trained.get_vocab_size())
-        pieces = json.loads(trained.to_str())["model"]["vocab"][1:]
-        tokenizer = Implementation(models.Unigram([(END_OF_TEXT, _NEVER), *_settled(pieces)], None, False))
+        pieces = _settled(json.loads(trained.to_str())["model"]["vocab"][1:], self._wanted - 1)
+        self._require_all(len(pieces) + 1)
+        tokenizer = Implementation(models.Unigram([(END_OF_TEXT, _NEVER), *pieces], None, False))
         tokenizer.pre_tokenizer = trained.pre_tokenizer
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.add_special_tokens([END_OF_TEXT])
         return tokenizer
 
 
-def _settled(pieces: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    """Returns pieces and scores without what chance had a part in: last digits and the order of rare bytes."""
+def _settled(pieces: list[tuple[str, float]], most: int) -> list[tuple[str, float]]:
+    """Returns pieces and scores without what chance had a part in: last digits and the order of rare bytes.
+
+    Of the longer ones the likeliest are kept; if only bytes are wanted, the trainer does not stop in time.
+    """
     least = min(score for _, score in pieces)
-    found = [
-        (piece, round(least if len(piece) == 1 and score <= least + _STEPS else score, _DECIMALS))
-        for piece, score in pieces
+    bytes_ = [
+        (piece, least if score <= least + _STEPS else score) for piece, score in pieces if len(piece) == 1
     ]
-    return sorted(found, key=lambda pair: (-pair[1], pair[0]))
+    longer = sorted(((p, round(score, _DECIMALS)) for p, score in pieces if len(p) > 1), key=_likeliest_first)
+    found = [(piece, round(score, _DECIMALS)) for piece, score in bytes_] + longer[: most - len(bytes_)]
+    return sorted(found, key=_likeliest_first)
+
+
+def _likeliest_first(pair: tuple[str, float]) -> tuple[float, str]:
+    return -pair[1], pair[0]

@@ -28,12 +28,16 @@ def verify_data(arguments: list[str]) -> int:
     parser.add_argument("folder", metavar="DIR", help="the folder that prepare wrote")
     folder = Path(parser.parse_args(arguments).folder).expanduser()
     if prepared_folder(str(folder)) is None:
-        raise ConfigError(f"{folder} has no manifest.json: it is no folder that prepare has written to its end.")
+        raise ConfigError(
+            f"{folder} has no manifest.json: it is no folder that prepare has written to its end."
+        )
     manifest = read_manifest(folder)
     try:
         problems = list(_problems(folder, manifest))
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{folder / 'manifest.json'} is damaged: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{folder / 'manifest.json'} is damaged: {type(error).__name__}: {error}"
+        ) from error
     if problems:
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ConfigError("\n".join([f"{folder} is damaged; prepare it again:", *problems[:_SHOWN], *more]))

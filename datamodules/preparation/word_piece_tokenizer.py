@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Implementation
-from tokenizers import decoders, models, trainers
 
 from core.technique import technique
 from datamodules.preparation.library_tokenizer import END_OF_TEXT, TrainedTokenizer, byte_alphabet
@@ -13,7 +13,7 @@ from datamodules.preparation.library_tokenizer import END_OF_TEXT, TrainedTokeni
 CONTINUES = "‿"
 """Begins a piece that goes on with a word: "##" in BERT, but that may also begin a word of a text."""
 
-_LONGEST = 4 * 256  # bytes of the longest word that is cut off
+_LONGEST = 32  # bytes of a word: the time of the longest match is quadratic in them
 
 
 @technique(paper="Wu et al., arXiv:1609.08144, section 4.1; longest match first as in BERT, arXiv:1810.04805")
@@ -23,8 +23,8 @@ class WordPieceTokenizer(TrainedTokenizer):
     The vocabulary is trained as for BPE, but pieces at the start of a word and within it are different
     ones, and encoding knows no order of merges: it takes the longest piece that fits. Unlike BERT's, this one
     loses nothing: there is no [UNK], because each byte is a piece in both places, and spaces belong to the
-    words they precede, so that decoding gives back the very text. What spells `<|endoftext|>` in a document
-    is encoded as ordinary text. The same documents give the same tokenizer.
+    words they precede, so that decoding gives back the very text. Words are cut after 32 bytes. What spells
+    `<|endoftext|>` in a document is encoded as ordinary text. The same documents give the same tokenizer.
 
     Args:
         vocab_size: Number of ids, at least 513.
@@ -55,7 +55,8 @@ class WordPieceTokenizer(TrainedTokenizer):
             show_progress=False,
         )
         parts = {"unk_token": END_OF_TEXT, "continuing_subword_prefix": CONTINUES}
-        trained = self._train(models.WordPiece(**parts), trainer, documents)
+        cut = pre_tokenizers.Split(Regex(f".{{{_LONGEST}}}"), "isolated")
+        trained = self._train(models.WordPiece(**parts), trainer, documents, cut)
         self._require_all(trained.get_vocab_size())
         model = models.WordPiece(trained.get_vocab(), max_input_chars_per_word=_LONGEST, **parts)
         tokenizer = Implementation(model)  # anew: there the bytes within words are special tokens

@@ -1,9 +1,14 @@
 """With which arguments our own techniques are tried where those of their examples are too large for a test."""
 
+import json
+
+import pyarrow
+import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from core.pretrain_datamodule import PretrainDataModule
 from core.testing import Case
-from core.testing.workshop import workshop
+from core.testing.workshop import text, workshop
 
 ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence_length": 16,
           "position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}  # fmt: skip
@@ -15,6 +20,9 @@ def pytest_leyden_cases():
     return [
         Case("GPT", ROTARY),
         Case("GPT", SINUSOIDAL),
+        Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
+        Case("MixtureDataModule", mixture()),
+        Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
@@ -23,6 +31,31 @@ def pytest_leyden_cases():
         Case("WarmupCosine", {"warmup_steps": 3}),
         Case("WordPieceTokenizer", {"vocab_size": 530}),
     ]
+
+
+def documents():
+    """Returns the kit's text, as columns."""
+    lines = text().read_text(encoding="utf-8").splitlines()
+    return pyarrow.table({"text": [json.loads(line)["text"] for line in lines]})
+
+
+def parquet_file():
+    """Writes the kit's text as a Parquet file."""
+    path = workshop() / "text.parquet"
+    pyarrow.parquet.write_table(documents(), path)
+    return path
+
+
+def saved_dataset():
+    """Writes the kit's text as `save_to_disk` of Hugging Face datasets does."""
+    folder = workshop() / "saved"
+    folder.mkdir(exist_ok=True)
+    table = documents()
+    with pyarrow.OSFile(str(folder / "data.arrow"), "wb") as sink:
+        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    return folder
 
 
 def bytes_tokenizer():
@@ -36,3 +69,31 @@ def bytes_tokenizer():
     tokenizer.add_special_tokens(vocabulary[:1])
     tokenizer.save(str(path))
     return str(path)
+
+
+def mixture():
+    """Returns arguments with two prepared folders, whose shares change over the run."""
+    from datamodules.packing.concatenate import Concatenate
+    from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
+    from datamodules.preparation.text_documents import TextDocuments
+    from datamodules.preparation.token_shards import TokenShards
+
+    sources = {}
+    for name, word in {"few": "one and two are three. ", "many": "eight or nine? "}.items():
+        folder = workshop() / f"text-{name}"
+        folder.mkdir()
+        for number in range(30):
+            (folder / f"{number}.txt").write_text(f"{number}: {word * (1 + number % 5)}", encoding="utf-8")
+        tokenizer = PretrainedTokenizer(bytes_tokenizer())
+        cache = str(workshop() / "mixture")
+        stages = (TextDocuments, tokenizer, TokenShards(), Concatenate())
+        data = PretrainDataModule(*stages, source=str(folder), cache_dir=cache)
+        data.prepare_data()
+        sources[name] = str(data.folder)
+    return {
+        "sources": sources,
+        "weights": {"few": 1.0, "many": [[0, 1.0], [400, 3.0]]},
+        "packing": "Concatenate",
+        "sequence_length": 16,
+        "batch_size": 4,
+    }

@@ -133,7 +133,7 @@ def test_every_entry_point_leads_to_a_declared_technique_of_its_name(kind, name,
     module, _, attribute = value.partition(":")
     target = getattr(importlib.import_module(module), attribute)
     assert kind in catalog.KINDS
-    assert target.__name__ == name
+    assert target.__name__ == name.replace("-", "_")
     assert target.__module__ == module, "registered where it is imported, not where it is defined"
     assert inspect.isfunction(target) if kind == "commands" else inspect.isclass(target)
     declaration = declaration_of(target)

@@ -13,9 +13,22 @@ from datamodules.preparation.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.compare_tokenizers import built
 from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
 from datamodules.preparation.text_documents import TextDocuments
-from datamodules.preparation.tokenizer_comparison import Measured, Part, Sample, as_markdown, draw_png, measure, table
+from datamodules.preparation.tokenizer_comparison import (
+    Measured,
+    Part,
+    Sample,
+    as_markdown,
+    draw_png,
+    measure,
+    table,
+)
 
-ENGLISH = [f"the {word} and the {other} of number {index}" for index in range(30) for word in "ab" for other in ("cat", "dog")]
+ENGLISH = [
+    f"the {word} and the {other} of number {index}"
+    for index in range(30)
+    for word in "ab"
+    for other in ("cat", "dog")
+]
 OTHER = [f"naïve café {index} 北京 🙂" for index in range(30)]
 
 
@@ -43,7 +56,9 @@ def test_figures_are_the_counts(corpora):
     ids = {name: reference.encode_batch(own) for name, own in texts.items()}
     for name, own in texts.items():
         part, tokens = measured.parts[name], sum(map(len, ids[name]))
-        assert part == Part(len(own), sum(len(text.encode()) for text in own), len(" ".join(own).split()), tokens, len(own))
+        assert part == Part(
+            len(own), sum(len(text.encode()) for text in own), len(" ".join(own).split()), tokens, len(own)
+        )
     everything = [id for lists in ids.values() for own in lists for id in own]
     assert measured.used == len(set(everything))
     assert measured.vocab_size == 270
@@ -62,13 +77,21 @@ def test_what_a_tokenizer_loses_is_counted(corpora, tmp_path):
     described = json.loads(lossy.to_json())
     described["normalizer"] = {"type": "Lowercase"}
     (tmp_path / "tokenizer.json").write_text(Tokenizer.from_str(json.dumps(described)).to_str())
-    measured = measure("lossy", PretrainedTokenizer(str(tmp_path)), [], {"x": ["lower", "Upper", "Also", "this"]})
+    measured = measure(
+        "lossy", PretrainedTokenizer(str(tmp_path)), [], {"x": ["lower", "Upper", "Also", "this"]}
+    )
     assert measured.exact_share == 0.5
 
 
 def test_the_table_is_the_closed_forms():
     parts = {"a": Part(2, 100, 10, 25, 1), "b": Part(2, 60, 5, 15, 2)}
-    rows = table([Measured("one", 200, 50, 0.001, parts), Measured("two", 100, 99, 0.002, {"a": Part(2, 100, 10, 50, 2), "b": Part(2, 60, 5, 30, 2)})], 8)
+    rows = table(
+        [
+            Measured("one", 200, 50, 0.001, parts),
+            Measured("two", 100, 99, 0.002, {"a": Part(2, 100, 10, 50, 2), "b": Part(2, 60, 5, 30, 2)}),
+        ],
+        8,
+    )
     assert rows[1] == ("one", "200", "25.0%", "4.000", "2.500", "3.000", "0.16", "75.0%", "6", "100.0%")
     assert rows[2][-2:] == ("11", "200.0%")
     assert len(rows[0]) == len(rows[1])
@@ -79,7 +102,9 @@ def test_the_table_is_the_closed_forms():
 def test_the_picture_grows_with_what_is_compared(sources):
     parts = {f"source {number}": Part(2, 100, 10, 25, 1) for number in range(sources)}
     few, many = (
-        matplotlib.image.imread(io.BytesIO(draw_png([Measured(f"t{n}", 200, 50, 0.1, parts) for n in range(count)], 8)))
+        matplotlib.image.imread(
+            io.BytesIO(draw_png([Measured(f"t{n}", 200, 50, 0.1, parts) for n in range(count)], 8))
+        )
         for count in (2, 6)
     )
     assert many.shape[0] > few.shape[0]
@@ -98,7 +123,13 @@ def test_the_command_writes_table_and_picture(corpora, tmp_path, capsys):
     assert {key: value for key, value in os.environ.items() if key in before} == before
     printed = capsys.readouterr().out
     written = (tmp_path / "out" / "compare-tokenizers.md").read_text(encoding="utf-8")
-    for told in ("BPETokenizer:vocab_size=290", "WordPieceTokenizer:vocab_size=520", str(trained), "100.0%", "of 32 tokens"):
+    for told in (
+        "BPETokenizer:vocab_size=290",
+        "WordPieceTokenizer:vocab_size=520",
+        str(trained),
+        "100.0%",
+        "of 32 tokens",
+    ):
         assert told in printed
         assert told in written
     assert f"tokens/word, {corpora[1]}" in printed
@@ -112,7 +143,12 @@ def test_words_of_the_command_line_become_tokenizers(tmp_path, monkeypatch):
     tokenizer = BPETokenizer(260)
     tokenizer.prepare(ENGLISH)
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
-    for word in ("tokenizer.json", ".", str(tmp_path), "PretrainedTokenizer:path=tokenizer.json,end_of_text=<|endoftext|>"):
+    for word in (
+        "tokenizer.json",
+        ".",
+        str(tmp_path),
+        "PretrainedTokenizer:path=tokenizer.json,end_of_text=<|endoftext|>",
+    ):
         assert built(word).encode_batch(["the cat"]) == tokenizer.encode_batch(["the cat"])
 
 

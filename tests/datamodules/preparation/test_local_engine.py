@@ -48,7 +48,9 @@ def test_a_killed_workers_task_is_done_again(tmp_path):
 
 
 def test_a_task_that_kills_every_worker_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"task 4 ended its process 3 times.*SIGKILL.*fewer workers") as caught:
+    with pytest.raises(
+        ConfigError, match=r"task 4 ended its process 3 times.*SIGKILL.*fewer workers"
+    ) as caught:
         list(LocalEngine(2).run(Work(tmp_path, {4: 99}), TASKS))
     assert "file-4" in str(caught.value)
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from datamodules.preparation.normalise import Normalise
 
-TRICKY = st.text(st.sampled_from("aÉe\u0301\u212b\ufb01\xa0\u3000\u200b \t\n\r\x0b\x0c\x00\x1f\x85\u2028\ufeffİΣ℡A")) | st.text()
+TRICKY = (
+    st.text(
+        st.sampled_from("aÉe\u0301\u212b\ufb01\xa0\u3000\u200b \t\n\r\x0b\x0c\x00\x1f\x85\u2028\ufeffİΣ℡A")
+    )
+    | st.text()
+)
 
 
 @pytest.mark.parametrize(

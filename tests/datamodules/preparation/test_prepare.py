@@ -29,7 +29,7 @@ from datamodules.preparation.local_engine import LocalEngine
 from datamodules.preparation.text_documents import TextDocuments
 from datamodules.preparation.token_shards import TokenShards
 from tests.conftest import HOUSE
-from tests.datamodules.preparation.corpus import contents, corpus, prepare, preparation, texts, write_lines
+from tests.datamodules.preparation.corpus import contents, corpus, preparation, prepare, texts, write_lines
 
 
 @pytest.fixture(autouse=True)
@@ -307,9 +307,10 @@ def test_a_file_that_may_not_grow_is_named(source, tmp_path):
 
 def _prepare_small_files(source, folder, sender):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # then writing fails instead
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000))
     try:
-        prepare(source, folder, writer=TokenShards(1 << 20), tokenizer=BPETokenizer(2000))
+        prepare(source, folder)
+        sender.send("it was written")
     except (ConfigError, OSError) as error:
         sender.send(str(error))
 
@@ -366,9 +367,7 @@ def test_a_half_written_folder_is_not_trained_on(source, tmp_path):
     folder = prepare(source, tmp_path / "out")
     (folder / "manifest.json").unlink()
     with pytest.raises(ConfigError, match=r"is not finished: it has no manifest.json"):
-        PretrainDataModule(
-            TextDocuments, BPETokenizer(), TokenShards(), Concatenate(), source=str(folder)
-        )
+        PretrainDataModule(TextDocuments, BPETokenizer(), TokenShards(), Concatenate(), source=str(folder))
 
 
 # The command --------------------------------------------------------------------------------------------
@@ -393,7 +392,10 @@ def test_the_shipped_config_prepares_and_verifies(source, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--data.tokenizer.vocab_siz=3"], "BPETokenizer has no argument 'vocab_siz'. Did you mean vocab_size?"),
+        (
+            ["--data.tokenizer.vocab_siz=3"],
+            "BPETokenizer has no argument 'vocab_siz'. Did you mean vocab_size?",
+        ),
         (["--data.sourc=x"], "no argument 'sourc'. Did you mean source?"),
         (["--data.source=/nowhere"], "data.source=/nowhere: no such file or folder"),
         (["--trainer.max_steps=3"], "--trainer.max_steps: prepare takes options of the section data"),

@@ -99,10 +99,12 @@ def test_tokens_that_are_added_count_and_only_the_special_ones_are_no_text(writt
 
 def test_a_unigram_models_own_special_pieces_are_no_text(tmp_path):
     vocab = [("<unk>", 0.0), ("</s>", 0.0), *((f"<0x{byte:02X}>", 0.0) for byte in range(256))]
-    vocab += [(letter, -3.0) for letter in "▁abcs/<>x04"]
+    vocab += [(letter, -3.0) for letter in "▁abcs/<>x014"]
     tokenizer = Tokenizer(models.Unigram(vocab, 0, True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     tokenizer.add_special_tokens(["</s>", "<unk>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = PretrainedTokenizer(str(tmp_path))
@@ -139,7 +141,9 @@ def test_common_names_are_found(written, name):
 
 
 def test_without_a_known_name_the_user_has_to_say_it(written):
-    written.write_text(written.read_text(encoding="utf-8").replace("<|endoftext|>", "<fin>"), encoding="utf-8")
+    written.write_text(
+        written.read_text(encoding="utf-8").replace("<|endoftext|>", "<fin>"), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"does not say which token ends a text.*\n.*Special ones: <fin>"):
         PretrainedTokenizer(str(written))
     with pytest.raises(ConfigError, match=r"no token '<fim>'. Did you mean <fin>"):
@@ -152,7 +156,6 @@ def test_the_fingerprint_tells_content_and_end_not_place(written, tmp_path):
     (tmp_path / "other").mkdir()
     copy = shutil.copy(written, tmp_path / "other" / "tokenizer.json")
     assert PretrainedTokenizer(str(copy)).fingerprint() == first == json.loads(json.dumps(first))
-    assert PretrainedTokenizer(str(copy), end_of_text="a").fingerprint() != first if False else True
     tokenizer = Tokenizer.from_file(str(copy))
     tokenizer.add_special_tokens(["<stop>"])
     tokenizer.save(str(copy))
@@ -206,15 +209,20 @@ def test_damaged_merges_are_named(gpt2, merges):
 
 
 def test_paths_that_lead_nowhere(tmp_path, written):
-    with pytest.raises(ConfigError, match=r"no file or folder .*tokeniser.json. Did you mean tokenizer.json\?"):
+    with pytest.raises(
+        ConfigError, match=r"no file or folder .*tokeniser.json. Did you mean tokenizer.json\?"
+    ):
         PretrainedTokenizer(str(tmp_path / "tokeniser.json"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="holds no tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
         PretrainedTokenizer(str(tmp_path / "empty"))
 
 
 def test_a_folder_may_hold_a_sentencepiece_model_of_any_name(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS[0].splitlines()), model_prefix=str(tmp_path / "mine"), vocab_size=120, minloglevel=2
+        sentence_iterator=iter(TEXTS[0].splitlines()),
+        model_prefix=str(tmp_path / "mine"),
+        vocab_size=120,
+        minloglevel=2,
     )
     assert PretrainedTokenizer(str(tmp_path)).vocab_size == 120

@@ -13,9 +13,9 @@ from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
 from datamodules.preparation.python_docs import python_documents
 
 DOCUMENTS = python_documents()[:40]
-HARD = ["", " ", "naïve Ünïcode 中文 שלום", "👩‍👩‍👧 🙂🙂", "e\u0301 é ﬁne ①② ５６", "<s>a</s> <0x41> <unk>", "</s>", "<0x0A>",
+HARD = ["", " ", "naïve Ünïcode 中文 שלום", "👩‍👩‍👧 🙂🙂", "e\u0301 é ﬁne ①② \uff15\uff16", "<s>a</s> <0x41> <unk>", "</s>", "<0x0A>",
         "x<sep>y <sep><sep>", "<sep></s> <sep><unk><sep>", "<sep>hi", "  lead  and trail  ", "a\tb\r\nc\n\n", "a\n  b  \n",
-        "▁x ▁", "한국어 각", "q\u0323\u0307", "~～ \u3000x\u00a0y\u200b z", "a" * 60, "\n"]  # fmt: skip
+        "▁x ▁", "한국어 각", "q\u0323\u0307", "~\uff5e \u3000x\u00a0y\u200b z", "a" * 60, "\n"]  # fmt: skip
 COMMON = {"minloglevel": 2, "num_threads": 1, "vocab_size": 700}
 LOSSLESS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}
 MODELS = {
@@ -30,7 +30,9 @@ MODELS = {
 
 def trained(path, **options):
     lines = [line for text in DOCUMENTS for line in text.splitlines() if line.strip()]
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_prefix=str(path), **COMMON | options)
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(path), **COMMON | options
+    )
     return Path(f"{path}.model")
 
 
@@ -38,7 +40,11 @@ def trained(path, **options):
 def pair(request, tmp_path_factory):
     """Our tokenizer and sentencepiece's, of the same file."""
     path = trained(tmp_path_factory.mktemp("model") / request.param, **MODELS[request.param])
-    return PretrainedTokenizer(str(path)), sentencepiece.SentencePieceProcessor(model_file=str(path)), request.param
+    return (
+        PretrainedTokenizer(str(path)),
+        sentencepiece.SentencePieceProcessor(model_file=str(path)),
+        request.param,
+    )
 
 
 def check(pair, text):
@@ -55,14 +61,20 @@ def check(pair, text):
 
 
 def test_ids_are_sentencepieces(pair):
-    others = [check(pair, text) for text in (*HARD, *(line for text in DOCUMENTS for line in text.splitlines()))]
+    others = [
+        check(pair, text) for text in (*HARD, *(line for text in DOCUMENTS for line in text.splitlines()))
+    ]
     assert sum(others) <= 0.01 * len(others)
     for text in DOCUMENTS:
         check(pair, text)
 
 
 @settings(max_examples=150, deadline=None)
-@given(text=st.text(alphabet=st.one_of(st.sampled_from(" aeto<s>/_:.\n"), st.characters(categories=["L", "P", "Nd", "S"]))))
+@given(
+    text=st.text(
+        alphabet=st.one_of(st.sampled_from(" aeto<s>/_:.\n"), st.characters(categories=["L", "P", "Nd", "S"]))
+    )
+)
 def test_ids_of_any_text_are_sentencepieces(pair, text):
     check(pair, text)
 
@@ -105,24 +117,33 @@ def test_what_cannot_be_converted_is_refused(tmp_path, options, told):
 def test_damaged_files_are_refused_or_read(tmp_path):
     content = trained(tmp_path / "m", model_type="bpe").read_bytes()
     damaged = tmp_path / "damaged.model"
-    refused = 0
+    complaints = []
     for number in range(60):
         place = number * len(content) // 60
-        damaged.write_bytes(content[:place] if number % 2 else bytes([*content[:place], content[place] ^ 255, *content[place + 1 :]]))
+        flipped = bytes([*content[:place], content[place] ^ 255, *content[place + 1 :]])
+        damaged.write_bytes(content[:place] if number % 2 else flipped)
         try:
             PretrainedTokenizer(str(damaged)).encode_batch(["some text"])
         except ConfigError as error:
-            refused += 1
-            assert "damaged.model" in str(error)
-    assert refused > 20
+            complaints.append(str(error))
+    assert len(complaints) > 20
+    assert all("damaged.model" in complaint for complaint in complaints)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("mistral_common"), reason="pip install --no-deps mistral-common")
+@pytest.mark.skipif(
+    not importlib.util.find_spec("mistral_common"), reason="pip install --no-deps mistral-common"
+)
 def test_ids_of_real_models():
     folder = Path(importlib.util.find_spec("mistral_common").origin).parent / "data"
     files = sorted(folder.glob("*.model*"))
     assert files
     for file in files:
-        pair = PretrainedTokenizer(str(file)), sentencepiece.SentencePieceProcessor(model_file=str(file)), "bpe"
-        assert not any(check(pair, text) for text in (*HARD, *DOCUMENTS, "[INST] [REF] [REFERENCE_DOC_1]</s>"))
+        pair = (
+            PretrainedTokenizer(str(file)),
+            sentencepiece.SentencePieceProcessor(model_file=str(file)),
+            "bpe",
+        )
+        assert not any(
+            check(pair, text) for text in (*HARD, *DOCUMENTS, "[INST] [REF] [REFERENCE_DOC_1]</s>")
+        )

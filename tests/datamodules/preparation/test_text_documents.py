@@ -70,7 +70,11 @@ def test_the_built_in_text():
     ("name", "content", "message"),
     [
         ("a.txt", b"fine\nnot \xe9 here", r"a.txt: not UTF-8: byte 9 is 0xe9"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', r"a.jsonl:2: not UTF-8: byte 24 of the file is 0xff"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\xff"}\n',
+            r"a.jsonl:2: not UTF-8: byte 24 of the file is 0xff",
+        ),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": "x"\n', r"a.jsonl:3: this line is not JSON"),
         (
             "a.jsonl",

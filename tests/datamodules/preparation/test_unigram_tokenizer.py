@@ -18,7 +18,7 @@ def tokenizer():
 
 
 def pieces_of(tokenizer):
-    return {piece: score for piece, score in json.loads(tokenizer)["model"]["vocab"]}
+    return dict(json.loads(tokenizer)["model"]["vocab"])
 
 
 def best(word, scores):

@@ -1,0 +1,105 @@
+"""Training on several prepared folders in given shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from core.contracts import PackedBatches, Packing
+from core.errors import ConfigError
+from core.prepared import prepared_folder, read_manifest
+from core.technique import technique
+from core.token_datamodule import TokenDataModule
+from datamodules.packing.mixture import MixedBatches
+
+
+@technique(
+    paper="shares by deficit, as in weighted round robin (Katevenis et al., 1991); replay shares for continual "
+    "pre-training: Ibrahim et al., arXiv:2403.08763",
+    offers=("exact_resume",),
+)
+class MixtureDataModule(TokenDataModule):
+    """Rows of several prepared folders, mixed in shares that may change over the run.
+
+    Which source a row comes from is no draw: after n rows each source has given its share to within a row. Each
+    goes through epochs of its own. Validation takes all sources' validation splits, one after the other.
+
+    Args:
+        sources: Name -> a folder that `python -m core prepare` wrote; all by the same tokenizer.
+        weights: Name -> its share of the rows, relative to the others'; or points [tokens, weight] between which
+            it changes linearly over the tokens of the run.
+        packing: Puts documents into rows.
+        sequence_length: Tokens in a row.
+        batch_size: Rows in a micro-batch, on each rank.
+        shuffle: Whether each epoch of a source takes its rows in a new order.
+        seed: Of these orders.
+        num_workers: Processes that read ahead, on each rank.
+
+    Raises:
+        ConfigError: If a folder is not prepared, the tokenizers differ, or weights do not fit the sources.
+
+    Example:
+        data:
+          class_path: MixtureDataModule
+          init_args:
+            sources: {web: data/web, code: data/code}
+            weights: {web: 0.8, code: [[0, 0.2], [1000000000, 0.6]]}
+            packing: Concatenate
+    """
+
+    def __init__(
+        self,
+        sources: dict[str, str],
+        weights: dict[str, float | list[tuple[int, float]]],
+        packing: Packing,
+        sequence_length: int = 256,
+        batch_size: int = 8,
+        shuffle: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
+        self.packing, self.weights = packing, weights
+        self.folders = {name: _prepared(name, source) for name, source in sources.items()}
+        if not self.folders:
+            raise ConfigError("data.sources is empty: name at least one prepared folder.")
+        manifests = {name: read_manifest(folder) for name, folder in self.folders.items()}
+        self.vocab_size = max(manifest["vocab_size"] for manifest in manifests.values())
+        self.train_tokens = sum(manifest["train_tokens"] for manifest in manifests.values())
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads the tokenizers and makes sure that they are one.
+
+        Raises:
+            ConfigError: If they differ, or one cannot be read.
+        """
+        super().setup(stage)
+        found: dict[str, str] = {}
+        for name, folder in self.folders.items():
+            try:
+                text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"{folder}: tokenizer.json cannot be read: {error.strerror}.") from error
+            found.setdefault(text, name)
+        if len(found) > 1:
+            one, other = list(found.values())[:2]
+            raise ConfigError(
+                f"{self.folders[one]} and {self.folders[other]} were written by different tokenizers: prepare both "
+                "with the same one\n(tokenizer: {class_path: PretrainedTokenizer, init_args: {path: .../tokenizer.json}})."
+            )
+        [self.tokenizer_json] = found
+        self.end_of_text_id = read_manifest(next(iter(self.folders.values())))["end_of_text_id"]
+
+    def packed(self, split: str, **order: Any) -> PackedBatches:
+        """Returns the mixed batches of a split."""
+        parts = {name: self.packing.batches(folder / split, **order) for name, folder in self.folders.items()}
+        return MixedBatches(parts, self.weights)
+
+
+def _prepared(name: str, source: str) -> Path:
+    folder = prepared_folder(source)
+    if folder is None:
+        raise ConfigError(
+            f"data.sources.{name}: {source} is no prepared folder; `python -m core prepare` writes one."
+        )
+    return folder
