@@ -23,11 +23,12 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from core import catalog, preflight, run_folder
 from core.blame import blame
+from core.class_check import check_classes
 from core.cli import SECTIONS, Request, differences, option_values
 from core.config_files import dump_yaml, parse_yaml
 from core.errors import ConfigError, nearest
 from core.language_module import LanguageModule
-from core.mistakes import explain, laid_over
+from core.mistakes import explain, finder, laid_over
 from core.print_config import annotating
 from core.selection import Run, Selected, by_trainer, selection, table
 
@@ -125,6 +126,7 @@ class Cli(LightningCLI):
         """Raises a ConfigError with all that is wrong with the run, as far as it shows before it is built."""
         composed, options = self.request.composed, config["trainer"]
         places = laid_over(composed.values, composed.positions, self._options())[1]
+        check_classes(config, finder(places))
         devices, nodes = (
             n if isinstance(n := options[name], int) else 1 for name in ("devices", "num_nodes")
         )

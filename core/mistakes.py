@@ -86,7 +86,9 @@ class Checker:
         found = find_class(name, bases)
         if isinstance(found, str):
             self._fail(keys, found)
-        if isinstance(found, type) and not issubclass(found, bases):
+        if not isinstance(found, type):
+            self._fail(keys, f"{name} is no class; {either(bases)} is wanted.{listing_of(bases)}")
+        if not issubclass(found, bases):
             if fault := misregistered(found):
                 self._fail(keys, fault)
             fitting = nearest(name.rpartition(".")[2], set(names_for(bases)) - {name.rpartition(".")[2]})
@@ -101,6 +103,16 @@ def _title(target: Any) -> str:
     return str(getattr(target, "__name__", target))
 
 
+def finder(places: Mapping[Keys, str]) -> Callable[[Keys], str]:
+    """Returns a function that gives the nearest known place of a value, relative to the working directory."""
+
+    def where(keys: Keys) -> str:
+        place = next((places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), None)
+        return (place or "the configuration").removeprefix(f"{os.getcwd()}/")
+
+    return where
+
+
 def explain(
     values: Mapping[str, Any], positions: Mapping[Keys, str], arguments: list[tuple[str, str]]
 ) -> None:
@@ -112,11 +124,7 @@ def explain(
         arguments: (name, value) of each option of the command line, names without the dashes.
     """
     merged, places = laid_over(values, positions, arguments)
-
-    def where(keys: Keys) -> str:
-        place = next((places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), None)
-        return (place or "the configuration").removeprefix(f"{os.getcwd()}/")
-
+    where = finder(places)
     checker = Checker(where)
     sections = signatures.sections()
     others = {"seed_everything": bool | int, "ckpt_path": Any, "weights_only": bool | None}
