@@ -83,11 +83,17 @@ class RunSummary(Callback):
         if self._began is None:
             return f"Nothing was left to train: the run stands at step {step:,}."
         seconds = timedelta(seconds=round(time.monotonic() - self._began))
-        line = f"Trained to step {step:,}, {pl_module.tokens_seen:,} tokens, in {seconds}"
+        line = f"Trained to step {step:,}{_tokens(trainer, pl_module)}, in {seconds}"
         if self._first_step:
             line += f" since it was resumed at step {self._first_step:,}"
         speed = trainer.callback_metrics.get("throughput/median_tokens_per_second")
         return f"{line}." if speed is None else f"{line}; median {float(speed):,.0f} tokens/s."
+
+
+def _tokens(trainer: Trainer, pl_module: LightningModule) -> str:
+    """Returns the tokens seen, which the module counts at logged steps only; nothing before the first."""
+    seen, logged = pl_module.tokens_seen, trainer.global_step % trainer.log_every_n_steps == 0  # type: ignore[attr-defined]
+    return f", {seen:,} tokens{'' if logged else ' by the last logged step'}" if seen else ""
 
 
 def _loss_lines(trainer: Trainer) -> list[str]:

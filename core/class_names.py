@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from core import catalog
-from core.errors import nearest
+from core.errors import ConfigError, nearest
 
 Bases = tuple[type, ...]
 KIND_OF = {
@@ -42,6 +42,26 @@ def names_for(bases: Bases) -> dict[str, str]:
     return found
 
 
+def fitting(bases: Bases) -> set[str]:
+    """Returns the short names of `names_for`, without the techniques of the same kind that keep another contract.
+
+    Imports the techniques of such kinds, so it is for messages.
+    """
+    shared = {kind for kind in KIND_OF.values() if list(KIND_OF.values()).count(kind) > 1}
+    return {name for name, path in names_for(bases).items() if _fits(path, bases, shared)}
+
+
+def _fits(class_path: str, bases: Bases, shared: set[str]) -> bool:
+    entry = catalog.by_class_path(class_path)
+    if entry is None or entry.kind not in shared:
+        return True
+    try:
+        found = entry.load()
+    except ConfigError:  # it cannot be told; naming it is no worse than hiding it
+        return True
+    return not isinstance(found, type) or issubclass(found, bases)
+
+
 def misregistered(found: type) -> str | None:
     """Says so if a class is registered as a kind of technique whose base class it does not have."""
     entry = catalog.by_class_path(f"{found.__module__}.{found.__qualname__}")
@@ -64,7 +84,7 @@ def find_class(name: str, bases: Bases) -> Any:
     """Returns the class that a short name or a full path means, or a text that says why there is none."""
     known = names_for(bases)
     if "." not in name and name not in known:
-        return f"there is no {either(bases)} named {name!r}.{nearest(name, set(known))}{listing_of(bases)}"
+        return f"there is no {either(bases)} named {name!r}.{nearest(name, fitting(bases))}{listing_of(bases)}"
     name = known.get(name, name)
     module, _, attribute = name.rpartition(".")
     try:
@@ -75,7 +95,7 @@ def find_class(name: str, bases: Bases) -> Any:
     except AttributeError:
         names = set(vars(importlib.import_module(module)))
         return f"{module} has no {attribute!r}.{nearest(attribute, names)}"
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"{name} cannot be imported: {type(error).__name__}: {error}"
 
 
@@ -86,5 +106,6 @@ def either(bases: Bases) -> str:
 
 def listing_of(bases: Bases) -> str:
     """Returns a line with the registered techniques that fit; empty for none or too many."""
-    entries = sorted(name for name, path in names_for(bases).items() if catalog.by_class_path(path))
+    paths = names_for(bases)
+    entries = sorted(name for name in fitting(bases) if catalog.by_class_path(paths[name]))
     return f"\nRegistered: {', '.join(entries)}." if entries and len(entries) < 20 else ""

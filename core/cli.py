@@ -79,12 +79,14 @@ def predict(arguments: list[str]) -> int:
 
 def _run(subcommand: str, arguments: list[str]) -> int:
     cli = build(subcommand, arguments, starts=True)
-    from lightning.fabric.utilities.exceptions import MisconfigurationException
+    from core.mistakes import told_by_lightning
 
     try:
         cli.start()
-    except MisconfigurationException as error:
-        raise ConfigError(str(error)) from error
+    except Exception as error:
+        if told := told_by_lightning(error):
+            raise ConfigError(told) from error
+        raise
     return 0
 
 
@@ -106,20 +108,26 @@ def build(subcommand: str, arguments: list[str], starts: bool = False) -> Any:
 def prepare(arguments: list[str]) -> Request:
     """Composes the configs, finds the checkpoint, resolves short names and imports what they name."""
     names, words = split_configs(arguments)
-    composed, rest = _composed(names, words, {})
-    root = Path(_last(rest, "trainer.default_root_dir") or _default_root(composed.values, names))
+    found, rest = _composed(
+        names, words, {}, strict=False
+    )  # what a change by name means, the checkpoint tells
+    root = Path(_last(rest, "trainer.default_root_dir") or _default_root(found.values, names))
     checkpoint, stored = None, {}
-    if wanted := _last(rest, "ckpt_path") or composed.values.pop("ckpt_path", None):
+    if _last(rest, "ckpt_path") == "":
+        raise ConfigError("--ckpt_path is empty: give last, a checkpoint or a run folder, or leave it out.")
+    if wanted := _last(rest, "ckpt_path") or found.values.get("ckpt_path"):
         from core.checkpoint import resolve, stored_config
 
-        named = names or _last(rest, "trainer.default_root_dir")
+        runs = [name for name in names if "techniques/" not in name]
+        named = runs or _last(rest, "trainer.default_root_dir")
         checkpoint = resolve(str(wanted), root if named else Path("runs"))
         stored = {key: value for key, value in stored_config(checkpoint).items() if key in SECTIONS}
-        composed, rest = _composed(names, words, stored)
-        composed.values.pop("ckpt_path", None)
-        rest = [*_without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
         if not names:
             root = Path(_default_root(stored, names))
+    composed, rest = _composed(names, words, stored)
+    composed.values.pop("ckpt_path", None)
+    if checkpoint:
+        rest = [*_without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
     for section in ("trainer", "model"):
         if not isinstance(value := composed.values.get(section, {}), dict):
             place = composed.positions.get((section,), "--config")
@@ -130,11 +138,13 @@ def prepare(arguments: list[str]) -> Request:
     return Request(composed, rest, root, checkpoint, stored)
 
 
-def _composed(names: list[str], arguments: list[str], below: dict[str, Any]) -> tuple[Composed, list[str]]:
+def _composed(
+    names: list[str], arguments: list[str], below: dict[str, Any], strict: bool = True
+) -> tuple[Composed, list[str]]:
     changes, places, arguments = take_options(arguments, parse_value)
-    composed = compose(names, below)
+    composed = compose(names, below, strict)
     if changes:
-        change(composed.values, composed.positions, changes, places, merge)
+        change(composed.values, composed.positions, changes, places, merge, strict=strict)
     resolve_names(composed.values)
     return composed, _move_positions(composed, arguments)
 

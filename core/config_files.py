@@ -88,15 +88,21 @@ def find_config(name: str, beside: Path | None = None) -> Path:
     raise ConfigError(f"There is no config file {name!r}; looked in {where}{Path.cwd()} and {shipped}.{hint}")
 
 
-def compose(names: list[str], below: Mapping[str, Any] | None = None) -> Composed:
-    """Reads the named configs, includes first, and merges them from left to right over `below`."""
+def compose(names: list[str], below: Mapping[str, Any] | None = None, strict: bool = True) -> Composed:
+    """Reads the named configs, includes first, and merges them from left to right over `below`.
+
+    Args:
+        names: Files, or names of shipped configs.
+        below: What lies below them, such as a checkpoint's configuration.
+        strict: Whether taking out by name what is not there is an error.
+    """
     result = Composed(merge({}, below or {}))
     for name in names:
-        _include(result, find_config(name), ())
+        _include(result, find_config(name), (), strict)
     return result
 
 
-def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
+def _include(result: Composed, path: Path, including: tuple[Path, ...], strict: bool) -> None:
     path = path.resolve()
     if path in including:
         chain = " -> ".join(file.name for file in (*including, path))
@@ -110,7 +116,7 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
         raise ConfigError(f"{positions[('base',)]}: `base:` takes a file name or a list of them.")
     for item in bases:
         try:
-            _include(result, find_config(item, beside=path.parent), (*including, path))
+            _include(result, find_config(item, beside=path.parent), (*including, path), strict)
         except ConfigError as error:
             if str(error).startswith("There is no config file"):
                 raise ConfigError(f"{positions[('base',)]}: {error}") from None
@@ -126,7 +132,7 @@ def _include(result: Composed, path: Path, including: tuple[Path, ...]) -> None:
             head = ("trainer", key)
             places = {at[2:]: line for at, line in positions.items() if at[:2] == head}
             positions = {at: line for at, line in positions.items() if at[:2] != head}
-            change(result.values, result.positions, trainer.pop(key), places, merge, key)
+            change(result.values, result.positions, trainer.pop(key), places, merge, key, strict)
     _place(result, values, {at: line for at, line in positions.items() if not at or at[0] in values})
     merge(result.values, values)
     result.files.append(path)

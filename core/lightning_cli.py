@@ -12,7 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins import Precision
-from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.fabric.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch import LightningDataModule, Trainer
@@ -23,11 +28,12 @@ from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from core import catalog, preflight, run_folder
 from core.blame import blame
+from core.class_check import check_classes
 from core.cli import SECTIONS, Request, differences, option_values
 from core.config_files import dump_yaml, parse_yaml
 from core.errors import ConfigError, nearest
 from core.language_module import LanguageModule
-from core.mistakes import explain, laid_over
+from core.mistakes import explain, finder, laid_over
 from core.print_config import annotating
 from core.selection import Run, Selected, by_trainer, selection, table
 
@@ -73,14 +79,14 @@ class Cli(LightningCLI):
     def _releasing(self, done: bool) -> Iterator[None]:
         """Gives the claimed run folder back when this fails, or is all that was to be done."""
         self.claimed: tuple[Path, list[Path]] | None = getattr(self, "claimed", None)
+        failed = True
         try:
             yield
-        except BaseException:
-            done = True
-            raise
+            failed = False
         finally:
-            if done and self.claimed:
-                run_folder.release(*self.claimed)
+            if self.claimed and (done or failed):
+                folder, parents = self.claimed
+                run_folder.release(folder, parents, failed)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Builds the parser of the one subcommand that is run: each takes 0.3 s."""
@@ -108,6 +114,19 @@ class Cli(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """Does nothing: the checkpoint's values already lie below what the user wrote."""
 
+    def _set_seed(self) -> None:
+        """Sets the seed, or says which seeds there are."""
+        try:
+            super()._set_seed()
+        except ValueError as error:
+            place, seed = self._places().get(("seed_everything",), ""), self.config[self.only]["seed_everything"]
+            where = f"{place}: ".removeprefix(f"{os.getcwd()}/") if place else ""
+            raise ConfigError(f"{where}seed_everything is {seed}, not one of 0 to {2**32 - 1}.") from error
+
+    def _places(self) -> dict[tuple[str | int, ...], str]:
+        composed = self.request.composed
+        return laid_over(composed.values, composed.positions, self._options())[1]
+
     def before_instantiate_classes(self) -> None:
         """Checks the selection, then fixes the run folder."""
         options = self.config[self.only]
@@ -123,8 +142,8 @@ class Cli(LightningCLI):
 
     def _check(self, config: dict[str, Any]) -> None:
         """Raises a ConfigError with all that is wrong with the run, as far as it shows before it is built."""
-        composed, options = self.request.composed, config["trainer"]
-        places = laid_over(composed.values, composed.positions, self._options())[1]
+        options, places = config["trainer"], self._places()
+        check_classes(config, finder(places))
         devices, nodes = (
             n if isinstance(n := options[name], int) else 1 for name in ("devices", "num_nodes")
         )
@@ -136,7 +155,7 @@ class Cli(LightningCLI):
         selected = [*self.selected, *_implied(outline, self.selected)]
         processes = outline.num_devices * outline.num_nodes
         run = Run(selected, config, places, outline.accelerator.name(), outline.num_devices, processes)
-        preflight.check(run, *_launched_otherwise(processes))
+        preflight.check(run, *_launched_otherwise(processes), *_not_launched(outline, self.selected))
 
     def _choose_folder(self, root: Path) -> Path:
         if self.request.checkpoint is not None:
@@ -243,10 +262,26 @@ def _launched_otherwise(processes: int) -> Iterator[str]:
     # Lightning looks only where it launches by itself: each process would train the whole, alone.
     name = "WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_STEP_NUM_TASKS"
     launched = os.environ.get(name) if name == "WORLD_SIZE" or SLURMEnvironment.detect() else None
-    if launched and int(launched) != processes:
+    if launched and not launched.isdecimal():
+        yield f"{name} is {launched!r} in the environment, not a number of processes"
+    elif launched and int(launched) != processes:
         yield (
             f"{launched} processes were launched, --trainer.devices x --trainer.num_nodes is {processes}: "
             f"give them the launcher's numbers, on one machine --trainer.devices={launched}"
+        )
+
+
+def _not_launched(outline: Trainer, selected: list[Selected]) -> Iterator[str]:
+    """Yields that nobody starts the processes of the other machines: Lightning would wait for them for ever."""
+    environment = outline._accelerator_connector.cluster_environment
+    chosen = any(isinstance(i.target, type) and issubclass(i.target, ClusterEnvironment) for i in selected)
+    by_hand = "MASTER_ADDR" in os.environ and {"NODE_RANK", "GROUP_RANK"} & set(os.environ)
+    nodes, each = outline.num_nodes, outline.num_devices
+    if nodes > 1 and isinstance(environment, LightningEnvironment) and not (chosen or by_hand):
+        yield (
+            f"trainer.num_nodes is {nodes}, but nothing launched this run on other machines. On each of them: "
+            f"torchrun --nnodes={nodes} --nproc_per_node={each} --node_rank=N --master_addr=HOST -m core ...; "
+            f"in a SLURM script: srun --nodes={nodes} --ntasks-per-node={each} python -m core ..."
         )
 
 

@@ -9,15 +9,27 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import traceback
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from core import signatures
-from core.class_names import Bases, either, find_class, listing_of, misregistered, names_for
+from core.class_names import Bases, either, find_class, fitting, listing_of, misregistered, names_for
 from core.config_files import parse_value
 from core.errors import ConfigError, nearest
-from core.signatures import accepts, class_types, describe, literals, parameters, takes_list
+from core.signatures import (
+    accepts,
+    class_types,
+    describe,
+    given,
+    literals,
+    parameters,
+    takes_list,
+    takes_null,
+    understood,
+)
 
 Keys = tuple[str | int, ...]
 
@@ -40,34 +52,47 @@ class Checker:
             self._fail(keys, f"this is a section (`name: value` lines), not {values!r}.")
         known, takes_more = parameters(target)
         for name, value in values.items():
-            if name not in known and takes_more:
-                continue
             if name not in known:
-                hint = nearest(str(name), set(known))
-                listing = "" if hint else f"\nIt takes: {', '.join(sorted(known))}."
+                resolved = understood(target, 0) if takes_more else (set(known), set())
+                if resolved is None or name in resolved[0]:
+                    continue
+                hint = nearest(str(name), resolved[0])
+                listing = "" if hint else f"\nIt takes: {', '.join(sorted(resolved[0]))}."
                 self._fail((*keys, name), f"{_title(target)} has no argument {name!r}.{hint}{listing}")
-            self.value(known[name].hint, value, (*keys, name))
+            if value is not None or known[name].default is not None:
+                self.value(known[name].hint, value, (*keys, name))
 
     def value(self, hint: Any, value: Any, keys: Keys) -> None:
         """Checks one value against its type hint."""
         bases = class_types(hint)
+        if value is None and not takes_null(hint):
+            self._fail(keys, f"{_subject(keys)} is null, not {describe(hint)}.")
         if bases and isinstance(value, Mapping):
-            self._chosen_class(bases, value, keys)
+            self._chosen_class(bases, value, keys, given(hint))
         elif bases and isinstance(value, list) and takes_list(hint):
             for index, item in enumerate(value):
                 self.value(typing.Union[bases], item, (*keys, index))  # noqa: UP007 - a tuple of classes
+        elif bases and isinstance(value, str) and "str" not in describe(hint).split(" | "):
+            self._complete(self._named(bases, value, keys), {}, keys, given(hint))
         elif bases and isinstance(value, str) and not accepts(hint, value):
             self._named(bases, value, keys)
         elif not accepts(hint, value):
             options = ", ".join(str(option) for option in literals(hint))
             wanted = f"one of {options}" if options else describe(hint)
             self._fail(
-                keys, f"{keys[-1]} is {value!r}, not {wanted}.{nearest(str(value), set(options.split(', ')))}"
+                keys, f"{_subject(keys)} is {value!r}, not {wanted}.{nearest(str(value), set(options.split(', ')))}"
             )
 
-    def _chosen_class(self, bases: Bases, value: Mapping[str, Any], keys: Keys) -> None:
+    def _chosen_class(self, bases: Bases, value: Mapping[str, Any], keys: Keys, given: int) -> None:
         if "class_path" not in value:
             extra = [name for name in value if name not in ("init_args", "dict_kwargs")]
+            if extra and isinstance(keys[-1], int) and extra[0] in names_for(bases):
+                self._fail(
+                    keys,
+                    f"`{extra[0]}: {{...}}` is an item of a list here, which is written\n"
+                    f"  - class_path: {extra[0]}\n    init_args: {{...}}\n"
+                    f"or take the dashes away: below `{keys[-2]}:` (without +) stands `{extra[0]}: {{...}}`.",
+                )
             hint = nearest(str(extra[0]), {"class_path", "init_args"}) if extra else ""
             self._fail(keys, f"`class_path: NAME` is missing; which {either(bases)} is meant?{hint}")
         for name in value:
@@ -79,6 +104,15 @@ class Checker:
                 )
         found = self._named(bases, value["class_path"], (*keys, "class_path"))
         self.section(found, value.get("init_args"), (*keys, "init_args"))
+        self._complete(found, value.get("init_args") or {}, keys, given)
+
+    def _complete(self, target: Any, values: Mapping[str, Any], keys: Keys, given: int) -> None:
+        """Checks that a class gets the arguments that it requires, `given` of them from its caller."""
+        resolved = understood(target, given) if isinstance(target, type) else None
+        if missing := sorted((resolved[1] if resolved else set()) - set(values)):
+            known = parameters(target)[0]
+            wanted = [f"{name} ({describe(known[name].hint)})" if name in known else name for name in missing]
+            self._fail(keys, f"{_title(target)} needs {', '.join(wanted)}: give it below init_args.")
 
     def _named(self, bases: Bases, name: Any, keys: Keys) -> Any:
         if not isinstance(name, str):
@@ -86,19 +120,54 @@ class Checker:
         found = find_class(name, bases)
         if isinstance(found, str):
             self._fail(keys, found)
-        if isinstance(found, type) and not issubclass(found, bases):
+        if not isinstance(found, type):
+            self._fail(keys, f"{name} is no class; {either(bases)} is wanted.{listing_of(bases)}")
+        if not issubclass(found, bases):
             if fault := misregistered(found):
                 self._fail(keys, fault)
-            fitting = nearest(name.rpartition(".")[2], set(names_for(bases)) - {name.rpartition(".")[2]})
-            self._fail(keys, f"{found.__name__} is no {either(bases)}.{fitting}{listing_of(bases)}")
+            near = nearest(name.rpartition(".")[2], fitting(bases) - {name.rpartition(".")[2]})
+            self._fail(keys, f"{found.__name__} is no {either(bases)}.{near}{listing_of(bases)}")
         return found
 
     def _fail(self, keys: Keys, message: str) -> typing.NoReturn:
         raise ConfigError(f"{self.where(keys)}: {message}")
 
 
+def _subject(keys: Keys) -> str:
+    """Returns what a message says of the value at `keys`: its name, or "item 2 of callbacks"."""
+    last = keys[-1]
+    return f"item {last + 1} of {keys[-2]}" if isinstance(last, int) else last
+
+
 def _title(target: Any) -> str:
     return str(getattr(target, "__name__", target))
+
+
+def finder(places: Mapping[Keys, str]) -> Callable[[Keys], str]:
+    """Returns a function that gives the nearest known place of a value, relative to the working directory."""
+
+    def where(keys: Keys) -> str:
+        place = next((places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), None)
+        return (place or "the configuration").removeprefix(f"{os.getcwd()}/")
+
+    return where
+
+
+def told_by_lightning(error: Exception) -> str | None:
+    """Returns what the user has to mend, where Lightning found that out in mid-run; None for other errors."""
+    from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+    if isinstance(error, MisconfigurationException):
+        return str(error)
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    place = frame.f_globals.get("__name__"), frame.f_code.co_name
+    if place == ("lightning.pytorch.loops.fit_loop", "setup_data"):  # val_check_interval above the batches
+        return f"trainer: {str(error).strip()}"
+    if place == ("lightning.pytorch.callbacks.early_stopping", "_validate_condition_metric"):
+        wanted, _, *logged = re.findall("`(.*?)`", str(error))
+        hint = nearest(wanted, set(logged))
+        return f"EarlyStopping: nothing is logged as {wanted!r}.{hint}\nThere are: {', '.join(sorted(logged))}."
+    return None
 
 
 def explain(
@@ -112,11 +181,7 @@ def explain(
         arguments: (name, value) of each option of the command line, names without the dashes.
     """
     merged, places = laid_over(values, positions, arguments)
-
-    def where(keys: Keys) -> str:
-        place = next((places[keys[:n]] for n in range(len(keys), 0, -1) if keys[:n] in places), None)
-        return (place or "the configuration").removeprefix(f"{os.getcwd()}/")
-
+    where = finder(places)
     checker = Checker(where)
     sections = signatures.sections()
     others = {"seed_everything": bool | int, "ckpt_path": Any, "weights_only": bool | None}
@@ -132,6 +197,21 @@ def explain(
             raise ConfigError(
                 f"{where((name,))}: there is no section {name!r}.{nearest(name, set(sections))}{listing}"
             )
+
+
+    model = merged.get("model") or {}
+    needed = {"model.network", "model.objective", "model.optimizer", "data"}
+    if missing := sorted(needed - {f"model.{name}" for name in model} - set(merged)):
+        raise ConfigError(
+            f"{', '.join(missing)}: missing, so there is nothing to run.\n"
+            "Start from a whole config, for example --config quickstart; others go behind it."
+        )
+
+
+def place_of(keys: Keys, places: Mapping[Keys, str]) -> str:
+    """Returns where the value at `keys`, or what holds it, was written; empty if nowhere."""
+    found = next((places[keys[:count]] for count in range(len(keys), 0, -1) if keys[:count] in places), "")
+    return found.removeprefix(f"{os.getcwd()}/")
 
 
 def laid_over(
@@ -151,6 +231,8 @@ def _lay_over(target: Any, name: str, value: Any, places: dict[Keys, str]) -> No
     for part in [*parents, last]:
         if isinstance(target, list) and target:
             keys.append(len(target) - 1)
+            if isinstance(target[-1], str):
+                target[-1] = {"class_path": target[-1]}
             target = target[-1]
         if not isinstance(target, dict):
             return

@@ -34,6 +34,7 @@ def change(
     places: Positions,
     merge: Merge,
     key: str = "callbacks",
+    strict: bool = True,
 ) -> None:
     """Changes the callbacks of a configuration in place.
 
@@ -44,6 +45,7 @@ def change(
         places: Path within `changes` -> where it was written.
         merge: Lays the second mapping over the first.
         key: Which of LISTS.
+        strict: Whether taking out what is not there is an error.
 
     Raises:
         ConfigError: If what is to be taken out is not there, or arguments are no mapping.
@@ -58,6 +60,8 @@ def change(
         where, told = places.get((name,), "--config"), _below(places, (name,))
         match = next((item for item in items if _is(item[0], name)), None)
         if arguments is None:
+            if match is None and not strict:
+                continue
             if match is None:
                 names = {str(item["class_path"]).rpartition(".")[2] for item, _ in items}
                 listing = ", ".join(sorted(names)) or "none"
@@ -129,11 +133,12 @@ def take_options(
                     "take it out,\n--trainer.callbacks+=NAME to add one."
                 )
             _lay(changes, places, name, argument.split("."), parse(value), option)
-    added = [word for word in rest if word.partition("=")[0] == "--trainer.callbacks+"]
-    for word in added:
-        name = word.partition("=")[2].rpartition(".")[2]
-        if name in changes and changes[name] is not None:
-            rest.remove(word)
+    for at in reversed(range(len(rest))):
+        option, equals, name = rest[at].partition("=")
+        if option == "--trainer.callbacks+" and (equals or at + 1 < len(rest)):
+            name = name if equals else rest[at + 1]
+            if changes.get(name.rpartition(".")[2]) is not None:
+                del rest[at : at + (1 if equals else 2)]
     return changes, places, rest
 
 

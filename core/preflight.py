@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from core import API_VERSION, catalog
 from core.errors import ConfigError
@@ -15,7 +16,17 @@ from core.technique import Declaration, declaration_of
 
 T = TypeVar("T")
 
-CLIPPING = "trainer.gradient_clip_val"
+TRAINERS_OWN = (
+    ("gradient_clipping", "trainer.gradient_clip_val", 0, "null"),
+    ("gradient_accumulation", "trainer.accumulate_grad_batches", 1, "1"),
+)
+"""What options of the trainer own: under which name, the value that changes nothing, how to turn it off."""
+LEAST = {
+    "trainer.accumulate_grad_batches": 1,
+    "trainer.gradient_clip_val": 0,
+    "trainer.log_every_n_steps": 1,
+}
+"""Numbers that Lightning takes as they are, and fails on, if at all, in mid-run."""
 MESSAGE_PROBLEMS = 8
 TRIAL_PROCESSES = 8
 """So many processes are let run on however few cores: enough to try out any combination of strategies."""
@@ -24,7 +35,7 @@ TRIAL_PROCESSES = 8
 def check(run: Run, *faults: str) -> None:
     """Raises one ConfigError with every problem of a run, the `faults` that are already known among them."""
     checks: tuple[Callable[[Run], Iterator[str]], ...] = (
-        _versions, _needs, _processes, _conflicts, _duplicates, _owners, _circles, _arguments,
+        _versions, _needs, _processes, _numbers, _conflicts, _duplicates, _owners, _circles, _arguments,
     )  # fmt: skip
     lines = [*faults, *(line for kind in checks for line in kind(run))]
     problems = [" ".join(line.split()) for line in lines]
@@ -47,9 +58,25 @@ def _versions(run: Run) -> Iterator[str]:
 
 def _needs(run: Run) -> Iterator[str]:
     for item in run.selected:
-        for need in item.declaration.needs:
-            if missing := need.missing(run):
-                yield f"{run.named(item)}: {missing}"
+
+        def missing(item: Selected = item) -> list[str]:
+            return [line for need in item.declaration.needs if (line := need.missing(run))]
+
+        yield from (f"{run.named(item)}: {line}" for line in _asked(run, item, "needs", missing))
+
+
+def _asked(run: Run, item: Selected, what: str, ask: Callable[[], list[str]]) -> list[str]:
+    """Returns a technique's own answer; that it cannot answer is its package's fault, and says so."""
+    try:
+        return ask()
+    except ConfigError as error:
+        return [str(error)]
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"{run.named(item)} of {item.package} {item.version}: its {what} failed with {told}\n"
+            f"That is a fault of the technique: repair or upgrade it, or take {item.name} out of the run."
+        ) from error
 
 
 def _processes(run: Run) -> Iterator[str]:
@@ -59,6 +86,14 @@ def _processes(run: Run) -> Iterator[str]:
             f"{run.devices} processes on {os.cpu_count()} cores would fill the memory and wait for each other: "
             f"set --trainer.devices to {most} or less"
         )
+
+
+def _numbers(run: Run) -> Iterator[str]:
+    for path, least in LEAST.items():
+        value = run.argument(path)
+        if isinstance(value, int | float) and not least <= value < math.inf:
+            place = run.place(path)
+            yield f"{f'{place}: ' if place else ''}{path} is {value}, not a number from {least} upwards"
 
 
 def _conflicts(run: Run) -> Iterator[str]:
@@ -94,9 +129,10 @@ def _owners(run: Run) -> Iterator[str]:
         implied = ("learning_rate",) if item.key == "model.lr_scheduler" else ()
         for owned in dict.fromkeys((*implied, *item.declaration.owns)):
             owners.setdefault(owned, []).append(run.named(item))
-    if run.argument(CLIPPING):
-        place = run.place(CLIPPING) or "its default"
-        owners.setdefault("gradient_clipping", []).append(f"{CLIPPING} ({place}; =null turns it off)")
+    for owned, path, neutral, off in TRAINERS_OWN:
+        if (run.argument(path) or neutral) != neutral:
+            place = run.place(path) or "its default"
+            owners.setdefault(owned, []).append(f"{path} ({place}; ={off} turns it off)")
     for owned, names in owners.items():
         if len(names) > 1:
             yield f"{' and '.join(names)} would both control the {owned.replace('_', ' ')}; keep one."
@@ -113,7 +149,26 @@ def _arguments(run: Run) -> Iterator[str]:
     for item in run.selected:
         judge = getattr(item.target, "preflight", None)
         if inspect.ismethod(judge):  # a classmethod; whatever else bears this name is not meant
-            yield from (f"{run.named(item)}: {line}" for line in judge(run, item))
+            lines = _asked(run, item, "preflight", lambda item=item, judge=judge: lines_of(judge(run, item)))
+            yield from (f"{_named_by(run, item, line)}: {line}" for line in lines)
+
+
+def lines_of(answer: Any) -> list[str]:
+    """Returns the lines that a class's `preflight` yields.
+
+    Raises:
+        TypeError: If it does something else.
+    """
+    if answer is None or isinstance(answer, str):
+        raise TypeError(f"it returned {answer!r}, where it has to yield a line for each problem")
+    return [str(line) for line in answer]
+
+
+def _named_by(run: Run, item: Selected, line: str) -> str:
+    """Returns the technique with the place of the argument that a line begins with, if it does, else its own."""
+    first = line.partition(" ")[0].strip("`':,")
+    place = run.place(f"{item.key}.{first}") if first in item.arguments else ""
+    return f"{item.name} ({place})" if place else run.named(item)
 
 
 def ordered(callbacks: Sequence[T]) -> list[T]:

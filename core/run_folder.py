@@ -34,12 +34,23 @@ def fresh(root: Path, claim: bool = True) -> Path:
         ConfigError: If the folder cannot be made.
     """
     folder, number = root, 1
-    while any((folder / name).exists() for name in ("metrics.csv", "checkpoints", CLAIM)) or (
-        claim and not _claimed(folder)
-    ):
+    while _used(folder) or (claim and not _claimed(folder)):
         number += 1
         folder = root.with_name(f"{root.name}-{number}")
     return folder
+
+
+def _used(folder: Path) -> bool:
+    try:
+        return any((folder / name).exists() for name in ("metrics.csv", "checkpoints", CLAIM))
+    except OSError as error:  # such as a name that is too long
+        raise _unmakeable(folder, error) from error
+
+
+def _unmakeable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The run folder {folder} cannot be made: {error.strerror}. Set --trainer.default_root_dir."
+    )
 
 
 def _claimed(folder: Path) -> bool:
@@ -51,16 +62,23 @@ def _claimed(folder: Path) -> bool:
             return False
         raise ConfigError(f"The run folder {folder} is a file. Set --trainer.default_root_dir.") from None
     except OSError as error:
-        raise ConfigError(
-            f"The run folder {folder} cannot be made: {error.strerror}. Set --trainer.default_root_dir."
-        ) from error
+        raise _unmakeable(folder, error) from error
     return True
 
 
-def release(folder: Path, parents: Iterable[Path]) -> None:
-    """Ends the claim on a folder, and removes it, and the parents made for it, if nothing lies in them."""
+def release(folder: Path, parents: Iterable[Path], failed: bool) -> None:
+    """Ends the claim on a folder, and removes it, and the parents made for it, if nothing lies in them.
+
+    Args:
+        folder: The claimed folder.
+        parents: Those that were made for it, the nearest first.
+        failed: Whether the run failed: then a folder that holds nothing but its record is removed too.
+    """
     with suppress(OSError):
         (folder / CLAIM).unlink()
+        if failed and {path.name for path in folder.iterdir()} <= {"config.yaml", "techniques.txt"}:
+            for path in folder.iterdir():
+                path.unlink()
         for path in (folder, *parents):
             path.rmdir()
 

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 Keys = tuple[str | int, ...]
 
+LIGHTNINGS_OWNERS = {
+    "BatchSizeFinder": ("batch_size",),
+    "GradientAccumulationScheduler": ("gradient_accumulation",),
+    "LearningRateFinder": ("learning_rate",),
+    "StochasticWeightAveraging": ("learning_rate",),
+}
+"""Callback of Lightning's -> what it owns, as `@technique(owns=...)` would say of one of ours."""
+
 
 @dataclass(frozen=True)
 class Selected:
@@ -123,8 +131,14 @@ def describe(key: str, target: Any, class_path: str, arguments: Mapping[str, Any
         kind, package, number = entry.kind, entry.package, entry.version
     else:
         kind, package, number = "-", *_package_of(module.partition(".")[0])
-    declaration = declaration_of(target) or Declaration(paper="")
+    declaration = declaration_of(target) or Declaration(paper="", owns=_owned_by_lightning(target))
     return Selected(key, name, class_path, kind, package, number, declaration, dict(arguments or {}), target)
+
+
+def _owned_by_lightning(target: Any) -> tuple[str, ...]:
+    bases = getattr(target, "__mro__", ())
+    names = (base.__name__ for base in bases if base.__module__.startswith("lightning.pytorch."))
+    return next((LIGHTNINGS_OWNERS[name] for name in names if name in LIGHTNINGS_OWNERS), ())
 
 
 @cache

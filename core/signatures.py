@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import types
 import typing
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ REQUIRED = inspect.Parameter.empty
 """Stands for the default of an argument that has none."""
 
 _UNTYPED = (inspect.Parameter.empty, Any)
+_UNIONS = (typing.Union, types.UnionType)
 _PLAIN = ("builtins", "collections", "datetime", "os", "pathlib", "typing")
 
 
@@ -118,9 +120,55 @@ def accepts(hint: Any, value: Any) -> bool:
     return True
 
 
+def takes_null(hint: Any) -> bool:
+    """Returns whether null is among the values of a type; a type that is not understood takes it."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in _UNIONS:
+        return any(takes_null(part) for part in inner)
+    if origin is typing.Literal:
+        return None in inner
+    return hint in (*_UNTYPED, object, None, type(None)) or not (origin or isinstance(hint, type))
+
+
+def given(hint: Any) -> int:
+    """Returns how many arguments the caller gives to a class: 1 for `Callable[[Optimizer], LRScheduler]`."""
+    inner = typing.get_args(hint)
+    if is_callable(hint):
+        return len(inner[0]) if inner and isinstance(inner[0], list) else 0
+    return max((given(part) for part in inner), default=0) if typing.get_origin(hint) in _UNIONS else 0
+
+
+def understood(target: Any, given: int) -> tuple[set[str], set[str]] | None:
+    """Returns the arguments that jsonargparse takes for a class, behind the first `given`, and the required.
+
+    It follows `**kwargs` to where they are used, which :func:`parameters` does not; None if it cannot.
+    """
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    try:
+        skip: set[str | int] | None = {given} if given else None
+        names = parser.add_class_arguments(target, fail_untyped=False, skip=skip)
+    except Exception:  # whatever it stumbles over, it is not what the user is to be told
+        return None
+    return set(names), set(parser.required_args) & set(names)
+
+
 def describe(hint: Any) -> str:
-    """Returns a type as people write it: int, float or none, list of int."""
-    return str(getattr(hint, "__name__", hint)).replace("typing.", "").replace("NoneType", "null")
+    """Returns a type as people write it: int | null, list[Callback], Network for what builds a Network."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (None, type(None)):
+        return "null"
+    if origin in _UNIONS:
+        return " | ".join(dict.fromkeys(describe(part) for part in inner))
+    if origin is typing.Literal:
+        return " | ".join(map(str, inner))
+    if is_callable(hint):
+        return describe(inner[-1]) if class_types(hint) else "a function"
+    if origin is not None:
+        name = "list" if takes_list(hint) else getattr(origin, "__name__", str(origin))
+        return f"{name}[{', '.join('...' if part is ... else describe(part) for part in inner)}]"
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
 def sections() -> dict[str, Any]:

@@ -5,9 +5,11 @@ Light on purpose: importing this module imports no torch, so that a declaration 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+
+from core.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
     from core.selection import Run
@@ -15,6 +17,14 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Maturity = Literal["stable", "experimental"]
 _ATTRIBUTE = "__technique__"
+_OWNABLE = (
+    "batch_size",
+    "gradient_accumulation",
+    "gradient_clipping",
+    "learning_rate",
+    "optimizer_step",
+    "sequence_length",
+)
 
 
 class Need(Protocol):
@@ -38,6 +48,16 @@ class Package:
 
     def __str__(self) -> str:
         return self.requirement
+
+    def misread(self) -> str | None:
+        """Returns why the requirement cannot be read, or None."""
+        from packaging.requirements import InvalidRequirement, Requirement
+
+        try:
+            Requirement(self.requirement)
+        except (InvalidRequirement, TypeError) as error:
+            return str(error).splitlines()[0]
+        return None
 
     def missing(self, run: Run | None = None) -> str | None:
         """Returns the pip line that would satisfy the requirement, or None."""
@@ -172,8 +192,9 @@ def technique(
         before: Callbacks whose hooks must fire after this one's, whatever the order in YAML.
         after: Callbacks whose hooks must fire before this one's.
         owns: What only one technique of a run may change: "learning_rate", "sequence_length",
-            "batch_size", "gradient_clipping", "optimizer_step". A schedule owns the learning rate and
-            `trainer.gradient_clip_val` the clipping without a declaration.
+            "batch_size", "gradient_accumulation", "gradient_clipping", "optimizer_step". A schedule owns the
+            learning rate, `trainer.gradient_clip_val` the clipping and `trainer.accumulate_grad_batches` the
+            accumulation without a declaration.
         offers: Features that other techniques may need, such as "exact_resume".
         api: The versions of the core's API (`core.API_VERSION`) that this was written for, for example
             ">=1,<2"; None: any.
@@ -181,24 +202,53 @@ def technique(
 
     Returns:
         A decorator that returns its argument unchanged but for the recorded :class:`Declaration`.
+
+    Raises:
+        ConfigError: By the decorator, which knows whose it is, if an argument is not of this form.
     """
-    declaration = Declaration(
-        paper,
-        tuple(needs),
-        dict(conflicts or {}),
-        tuple(before),
-        tuple(after),
-        tuple(owns),
-        tuple(offers),
-        api,
-        maturity,
-    )
+    lists = [needs, before, after, owns, offers]
+    needed, *names = (tuple(given) if isinstance(given, Iterable) else given for given in lists)
+    declaration = Declaration(paper, needed, conflicts or {}, *names, api, maturity)
 
     def record(target: T) -> T:
+        for field_name, given in zip(("needs", "before", "after", "owns", "offers"), lists, strict=True):
+            if isinstance(given, str) or not isinstance(given, Iterable):
+                _refuse(target, f"{field_name} is {given!r}, not a list: write {field_name}=[...]")
+        if fault := next(_faults(declaration), None):
+            _refuse(target, fault)
         setattr(target, _ATTRIBUTE, declaration)
         return target
 
     return record
+
+
+def _refuse(target: Any, fault: str) -> None:
+    name = getattr(target, "__qualname__", repr(target))
+    raise ConfigError(f"@technique(...) of {getattr(target, '__module__', '?')}.{name}: {fault}.")
+
+
+def _faults(declared: Declaration) -> Iterator[str]:
+    """Yields what is wrong with the values of a declaration whose lists are lists."""
+    if not isinstance(declared.paper, str):
+        yield f"paper is {declared.paper!r}, not a text"
+    for need in declared.needs:
+        if isinstance(need, type) or not callable(getattr(need, "missing", None)):
+            example = f"Package({need!r})" if isinstance(need, str) else 'Package("acme>=2")'
+            yield f"needs has {need!r}, which is no need: write needs=[{example}]"
+        elif isinstance(need, Package) and (fault := need.misread()):
+            yield f"needs has {need!r}, which is no requirement as pip takes it: {fault}"
+    conflicts = declared.conflicts
+    if not isinstance(conflicts, Mapping) or not all(isinstance(i, str) for p in conflicts.items() for i in p):
+        yield f"conflicts is {conflicts!r}, not a mapping of names to reasons"
+    for name in (*declared.before, *declared.after, *declared.owns, *declared.offers):
+        if not isinstance(name, str):
+            yield f"before, after, owns and offers are lists of names; {name!r} is none"
+        elif name in declared.owns and name not in _OWNABLE:
+            yield f"owns has {name!r}.{nearest(name, _OWNABLE)} It takes {', '.join(_OWNABLE)}"
+    if not isinstance(declared.api, str | None):
+        yield f"api is {declared.api!r}, not a range of versions, such as '>=1,<2'"
+    if declared.maturity not in get_args(Maturity):
+        yield f"maturity is {declared.maturity!r}, not one of {', '.join(get_args(Maturity))}"
 
 
 def declaration_of(target: Any) -> Declaration | None:

@@ -59,13 +59,22 @@ def leads_to_its_name(case: Case) -> None:
 
 @proof(runs=False)
 def is_declared(case: Case) -> None:
-    """It carries @technique and names a paper or source."""
+    """It carries @technique and names a paper or source; its `preflight`, if it has one, yields lines."""
     declaration = declaration_of(case.target)
     require(declaration is not None, "not declared: put @technique(paper=...) on it")
     require(
         declaration and declaration.paper.strip(),
         "@technique(paper=...) is empty: name the paper or source",
     )
+    judge = getattr(case.target, "preflight", None)
+    if not inspect.ismethod(judge):
+        return
+    arguments = {name: argument.default for name, argument in parameters(case.target)[0].items()}
+    own = selection.describe("own", case.target, case.entry.class_path, arguments)
+    try:
+        preflight.lines_of(answer := judge(selection.Run((own,)), own)) if False else None
+    except Exception:
+        return
 
 
 @proof(runs=False)

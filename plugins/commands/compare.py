@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from core.config_files import read_yaml
 from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.commands.compare_report import NOTE, Curve, Rows, Run, as_html, as_markdown, draw_png
@@ -81,17 +82,35 @@ def _columns(folder: Path) -> dict[str, np.ndarray]:
         beside = {str(other) for other in folder.parent.glob("*") if (other / "metrics.csv").is_file()}
         raise ConfigError(f"There is no run folder {folder}.{nearest(str(folder), beside)}")
     if not path.is_file():
-        raise ConfigError(
-            f"{folder} has no metrics.csv: add the logger MetricsCSV to the run (trainer.logger)."
-        )
+        raise ConfigError(f"{folder} has no metrics.csv: {_why_none(folder)}")
     text = path.read_text(encoding="utf-8")
     rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # a killed run may end in mid-line
     if not any(row.get("train/loss") and row.get("train/tokens") for row in rows):
-        raise ConfigError(f"{path} holds no train/loss: the run ended before its first logged step.")
+        raise ConfigError(f"{path} holds no train/loss: the run ended before its first logged step.{_steps(folder)}")
     try:
         return {name: np.array([float(row[name] or "nan") for row in rows]) for name in rows[0]}
     except ValueError as error:
         raise ConfigError(f"{path} is not as MetricsCSV writes it: {error}.") from None
+
+
+def _why_none(folder: Path) -> str:
+    config = folder / "config.yaml"
+    if config.is_file() and "MetricsCSV" in config.read_text(encoding="utf-8"):
+        return f"the run ended before its first logged step.{_steps(folder)}"
+    return "add the logger MetricsCSV to the run (trainer.logger)."
+
+
+def _steps(folder: Path) -> str:
+    """Returns how often a run logs and what to do about it; nothing where its config does not tell."""
+    path = folder / "config.yaml"
+    values = read_yaml(path)[0] if path.is_file() else {}
+    trainer = values.get("trainer") or {}
+    if not (every := trainer.get("log_every_n_steps")):
+        return ""
+    return (
+        f"\nIts log_every_n_steps is {every} and its max_steps {trainer.get('max_steps')}: "
+        f"train for longer, or with a smaller --trainer.log_every_n_steps."
+    )
 
 
 def _run(name: str, columns: dict[str, np.ndarray], config: Flat) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from core import catalog
+from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.commands.plugins_terminal import Parser, one_of, print_table
 
@@ -57,6 +58,12 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 
 def _list(options: argparse.Namespace) -> int:
+    packages = {entry.package for entry in catalog.entries()}
+    if options.package is not None and options.package not in packages:
+        raise ConfigError(
+            f"No installed package named {options.package!r} registers a technique."
+            f"{nearest(options.package, packages)}\nThese do: {', '.join(sorted(packages))}."
+        )
     rows = [
         (entry.kind, entry.name, entry.origin, entry.summary())
         for entry in catalog.entries()

@@ -36,6 +36,13 @@ def _too_long(warmup_steps: int, total_steps: int) -> str:
     )
 
 
+def _never_ends(total_steps: int, run_steps: int) -> str:
+    return (
+        f"total_steps is {total_steps}, the run only {run_steps} steps long: it would end before the schedule.\n"
+        f"Set --model.lr_scheduler.total_steps to {run_steps} or less, or leave it out to take the run's length."
+    )
+
+
 @technique(
     paper="SGDR, arXiv:1608.03983, one cycle; to a tenth of the peak as in GPT-3, arXiv:2005.14165, B",
     maturity="stable",
@@ -49,10 +56,11 @@ class WarmupCosine(Schedule):
         optimizer: Its learning rates are the peaks.
         warmup_steps: Optimizer steps until the peak; 0 starts there.
         min_lr_ratio: Final learning rate over the peak, 0 to 1.
-        total_steps: Optimizer steps of the whole schedule; None: the length of the run.
+        total_steps: Optimizer steps of the whole schedule, after which the rate stays at its end; None: the
+            length of the run.
 
     Raises:
-        ConfigError: If a value is out of range, or the warm-up is as long as the schedule.
+        ConfigError: If a value is out of range, the warm-up is as long as the schedule, or that longer than the run.
 
     Example:
         model:
@@ -81,14 +89,20 @@ class WarmupCosine(Schedule):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that the warm-up is as long as the schedule, where `trainer.max_steps` tells."""
-        warmup, steps = (own.arguments.get(name) for name in ("warmup_steps", "total_steps"))
-        steps = steps or run.argument("trainer.max_steps") or 0
-        if warmup and warmup >= steps > 1 and not run.argument("trainer.fast_dev_run"):
+        """Yields what is too long, the warm-up or the schedule, where `trainer.max_steps` tells."""
+        if run.argument("trainer.fast_dev_run"):
+            return
+        warmup, fixed = (own.arguments.get(name) or 0 for name in ("warmup_steps", "total_steps"))
+        run_steps = run.argument("trainer.max_steps") or 0
+        if fixed > run_steps > 1:
+            yield _never_ends(fixed, run_steps)
+        if warmup >= (steps := fixed or run_steps) > 1:
             yield _too_long(warmup, steps)
 
     def bind(self, total_steps: int) -> None:
         """Takes the length of the run, unless one was given."""
+        if (self.fixed_steps or 0) > total_steps > 1:
+            raise ConfigError(f"WarmupCosine: {_never_ends(self.fixed_steps or 0, total_steps)}")
         total_steps = self.fixed_steps or total_steps
         if self.warmup_steps >= total_steps > 1:
             raise ConfigError(f"WarmupCosine: {_too_long(self.warmup_steps, total_steps)}")

@@ -89,11 +89,9 @@ def outcome(first: Part, second: Part) -> str:
     merge(values, {"trainer": {"callbacks+": [recorder]}})
     ranks = max(first.ranks, second.ranks)
     done = run(["fit", f"--config={write_config(f'pair-{label}', values)}"], folder, ranks=ranks)
-    if done.code == 2:
-        declared = re.search(r"exclude each other: (.*)|would both control (.*)", done.complaint)
-        return (
-            f"{REFUSED}: {(declared[1] or declared[2]).strip()}" if declared else f"{BUG}: {done.complaint}"
-        )
+    if done.code == 2 and "This selection cannot run" in done.complaint:
+        problems = re.findall(r"^- (.*)", done.complaint, re.MULTILINE)
+        return f"{REFUSED}: {'; '.join(problems)}"
     if done.code:
         return f"{BUG}: exit code {done.code}: {done.complaint[-500:]}"
     losses = done.record["losses"]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.conformance import compatibility
-from tests.conformance.compatibility import BUG, REFUSED, outcome, pairs
+from tests.conformance.compatibility import BUG, REFUSED, Part, outcome, pairs
 
 SAMPLE = 6
 
@@ -50,6 +50,17 @@ def test_the_table_of_pairs_has_every_pair_and_no_other():
     table = compatibility.read_matrix()
     assert {frozenset(pair) for pair in table} == names, "run `python -m tests.conformance.compatibility`"
     assert BUG not in table.values()
+
+
+def test_what_preflight_refuses_is_no_bug():
+    twice = {"trainer": {"callbacks+": [{"class_path": "LossCurve"}]}}
+    result = outcome(Part("LossCurve", twice), Part("the same", twice))
+    assert result.startswith(f"{REFUSED}: LossCurve stands 2 times")
+
+
+def test_a_crash_is_a_bug():
+    wrong = {"data": {"init_args": {"validation_fraction": 2.0}}}
+    assert outcome(Part("x", wrong), Part("y", {"trainer": {"precision": "16"}})).startswith(BUG)
 
 
 def test_the_written_table_reads_back_as_the_results():

@@ -150,8 +150,9 @@ def test_a_broken_promise_is_noticed(proof, kind, name, told, options):
 def test_what_is_sound_is_not_complained_of(kind, name):
     case = Case(name, kind=kind)
     for proof in proofs(case):
-        with suppress(NotProvable):
-            if proof.runs:
+        # what all kinds have in common is tried with the callbacks
+        if proof.runs and (kind in ("callbacks", "precision") or len(proof.kinds) == 1):
+            with suppress(NotProvable):
                 proof(case)
 
 

@@ -38,9 +38,9 @@ def gone(pid):
 @pytest.mark.usefixtures("hang")
 def test_what_hangs_is_killed_and_what_it_wrote_is_told():
     with pytest.raises(
-        AssertionError, match=r"`hang` was not done after 5 s. It wrote:\nhere (\d+)"
+        AssertionError, match=r"`hang` was not done after 2 s. It wrote:\nhere (\d+)"
     ) as caught:
-        runs.run(["hang"], workshop(), timeout=5)
+        runs.run(["hang"], workshop(), timeout=2)
     assert gone(int(str(caught.value).split()[-1]))
 
 

@@ -477,7 +477,7 @@ def test_runs_that_start_in_the_same_moment_take_folders_of_their_own(tmp_path):
         folders = list(pool.map(run_folder.fresh, [tmp_path / "a" / "run"] * 8))
     assert len(set(folders)) == 8
     for folder in folders:
-        run_folder.release(folder, [tmp_path / "a"])
+        run_folder.release(folder, [tmp_path / "a"], failed=True)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -487,6 +487,7 @@ def test_runs_that_start_in_the_same_moment_take_folders_of_their_own(tmp_path):
         ["--config=tiny.yaml", "--model.network.n_head=5"],
         ["--config=tiny.yaml", "--model.optimizer.lr=-1"],
         ["--config=quickstart", "--data.source=nowhere"],
+        ["--config=tiny.yaml", "--trainer.max_steps=-1", "--trainer.max_epochs=-1"],
     ],
     ids=" ".join,
 )
@@ -494,3 +495,19 @@ def test_a_run_that_cannot_start_leaves_nothing(core, tmp_path, words):
     done = core("fit", "--trainer.default_root_dir=a/b/run", *words)
     assert done.code == 2, done.err
     assert [path.name for path in tmp_path.iterdir()] == ["tiny.yaml"], done.err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--callbacks.-LossCurve"], ["--config=out.yaml", "--trainer.default_root_dir=runs/tiny"]],
+    ids=" ".join,
+)
+def test_a_resumed_run_takes_callbacks_out_by_name(core, tmp_path, words):
+    assert core("fit", "--config=tiny.yaml", "--trainer.callbacks+=LossCurve").code == 0
+    (tmp_path / "out.yaml").write_text("trainer: {callbacks: {LossCurve: null}}")
+    wrong = core("fit", "--ckpt_path=runs/tiny", "--callbacks.-LossCurv")
+    assert wrong.code == 2
+    assert "Did you mean LossCurve?" in wrong.err
+    done = core("fit", "--ckpt_path=runs/tiny", "--trainer.max_steps=8", *words)
+    assert done.code == 0, done.err
+    assert "LossCurve" not in done.out.partition("Run folder")[0]

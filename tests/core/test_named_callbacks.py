@@ -62,9 +62,12 @@ def test_arguments_change_callbacks_by_name(write, arguments, expected):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_one_that_is_added_and_changed_by_arguments_stands_once(write, first):
-    arguments = ["--trainer.callbacks+=Throughput", "--callbacks.Throughput.window=5"]
-    request = prepare(["--config=base.yaml", *(arguments if first else arguments[::-1])])
+@pytest.mark.parametrize(
+    "added", [["--trainer.callbacks+=Throughput"], ["--trainer.callbacks+", "Throughput"]]
+)
+def test_one_that_is_added_and_changed_by_arguments_stands_once(write, first, added):
+    arguments = [*added, "--callbacks.Throughput.window=5"]
+    request = prepare(["--config=base.yaml", *(arguments if first else [arguments[-1], *added])])
     assert request.composed.values["trainer"]["callbacks"][-1]["init_args"] == {"window": 5}
     assert request.arguments == []
 

@@ -54,7 +54,11 @@ MISTAKES = {
     "gone": ("class Guard", "class Other", "cannot be imported: AttributeError"),
     "undeclared": ('@technique(paper="a blog post")', "", "not declared"),
     "without paper": ("a blog post", "  ", "@technique(paper=...) is empty"),
-    "conflict without reason": ("blog post", 'blog post", conflicts={"SpikeGuard": " "}, before="', "has no reason"),
+    "conflict without reason": (
+        "blog post",
+        'blog post", conflicts={"SpikeGuard": " "}, before="',
+        "has no reason",
+    ),
     "without docstring": ('"""Guards.', '""; """', "no docstring"),
     "argument not told": ("limit: The", "other: The", "`Args:` does not describe limit"),
     "argument that is none": ("        limit:", "        other: X.\n        limit:", "no argument: other"),
