@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from core.contracts import Reader, Transform, TokenWriter, raise_reject
+from core.contracts import Reader, TokenWriter, Transform, raise_reject
 from core.errors import ConfigError
 from datamodules.preparation.durable import sync, sync_all
 

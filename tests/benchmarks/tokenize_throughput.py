@@ -81,7 +81,10 @@ class Ways:
         from datamodules.preparation.token_preparation import TokenPreparation
         from datamodules.preparation.token_shards import TokenShards
 
-        reader, tokenizer = JSONLinesDocuments(str(self.folder / "text.jsonl")), PretrainedTokenizer(str(self.path))
+        reader, tokenizer = (
+            JSONLinesDocuments(str(self.folder / "text.jsonl")),
+            PretrainedTokenizer(str(self.path)),
+        )
         stages = [Normalise()] if normalise else []
         TokenPreparation(reader, tokenizer, TokenShards(), 0.05, stages).run(folder, "text")
         write_report(folder)
@@ -121,7 +124,9 @@ class Ways:
         (source / "text.jsonl").symlink_to(self.folder / "text.jsonl")
         steps = [
             JsonlReader(str(source)),
-            DocumentTokenizer(str(folder / "out"), tokenizer_name_or_path=str(self.path), eos_token="<|endoftext|>"),
+            DocumentTokenizer(
+                str(folder / "out"), tokenizer_name_or_path=str(self.path), eos_token="<|endoftext|>"
+            ),
         ]
         LocalPipelineExecutor(steps, logging_dir=str(folder / "logs")).run()
 
@@ -175,15 +180,26 @@ def main() -> None:
         ways = Ways(folder, documents)
         tokens = sum(map(len, tokenizer.encode_batch(documents)))
         size = sum(len(text.encode()) for text in documents)
-        print(f"{len(documents):,} documents, {size:,} bytes, {tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}")
+        print(
+            f"{len(documents):,} documents, {size:,} bytes, {tokens:,} tokens, vocabulary {tokenizer.vocab_size:,}"
+        )
         measure(ways, tokens, options.rounds)
 
 
 def measure(ways: Ways, tokens: int, rounds: int) -> None:
     """Lets the ways take turns; prints medians."""
-    names = ["encode_batch_fast", "prepare", "prepare_normalise", "litdata_optimize", "litdata_start", "datatrove"]
+    names = [
+        "encode_batch_fast",
+        "prepare",
+        "prepare_normalise",
+        "litdata_optimize",
+        "litdata_start",
+        "datatrove",
+    ]
     found: dict[str, list[float]] = {name: [] for name in names}
-    Ways(ways.folder, ways.documents[:1] + ways.documents[-1:]).prepare_normalise(_fresh(ways.folder / "imports"))
+    Ways(ways.folder, ways.documents[:1] + ways.documents[-1:]).prepare_normalise(
+        _fresh(ways.folder / "imports")
+    )
     begin = time.perf_counter()
     for _ in range(rounds):
         for name in names:
@@ -193,7 +209,9 @@ def measure(ways: Ways, tokens: int, rounds: int) -> None:
                 if not found[name]:
                     print(f"{name}: {error}")
     starts = found.pop("litdata_start")
-    found["litdata_optimize"] = [whole - start for whole, start in zip(found["litdata_optimize"], starts, strict=True)]
+    found["litdata_optimize"] = [
+        whole - start for whole, start in zip(found["litdata_optimize"], starts, strict=True)
+    ]
     print("way                 CPU s  million tokens/s  of encode_batch_fast (median of the rounds' ratios)")
     for name, times in found.items():
         if times:

@@ -11,7 +11,25 @@ from datamodules.preparation.normalise import Normalise
 from datamodules.preparation.token_preparation import TokenPreparation
 from datamodules.preparation.token_shards import TokenShards
 
-WORDS = ["the", "model", "learns", "from", "text", "and", "words", "token", "batch", "loss", "of", "is", "was", "naïve", "北京", "🙂", "don't"]
+WORDS = [
+    "the",
+    "model",
+    "learns",
+    "from",
+    "text",
+    "and",
+    "words",
+    "token",
+    "batch",
+    "loss",
+    "of",
+    "is",
+    "was",
+    "naïve",
+    "北京",
+    "🙂",
+    "don't",
+]
 
 
 def texts(count, seed=0):

@@ -46,9 +46,9 @@ def write_hugging_face(folder, documents=TEXTS, files=3):
     for number, name in enumerate(names):
         table = pyarrow.table({"id": list(range(size))[: len(documents[number * size :][:size])],
                                "text": documents[number * size :][:size]})  # fmt: skip
-        with pyarrow.OSFile(str(folder / name), "wb") as sink:
-            with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-                writer.write_table(table, max_chunksize=40)
+        path = str(folder / name)
+        with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table, max_chunksize=40)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     (folder / "dataset_info.json").write_text("{}")
     return folder
@@ -96,10 +96,16 @@ def test_fields_and_sources(tmp_path):
     path = tmp_path / "wiki-00003-of-00128.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     rows, _ = rows_of(JSONLinesDocuments(str(path), text_field="body", source_field="from"))
-    assert [(row["text"], row["source"]) for row in rows] == [("one", "web"), ("two", "wiki"), ("three", "wiki")]
+    assert [(row["text"], row["source"]) for row in rows] == [
+        ("one", "web"),
+        ("two", "wiki"),
+        ("three", "wiki"),
+    ]
     assert rows[1]["id"] == f"wiki-00003-of-00128.jsonl:{len(json.dumps(records[0])) + 1}"
     write_lines(tmp_path / "books" / "deep" / "x.jsonl", ["four"])
-    rows, _ = rows_of(TextDocuments(str(write_lines(tmp_path / "a.jsonl", ["five"]).parent / "**/*.jsonl")), [])
+    rows, _ = rows_of(
+        TextDocuments(str(write_lines(tmp_path / "a.jsonl", ["five"]).parent / "**/*.jsonl")), []
+    )
     assert {row["text"]: row["source"] for row in rows} == {"five": "a", "four": "books"}
 
 
@@ -136,7 +142,9 @@ def test_a_broken_member_is_rejected_from_the_broken_place_on(tmp_path, codec):
     found = texts_of(JSONLinesDocuments(str(path)), rejects)
     assert 0 < len(found) < len(many)
     assert found == many[: len(found)]
-    assert [told[1:3] for told in rejects] == [(str(path), f"broken {'gzip' if codec == 'gz' else 'zstd'} file")]
+    assert [told[1:3] for told in rejects] == [
+        (str(path), f"broken {'gzip' if codec == 'gz' else 'zstd'} file")
+    ]
     assert texts_of(JSONLinesDocuments(str(path)), []) == found
     path.write_bytes(b"no archive at all")
     rejects = []
@@ -176,12 +184,17 @@ def test_broken_parquet_is_rejected_by_file_or_row_group(tmp_path):
     rejects = []
     found = texts_of(ParquetDocuments(str(tmp_path)), rejects)
     assert found == TEXTS + TEXTS[50:]
-    assert [told[1] for told in rejects] == [str(tmp_path / "b.parquet"), f"{tmp_path}/c.parquet, row group 0"]
+    assert [told[1] for told in rejects] == [
+        str(tmp_path / "b.parquet"),
+        f"{tmp_path}/c.parquet, row group 0",
+    ]
 
 
 def test_a_missing_column_is_told_with_those_there_are(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", count=list(range(300)))
-    with pytest.raises(ConfigError, match=r"a.parquet has no column 'txt'. Did you mean text\?\n.*text, count"):
+    with pytest.raises(
+        ConfigError, match=r"a.parquet has no column 'txt'. Did you mean text\?\n.*text, count"
+    ):
         ParquetDocuments(str(path), text_column="txt").tasks()
     with pytest.raises(ConfigError, match=r"column 'count' holds int64, not strings"):
         ParquetDocuments(str(path), text_column="count").tasks()
@@ -236,5 +249,5 @@ def test_what_is_no_saved_dataset_is_told(tmp_path):
         HuggingFaceDocuments(str(folder))
     for content in ("{", "[]", '{"_data_files": []}', '{"_data_files": [{"filename": "../x.arrow"}]}'):
         (folder / "state.json").write_text(content)
-        with pytest.raises(ConfigError, match="state.json is"):
+        with pytest.raises(ConfigError, match=r"state\.json is"):
             HuggingFaceDocuments(str(folder))

@@ -40,10 +40,8 @@ def test_a_whole_folder_passes_without_its_report(folder, capsys):
 
 def test_a_flipped_bit_in_any_file_is_found(folder, capsys):
     rng = random.Random(0)
-    for path in sorted(path for path in folder.rglob("*") if path.suffix == ".bin") + [
-        folder / "train" / "index.json",
-        folder / "tokenizer.json",
-    ]:
+    others = folder / "train" / "index.json", folder / "tokenizer.json"
+    for path in (*sorted(folder.rglob("*.bin")), *others):
         before = path.read_bytes()
         at = rng.randrange(len(before))
         path.write_bytes(before[:at] + bytes([before[at] ^ 1 << rng.randrange(8)]) + before[at + 1 :])
@@ -125,7 +123,9 @@ def test_packed_rows_hold_whole_documents(whole, capsys, packing):
     assert len(rows) == 3
     known = set(texts(120))
     for row in rows:
-        parts = [part.strip("|\n") for part in row.partition("\n")[2].partition("[")[0].split("<|endoftext|>")]
+        parts = [
+            part.strip("|\n") for part in row.partition("\n")[2].partition("[")[0].split("<|endoftext|>")
+        ]
         assert {part for part in parts if part} <= known
     padding = int(np.sum([int(row.partition("[")[2].split()[0]) for row in rows if "[" in row]))
     assert padding >= 0
