@@ -150,4 +150,7 @@ class PretrainDataModule(TokenDataModule):
         try:
             return self.packing.batches(self.folder / split, **order)
         except ConfigError as error:
-            raise ConfigError(f"{error}\nDelete {self.folder} and run again: it is written anew.") from error
+            mend = f"Delete {self.folder} and run again: it is written anew."
+            if self.prepared is not None:
+                mend = "See what is damaged with `python -m core verify-data`, and prepare it again."
+            raise ConfigError(f"{error}\n{mend}") from error

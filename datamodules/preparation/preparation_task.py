@@ -205,20 +205,31 @@ class PreparationTask:
         self, task: Mapping[str, Any], tally: Tally, counts: np.ndarray, held_out: list[np.ndarray]
     ) -> Iterator[np.ndarray]:
         """Yields the training documents' ids, counts all, and collects those that are held out."""
-        dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
         for batch in self.pipeline.batches(task, tally):
             texts = batch["text"].to_pylist()
-            rows = zip(texts, batch["source"].to_pylist(), self.encode(texts), strict=True)
-            for text, source, encoded in rows:
-                ids = np.array([*encoded, self.end_of_text_id], dtype)
+            found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+            for text, source, encoded in zip(
+                texts, batch["source"].to_pylist(), self.encode(texts), strict=True
+            ):
                 raw = text.encode()
-                is_held_out = text_hash(raw) < self.bound
-                tally.add(SPLITS[is_held_out], source, len(raw), len(ids))
-                counts[int(is_held_out)] += np.bincount(ids, minlength=self.vocab_size)
-                if is_held_out:
-                    held_out.append(ids)
-                else:
-                    yield ids
+                split = int(text_hash(raw) < self.bound)
+                found[split].append(self._stored(encoded))
+                tally.add(SPLITS[split], source, len(raw), len(encoded) + 1)
+            for frequencies, group in zip(counts, found, strict=True):
+                if group:
+                    frequencies += np.bincount(np.concatenate(group), minlength=len(frequencies))
+            held_out += found[1]
+            yield from found[0]
+
+    def _stored(self, encoded: list[int]) -> np.ndarray:
+        """Returns a document's ids with the end-of-text id, as they are stored."""
+        ids = np.array([*encoded, self.end_of_text_id], np.uint32)
+        if ids.max() >= self.vocab_size:
+            raise ConfigError(
+                f"The tokenizer gives the id {ids.max():,} with a vocab_size of {self.vocab_size:,}, which its ids "
+                "must lie below.\nMend its vocab_size, or take another tokenizer."
+            )
+        return ids.astype(np.uint16) if self.vocab_size <= 1 << 16 else ids
 
 
 def text_hash(text: bytes) -> int:

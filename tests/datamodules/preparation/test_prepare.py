@@ -154,6 +154,29 @@ def test_large_vocabularies_are_stored_as_uint32(source, tmp_path):
     assert TokenStore(folder / "train").read(0, 1).dtype == np.uint32
 
 
+def test_a_tokenizer_that_leaves_its_vocabulary_is_named(source, tmp_path):
+    class Narrow(BPETokenizer):
+        """Claims fewer ids than there are."""
+
+        vocab_size = property(lambda self: 270, lambda self, value: None)
+
+    with pytest.raises(ConfigError, match=r"gives the id 2\d\d with a vocab_size of 270"):
+        prepare(source, tmp_path / "out", tokenizer=Narrow(300))
+
+
+def test_a_damaged_shard_is_named_when_it_is_trained_on(source, tmp_path):
+    folder = prepare(source, tmp_path / "out")
+    shard = sorted((folder / "train").glob("*.bin"))[3]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    data = PretrainDataModule(TextDocuments, BPETokenizer(), TokenShards(), Concatenate(), source=str(folder))
+    data.setup()
+    with pytest.raises(ConfigError, match=rf"{shard}.*damaged.*\n.*verify-data"):
+        data.train_dataloader()
+    shard.unlink()
+    with pytest.raises(ConfigError, match=rf"{shard}"):
+        data.train_dataloader()
+
+
 # Rejects and stages -------------------------------------------------------------------------------------
 
 
