@@ -7,16 +7,7 @@ class ConfigError(Exception):
     The command line prints the message (at most 10 lines) and ends with exit code 2. Write the
     message for the person who has to mend it: where, what was found, the nearest right thing, what
     to do.
-
-    Attributes:
-        latest: The newest one made; for code that has to find it behind a library's own error.
     """
-
-    latest: "ConfigError | None" = None
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message)
-        ConfigError.latest = self
 
 
 def nearest(word: str, candidates: "list[str] | tuple[str, ...] | set[str]") -> str:

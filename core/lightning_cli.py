@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from traceback import walk_tb
 from typing import Any, NoReturn
 
 import torch
 from lightning.fabric.plugins import Precision
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    LightningEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import _get_rank
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.accelerators import AcceleratorRegistry
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.strategies import Strategy
 
-from core import catalog, preflight, run_folder
-from core.blame import blame
+from core import launchers, preflight, run_folder
+from core.blame import blame, useful
+from core.building import Builder, complaint, make_trainer
 from core.class_check import check_classes
 from core.cli import SECTIONS, Request, differences, option_values
 from core.config_files import dump_yaml, parse_yaml
-from core.errors import ConfigError, nearest
+from core.errors import ConfigError
 from core.language_module import LanguageModule
 from core.mistakes import explain, finder, laid_over
 from core.print_config import annotating
@@ -63,6 +58,7 @@ class Cli(LightningCLI):
 
     def __init__(self, subcommand: str, request: Request, starts: bool) -> None:
         self.request, self.only, self.starts = request, subcommand, starts
+        self.builder = Builder()
         with self._releasing(done=False):
             super().__init__(
                 model_class=LanguageModule,
@@ -103,9 +99,19 @@ class Cli(LightningCLI):
         try:
             with annotating(self.request.arguments) as arguments:
                 self.config = parser.parse_args([self.only, *config, *arguments])
+        except SystemExit as error:  # by --help and --print_config, or by a module that is imported
+            if all(frame.f_code.co_name != "<module>" for frame, _ in walk_tb(error.__traceback__)):
+                raise
+            self._explain()
+            raise ConfigError(blame(error)) from error
         except ConfigError as error:
-            explain(values, self.request.composed.positions, self._options())
-            raise ConfigError("\n".join(str(error).splitlines()[:6])) from error
+            self._explain()
+            key = re.match(r'Parser key "(.*)":', str(error))
+            where = f"{finder(self._places())(tuple(key[1].split('.')))}: " if key else ""
+            raise ConfigError(where + "\n".join(useful(str(error)).splitlines()[:6])) from error
+
+    def _explain(self) -> None:
+        explain(self.request.composed.values, self.request.composed.positions, self._options())
 
     def _options(self) -> list[tuple[str, str]]:
         told = option_values(self.request.arguments)
@@ -119,7 +125,8 @@ class Cli(LightningCLI):
         try:
             super()._set_seed()
         except ValueError as error:
-            place, seed = self._places().get(("seed_everything",), ""), self.config[self.only]["seed_everything"]
+            seed = self.config[self.only]["seed_everything"]
+            place = self._places().get(("seed_everything",), "")
             where = f"{place}: ".removeprefix(f"{os.getcwd()}/") if place else ""
             raise ConfigError(f"{where}seed_everything is {seed}, not one of 0 to {2**32 - 1}.") from error
 
@@ -148,14 +155,16 @@ class Cli(LightningCLI):
             n if isinstance(n := options[name], int) else 1 for name in ("devices", "num_nodes")
         )
         run = Run(self.selected, config, places, str(options["accelerator"]), devices, devices * nodes)
+        self.run_known = run
         try:
-            outline = _outline(options)
+            with self._building():
+                outline = _outline(options, run)
         except ConfigError as error:
             preflight.check(run, str(error))
         selected = [*self.selected, *_implied(outline, self.selected)]
         processes = outline.num_devices * outline.num_nodes
         run = Run(selected, config, places, outline.accelerator.name(), outline.num_devices, processes)
-        preflight.check(run, *_launched_otherwise(processes), *_not_launched(outline, self.selected))
+        preflight.check(run, *launchers.faults(outline, self.selected))
 
     def _choose_folder(self, root: Path) -> Path:
         if self.request.checkpoint is not None:
@@ -169,10 +178,10 @@ class Cli(LightningCLI):
 
     def after_instantiate_classes(self) -> None:
         """Says what was selected, once what can be known to be wrong is known."""
-        with _building(), torch.device("meta"):  # finds wrong arguments before hours of preparation
+        with self._building(), torch.device("meta"):  # finds wrong arguments before hours of preparation
             self.meta_network = self.model.build_network()
         self.model.check_against_data(self.meta_network, self.datamodule)
-        with _building():
+        with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:
                 self.model.build_lr_scheduler(optimizer)
@@ -184,9 +193,24 @@ class Cli(LightningCLI):
             for line in differences(self.request.stored, self.plain) if self.request.stored else ():
                 print(f"  {line}", flush=True)
 
+    @contextmanager
+    def _building(self) -> Iterator[None]:
+        """What fails while techniques are built is a wrong value in the configuration, as far as one can tell."""
+        self.builder.failed = None
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, ConfigError) and self.builder.failed is None:
+                raise
+            target, cause = self.builder.failed or (None, error)
+            if not isinstance(cause, ConfigError):
+                self._explain()
+            raise ConfigError(complaint(target, cause, self.run_known)) from cause
+
     def instantiate_classes(self) -> None:
         """Builds everything but the network."""
-        with _building():
+        self.parser.add_instantiator(self.builder, object)
+        with self._building():
             super().instantiate_classes()
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
@@ -198,7 +222,7 @@ class Cli(LightningCLI):
         options["callbacks"] = [record, *callbacks]
         options["default_root_dir"] = str(self.folder)
         options["profiler"] = options.get("profiler") or NoProfiler()
-        trainer = _make_trainer(options)
+        trainer = make_trainer(options, self.run_known)
         trainer.callbacks = preflight.ordered(trainer.callbacks)  # type: ignore[attr-defined]
         self.selected += by_trainer(trainer, self.selected)
         record.techniques = table(self.selected)
@@ -229,24 +253,14 @@ class Cli(LightningCLI):
         print(f"Log-probabilities of {rows.numel():,} labels: {path}")
 
 
-def _make_trainer(options: Mapping[str, Any]) -> Trainer:
-    try:
-        return Trainer(**options)
-    except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
-        registered = {entry.name for entry in catalog.entries() if entry.kind == "strategies"}
-        _check_name("strategy", options, registered | set(StrategyRegistry.available_strategies()))
-        _check_name("accelerator", options, {"gpu", *AcceleratorRegistry.available_accelerators()})
-        raise ConfigError(f"trainer: {error}") from error
-
-
-def _outline(options: Mapping[str, Any]) -> Trainer:
+def _outline(options: Mapping[str, Any], run: Run) -> Trainer:
     """Makes a trainer of those options that are words and numbers; it knows what Lightning takes them for."""
     names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
     words = {name: options[name] for name in names if not isinstance(options[name], Mapping)}
     extras = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run's own trainer warns
-        return _make_trainer(words | dict.fromkeys(extras, False))
+        return make_trainer(words | dict.fromkeys(extras, False), run)
 
 
 def _implied(outline: Trainer, selected: list[Selected]) -> list[Selected]:
@@ -256,49 +270,3 @@ def _implied(outline: Trainer, selected: list[Selected]) -> list[Selected]:
         return []
     chosen = Precision if any(issubclass(kind, Precision) for kind in classes) else ()
     return [item for item in by_trainer(outline, selected) if not issubclass(item.target, chosen)]
-
-
-def _launched_otherwise(processes: int) -> Iterator[str]:
-    # Lightning looks only where it launches by itself: each process would train the whole, alone.
-    name = "WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_STEP_NUM_TASKS"
-    launched = os.environ.get(name) if name == "WORLD_SIZE" or SLURMEnvironment.detect() else None
-    if launched and not launched.isdecimal():
-        yield f"{name} is {launched!r} in the environment, not a number of processes"
-    elif launched and int(launched) != processes:
-        yield (
-            f"{launched} processes were launched, --trainer.devices x --trainer.num_nodes is {processes}: "
-            f"give them the launcher's numbers, on one machine --trainer.devices={launched}"
-        )
-
-
-def _not_launched(outline: Trainer, selected: list[Selected]) -> Iterator[str]:
-    """Yields that nobody starts the processes of the other machines: Lightning would wait for them for ever."""
-    environment = outline._accelerator_connector.cluster_environment
-    chosen = any(isinstance(i.target, type) and issubclass(i.target, ClusterEnvironment) for i in selected)
-    by_hand = "MASTER_ADDR" in os.environ and {"NODE_RANK", "GROUP_RANK"} & set(os.environ)
-    nodes, each = outline.num_nodes, outline.num_devices
-    if nodes > 1 and isinstance(environment, LightningEnvironment) and not (chosen or by_hand):
-        yield (
-            f"trainer.num_nodes is {nodes}, but nothing launched this run on other machines. On each of them: "
-            f"torchrun --nnodes={nodes} --nproc_per_node={each} --node_rank=N --master_addr=HOST -m core ...; "
-            f"in a SLURM script: srun --nodes={nodes} --ntasks-per-node={each} python -m core ..."
-        )
-
-
-@contextmanager
-def _building() -> Iterator[None]:
-    """What fails while techniques are built is a wrong value in the configuration, as far as one can tell."""
-    ConfigError.latest = None
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:
-        # jsonargparse tells of a technique's complaint in words of its own, without a cause
-        raise ConfigError.latest or ConfigError(blame(error)) from error
-
-
-def _check_name(option: str, options: Mapping[str, Any], known: set[str]) -> None:
-    value = options.get(option)
-    if isinstance(value, str) and value not in known | {"auto"}:
-        raise ConfigError(f"--trainer.{option}: there is no {option} named {value!r}.{nearest(value, known)}")

@@ -20,6 +20,7 @@ from core.class_names import Bases, either, find_class, fitting, listing_of, mis
 from core.config_files import parse_value
 from core.errors import ConfigError, nearest
 from core.signatures import (
+    REQUIRED,
     accepts,
     class_types,
     describe,
@@ -53,11 +54,11 @@ class Checker:
         known, takes_more = parameters(target)
         for name, value in values.items():
             if name not in known:
-                resolved = understood(target, 0) if takes_more else (set(known), set())
-                if resolved is None or name in resolved[0]:
+                names = understood(target) if takes_more else set(known)
+                if names is None or name in names:
                     continue
-                hint = nearest(str(name), resolved[0])
-                listing = "" if hint else f"\nIt takes: {', '.join(sorted(resolved[0]))}."
+                hint = nearest(str(name), names)
+                listing = "" if hint else f"\nIt takes: {', '.join(sorted(names))}."
                 self._fail((*keys, name), f"{_title(target)} has no argument {name!r}.{hint}{listing}")
             if value is not None or known[name].default is not None:
                 self.value(known[name].hint, value, (*keys, name))
@@ -80,7 +81,8 @@ class Checker:
             options = ", ".join(str(option) for option in literals(hint))
             wanted = f"one of {options}" if options else describe(hint)
             self._fail(
-                keys, f"{_subject(keys)} is {value!r}, not {wanted}.{nearest(str(value), set(options.split(', ')))}"
+                keys,
+                f"{_subject(keys)} is {value!r}, not {wanted}.{nearest(str(value), set(options.split(', ')))}",
             )
 
     def _chosen_class(self, bases: Bases, value: Mapping[str, Any], keys: Keys, given: int) -> None:
@@ -108,11 +110,15 @@ class Checker:
 
     def _complete(self, target: Any, values: Mapping[str, Any], keys: Keys, given: int) -> None:
         """Checks that a class gets the arguments that it requires, `given` of them from its caller."""
-        resolved = understood(target, given) if isinstance(target, type) else None
-        if missing := sorted((resolved[1] if resolved else set()) - set(values)):
-            known = parameters(target)[0]
-            wanted = [f"{name} ({describe(known[name].hint)})" if name in known else name for name in missing]
-            self._fail(keys, f"{_title(target)} needs {', '.join(wanted)}: give it below init_args.")
+        known = parameters(target)[0]
+        names = (understood(target, given) if isinstance(target, type) else None) or set()
+        required = [name for name in known if name in names and known[name].default is REQUIRED]
+        if missing := [f"{name} ({describe(known[name].hint)})" for name in required if name not in values]:
+            how = "give it below init_args"
+            if not any(isinstance(key, int) for key in keys):
+                path = ".".join(str(key) for key in keys if key != "init_args")
+                how += f", or --{path}.{missing[0].partition(' ')[0]}=VALUE"
+            self._fail(keys, f"{_title(target)} needs {', '.join(missing)}: {how}.")
 
     def _named(self, bases: Bases, name: Any, keys: Keys) -> Any:
         if not isinstance(name, str):
@@ -165,8 +171,14 @@ def told_by_lightning(error: Exception) -> str | None:
         return f"trainer: {str(error).strip()}"
     if place == ("lightning.pytorch.callbacks.early_stopping", "_validate_condition_metric"):
         wanted, _, *logged = re.findall("`(.*?)`", str(error))
-        hint = nearest(wanted, set(logged))
-        return f"EarlyStopping: nothing is logged as {wanted!r}.{hint}\nThere are: {', '.join(sorted(logged))}."
+        known = {*logged, "val/loss", "val/perplexity"}
+        if wanted in known:
+            return (
+                f"EarlyStopping: there is no {wanted} yet, the run has not validated. Train for longer, or set\n"
+                "--trainer.val_check_interval to fewer batches than the run has."
+            )
+        hint, listing = nearest(wanted, known), ", ".join(sorted(known))
+        return f"EarlyStopping: nothing is logged as {wanted!r}.{hint}\nThere are: {listing}."
     return None
 
 
@@ -198,7 +210,6 @@ def explain(
                 f"{where((name,))}: there is no section {name!r}.{nearest(name, set(sections))}{listing}"
             )
 
-
     model = merged.get("model") or {}
     needed = {"model.network", "model.objective", "model.optimizer", "data"}
     if missing := sorted(needed - {f"model.{name}" for name in model} - set(merged)):
@@ -206,12 +217,6 @@ def explain(
             f"{', '.join(missing)}: missing, so there is nothing to run.\n"
             "Start from a whole config, for example --config quickstart; others go behind it."
         )
-
-
-def place_of(keys: Keys, places: Mapping[Keys, str]) -> str:
-    """Returns where the value at `keys`, or what holds it, was written; empty if nowhere."""
-    found = next((places[keys[:count]] for count in range(len(keys), 0, -1) if keys[:count] in places), "")
-    return found.removeprefix(f"{os.getcwd()}/")
 
 
 def laid_over(

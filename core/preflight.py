@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from core import API_VERSION, catalog
@@ -58,11 +59,12 @@ def _versions(run: Run) -> Iterator[str]:
 
 def _needs(run: Run) -> Iterator[str]:
     for item in run.selected:
+        lines = _asked(run, item, "needs", partial(_missing, run, item))
+        yield from (f"{run.named(item)}: {line}" for line in lines)
 
-        def missing(item: Selected = item) -> list[str]:
-            return [line for need in item.declaration.needs if (line := need.missing(run))]
 
-        yield from (f"{run.named(item)}: {line}" for line in _asked(run, item, "needs", missing))
+def _missing(run: Run, item: Selected) -> list[str]:
+    return [line for need in item.declaration.needs if (line := need.missing(run))]
 
 
 def _asked(run: Run, item: Selected, what: str, ask: Callable[[], list[str]]) -> list[str]:
@@ -93,7 +95,7 @@ def _numbers(run: Run) -> Iterator[str]:
         value = run.argument(path)
         if isinstance(value, int | float) and not least <= value < math.inf:
             place = run.place(path)
-            yield f"{f'{place}: ' if place else ''}{path} is {value}, not a number from {least} upwards"
+            yield f"{f'{place}: ' if place else ''}{path} is {value}, not a finite number from {least} upwards"
 
 
 def _conflicts(run: Run) -> Iterator[str]:
@@ -149,16 +151,12 @@ def _arguments(run: Run) -> Iterator[str]:
     for item in run.selected:
         judge = getattr(item.target, "preflight", None)
         if inspect.ismethod(judge):  # a classmethod; whatever else bears this name is not meant
-            lines = _asked(run, item, "preflight", lambda item=item, judge=judge: lines_of(judge(run, item)))
+            lines = _asked(run, item, "preflight", partial(_judged, judge, run, item))
             yield from (f"{_named_by(run, item, line)}: {line}" for line in lines)
 
 
-def lines_of(answer: Any) -> list[str]:
-    """Returns the lines that a class's `preflight` yields.
-
-    Raises:
-        TypeError: If it does something else.
-    """
+def _judged(judge: Callable[[Run, Selected], Any], run: Run, item: Selected) -> list[str]:
+    answer = judge(run, item)
     if answer is None or isinstance(answer, str):
         raise TypeError(f"it returned {answer!r}, where it has to yield a line for each problem")
     return [str(line) for line in answer]

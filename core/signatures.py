@@ -138,20 +138,18 @@ def given(hint: Any) -> int:
     return max((given(part) for part in inner), default=0) if typing.get_origin(hint) in _UNIONS else 0
 
 
-def understood(target: Any, given: int) -> tuple[set[str], set[str]] | None:
-    """Returns the arguments that jsonargparse takes for a class, behind the first `given`, and the required.
+def understood(target: Any, given: int = 0) -> set[str] | None:
+    """Returns the arguments that jsonargparse takes for a class, those behind the first `given`.
 
     It follows `**kwargs` to where they are used, which :func:`parameters` does not; None if it cannot.
     """
     from jsonargparse import ArgumentParser
 
-    parser = ArgumentParser(exit_on_error=False)
+    skip: set[str | int] | None = {given} if given else None
     try:
-        skip: set[str | int] | None = {given} if given else None
-        names = parser.add_class_arguments(target, fail_untyped=False, skip=skip)
+        return set(ArgumentParser().add_class_arguments(target, fail_untyped=False, skip=skip))
     except Exception:  # whatever it stumbles over, it is not what the user is to be told
         return None
-    return set(names), set(parser.required_args) & set(names)
 
 
 def describe(hint: Any) -> str:

@@ -206,14 +206,14 @@ def technique(
     Raises:
         ConfigError: By the decorator, which knows whose it is, if an argument is not of this form.
     """
-    lists = [needs, before, after, owns, offers]
-    needed, *names = (tuple(given) if isinstance(given, Iterable) else given for given in lists)
-    declaration = Declaration(paper, needed, conflicts or {}, *names, api, maturity)
+    given: dict[str, Any] = {"needs": needs, "before": before, "after": after, "owns": owns, "offers": offers}
+    lists = {name: tuple(value) if isinstance(value, Iterable) else value for name, value in given.items()}
+    declaration = Declaration(paper, conflicts=conflicts or {}, api=api, maturity=maturity, **lists)
 
     def record(target: T) -> T:
-        for field_name, given in zip(("needs", "before", "after", "owns", "offers"), lists, strict=True):
-            if isinstance(given, str) or not isinstance(given, Iterable):
-                _refuse(target, f"{field_name} is {given!r}, not a list: write {field_name}=[...]")
+        for name, value in given.items():
+            if isinstance(value, str) or not isinstance(value, Iterable):
+                _refuse(target, f"{name} is {value!r}, not a list: write {name}=[...]")
         if fault := next(_faults(declaration), None):
             _refuse(target, fault)
         setattr(target, _ATTRIBUTE, declaration)
@@ -238,7 +238,9 @@ def _faults(declared: Declaration) -> Iterator[str]:
         elif isinstance(need, Package) and (fault := need.misread()):
             yield f"needs has {need!r}, which is no requirement as pip takes it: {fault}"
     conflicts = declared.conflicts
-    if not isinstance(conflicts, Mapping) or not all(isinstance(i, str) for p in conflicts.items() for i in p):
+    if not isinstance(conflicts, Mapping) or not all(
+        isinstance(i, str) for p in conflicts.items() for i in p
+    ):
         yield f"conflicts is {conflicts!r}, not a mapping of names to reasons"
     for name in (*declared.before, *declared.after, *declared.owns, *declared.offers):
         if not isinstance(name, str):

@@ -82,10 +82,9 @@ def environment(tmp_path):
     [packages] = folder.glob("lib/python*/site-packages")
     ours = sysconfig.get_paths()["purelib"]
     (packages / "ours.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
-    for name in ("pip", "pytest"):
-        script = folder / "bin" / name
-        script.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m {name} "$@"\n')
-        script.chmod(0o755)
+    pip = folder / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec "{folder}/bin/python" -m pip "$@"\n')
+    pip.chmod(0o755)
     path = os.pathsep.join([str(folder / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {
         **os.environ,

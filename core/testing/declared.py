@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Callable
+from typing import Any
 
 from core import API_VERSION, catalog, preflight, selection
 from core.config_files import parse_yaml
@@ -67,14 +69,22 @@ def is_declared(case: Case) -> None:
         "@technique(paper=...) is empty: name the paper or source",
     )
     judge = getattr(case.target, "preflight", None)
-    if not inspect.ismethod(judge):
-        return
+    if inspect.ismethod(judge):
+        answer = _answer(judge, case)
+        require(
+            answer is not None and not isinstance(answer, str),
+            f"preflight returns {answer!r}, where it has to yield a line for each problem",
+        )
+
+
+def _answer(judge: Callable[..., Any], case: Case) -> Any:
+    """Returns what a `preflight` says of the defaults; no lines where it cannot judge them without a run."""
     arguments = {name: argument.default for name, argument in parameters(case.target)[0].items()}
     own = selection.describe("own", case.target, case.entry.class_path, arguments)
     try:
-        preflight.lines_of(answer := judge(selection.Run((own,)), own)) if False else None
-    except Exception:
-        return
+        return judge(selection.Run((own,)), own)
+    except Exception:  # a run with all that it needs is tried by the proofs that train
+        return ()
 
 
 @proof(runs=False)

@@ -45,6 +45,14 @@ def test_the_run_and_its_speed(run, resumed):
     assert " since it was resumed at step 40; median" in resumed.printed
 
 
+def test_tokens_are_told_as_far_as_they_were_counted(fit, tmp_path):
+    options = {"max_steps": 7, "limit_val_batches": 0}
+    late = fit(tmp_path / "late", [RunSummary()], log_every_n_steps=5, **options)
+    assert "Trained to step 7, 1,280 tokens by the last logged step, in 0:00:" in late.printed
+    none = fit(tmp_path / "none", [RunSummary()], log_every_n_steps=50, **options)
+    assert "Trained to step 7, in 0:00:" in none.printed
+
+
 def test_what_is_listed_exists_and_what_exists_is_listed(run):
     listed = dict(re.findall(r"^(.+?)  +(/.*)$", summary_of(run), re.MULTILINE))
     assert listed == {

@@ -377,6 +377,10 @@ def network(**arguments):
     return {"model": {"network": {"init_args": arguments}}}
 
 
+def early_stopping(monitor):
+    return {"trainer": {"callbacks+": [{"class_path": "EarlyStopping", "init_args": {"monitor": monitor}}]}}
+
+
 @pytest.mark.parametrize(
     ("written", "words", "hint"),
     [
@@ -414,6 +418,16 @@ def network(**arguments):
         pytest.param(
             {}, ["--trainer.callbacks+=PeriodicCheckpoint"], "stands 2 times", id="preflight refuses"
         ),
+        pytest.param({}, ["--ckpt_path="], "--ckpt_path is empty", id="empty checkpoint"),
+        pytest.param(
+            {}, ["--seed_everything=-1"], "--seed_everything: seed_everything is -1", id="seed below 0"
+        ),
+        pytest.param(
+            {"trainer": {"default_root_dir": "x" * 300}}, [], "cannot be made", id="folder's name too long"
+        ),
+        pytest.param({}, ["--trainer.val_check_interval=1000"], "batches (16)", id="never validated"),
+        pytest.param(early_stopping("val/los"), [], "Did you mean val/loss?", id="unknown figure"),
+        pytest.param(early_stopping("val/loss"), [], "there is no val/loss yet", id="figure of later"),
         pytest.param({}, ["--ckpt_path=gone.ckpt"], "there is no such file", id="missing checkpoint"),
         pytest.param({}, ["--ckpt_path=tiny.yaml"], "not a checkpoint", id="not a checkpoint"),
         pytest.param(

@@ -74,6 +74,8 @@ def test_plugins_list_selects_by_kind_package_and_word(capsys, packages):
     assert names("--package", "acme_tools") == ["AcmeGuard"]
     assert "WarmupCosine" in names("--search", "COSINE")
     assert "GPT" not in names("--search", "cosine")
+    assert main(["plugins", "list", "--package", "acme_tool"]) == 2
+    assert "named 'acme_tool' registers a technique. Did you mean acme_tools?" in capsys.readouterr().err
 
 
 def test_version_is_printed(capsys):

@@ -46,6 +46,11 @@ ARGUMENTS = [
     ("--ckpt_path=gone.ckpt", "gone.ckpt", "no such file"),
     ("--ckpt_path=last", "last", "no whole checkpoint"),
     ("--config=quickstrat", "quickstrat", "Did you mean quickstart?"),
+    ("--trainer.callbacks=5", "--trainer.callbacks", "is 5, not list[Callback] | Callback | null"),
+    ("--trainer.callbacks+=5", "--trainer.callbacks+", "of callbacks is 5, not Callback"),
+    ("--model.optimizer=5", "--model.optimizer", "is 5, not Optimizer"),
+    ("--model.optimizer.betas=[0.9,much]", "--model.optimizer.betas", "not tuple[float, float]"),
+    ("--data.reader=BPETokeniser", "--data.reader", "Registered: TextDocuments."),
     ("--seed_everything=often", "--seed_everything", "'often'"),
 ]
 
@@ -63,12 +68,41 @@ FILES = [
     ("model:\n  network:\n    class_path: GPT\n    init_args:\n      n_layr: 2", "mine.yaml:5", "n_layer"),
     ("model:\n  network:\n    class_path: GPT\n    n_layer: 2", "mine.yaml:4", "init_args"),
     ("data:\n  init_args:\n    tokenizer:\n      class_path: BPE", "mine.yaml:4", "BPETokenizer"),
+    ("model:\n  network: null", "mine.yaml:2", "network is null, not Network"),
+    ("trainer:\n  max_steps: null", "mine.yaml:2", "max_steps is null, not int"),
+    ("trainer:\n  callbacks+: [null]", "mine.yaml:2", "of callbacks is null, not Callback"),
+    (
+        "trainer:\n  callbacks+:\n  - LearningRateMonitor: {}",
+        "mine.yaml:3",
+        "- class_path: LearningRateMonitor",
+    ),
     ("trainer: [1, 2]", "mine.yaml:1", "section"),
     ("trainer:\n  max_steps: 1\n max_epochs: 2", "mine.yaml:3", "not YAML"),
     ("trainer: {max_steps: 1}\ntrainer: {max_steps: 2}", "mine.yaml:2", "twice"),
     ("base: quickstrat", "mine.yaml:1", "Did you mean quickstart?"),
     ("- 1\n- 2", "mine.yaml:1", "mapping"),
     ("", "", None),
+]
+
+
+SEEN_LATE = [
+    ("--trainer.callbacks+=EarlyStopping", "--trainer.callbacks+", "EarlyStopping needs monitor (str)"),
+    ("--model.lr_scheduler=StepLR", "--model.lr_scheduler", "--model.lr_scheduler.step_size=VALUE"),
+    ("--model.network.n_layer=0", "--model.network.n_layer", "at least 1"),
+    ("--trainer.max_steps=-7", "--trainer.max_steps", "-7"),
+    ("--trainer.devices=-5", "--trainer.devices", "It is '-5'"),
+    ("--trainer.accelerator=mps", "--trainer.accelerator", "--trainer.accelerator=auto"),
+    ("--trainer.strategy=DDPStrategy", "--trainer.strategy", "--trainer.strategy.class_path=DDPStrategy"),
+]
+"""Arguments that no schema of names and types can refuse."""
+
+FILES_SEEN_LATE = [
+    ("model:\n  network:\n    init_args:\n      n_layer: null", "mine.yaml:4", "n_layer is null, not int"),
+    (
+        "trainer:\n  strategy:\n    class_path: DDPStrategy\n    init_args: {find_unused: true}",
+        "mine.yaml:4",
+        "Did you mean find_unused_parameters?",
+    ),
 ]
 
 
@@ -81,7 +115,7 @@ def complain(capsys, *words):
     return message
 
 
-@pytest.mark.parametrize(("argument", "where", "hint"), ARGUMENTS)
+@pytest.mark.parametrize(("argument", "where", "hint"), [*ARGUMENTS, *SEEN_LATE])
 def test_a_wrong_argument(argument, where, hint, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = complain(capsys, argument)
@@ -90,13 +124,72 @@ def test_a_wrong_argument(argument, where, hint, capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(("text", "where", "hint"), FILES[:-1])
+@pytest.mark.parametrize(("text", "where", "hint"), [*FILES[:-1], *FILES_SEEN_LATE])
 def test_a_mistake_in_a_file_is_told_with_its_line(text, where, hint, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
     message = complain(capsys, "--config", "mine.yaml")
     assert where in message
     assert hint in message
+
+
+def test_arguments_of_a_callback_that_was_just_added(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    added = ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_intervall=step"]
+    message = complain(capsys, *added)
+    assert message.startswith("--trainer.callbacks.logging_intervall: ")
+    assert "Did you mean logging_interval?" in message
+
+
+@pytest.mark.parametrize("words", [[], ["--config", "techniques/text_samples"]])
+def test_nothing_to_run(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["fit", *words]) == 2
+    message = capsys.readouterr().err
+    assert "model.network" in message
+    assert "--config quickstart" in message
+
+
+FAILING = """
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+class Refuses(Callback):
+    def __init__(self, least: int = 3):
+        raise ValueError(f"least is {least}, which I do not like")
+
+class Imports(Callback):
+    def __init__(self):
+        import acme_absent
+
+class Plan(SingleDeviceStrategy):
+    def __init__(self):
+        raise ValueError("no plan today")
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "hints"),
+    [
+        (
+            "--trainer.callbacks+={}.Refuses",
+            ["Refuses failed with ValueError: least is 3, which", "in __init__"],
+        ),
+        ("--trainer.callbacks={}.Refuses", ["Refuses failed with ValueError: least is 3, which"]),
+        ("--trainer.callbacks+={}.Imports", ["No module named 'acme_absent'", "pip install acme_absent"]),
+        ("--trainer.strategy.class_path={}.Plan", ["Plan failed with ValueError: no plan today"]),
+        ("--trainer.callbacks+={}_quits.Quits", ["cannot be imported", "SystemExit: 3"]),
+    ],
+)
+def test_a_class_that_fails_gives_its_own_reason(argument, hints, capsys, tmp_path, monkeypatch, packages):
+    monkeypatch.chdir(tmp_path)
+    packages.add("acme_failing", {}, FAILING)
+    packages.add("acme_failing_quits", {}, "import sys\nsys.exit(3)\n")
+    message = complain(capsys, argument.format("acme_failing"))
+    assert message.startswith(argument.partition("=")[0])
+    assert "Union" not in message
+    for hint in hints:
+        assert hint in message
 
 
 WORDS = ["trainer", "model", "data", "callbacks+", "class_path", "init_args", "network", "GPT", "LossCurve", "n_layer",

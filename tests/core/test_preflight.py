@@ -157,6 +157,39 @@ def test_a_class_judges_its_arguments_against_the_run():
     ]
 
 
+class Broken:
+    def missing(self, run):
+        return run.no_such_attribute
+
+
+def judging(body):
+    return type("Judging", (), {"preflight": classmethod(lambda cls, run, own: body())})
+
+
+@pytest.mark.parametrize(
+    ("declared", "told"),
+    [
+        ({"needs": (Broken(),)}, "its needs failed with AttributeError: 'Run' object has no attribute"),
+        ({"target": judging(lambda: None)}, "its preflight failed with TypeError: it returned None, where"),
+        ({"target": judging(lambda: "no")}, "its preflight failed with TypeError: it returned 'no', where"),
+        ({"target": judging(lambda: 1 / 0)}, "its preflight failed with ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_fault_of_a_techniques_own_is_told_as_its_own(declared, told):
+    first, second = problems(chosen("A", **declared), chosen("B"))
+    assert first.startswith(f"A of acme 1.0: {told}")
+    assert second.endswith("repair or upgrade it, or take A out of the run.")
+
+
+def test_a_line_that_begins_with_an_argument_has_the_place_of_the_argument():
+    judge = type("J", (), {"preflight": classmethod(lambda cls, run, own: ["n is 3", "all of it"])})
+    item = Selected("data", "J", "acme.J", "-", "-", "-", Declaration(""), {"n": 3}, judge)
+    config = {"data": {"class_path": "acme.J", "init_args": {"n": 3}}}
+    places = {("data",): "x.yaml:1", ("data", "init_args", "n"): "--data.n"}
+    lines = problems(item, config=config, places=places)
+    assert lines[1:] == ["- J (--data.n): n is 3", "- J (x.yaml:1): all of it"]
+
+
 def test_whatever_else_is_called_preflight_is_left_alone():
     class Method:
         def preflight(self, trainer, module):

@@ -11,7 +11,18 @@ from torch import optim
 from torch.optim import Optimizer
 
 from core import catalog
-from core.signatures import REQUIRED, class_types, describe, literals, parameters, sections, takes_list
+from core.signatures import (
+    REQUIRED,
+    class_types,
+    describe,
+    given,
+    literals,
+    parameters,
+    sections,
+    takes_list,
+    takes_null,
+    understood,
+)
 
 CLASSES = [
     *(entry.load() for entry in catalog.entries() if entry.package == "leyden" and entry.kind != "commands"),
@@ -97,4 +108,39 @@ def test_literals_and_descriptions():
     assert literals(Literal["a", 3] | None) == ["a", 3]
     assert literals(int) == []
     assert describe(int) == "int"
-    assert describe(int | None) == "int | None"
+    assert describe(int | None) == "int | null"
+    assert describe(list[Callback] | Callback | None) == "list[Callback] | Callback | null"
+    assert describe(Callable[[Optimizer], Callback]) == "Callback"
+    assert describe(Callable[[int], int]) == "a function"
+    assert describe(tuple[float, float]) == "tuple[float, float]"
+    assert describe(Optional[Literal["a", 3]]) == "a | 3 | null"  # noqa: UP045
+
+
+@pytest.mark.parametrize(
+    ("hint", "answer"),
+    [
+        (int, False),
+        (int | None, True),
+        (Any, True),
+        (list[int], False),
+        (Literal["a", None], True),
+        (None, True),
+    ],
+)
+def test_which_types_take_null(hint, answer):
+    assert takes_null(hint) == answer
+
+
+def test_how_much_the_caller_gives():
+    assert given(Callable[[Optimizer], Callback] | None) == 1
+    assert given(Callable[..., Callback]) == given(Callback) == 0
+
+
+def test_what_is_passed_on_beyond_the_bases_is_understood():
+    class Elsewhere:
+        def __init__(self, first: int, **kwargs: Any) -> None:
+            self.made = Untyped(first, **kwargs)
+
+    assert understood(Elsewhere) == {"first", "at"}
+    assert understood(Elsewhere, 1) == {"at"}
+    assert understood(3) is None

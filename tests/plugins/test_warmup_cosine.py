@@ -133,5 +133,10 @@ def test_a_warm_up_as_long_as_the_schedule_is_refused(warmup, total):
         build(warmup, 1000, 0.1, total_steps=total)
 
 
+def test_a_schedule_longer_than_the_run_is_refused():
+    with pytest.raises(ConfigError, match="total_steps is 31, the run only 30 steps long"):
+        build(5, 30, 0.1, total_steps=31)
+
+
 def test_a_run_of_one_step_needs_no_other_warm_up():
     assert run(*build(100, 1, 0.1), 1) == [[1 / 100]]

@@ -223,6 +223,35 @@ def test_processes_that_were_launched_in_another_number_are_refused(launcher, ch
     assert check(words=["--trainer.devices=2"])[0] == 0
 
 
+def test_a_launcher_that_gives_no_number_is_refused(check, monkeypatch):
+    for name, value in {**LAUNCHED["torchrun"], "WORLD_SIZE": "four"}.items():
+        monkeypatch.setenv(name, value)
+    code, told, _ = check()
+    assert (code, told[1:]) == (2, ["- WORLD_SIZE is 'four' in the environment, not a number of processes"])
+
+
+@pytest.mark.parametrize(
+    ("environment", "enough"),
+    [
+        ({}, False),
+        ({"MASTER_ADDR": "a"}, False),
+        ({"MASTER_ADDR": "a", "NODE_RANK": "0"}, True),
+        ({**LAUNCHED["torchrun"], "WORLD_SIZE": "3"}, True),
+        ({**SLURM, "SLURM_NTASKS": "3", "SLURM_NNODES": "3", "SLURM_NTASKS_PER_NODE": "1"}, True),
+    ],
+)
+def test_several_machines_need_a_launcher(environment, enough, check, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, told, _ = check(words=["--trainer.num_nodes=3"])
+    assert code == (0 if enough else 2), told
+    if not enough:
+        assert told[1].startswith(
+            "- trainer.num_nodes is 3, but nothing launched this run on other machines."
+        )
+        assert "torchrun --nnodes=3 --nproc_per_node=1 " in told[1]
+
+
 def test_one_process_in_an_allocation_for_several_is_left_alone(check, monkeypatch):
     for name, value in SLURM.items():  # a batch script that calls no srun
         monkeypatch.setenv(name, value)
@@ -235,8 +264,20 @@ def test_one_process_in_an_allocation_for_several_is_left_alone(check, monkeypat
         (["--trainer.max_steps=2"], "schedule only 2 steps long. Set --model.lr_scheduler.warmup_steps to less"),
         (["--model.lr_scheduler.warmup_steps=6"], "warmup_steps is 6, the schedule only 6 steps long"),
         (["--trainer.max_steps=50", "--model.lr_scheduler=WarmupCosine", "--model.lr_scheduler.warmup_steps=60"],
-         "- WarmupCosine (--model.lr_scheduler): warmup_steps is 60"),
+         "- WarmupCosine (--model.lr_scheduler.warmup_steps): warmup_steps is 60"),
         (["--model.lr_scheduler.total_steps=2"], "warmup_steps is 2, the schedule only 2 steps long"),
+        (["--model.lr_scheduler.total_steps=7"], "- WarmupCosine (--model.lr_scheduler.total_steps): total_steps "
+         "is 7, the run only 6 steps long"),
+        (["--trainer.accumulate_grad_batches=0"], "--trainer.accumulate_grad_batches: trainer.accumulate_grad_batches "
+         "is 0, not a finite number from 1 upwards"),
+        (["--trainer.log_every_n_steps=0"], "trainer.log_every_n_steps is 0"),
+        (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val is -1"),
+        (["--trainer.gradient_clip_val=.inf"], "trainer.gradient_clip_val is inf"),
+        (["--trainer.callbacks+=LearningRateFinder"], "LearningRateFinder (--trainer.callbacks+) and WarmupCosine"),
+        (["--trainer.callbacks+=StochasticWeightAveraging", "--trainer.callbacks.swa_lrs=0.1"],
+         "and WarmupCosine"),
+        (["--trainer.accumulate_grad_batches=2", "--trainer.callbacks+=GradientAccumulationScheduler",
+          "--trainer.callbacks.scheduling={0: 2}"], "would both control the gradient accumulation; keep one."),
         (["--data.sequence_length=17"], "--model.network.max_sequence_length=17 or --data.sequence_length=16."),
         (["--data.vocab_size=65"], "The data's tokenizer has 65 tokens, the network's vocab_size is 64. Set "
          "--model.network.vocab_size=128"),
@@ -253,6 +294,9 @@ def test_arguments_that_do_not_go_together_are_refused(words, expected, check):
     "words",
     [
         ["--trainer.max_steps=3"],
+        ["--model.lr_scheduler.total_steps=6"],
+        ["--trainer.max_steps=50", "--model.lr_scheduler.total_steps=5"],  # the rate stays at its end
+        ["--trainer.callbacks+=BatchSizeFinder", "--trainer.accumulate_grad_batches=2"],
         ["--trainer.max_steps=1"],  # one step is a trial
         ["--trainer.max_steps=-1", "--trainer.max_epochs=1"],  # its length is known later
         ["--trainer.max_steps=2", "--trainer.fast_dev_run=true"],

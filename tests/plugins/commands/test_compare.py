@@ -251,6 +251,20 @@ def test_two_real_runs(real, tmp_path, capsys):
     assert f"Written: {folder}/compare.md" in printed
 
 
+def test_a_run_that_ended_before_its_first_logged_step_is_told_so(real, monkeypatch, capsys):
+    monkeypatch.chdir(real.parent)
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    brief = ["fit", "--config", "tiny.yaml", "--trainer.log_every_n_steps=50"]
+    for folder, validations in (("validated", 4), ("silent", 0)):
+        words = [f"--trainer.default_root_dir=brief/{folder}", f"--trainer.limit_val_batches={validations}"]
+        assert main([*brief, *words]) == 0
+        assert main(["compare", f"brief/{folder}"]) == 2
+        told = capsys.readouterr().err
+        assert "the run ended before its first logged step." in told
+        assert "Its log_every_n_steps is 50 and its max_steps 8: train for longer" in told
+        assert "add the logger" not in told
+
+
 def test_runs_of_one_folder_name_are_told_apart(make_run):
     names = [make_run("x/run", MEASURED), make_run("y/run", MEASURED)]
     assert [run.name for run in read_runs(names)] == names

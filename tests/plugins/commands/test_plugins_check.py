@@ -56,8 +56,18 @@ MISTAKES = {
     "without paper": ("a blog post", "  ", "@technique(paper=...) is empty"),
     "conflict without reason": (
         "blog post",
-        'blog post", conflicts={"SpikeGuard": " "}, before="',
+        'blog post", conflicts={"SpikeGuard": " "}, maturity="stable',
         "has no reason",
+    ),
+    "needs without brackets": (
+        'blog post"',
+        'blog post", needs="acme"',
+        "@technique(...) of acme.Guard: needs is 'acme', not a list",
+    ),
+    "judge without a judgement": (
+        "    def __init__",
+        "    @classmethod\n    def preflight(cls, run, own): ...\n    def __init__",
+        "preflight returns None, where it has to yield a line for each problem",
     ),
     "without docstring": ('"""Guards.', '""; """', "no docstring"),
     "argument not told": ("limit: The", "other: The", "`Args:` does not describe limit"),
