@@ -18,7 +18,10 @@ from core.token_loader import TokenLoader
 
 
 @technique(
-    paper="litdata's chunk format; the order is described in datamodules/packing", offers=("exact_resume",), maturity="stable")
+    paper="litdata's chunk format; the order is described in datamodules/packing",
+    offers=("exact_resume",),
+    maturity="stable",
+)
 class PretrainDataModule(LightningDataModule):
     """Documents turned into one stream of tokens and dealt out as rows of `sequence_length`.
 
