@@ -84,7 +84,9 @@ def find_class(name: str, bases: Bases) -> Any:
     """Returns the class that a short name or a full path means, or a text that says why there is none."""
     known = names_for(bases)
     if "." not in name and name not in known:
-        return f"there is no {either(bases)} named {name!r}.{nearest(name, fitting(bases))}{listing_of(bases)}"
+        return (
+            f"there is no {either(bases)} named {name!r}.{nearest(name, fitting(bases))}{listing_of(bases)}"
+        )
     name = known.get(name, name)
     module, _, attribute = name.rpartition(".")
     try:

@@ -86,7 +86,9 @@ def _columns(folder: Path) -> dict[str, np.ndarray]:
     text = path.read_text(encoding="utf-8")
     rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # a killed run may end in mid-line
     if not any(row.get("train/loss") and row.get("train/tokens") for row in rows):
-        raise ConfigError(f"{path} holds no train/loss: the run ended before its first logged step.{_steps(folder)}")
+        raise ConfigError(
+            f"{path} holds no train/loss: the run ended before its first logged step.{_steps(folder)}"
+        )
     try:
         return {name: np.array([float(row[name] or "nan") for row in rows]) for name in rows[0]}
     except ValueError as error:

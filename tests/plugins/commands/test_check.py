@@ -326,8 +326,8 @@ def test_sizes_that_only_the_built_network_tells_are_checked_before_the_data_is_
     ("words", "expected"),
     [
         (["--trainer.strategy=ddpp"], "--trainer.strategy: there is no strategy named 'ddpp'. Did you mean ddp?"),
-        (["--trainer.num_nodes=0"], "trainer: `num_nodes` must be a positive integer, but got 0."),
-        (["--trainer.accelerator=tpu"], "trainer: "),
+        (["--trainer.num_nodes=0"], "--trainer.num_nodes: `num_nodes` must be a positive integer, but got 0."),
+        (["--trainer.accelerator=tpu"], "--trainer.accelerator: accelerator is tpu"),
     ],
 )  # fmt: skip
 def test_what_the_trainer_says_against_its_options_comes_with_the_rest(words, expected, check):
