@@ -16,7 +16,6 @@ WITHOUT = {"TokenPreparation"}
 """Stages that a run does not choose."""
 
 
-
 def own_files(path):
     """Returns the arguments that name a file of the user's, which the overlay cannot know."""
     found = {

@@ -85,9 +85,11 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     from jsonargparse import ArgumentError, ArgumentParser
 
     from core import catalog
+    from core.building import Builder
+    from core.class_check import ClassChecker
     from core.cli import option_values, resolve_names
     from core.config_files import compose
-    from core.mistakes import explain, laid_over
+    from core.mistakes import explain, finder, laid_over
     from datamodules.preparation.token_preparation import build
 
     composed = compose(names)
@@ -98,7 +100,7 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
             raise ConfigError(
                 f"--{key}: prepare takes options of the section data, such as --data.source=~/corpus."
             )
-    values, _ = laid_over(composed.values, composed.positions, told)
+    values, places = laid_over(composed.values, composed.positions, told)
     data = values.get("data") if isinstance(values.get("data"), dict) else {}
     given = dict(data.get("init_args") or {})
     parser = ArgumentParser(exit_on_error=False)
@@ -114,14 +116,16 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     chosen = {key: value for key, value in given.items() if key in known}
     for entry in catalog.registered(_names(chosen)):
         entry.load()
-    ConfigError.latest = None
+    ClassChecker(finder(places)).section(build, chosen, ("data", "init_args"))
+    builder = Builder()
+    parser.add_instantiator(builder, object)
     try:
         return build(**vars(parser.instantiate(parser.parse_object(chosen)))), str(chosen.get("source", ""))
     except ConfigError:
         raise
     except (ArgumentError, TypeError, ValueError) as error:
-        if ConfigError.latest is not None:
-            raise ConfigError.latest from error
+        if builder.failed is not None and isinstance(builder.failed[1], ConfigError):
+            raise builder.failed[1] from error
         explain(composed.values, composed.positions, told)
         raise ConfigError("\n".join(str(error).splitlines()[:6])) from error
 

@@ -6,7 +6,8 @@ The text is the source code of the standard library and of what is installed, as
 bare `encode_batch_fast` of the tokenizers library on documents in memory (the limit); `prepare` with and without
 `Normalise`, from the file to the finished folder, in one process; litgpt's way, one document at a time through
 litdata's `optimize` with one worker (less what it costs on a single document); datatrove's DocumentTokenizer, if it
-is installed. One thread each.
+is installed. One thread each. Where other programs share the cores, CPU times of the same work differ by half from
+one second to the next: what holds then is the share of encoding within `prepare`, measured batch by batch.
 """
 
 from __future__ import annotations
@@ -85,9 +86,23 @@ class Ways:
             JSONLinesDocuments(str(self.folder / "text.jsonl")),
             PretrainedTokenizer(str(self.path)),
         )
+        tokenizer.encode_batch = self._timed(tokenizer.encode_batch)
         stages = [Normalise()] if normalise else []
         TokenPreparation(reader, tokenizer, TokenShards(), 0.05, stages).run(folder, "text")
         write_report(folder)
+
+    def _timed(self, encode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Returns the function, with the CPU time that is spent in it counted."""
+        self.encoding = 0.0
+
+        def timed(texts: Any) -> Any:
+            begin = time.process_time()
+            try:
+                return encode(texts)
+            finally:
+                self.encoding += time.process_time() - begin
+
+        return timed
 
     def prepare_normalise(self, folder: Path) -> None:
         """Runs the whole preparation with Normalise."""
@@ -197,15 +212,20 @@ def measure(ways: Ways, tokens: int, rounds: int) -> None:
         "datatrove",
     ]
     found: dict[str, list[float]] = {name: [] for name in names}
+    shares: dict[str, list[float]] = {name: [] for name in names}
     Ways(ways.folder, ways.documents[:1] + ways.documents[-1:]).prepare_normalise(
         _fresh(ways.folder / "imports")
     )
     begin = time.perf_counter()
     for turn in range(rounds):
-        first = turn % len(names)  # another way begins each round: what follows a long one is at a disadvantage
+        first = turn % len(
+            names
+        )  # another way begins each round: what follows a long one is at a disadvantage
         for name in names[first:] + names[:first]:
             try:
                 found[name].append(seconds(getattr(ways, name), ways.folder / name))
+                if name.startswith("prepare"):
+                    shares[name].append(ways.encoding / found[name][-1])
             except ImportError as error:
                 if not found[name]:
                     print(f"{name}: {error}")
@@ -219,6 +239,10 @@ def measure(ways: Ways, tokens: int, rounds: int) -> None:
             ratio = statistics.median(a / b for a, b in zip(found["encode_batch_fast"], times, strict=True))
             median = statistics.median(times)
             print(f"{name:<18} {median:>6.2f}  {tokens / median / 1e6:>16.2f}  {ratio:>7.1%}")
+    for name, of_encoding in shares.items():
+        if of_encoding:
+            told = f"{statistics.median(of_encoding):.1%} ({min(of_encoding):.1%} to {max(of_encoding):.1%})"
+            print(f"of the CPU time of {name}, encode_batch_fast has {told}")
     print(f"{rounds} rounds, {time.perf_counter() - begin:.0f} s")
 
 

@@ -51,9 +51,9 @@ def saved_dataset():
     folder = workshop() / "saved"
     folder.mkdir(exist_ok=True)
     table = documents()
-    with pyarrow.OSFile(str(folder / "data.arrow"), "wb") as sink:
-        with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-            writer.write_table(table)
+    path = str(folder / "data.arrow")
+    with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
     (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     return folder
 

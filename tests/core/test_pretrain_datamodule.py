@@ -24,8 +24,8 @@ from core.pretrain_datamodule import PretrainDataModule
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
-from datamodules.preparation.text_documents import TextDocuments
 from datamodules.preparation.manifest import unigram_loss
+from datamodules.preparation.text_documents import TextDocuments
 from datamodules.preparation.token_shards import TokenShards
 
 WORDS = [

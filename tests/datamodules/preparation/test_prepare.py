@@ -425,6 +425,7 @@ def test_the_shipped_config_prepares_and_verifies(source, tmp_path, capsys):
         (["--data.validation_fraction=2"], "data.validation_fraction is 2"),
         (["--data.engine.workers=0"], "LocalEngine: workers is 0"),
         (["--data.stages=[Normalize]"], "Normali"),
+        (["--data.source=touch pwned", "--data.reader=os.system"], "os.system"),
     ],
 )
 def test_mistakes_are_told_in_short(words, message, tmp_path, capsys):
