@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def generate(arguments: list[str]) -> int:
     print(f"# {path}, seed {options.seed}", file=sys.stderr)
     sys.stdout.write(options.prompt)
     start, count = time.perf_counter(), -1  # the last piece is a flush, no token
-    for piece in texts(tokenizer, ids):
+    for piece in texts(tokenizer, ids, prompt[-8:]):
         sys.stdout.write(piece)
         sys.stdout.flush()
         count += 1
@@ -51,20 +51,27 @@ def generate(arguments: list[str]) -> int:
     return 0
 
 
-def texts(tokenizer: Any, ids: Iterable[int]) -> Iterator[str]:
+def texts(tokenizer: Any, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
     """Yields, for each token id, the text that it completes.
 
     A character that is spread over several tokens comes with the last of them, so that what has been
-    printed never has to be taken back.
+    printed never has to be taken back. Tokens are decoded behind those before them: a SentencePiece token
+    has its space only there.
+
+    Args:
+        tokenizer: Of the `tokenizers` library.
+        ids: The tokens.
+        after: Those before them.
     """
-    pending: list[int] = []
+    shown, pending = list(after), []
     for token in ids:
         pending.append(token)
-        text = tokenizer.decode(pending, skip_special_tokens=True)
+        before = tokenizer.decode(shown, skip_special_tokens=True)
+        text = tokenizer.decode([*shown, *pending], skip_special_tokens=True)[len(before) :]
         if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 8:
             yield ""
         else:
-            pending.clear()
+            shown, pending = pending, []
             yield text
     yield tokenizer.decode(pending, skip_special_tokens=True)
 

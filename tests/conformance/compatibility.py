@@ -31,9 +31,13 @@ WORKS, REFUSED, BUG = "yes", "refused", "BUG"
 
 LIGHTNING = {
     "ddp, 2 ranks": {"trainer": {"strategy": "ddp", "devices": 2}},
+    "ddp_find_unused_parameters_true, 2 ranks": {
+        "trainer": {"strategy": "ddp_find_unused_parameters_true", "devices": 2}
+    },
     "32-true": {"trainer": {"precision": "32-true"}},
     "bf16-mixed": {"trainer": {"precision": "bf16-mixed"}},
     "bf16-true": {"trainer": {"precision": "bf16-true"}},
+    "16-true": {"trainer": {"precision": "16-true"}},
     "64-true": {"trainer": {"precision": "64-true"}},
 }
 """Lightning's own strategies and precisions that run on a CPU, by the name of their column."""
