@@ -95,7 +95,8 @@ def takes_list(hint: Any) -> bool:
     origin = typing.get_origin(hint)
     if getattr(origin, "__name__", "") in ("list", "Iterable", "Sequence"):
         return True
-    return not is_callable(hint) and any(takes_list(part) for part in typing.get_args(hint))
+    inside = is_callable(hint) or getattr(origin, "__name__", "") in ("dict", "Mapping", "tuple")
+    return not inside and any(takes_list(part) for part in typing.get_args(hint))
 
 
 def literals(hint: Any) -> list[Any]:
