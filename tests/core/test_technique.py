@@ -126,7 +126,10 @@ def test_who_offers_a_feature_is_found_without_importing_anybody(packages):
         "acme_data", {"leyden.datamodules": {"Acme": "acme_data:Acme", "Other": "acme_data:Other"}}, source
     )
     missing = Feature("exact_resume").missing(Run())
-    assert missing == "nothing in this run offers exact_resume: select Acme or MixtureDataModule or PretrainDataModule"
+    assert (
+        missing
+        == "nothing in this run offers exact_resume: select Acme or MixtureDataModule or PretrainDataModule"
+    )
 
 
 # -- versions of the core ----------------------------------------------------------------------------
