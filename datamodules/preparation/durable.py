@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -17,6 +18,13 @@ def write_durably(path: Path, content: str | bytes) -> None:
     except OSError as error:
         error.filename = str(path)  # which the system leaves out where there is no space left
         raise
+
+
+def reason(error: OSError) -> str:
+    """Returns why a file could not be written; of a write that stopped short numpy gives no reason."""
+    if error.errno is not None or "requested and" not in str(error):
+        return error.strerror or str(error)
+    return f"{os.strerror(errno.ENOSPC)}, or {os.strerror(errno.EFBIG)} ({error})"
 
 
 def sync(path: Path) -> None:

@@ -19,7 +19,7 @@ import pyarrow
 
 from core.contracts import Reader, TokenWriter, Transform, raise_reject
 from core.errors import ConfigError
-from datamodules.preparation.durable import sync, sync_all
+from datamodules.preparation.durable import reason, sync, sync_all
 
 SPLITS = ("train", "validation")
 RECORD, COUNTS, REJECTS = "record.json", "counts.npy", "rejects.jsonl"
@@ -175,7 +175,7 @@ class PreparationTask:
                 if not part.exists():  # else another process was first, with the same
                     where = error.filename or temporary
                     raise ConfigError(
-                        f"{where}: {error.strerror or error}.\nWhat is done so far is kept: make room, and run the "
+                        f"{where}: {reason(error)}.\nWhat is done so far is kept: make room, and run the "
                         "same again."
                     ) from error
             finally:

@@ -47,8 +47,10 @@ def prepare(arguments: list[str]) -> int:
         with _claimed(folder):
             _prepare(preparation, source, folder, options.overwrite)
     except OSError as error:
+        from datamodules.preparation.durable import reason
+
         raise ConfigError(
-            f"{error.filename or folder}: {error.strerror or error}.\nWhat is done so far is kept: mend it (make "
+            f"{error.filename or folder}: {reason(error)}.\nWhat is done so far is kept: mend it (make "
             "room, say), and run the same again."
         ) from error
     return 0

@@ -20,7 +20,7 @@ from core.contracts import DocumentSource, Engine, Reader, Tokenizer, TokenWrite
 from core.errors import ConfigError
 from core.prepared import check_shares
 from core.technique import technique
-from datamodules.preparation.durable import sync, sync_all, write_durably
+from datamodules.preparation.durable import reason, sync, sync_all, write_durably
 from datamodules.preparation.manifest import FORMAT, Totals, write_manifest
 from datamodules.preparation.preparation_task import JSONEncoder, Pipeline, PreparationTask, Tally, text_hash
 from datamodules.preparation.source_files import batches
@@ -106,7 +106,7 @@ class TokenPreparation:
                 shutil.rmtree(temporary, ignore_errors=True)
         except OSError as error:
             raise ConfigError(
-                f"{error.filename or cache_dir}: {error.strerror or error}.\nPrepared data goes to "
+                f"{error.filename or cache_dir}: {reason(error)}.\nPrepared data goes to "
                 f"data.cache_dir={cache_dir}, which must be writable and have room."
             ) from error
         told = f"{totals.documents:,} documents, {totals.tokens:,} tokens"

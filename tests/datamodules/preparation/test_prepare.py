@@ -24,6 +24,7 @@ from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore
 from datamodules.preparation import source_files
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
+from datamodules.preparation.durable import reason
 from datamodules.preparation.json_lines_documents import JSONLinesDocuments
 from datamodules.preparation.local_engine import LocalEngine
 from datamodules.preparation.text_documents import TextDocuments
@@ -444,3 +445,9 @@ def test_a_corpus_without_text_is_named(tmp_path):
 
 def test_the_plan_depends_on_files_not_on_where_it_is_asked_from(source):
     assert preparation(source).plan() == preparation(source).plan()
+
+
+def test_a_write_that_stopped_short_is_explained():
+    short = OSError("600 requested and 496 written")  # numpy's, without a number
+    assert reason(short) == "No space left on device, or File too large (600 requested and 496 written)"
+    assert reason(OSError(13, "Permission denied", "x")) == "Permission denied"
