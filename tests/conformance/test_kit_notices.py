@@ -33,6 +33,7 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("idle_costs_nothing", "callbacks", "DoingNothing", "on_after_backward does nothing", {}),
     ("computes_what_one_device_does", "strategies", "Approximate", "without", {"config": HIDDEN}),
     ("stays_near_float32", "precision", "Rough", "in float32", {}),
+    ("stays_near_float32", "precision", "Idle", "in float32", {}),
     ("gives_other_rows_in_each_step", "datamodules", "Constant", "steps (1, 2) are given the same rows", {}),
     ("validation_is_the_same_each_time", "datamodules", "Wandering", "have validation losses [", {}),
     ("returns_logits_for_each_token", "networks", "Truncating", "not (2, 1, ", {}),

@@ -1,4 +1,4 @@
-"""Callbacks, a strategy and a precision that each break a promise of a run."""
+"""Callbacks, a strategy and precisions that each break a promise of a run."""
 
 import torch
 from lightning.pytorch import Callback
@@ -114,13 +114,23 @@ class Unaveraged(DDPStrategy):
 
 
 class Rough(MixedPrecision):
-    """Claims to be a mixed precision and halves what backward starts from."""
+    """Claims to be a mixed precision and goes up instead of down."""
 
     def __init__(self):
         super().__init__("bf16-mixed", "cpu")
 
     def pre_backward(self, tensor, module):
         return super().pre_backward(tensor * -1, module)
+
+
+class Idle(MixedPrecision):
+    """Claims to be a mixed precision and trains with a tenth of the gradients."""
+
+    def __init__(self):
+        super().__init__("bf16-mixed", "cpu")
+
+    def pre_backward(self, tensor, module):
+        return super().pre_backward(tensor * 0.1, module)
 
 
 class Fine(MixedPrecision):
