@@ -232,8 +232,8 @@ def laid_over(
 def _lay_over(target: Any, name: str, value: Any, places: dict[Keys, str]) -> None:
     """Puts an argument like `model.network.n_layer` where a file would have it, below `init_args`."""
     keys: list[str | int] = []
-    *parents, last = name.split(".")
-    for part in [*parents, last]:
+    parts = name.split(".")
+    for number, part in enumerate(parts, 1):
         if isinstance(target, list) and target:
             keys.append(len(target) - 1)
             if isinstance(target[-1], str):
@@ -244,12 +244,12 @@ def _lay_over(target: Any, name: str, value: Any, places: dict[Keys, str]) -> No
         if "class_path" in target and part not in ("class_path", "init_args"):
             keys.append("init_args")
             target = target.setdefault("init_args", {})
-        if part is last and part.endswith("+"):
+        if number == len(parts) and part.endswith("+"):
             keys.append(part[:-1])
             items = target.get(part[:-1]) or []
             target[part[:-1]] = [*(items if isinstance(items, list) else [items]), value]
             keys.append(len(target[part[:-1]]) - 1)
-        elif part is last:
+        elif number == len(parts):
             keys.append(part)
             target[part] = value
         else:

@@ -1,6 +1,7 @@
 """Nothing that a configuration names is called unless it is a class of the kind that belongs in its place."""
 
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,6 +9,9 @@ import yaml
 
 from core import checkpoint
 from core.__main__ import main
+from core.cli import build_network
+from core.errors import ConfigError
+from plugins.networks.gpt import GPT
 from tests.conftest import TINY
 
 
@@ -73,3 +77,19 @@ def test_a_checkpoint_from_a_stranger_runs_nothing(command, call, tmp_path):
     code, err = call(command, "--ckpt_path=evil.ckpt", *words)
     assert code == 2, err
     assert not (tmp_path / "pwned").exists()
+
+
+class Lazy(GPT):
+    """Takes something to call among its arguments."""
+
+    def __init__(self, activation: Callable[[], torch.nn.Module] = torch.nn.GELU) -> None:
+        super().__init__(vocab_size=8, max_sequence_length=8, n_layer=1, n_head=1, n_embd=8)
+        self.activation = activation()
+
+
+def test_a_checkpoints_network_takes_only_classes_that_belong_among_its_arguments(tmp_path):
+    config = {"class_path": f"{__name__}.Lazy", "init_args": {"activation": "torch.nn.ReLU"}}
+    assert isinstance(build_network(config).activation, torch.nn.ReLU)
+    config["init_args"]["activation"] = "os.getcwd"
+    with pytest.raises(ConfigError, match=r"model\.network\.init_args\.activation.*\n?.*os\.getcwd"):
+        build_network(config)

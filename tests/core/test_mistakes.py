@@ -50,7 +50,11 @@ ARGUMENTS = [
     ("--trainer.callbacks+=5", "--trainer.callbacks+", "of callbacks is 5, not Callback"),
     ("--model.optimizer=5", "--model.optimizer", "is 5, not Optimizer"),
     ("--model.optimizer.betas=[0.9,much]", "--model.optimizer.betas", "not tuple[float, float]"),
-    ("--data.reader=BPETokeniser", "--data.reader", "TextDocuments."),
+    (
+        "--data.reader=BPETokeniser",
+        "--data.reader",
+        "Registered: HuggingFaceDocuments, JSONLinesDocuments, ParquetDocuments, TextDocuments.",
+    ),
     ("--seed_everything=often", "--seed_everything", "'often'"),
 ]
 

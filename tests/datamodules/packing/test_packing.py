@@ -2,12 +2,14 @@
 
 import json
 from itertools import islice
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
 from core.errors import ConfigError
 from core.token_loader import TokenLoader
@@ -299,3 +301,23 @@ def test_packed_documents_have_the_loss_that_they_have_alone(kind, position, sto
                 total, tokens = total + loss.total.item(), tokens + int(loss.tokens)
         assert packed.tokens == tokens > 0
         assert packed.total.item() == pytest.approx(total, rel=1e-6)  # float32 sums
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_reading_leaves_torchs_random_generator_alone(kind, workers, store):
+    before = torch.get_rng_state()
+    list(islice(TokenLoader(batches(kind, store), workers), 5))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_workers_may_be_spawned(kind, store, monkeypatch):
+    monkeypatch.undo()  # a spawned process knows nothing of the small groups
+    loader = DataLoader(
+        batches(kind, store), batch_size=None, num_workers=1, multiprocessing_context=get_context("spawn")
+    )
+    found, expected = list(islice(loader, 5)), list(islice(batches(kind, store), 5))
+    for (cursor, batch), (other_cursor, other) in zip(found, expected, strict=True):
+        assert cursor == other_cursor
+        assert all(torch.equal(batch[name], other[name]) for name in other)
