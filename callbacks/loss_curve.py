@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
+from core import durable
 from core.errors import ConfigError
 from core.technique import technique
 
@@ -118,15 +118,11 @@ class LossCurve(Callback):
         if sum(np.isfinite(loss) for _, _, loss in self._training) < 2:
             return
         path = Path(trainer.default_root_dir) / "loss_curve.png"
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         unigram = getattr(trainer.datamodule, "unigram_loss", None)
         figure = draw(self._training, self._validation, unigram, title=path.parent.name)
         try:
-            with open(temporary, "wb") as file:
-                figure.savefig(file, format="png", dpi=150)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+            with durable.replacing(path) as temporary:
+                figure.savefig(temporary, format="png", dpi=150)
         except OSError as error:  # no reason to lose a run
             rank_zero_warn(f"{path} could not be written: {error}")
 

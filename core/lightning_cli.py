@@ -20,7 +20,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 
-from core import launchers, preflight, run_folder
+from core import durable, launchers, preflight, run_folder
 from core.blame import blame, useful
 from core.building import Builder, complaint, make_trainer
 from core.class_check import check_classes
@@ -247,9 +247,8 @@ class Cli(LightningCLI):
             "predictions" if self.trainer.world_size == 1 else f"predictions.rank{self.trainer.global_rank}"
         )
         path = Path(self.trainer.default_root_dir, f"{name}.safetensors")
-        temporary = path.with_suffix(".tmp")
-        save_file({"log_probability_nats": rows.contiguous()}, temporary)
-        os.replace(temporary, path)
+        with durable.replacing(path) as temporary:
+            save_file({"log_probability_nats": rows.contiguous()}, temporary)
         print(f"Log-probabilities of {rows.numel():,} labels: {path}")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from core import __version__
+from core import __version__, durable
 from core.checkpoint import RECORD
 from core.errors import ConfigError
 
@@ -105,17 +105,6 @@ def fill_in(value: Any, folder: Path) -> Any:
     return value
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file so that a reader sees the old or the new content, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 class RunRecord(Callback):
     """Writes the full config and the selected techniques into the run folder and every checkpoint.
 
@@ -143,8 +132,8 @@ class RunRecord(Callback):
         if path.exists() and path.read_text(encoding="utf-8") != self.config:
             earlier = len(list(self.folder.glob(f"{name}.[0-9]*.yaml")))
             path.rename(path.with_name(f"{name}.{earlier + 1}.yaml"))
-        write_atomically(path, self.config)
-        write_atomically(self.folder / "techniques.txt", self.techniques + "\n")
+        durable.write(path, self.config)
+        durable.write(self.folder / "techniques.txt", self.techniques + "\n")
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

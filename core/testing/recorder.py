@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from core.run_folder import write_atomically
+from core import durable
 from core.testing.waits import Waits
 
 
@@ -81,7 +81,7 @@ class Recorder(Callback):
             "random": self._random,
             "inputs": [inputs.tolist() for inputs in self._inputs],
         }
-        write_atomically(self.folder / f"record.{trainer.global_rank}.json", json.dumps(record))
+        durable.write(self.folder / f"record.{trainer.global_rank}.json", json.dumps(record))
 
     def _note(self, trainer: Trainer, prefix: str) -> None:
         """Notes figures that follow from data and weights alone; others may be times."""

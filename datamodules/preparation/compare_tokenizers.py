@@ -55,7 +55,7 @@ def compare_tokenizers(arguments: list[str]) -> int:
 
 
 def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
-    from datamodules.preparation.durable import write_durably
+    from core import durable
     from datamodules.preparation.text_documents import TextDocuments
     from datamodules.preparation.tokenizer_comparison import (
         Sample,
@@ -81,8 +81,8 @@ def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
     folder = Path(options.output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / "compare-tokenizers.png", draw_png(measured, options.length))
-        write_durably(folder / "compare-tokenizers.md", as_markdown(rows, said))
+        durable.write(folder / "compare-tokenizers.png", draw_png(measured, options.length))
+        durable.write(folder / "compare-tokenizers.md", as_markdown(rows, said))
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written: {error.strerror}. Choose another --output."

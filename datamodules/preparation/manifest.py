@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -13,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
-from datamodules.preparation.durable import sync, write_durably
 from datamodules.preparation.preparation_task import COUNTS, REJECTS, SPLITS, read_record
 
 FORMAT = 3
@@ -123,7 +122,7 @@ def write_manifest(
         "files": _join(folder, finished, records, writer),
     }
     _write_rejects(folder, finished)
-    write_durably(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    durable.write(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
     shutil.rmtree(parts)
     return totals
 
@@ -140,7 +139,7 @@ def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWrit
         of_split = [part / split for part in parts if (part / split).is_dir()]
         moved = writer.join(of_split, folder / split)
         files |= {f"{split}/{name}": told[old] for name, old in moved.items()}
-        sync(folder / split)
+        durable.sync(folder / split)
         for path in sorted(folder.glob(f"{split}/*")):
             if path.name not in moved:
                 files[f"{split}/{path.name}"] = described(path)
@@ -149,18 +148,13 @@ def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWrit
 
 def _write_rejects(folder: Path, parts: list[Path]) -> None:
     """Writes what was rejected, in the order of the source; no file if there was nothing."""
-    path = folder / REJECTS
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as stream:
-        for part in parts:
-            with (part / REJECTS).open("rb") as lines:
+    rejected = [part / REJECTS for part in parts if (part / REJECTS).stat().st_size]
+    if not rejected:
+        return
+    with durable.replacing(folder / REJECTS) as temporary, temporary.open("wb") as stream:
+        for path in rejected:
+            with path.open("rb") as lines:
                 shutil.copyfileobj(lines, stream)
-        stream.flush()
-        os.fsync(stream.fileno())
-    if temporary.stat().st_size:
-        os.replace(temporary, path)
-    else:
-        temporary.unlink()
 
 
 def described(path: Path) -> dict[str, Any]:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from core import durable
 from core.prepared import read_manifest
-from datamodules.preparation.durable import write_durably
 
 FILES = ("report.md", "report.json", "lengths.png")
 _MOST_SOURCES = 100
@@ -20,9 +20,9 @@ def write_report(folder: Path) -> None:
     manifest = read_manifest(folder)
     if all((folder / name).exists() for name in FILES):
         return
-    write_durably(folder / "report.json", json.dumps(figures(manifest), indent=2) + "\n")
-    write_durably(folder / "lengths.png", _picture(manifest["lengths"]))
-    write_durably(folder / "report.md", as_markdown(manifest))
+    durable.write(folder / "report.json", json.dumps(figures(manifest), indent=2) + "\n")
+    durable.write(folder / "lengths.png", _picture(manifest["lengths"]))
+    durable.write(folder / "report.md", as_markdown(manifest))
 
 
 def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:

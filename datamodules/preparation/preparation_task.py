@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow
 
+from core import durable
 from core.contracts import Reader, TokenWriter, Transform, raise_reject
 from core.errors import ConfigError
-from datamodules.preparation.durable import reason, sync, sync_all
 
 SPLITS = ("train", "validation")
 RECORD, COUNTS, REJECTS = "record.json", "counts.npy", "rejects.jsonl"
@@ -168,14 +168,14 @@ class PreparationTask:
             shutil.rmtree(temporary, ignore_errors=True)
             try:
                 self._write(task, temporary)
-                sync_all(temporary)
+                durable.sync_all(temporary)
                 temporary.rename(part)
-                sync(self.parts)
+                durable.sync(self.parts)
             except OSError as error:
                 if not part.exists():  # else another process was first, with the same
                     where = error.filename or temporary
                     raise ConfigError(
-                        f"{where}: {reason(error)}.\nWhat is done so far is kept: make room, and run the "
+                        f"{where}: {durable.reason(error)}.\nWhat is done so far is kept: make room, and run the "
                         "same again."
                     ) from error
             finally:

@@ -47,10 +47,10 @@ def prepare(arguments: list[str]) -> int:
         with _claimed(folder):
             _prepare(preparation, source, folder, options.overwrite)
     except OSError as error:
-        from datamodules.preparation.durable import reason
+        from core import durable
 
         raise ConfigError(
-            f"{error.filename or folder}: {reason(error)}.\nWhat is done so far is kept: mend it (make "
+            f"{error.filename or folder}: {durable.reason(error)}.\nWhat is done so far is kept: mend it (make "
             "room, say), and run the same again."
         ) from error
     return 0
@@ -170,7 +170,7 @@ def _take(folder: Path, plan: Mapping[str, Any], overwrite: bool) -> None:
     Raises:
         ConfigError: If it holds something else.
     """
-    from datamodules.preparation.durable import write_durably
+    from core import durable
 
     path = folder / "plan.json"
     for left in [*folder.glob("*.tmp"), *folder.glob("*/*.tmp")]:  # of a killed run
@@ -194,7 +194,7 @@ def _take(folder: Path, plan: Mapping[str, Any], overwrite: bool) -> None:
             f"{folder} is not empty, and not a folder that prepare has written (it has no plan.json).\nChoose another "
             "--output."
         )
-    write_durably(path, json.dumps(plan, indent=1) + "\n")
+    durable.write(path, json.dumps(plan, indent=1) + "\n")
 
 
 def _difference(old: Any, new: Mapping[str, Any]) -> str:

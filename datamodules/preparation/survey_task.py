@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from datamodules.preparation.durable import sync
+from core import durable
 from datamodules.preparation.preparation_task import Pipeline, Tally
 
 
@@ -30,10 +29,9 @@ class SurveyTask:
         """Writes the findings unless they are there; returns the name of their file."""
         path = self.folder / f"{task['number']:06}"
         if not path.exists():
-            temporary = self.folder / f"{path.name}.{os.getpid()}.tmp"
             found = self.pipeline.batches(task, Tally(len(self.pipeline.stages)), until=self.index)
-            self.pipeline.stages[self.index].survey(found, temporary)
-            _publish(temporary, path)
+            with durable.replacing(path) as temporary:
+                self.pipeline.stages[self.index].survey(found, temporary)
         return {"findings": str(path)}
 
 
@@ -54,14 +52,7 @@ def survey(
             findings = sorted(
                 Path(done["findings"]) for done in over(SurveyTask(pipeline, index, folder), tasks)
             )
-            temporary = folder / f"conclusion.{os.getpid()}.tmp"
-            stage.conclude(findings, temporary)
-            _publish(temporary, conclusion)
+            with durable.replacing(conclusion) as temporary:
+                stage.conclude(findings, temporary)
         pipeline.conclusions[index] = conclusion
     return pipeline.conclusions
-
-
-def _publish(temporary: Path, path: Path) -> None:
-    sync(temporary)
-    os.replace(temporary, path)
-    sync(path.parent)

@@ -15,12 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from core import catalog
+from core import catalog, durable
 from core.contracts import DocumentSource, Engine, Reader, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
 from core.prepared import check_shares
 from core.technique import technique
-from datamodules.preparation.durable import reason, sync, sync_all, write_durably
 from datamodules.preparation.manifest import FORMAT, Totals, write_manifest
 from datamodules.preparation.preparation_task import JSONEncoder, Pipeline, PreparationTask, Tally, text_hash
 from datamodules.preparation.source_files import batches
@@ -106,7 +105,7 @@ class TokenPreparation:
                 shutil.rmtree(temporary, ignore_errors=True)
         except OSError as error:
             raise ConfigError(
-                f"{error.filename or cache_dir}: {reason(error)}.\nPrepared data goes to "
+                f"{error.filename or cache_dir}: {durable.reason(error)}.\nPrepared data goes to "
                 f"data.cache_dir={cache_dir}, which must be writable and have room."
             ) from error
         told = f"{totals.documents:,} documents, {totals.tokens:,} tokens"
@@ -224,9 +223,9 @@ class TokenPreparation:
         step = -(-size // _TRAINING_BYTES) or 1
         texts = self._texts(pipeline, self.tasks[::step])
         self.tokenizer.prepare(text for text in texts if text_hash(text.encode()) >= bound)
-        write_durably(folder / TOKENIZER, self.tokenizer.to_json())
+        durable.write(folder / TOKENIZER, self.tokenizer.to_json())
         sizes = {"vocab_size": self.tokenizer.vocab_size, "end_of_text_id": self.tokenizer.end_of_text_id}
-        write_durably(path, json.dumps(sizes))
+        durable.write(path, json.dumps(sizes))
         return sizes, True
 
 
@@ -284,13 +283,13 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 def _publish(temporary: Path, folder: Path) -> None:
     """Gives a finished folder its name once it is on disk: whatever happens, nobody sees half of it."""
-    sync_all(temporary)
+    durable.sync_all(temporary)
     try:
         temporary.rename(folder)
     except OSError:
         if not (folder / "manifest.json").exists():  # else another process was first, with the same
             raise
-    sync(folder.parent)
+    durable.sync(folder.parent)
 
 
 def _remove_stale(cache_dir: Path) -> None:

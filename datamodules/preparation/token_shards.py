@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
 from core.technique import technique
-from datamodules.preparation.durable import write_durably
 
 _MOST = 1 << 31
 
@@ -85,5 +85,5 @@ class TokenShards(TokenWriter):
                     os.replace(old, new)
                 moved[name] = old
                 chunks.append(chunk | {"filename": name})
-        write_durably(folder / "index.json", json.dumps({"chunks": chunks, "config": config}, sort_keys=True))
+        durable.write(folder / "index.json", json.dumps({"chunks": chunks, "config": config}, sort_keys=True))
         return moved

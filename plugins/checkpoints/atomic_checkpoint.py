@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
+from core import durable
 from core.checkpoint import defect
 from core.errors import ConfigError
 from core.technique import technique
@@ -47,10 +48,9 @@ class AtomicCheckpoint(CheckpointIO):
             with _interrupts_wait():
                 with open(temporary, "wb") as file:
                     torch.save(checkpoint, file)
-                    file.flush()
-                    os.fsync(file.fileno())
+                durable.sync(temporary)
                 os.replace(temporary, path)
-                _sync_folder(path.parent)
+                durable.sync(path.parent)
         except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
             written = temporary.stat().st_size if temporary.exists() else 0
             with suppress(OSError):
@@ -106,11 +106,3 @@ def _reason(error: Exception) -> str:
 def _remove_leftovers(folder: Path) -> None:
     for leftover in folder.glob(".*.ckpt.tmp"):  # of a run that was killed while it wrote
         leftover.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

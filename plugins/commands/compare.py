@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from core import durable
 from core.config_files import read_yaml
 from core.errors import ConfigError, nearest
 from core.technique import technique
@@ -210,14 +210,7 @@ def difference_rows(runs: Sequence[Run]) -> Rows:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Writes a file so that a reader sees the old or the new content, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        durable.write(path, content)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error

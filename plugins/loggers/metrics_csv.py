@@ -13,8 +13,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from core import durable
 from core.errors import ConfigError
-from core.run_folder import write_atomically
 from core.technique import technique
 
 EVALUATION = ("val", "test", "epoch")
@@ -123,7 +123,7 @@ class MetricsCSV(Logger):
         if self._file is not None:
             self._file.close()
         text = _line(columns) + "".join(_line([row.get(name, "") for name in columns]) for row in rows)
-        write_atomically(self.path, text)
+        durable.write(self.path, text)
         self._columns, self._row = columns, rows[-1] if rows else {}
         self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 - open until finalize
         newest = _line([self._row.get(name, "") for name in columns]) if rows else ""

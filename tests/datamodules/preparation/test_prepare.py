@@ -16,6 +16,7 @@ import pytest
 from litdata import StreamingDataset, TokensLoader
 from tokenizers import Tokenizer
 
+from core import durable
 from core.__main__ import main
 from core.contracts import Transform
 from core.errors import ConfigError
@@ -24,7 +25,6 @@ from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore
 from datamodules.preparation import source_files
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
-from datamodules.preparation.durable import reason
 from datamodules.preparation.json_lines_documents import JSONLinesDocuments
 from datamodules.preparation.local_engine import LocalEngine
 from datamodules.preparation.text_documents import TextDocuments
@@ -449,5 +449,7 @@ def test_the_plan_depends_on_files_not_on_where_it_is_asked_from(source):
 
 def test_a_write_that_stopped_short_is_explained():
     short = OSError("600 requested and 496 written")  # numpy's, without a number
-    assert reason(short) == "No space left on device, or File too large (600 requested and 496 written)"
-    assert reason(OSError(13, "Permission denied", "x")) == "Permission denied"
+    assert (
+        durable.reason(short) == "No space left on device, or File too large (600 requested and 496 written)"
+    )
+    assert durable.reason(OSError(13, "Permission denied", "x")) == "Permission denied"

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
-def write_durably(path: Path, content: str | bytes) -> None:
-    """Writes a file under a temporary name, flushes it to the disk and renames it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields the name to write a file under; then flushes it to the disk and gives it its own name.
+
+    A reader sees the old or the new content, never a part. What was written is removed where the body fails.
+
+    Raises:
+        OSError: With the name of the file, which the system leaves out where there is no space left.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
         sync(temporary)
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
-        error.filename = str(path)  # which the system leaves out where there is no space left
+        error.filename = error.filename or str(path)
         raise
+    finally:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Writes a file, whole or not at all; see `replacing`."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def reason(error: OSError) -> str:
