@@ -18,6 +18,9 @@ from core.errors import ConfigError, nearest
 LISTS = ("callbacks", "plugins", "logger")
 """The Trainer's lists of classes, each of which may be written as a mapping of names."""
 
+PATHS = tuple(f"trainer.{name}" for name in LISTS)
+"""Where they stand in a configuration."""
+
 Positions = dict[tuple[str | int, ...], str]
 Merge = Callable[[dict[str, Any], dict[str, Any]], Any]
 

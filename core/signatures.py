@@ -20,10 +20,14 @@ _PLAIN = ("builtins", "collections", "datetime", "os", "pathlib", "typing")
 
 
 class Argument(NamedTuple):
-    """One argument of a signature: its type, `Any` where nothing is known, and its default or `REQUIRED`."""
+    """One argument of a signature: its type, `Any` where nothing is known, and its default or `REQUIRED`.
+
+    `written` is the type as its author wrote it; empty if there is none.
+    """
 
     hint: Any
     default: Any
+    written: str = ""
 
 
 def parameters(target: Any) -> tuple[dict[str, Argument], bool]:
@@ -45,7 +49,8 @@ def parameters(target: Any) -> tuple[dict[str, Argument], bool]:
             if parameter.kind is parameter.VAR_KEYWORD:
                 rest = name
             elif name != "self" and parameter.kind is not parameter.VAR_POSITIONAL:
-                found.setdefault(name, Argument(hints.get(name, Any), parameter.default))
+                own = Argument(hints.get(name, Any), parameter.default, _written(parameter.annotation))
+                found.setdefault(name, own)
         if not rest or _keeps(function, rest):
             return found, bool(rest)
     return found, bool(functions)
@@ -65,6 +70,12 @@ def _keeps(constructor: Any, rest: str) -> bool:
         word.arg is None and ast.unparse(word.value) == rest for call in calls for word in call.keywords
     )
     return used > passed
+
+
+def _written(annotation: Any) -> str:
+    if annotation is inspect.Parameter.empty:
+        return ""
+    return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 
 def _hints(function: Any) -> dict[str, Any]:

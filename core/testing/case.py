@@ -9,7 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from core import catalog
+from core import catalog, named_callbacks
 from core.cli import POSITIONS, resolve_names
 from core.config_files import merge, parse_yaml, read_yaml
 from core.docstrings import sections
@@ -18,9 +18,6 @@ from core.selection import Run
 from core.signatures import parameters
 from core.technique import Declaration, Device, Need, Package, WorldSize, declaration_of
 from core.testing.workshop import text, workshop
-
-LISTS = ("trainer.callbacks", "trainer.plugins", "trainer.logger")
-"""The positions of a config that take several classes."""
 
 TOLERANCE = 3e-6
 """Relative difference of losses and gradient norms after 8 steps in float32 (2^-24 = 6e-8 each sum); 3.5e-7 is usual."""
@@ -205,7 +202,7 @@ def position_of(entry: catalog.Entry) -> str | None:
 def at_position(entry: catalog.Entry, named: Any) -> dict[str, Any]:
     """Returns a configuration with a technique, or what names it, where techniques of its kind stand."""
     position = position_of(entry) or ""
-    if position in LISTS:
+    if position in named_callbacks.PATHS:
         position, named = f"{position}+", [named]
     for part in reversed(position.split(".") if position else []):
         named = {part: named}

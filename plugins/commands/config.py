@@ -15,8 +15,8 @@ from core import catalog
 from core.cli import POSITIONS, SECTIONS, resolve_names
 from core.config_files import compose, find_config, parse_yaml, read_yaml
 from core.errors import ConfigError, nearest
+from core.named_callbacks import PATHS
 from core.technique import technique
-from plugins.commands.plugins_docstrings import LISTS
 from plugins.commands.plugins_terminal import Parser
 
 ABSENT = "(absent)"
@@ -137,7 +137,7 @@ def flatten(values: Mapping[str, Any]) -> Flat:
 def _flatten(value: Any, key: str, flat: Flat) -> None:
     names = {entry.name for entry in catalog.entries() if entry.kind != "commands"}
     named = isinstance(value, Mapping) and "class_path" in value
-    if key in LISTS and value and (named or isinstance(value, list | str)):
+    if key in PATHS and value and (named or isinstance(value, list | str)):
         _flatten_list(value if isinstance(value, list) else [value], key, flat)
     elif named:
         flat.techniques[key] = str(value["class_path"])
@@ -149,7 +149,7 @@ def _flatten(value: Any, key: str, flat: Flat) -> None:
             _flatten(item, f"{key}.{name}".removeprefix("."), flat)
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         _flatten_list(value, key, flat)
-    elif isinstance(value, str) and (key in POSITIONS or value in names):
+    elif isinstance(value, str) and (key in PATHS or value in names):
         flat.techniques[key] = value
     else:
         flat.values[key] = value
@@ -157,7 +157,7 @@ def _flatten(value: Any, key: str, flat: Flat) -> None:
 
 def _flatten_list(items: Iterable[Any], key: str, flat: Flat) -> None:
     for index, item in enumerate(items):
-        item = {"class_path": item} if isinstance(item, str) and key in LISTS else item
+        item = {"class_path": item} if isinstance(item, str) and key in PATHS else item
         named = isinstance(item, Mapping) and isinstance(item.get("class_path"), str)
         name, number = short(item["class_path"]) if named else str(index), 1
         while f"{key}.{name}" in flat.techniques:  # the same class again
@@ -250,7 +250,7 @@ def _as_text(a: str, b: str, one: Flat, two: Flat) -> Iterator[str]:
         yield "\nTechniques:"
     for key in techniques:
         parent = key.rpartition(".")[0]
-        place = parent if parent in LISTS else key
+        place = parent if parent in PATHS else key
         old, new = technique_cells([one, two], key)
         if ABSENT in (old, new):
             yield f"  + {place}: {new}" if old == ABSENT else f"  - {place}: {old}"

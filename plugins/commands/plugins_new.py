@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 from core import API_VERSION, __version__, catalog
+from core.docstrings import sections
 from core.errors import ConfigError
 from plugins.commands import (
     plugins_template_data,
@@ -17,7 +18,6 @@ from plugins.commands import (
     plugins_template_run,
     plugins_template_steps,
 )
-from plugins.commands.plugins_docstrings import sections
 from plugins.commands.plugins_template_project import FILES
 
 TEMPLATES = {

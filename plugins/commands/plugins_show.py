@@ -9,15 +9,15 @@ from dataclasses import fields
 from typing import Any
 
 from core import catalog
+from core.config_files import dump_yaml
+from core.docstrings import documented, sections
+from core.signatures import REQUIRED, parameters
 from core.technique import Declaration, Package, declaration_of
-from plugins.commands.plugins_docstrings import (
-    GIVEN,
-    documented,
-    example_of,
-    parameters,
-    sections,
-    type_of,
-)
+from core.testing.case import at_position
+from core.testing.declared import example_problem
+
+GIVEN = {"optimizers": 1, "schedules": 1}
+"""Kind -> how many of the first arguments the run supplies: parameters, or the optimizer."""
 
 
 def show(name: str) -> int:
@@ -35,7 +35,7 @@ def show(name: str) -> int:
         ("Attributes", told.get("Attributes", "").splitlines()),
         ("Raises", told.get("Raises", "").splitlines()),
         ("Declared", list(_declared(declaration_of(target)))),
-        ("Example", example_of(entry, target).splitlines()),
+        ("Example", _example(entry, target).splitlines()),
         ("Where", list(_where(entry, target))),
     ]
     for title, lines in blocks:
@@ -47,19 +47,17 @@ def show(name: str) -> int:
 
 
 def _arguments(entry: catalog.Entry, target: Any, told: Mapping[str, str]) -> Iterator[str]:
-    for index, parameter in enumerate(parameters(target).values()):
-        kind = f": {type_of(parameter)}" if type_of(parameter) else ""
+    for index, (name, argument) in enumerate(parameters(target)[0].items()):
+        kind = f": {argument.written}" if argument.written else ""
         if index < GIVEN.get(entry.kind, 0):
             default = "  (given by the run)"
-        elif parameter.default is parameter.empty:
+        elif argument.default is REQUIRED:
             default = "  (required)"
         else:
-            default = f" = {parameter.default!r}"
-        yield f"{parameter.name}{kind}{default}"
-        if parameter.name in told:
-            yield from textwrap.wrap(
-                told[parameter.name], 104, initial_indent="    ", subsequent_indent="    "
-            )
+            default = f" = {argument.default!r}"
+        yield f"{name}{kind}{default}"
+        if name in told:
+            yield from textwrap.wrap(told[name], 104, initial_indent="    ", subsequent_indent="    ")
 
 
 def _declared(declaration: Declaration | None) -> Iterator[str]:
@@ -90,3 +88,16 @@ def _where(entry: catalog.Entry, target: Any) -> Iterator[str]:
     except (OSError, TypeError):
         yield "file       (its source is not there)"
     yield f"package    {entry.origin}"
+
+
+def _example(entry: catalog.Entry, target: Any) -> str:
+    """Returns a snippet that parses: the docstring's, or one made from the signature."""
+    snippet = sections(target.__doc__).get("Example", "")
+    if example_problem(entry, snippet) is None:
+        return snippet
+    if entry.kind == "commands":
+        return f"python -m core {entry.name} --help"
+    needed = list(parameters(target)[0].items())[GIVEN.get(entry.kind, 0) :]
+    arguments = {name: f"<{arg.written or 'value'}>" for name, arg in needed if arg.default is REQUIRED}
+    named: Any = {"class_path": entry.name} | ({"init_args": arguments} if arguments else {})
+    return dump_yaml(at_position(entry, named)).rstrip()

@@ -66,22 +66,22 @@ def test_what_is_passed_on_to_a_base_is_among_the_arguments():
     found, takes_more = parameters(PassesOn)
     assert list(found) == ["lr", "width", "depth"]
     assert not takes_more
-    assert found["lr"] == (float, REQUIRED)
-    assert found["depth"] == (int | None, None)
+    assert found["lr"] == (float, REQUIRED, "float")
+    assert found["depth"] == (int | None, None, "int | None")
 
 
 def test_what_is_kept_may_be_anything():
-    assert parameters(Keeps) == ({"lr": (float, REQUIRED)}, True)
+    assert parameters(Keeps) == ({"lr": (float, REQUIRED, "float")}, True)
 
 
 def test_an_argument_without_a_known_type_is_there():
-    assert parameters(Untyped) == ({"loss": (Any, REQUIRED), "at": (Any, 3)}, False)
+    assert parameters(Untyped) == ({"loss": (Any, REQUIRED, ""), "at": (Any, 3, "NoSuchType")}, False)
 
 
 def test_of_a_function():
     def function(a: int, *, b: str = "x", **kwargs: Any) -> None: ...
 
-    assert parameters(function) == ({"a": (int, REQUIRED), "b": (str, "x")}, True)
+    assert parameters(function) == ({"a": (int, REQUIRED, "int"), "b": (str, "x", "str")}, True)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from core import catalog
 from core.__main__ import main
 from core.config_files import parse_yaml
-from plugins.commands.plugins_docstrings import documented, sections
+from core.docstrings import documented, sections
 from tests.conftest import HOUSE
 
 
