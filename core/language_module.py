@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from core.contracts import Network, Objective, Schedule, misfits
 from core.errors import ConfigError
+from core.loop_state import settle
 from core.seeding import mix, seed_generators
 from core.sigterm import SharedSigterm
 from core.token_sums import TokenSums
@@ -70,13 +71,14 @@ class LanguageModule(LightningModule):
         self._window = TokenSums()
         self._validation = TokenSums()
         self._step_tokens: Tensor | None = None
+        self._epoch: int | None = None
         self._sigterm: SharedSigterm | None = None
         self._user_groups: list[dict[str, Any]] = []
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of each hook here, 40 times a step: past nn.Module's search for parameters.
-        if name in ("_current_fx_name", "logging_step"):
+        if name in ("_current_fx_name", "logging_step", "_epoch"):
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -105,7 +107,8 @@ class LanguageModule(LightningModule):
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
         self.logging_step = False
-        seed_generators(mix(self._seed, self.current_epoch, batch_idx, self.global_rank), self.device)
+        self._epoch = self.current_epoch
+        seed_generators(mix(self._seed, self._epoch, batch_idx, self.global_rank), self.device)
         loss, metrics = self.objective.loss(self.network, batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
@@ -268,6 +271,8 @@ class LanguageModule(LightningModule):
             lambda sums: torch.as_tensor(self.all_gather(sums)) if many else sums
         )
         checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
+        if self._epoch is not None:
+            settle(self.trainer, checkpoint, self._epoch)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""

@@ -62,27 +62,25 @@ def change(
     for name, arguments in changes.items():
         where, told = places.get((name,), "--config"), _below(places, (name,))
         match = next((item for item in items if _is(item[0], name)), None)
-        if arguments is None:
-            if match is None and not strict:
-                continue
-            if match is None:
-                names = {str(item["class_path"]).rpartition(".")[2] for item, _ in items}
-                listing = ", ".join(sorted(names)) or "none"
-                raise ConfigError(
-                    f"{where}: {name} is not in trainer.{key}.{nearest(name, names)} There are: {listing}."
-                )
+        if arguments is None and match is not None:
             items.remove(match)
-        elif not isinstance(arguments, dict):
+        elif arguments is None and strict:
+            names = {str(item["class_path"]).rpartition(".")[2] for item, _ in items}
+            listing = ", ".join(sorted(names)) or "none"
             raise ConfigError(
-                f"{where}: {name} takes its arguments as a mapping, or null to take it out, not {arguments!r}."
+                f"{where}: {name} is not in trainer.{key}.{nearest(name, names)} There are: {listing}."
             )
-        else:
+        elif isinstance(arguments, dict):
             if match is None:
                 match = ({"class_path": name}, {(): where, ("class_path",): where})
                 items.append(match)
             match[0]["init_args"] = match[0].get("init_args") or {}
             merge(match[0]["init_args"], arguments)
             match[1].update({("init_args", *rest): line for rest, line in told.items() if rest})
+        elif arguments is not None:
+            raise ConfigError(
+                f"{where}: {name} takes its arguments as a mapping, or null to take it out, not {arguments!r}."
+            )
     trainer[key] = [item for item, _ in items]
     for path in [path for path in positions if path[:2] == at and len(path) > 2]:
         del positions[path]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.cli import POSITIONS, SECTIONS, resolve_names
+from core.cli import SECTIONS, resolve_names
 from core.config_files import compose, find_config, parse_yaml, read_yaml
 from core.errors import ConfigError, nearest
 from core.named_callbacks import PATHS

@@ -1,0 +1,30 @@
+"""Where in an epoch a checkpoint was saved, told so that Lightning's loops go on there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+
+def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int) -> None:
+    """Makes the loops' state the same for each way in which a run can end after a batch.
+
+    Lightning 2.6 counts an epoch as done when `max_steps` or a signal ends the run within it: resumed, it would
+    begin the next one, with other random numbers, or stop at `max_epochs`. Of a run that ended with an epoch it
+    would count one more without a batch. What a callback saves after a batch is understood: that form is taken.
+
+    Args:
+        trainer: The trainer that saves.
+        checkpoint: Its checkpoint; changed in place.
+        epoch: The epoch that the last batch belonged to, from 0.
+    """
+    state = checkpoint["loops"]["fit_loop"]
+    for progress in state["epoch_progress"].values():
+        progress.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
+    batches = state["epoch_loop.batch_progress"]
+    ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+    if ended and batches["current"]["completed"] == batches["current"]["ready"]:
+        for progress in (batches["current"], batches["total"]):
+            progress["completed"] -= 1
+        state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # which it adds again
