@@ -126,8 +126,6 @@ def load_network(path: Path) -> tuple[Network, str, int | None]:
     Raises:
         ConfigError: If the checkpoint holds no configuration or no tokenizer.
     """
-    from core.cli import build_network
-
     checkpoint = read(path)
     text = checkpoint.get(RECORD, {}).get("config")
     states = (value for value in checkpoint.values() if isinstance(value, Mapping))
@@ -141,3 +139,19 @@ def load_network(path: Path) -> tuple[Network, str, int | None]:
     weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
     network.load_state_dict(weights)
     return network.eval(), data["tokenizer"], data.get("end_of_text_id")
+
+
+def build_network(config: Mapping[str, Any]) -> Any:
+    """Builds a network from the `model.network` part of a saved configuration.
+
+    Raises:
+        ConfigError: If it names a class that is no network, or that does not belong among its arguments.
+    """
+    from jsonargparse import ArgumentParser
+
+    from core.class_check import ClassChecker
+
+    ClassChecker(lambda keys: ".".join(map(str, ("model", "network", *keys)))).value(Network, config, ())
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(Network, "network")
+    return parser.instantiate(parser.parse_object({"network": dict(config)})).network

@@ -275,23 +275,6 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def build_network(config: Mapping[str, Any]) -> Any:
-    """Builds a network from the `model.network` part of a saved configuration.
-
-    Raises:
-        ConfigError: If it names a class that is no network, or that does not belong among its arguments.
-    """
-    from jsonargparse import ArgumentParser
-
-    from core.class_check import ClassChecker
-    from core.contracts import Network
-
-    ClassChecker(lambda keys: ".".join(map(str, ("model", "network", *keys)))).value(Network, config, ())
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(Network, "network")
-    return parser.instantiate(parser.parse_object({"network": dict(config)})).network
-
-
 def _quieten() -> None:
     """Silences hints of Lightning's that do not apply here: the loaders and paths are ours."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)

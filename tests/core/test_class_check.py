@@ -9,7 +9,6 @@ import yaml
 
 from core import checkpoint
 from core.__main__ import main
-from core.cli import build_network
 from core.errors import ConfigError
 from plugins.networks.gpt import GPT
 from tests.conftest import TINY
@@ -89,7 +88,7 @@ class Lazy(GPT):
 
 def test_a_checkpoints_network_takes_only_classes_that_belong_among_its_arguments(tmp_path):
     config = {"class_path": f"{__name__}.Lazy", "init_args": {"activation": "torch.nn.ReLU"}}
-    assert isinstance(build_network(config).activation, torch.nn.ReLU)
+    assert isinstance(checkpoint.build_network(config).activation, torch.nn.ReLU)
     config["init_args"]["activation"] = "os.getcwd"
     with pytest.raises(ConfigError, match=r"model\.network\.init_args\.activation.*\n?.*os\.getcwd"):
-        build_network(config)
+        checkpoint.build_network(config)
