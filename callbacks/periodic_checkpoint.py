@@ -1,4 +1,4 @@
-"""Saves the run every n optimizer steps and at its end."""
+"""Saves the run every n optimizer steps, at its end, and where a signal ends it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from core.errors import ConfigError
 from core.technique import technique
@@ -77,6 +78,11 @@ class PeriodicCheckpoint(Checkpoint):
         """Saves what waited: a resumed run would not repeat the validation."""
         if self._due and not trainer.sanity_checking:
             self._save(trainer, trainer.global_step)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Saves the step after which a signal ended the run."""
+        if isinstance(exception, SIGTERMException):
+            self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step."""

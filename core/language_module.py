@@ -17,7 +17,7 @@ from core.contracts import Network, Objective, Schedule, misfits
 from core.errors import ConfigError
 from core.loop_state import settle
 from core.seeding import mix, seed_generators
-from core.sigterm import SharedSigterm
+from core.stopping import StopSignals
 from core.token_sums import TokenSums
 
 GRADIENT_TOKENS = 4096.0
@@ -72,7 +72,7 @@ class LanguageModule(LightningModule):
         self._validation = TokenSums()
         self._step_tokens: Tensor | None = None
         self._epoch: int | None = None
-        self._sigterm: SharedSigterm | None = None
+        self.stop_signals: StopSignals | None = None
         self._user_groups: list[dict[str, Any]] = []
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
@@ -145,9 +145,11 @@ class LanguageModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the figures of the step where it is the turn of one."""
-        if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
+        self.logging_step = not (self.trainer.global_step + 1) % self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if self.stop_signals is not None:
+            self.stop_signals.heed(self.logging_step, self._sum_over_ranks, self.device)
+        if not self.logging_step:
             return
-        self.logging_step = True
         norm = nn.utils.get_total_norm(_gradients(optimizer))
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
@@ -160,8 +162,6 @@ class LanguageModule(LightningModule):
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
         self._to_loggers(figures, self.trainer.global_step + 1)
-        if self._sigterm is not None:
-            self._sigterm.agree(self._sum_over_ranks, self.device)
 
     def _to_loggers(self, figures: dict[str, float], step: int) -> None:
         for logger in self.trainer.loggers:
@@ -241,7 +241,7 @@ class LanguageModule(LightningModule):
 
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
-        self._sigterm = SharedSigterm(self.trainer) if self.trainer.world_size > 1 else None
+        self.stop_signals = StopSignals(self.trainer)
         if not self.trainer.ckpt_path:
             return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()

@@ -19,6 +19,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from core import durable, launchers, preflight, run_folder
 from core.blame import blame, useful
@@ -31,6 +32,7 @@ from core.language_module import LanguageModule
 from core.mistakes import explain, finder, laid_over
 from core.print_config import annotating
 from core.selection import Run, Selected, by_trainer, selection, table
+from core.stopping import queue_again
 
 log = logging.getLogger(__name__)
 
@@ -234,7 +236,13 @@ class Cli(LightningCLI):
     def start(self) -> None:
         """Runs the subcommand."""
         with self._releasing(done=True):
-            super()._run_subcommand(self.only)
+            try:
+                super()._run_subcommand(self.only)
+            except SIGTERMException:
+                signals = self.model.stop_signals
+                if signals is not None and signals.requeue and self.trainer.is_global_zero:
+                    queue_again()
+                raise
 
     def predict(self, **kwargs: Any) -> None:
         """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats."""

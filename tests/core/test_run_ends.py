@@ -1,8 +1,12 @@
 """A run that ended before its time goes on as if it had not: by max_steps, at an epoch's end or within one."""
 
+import os
+import signal
+
 import pytest
 import torch
 import yaml
+from lightning.pytorch import Callback
 
 from core import checkpoint
 from core.__main__ import main
@@ -19,9 +23,9 @@ def fit(tmp_path, monkeypatch, capfd):
     config["trainer"]["max_steps"] = -1
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
 
-    def run(name, *words):
-        code = main(["fit", "--config=tiny.yaml", f"--trainer.default_root_dir={name}", *words])
-        assert code == 0, capfd.readouterr().err
+    def run(name, *words, code=0):
+        found = main(["fit", "--config=tiny.yaml", f"--trainer.default_root_dir={name}", *words])
+        assert found == code, capfd.readouterr().err
         return checkpoint.read(checkpoint.newest(tmp_path / name))
 
     return run
@@ -84,3 +88,42 @@ def test_every_checkpoint_of_a_run_leads_to_the_same_end(validation, fit, tmp_pa
         copy.parent.mkdir(parents=True)
         path.rename(copy)
         same(fit(copy.parts[-3], *usual, f"--ckpt_path={copy}"), whole)
+
+
+class Signal(Callback):
+    """Sends this process a signal when it begins a batch."""
+
+    def __init__(self, number: int, batch: int) -> None:
+        self.number, self.batch = number, batch
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx) -> None:
+        if trainer.fit_loop.epoch_loop.total_batch_idx == self.batch:
+            os.kill(os.getpid(), self.number)
+
+
+def signalled(number, batch):
+    option = f"--trainer.callbacks+={__name__}.Signal"
+    return [option, f"--trainer.callbacks.number={int(number)}", f"--trainer.callbacks.batch={batch}"]
+
+
+@pytest.mark.parametrize("batch", [0, 4, 13, 14, 15, 16, 20])
+def test_sigterm_ends_a_run_after_the_step_that_it_is_in(batch, fit):
+    whole = fit("whole", *USUAL, "--trainer.max_steps=11")
+    stopped = fit("parts", *USUAL, "--trainer.max_steps=11", *signalled(signal.SIGTERM, batch), code=143)
+    assert stopped["global_step"] == batch // 2 + 1
+    same(fit("parts", *USUAL, "--trainer.max_steps=11", "--ckpt_path=last"), whole)
+
+
+def test_slurms_notice_saves_the_run_and_puts_the_job_back_into_the_queue(fit, monkeypatch, tmp_path):
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "scontrol").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/scontrol.txt\n')
+    (tools / "scontrol").chmod(0o755)
+    job = {"JOB_ID": "71", "JOB_NAME": "train", "NTASKS": "1", "STEP_NUM_TASKS": "1", "NODELIST": "127.0.0.1",
+           "NNODES": "1", "PROCID": "0", "LOCALID": "0", "NODEID": "0"}  # fmt: skip
+    for name, value in job.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+    stopped = fit("parts", *USUAL, "--trainer.max_steps=11", *signalled(signal.SIGUSR1, 5), code=143)
+    assert stopped["global_step"] == 3
+    assert (tmp_path / "scontrol.txt").read_text() == "requeue 71\n"
