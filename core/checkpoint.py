@@ -53,16 +53,31 @@ def newest(root: Path, siblings: bool = False) -> Path:
         ConfigError: If there is no whole checkpoint.
     """
     folders = [root, *(_later_runs(root) if siblings else [])]
-    candidates = [p for f in folders for p in f.rglob("*.ckpt") if p.is_file() and not p.name.startswith(".")]
-    for path in sorted(candidates, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True):
-        reason = defect(path)
-        if reason is None:
-            return path
-        print(f"{path} is left aside: {reason}. Looking for the one before.", file=sys.stderr)
+    candidates = [path for folder in folders for path in _files(folder)]
+    if found := next(_whole(candidates), None):
+        return found
     raise ConfigError(
         f"--ckpt_path last: there is no whole checkpoint below {root} ({len(candidates)} looked at).\n"
         "Leave --ckpt_path out to start from the beginning, or name the run: --ckpt_path RUN_FOLDER."
     )
+
+
+def of_folder(folder: Path) -> Path | None:
+    """Returns the newest whole checkpoint below a folder, or None; broken ones are passed over as in `newest`."""
+    return next(_whole(_files(folder)), None)
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*.ckpt") if path.is_file() and not path.name.startswith(".")]
+
+
+def _whole(candidates: list[Path]) -> Iterator[Path]:
+    for path in sorted(candidates, key=lambda path: (path.stat().st_mtime_ns, path.name), reverse=True):
+        reason = defect(path)
+        if reason is None:
+            yield path
+        else:
+            print(f"{path} is left aside: {reason}. Looking for the one before.", file=sys.stderr)
 
 
 def _later_runs(root: Path) -> Iterator[Path]:
@@ -111,9 +126,15 @@ def read(path: Path) -> dict[str, Any]:
     return checkpoint
 
 
+def record(path: Path) -> dict[str, Any]:
+    """Returns what a run wrote of itself into its checkpoint; empty for a foreign checkpoint."""
+    found: dict[str, Any] = read(path).get(RECORD, {})
+    return found
+
+
 def stored_config(path: Path) -> dict[str, Any]:
     """Returns the configuration of the run that wrote a checkpoint; empty for a foreign checkpoint."""
-    text = read(path).get(RECORD, {}).get("config")
+    text = record(path).get("config")
     return parse_yaml(text, f"{path} (stored config)")[0] if text else {}
 
 

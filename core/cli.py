@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core import catalog
+from core import catalog, restarts
+from core.arguments import last, option_values, split_configs, without
 from core.config_files import Composed, compose, merge, parse_value
 from core.errors import ConfigError
 from core.named_callbacks import change, take_options
@@ -44,6 +45,7 @@ class Request:
         root: The folder that the run's own folder is named after.
         checkpoint: The file to go on from.
         stored: The configuration in that checkpoint.
+        job: What the launcher calls the job that is run, if it may start it again.
     """
 
     composed: Composed
@@ -51,6 +53,7 @@ class Request:
     root: Path
     checkpoint: Path | None
     stored: dict[str, Any]
+    job: str | None = None
 
 
 @technique(paper=_SOURCE)
@@ -98,36 +101,50 @@ def build(subcommand: str, arguments: list[str], starts: bool = False) -> Any:
         arguments: The command line after it.
         starts: Whether the run will be started, and its folder is made.
     """
-    request = prepare(arguments)
+    request = prepare(arguments, restarts.job() if starts and subcommand == "fit" else None)
     _quieten()
     from core.lightning_cli import Cli
 
     return Cli(subcommand, request, starts)
 
 
-def prepare(arguments: list[str]) -> Request:
-    """Composes the configs, finds the checkpoint, resolves short names and imports what they name."""
+def prepare(arguments: list[str], job: str | None = None) -> Request:
+    """Composes the configs, finds the checkpoint, resolves short names and imports what they name.
+
+    Args:
+        arguments: The command line after the subcommand.
+        job: What the launcher calls the job; if it was started before, it goes on from its last checkpoint.
+    """
     names, words = split_configs(arguments)
     found, rest = _composed(
         names, words, {}, strict=False
     )  # what a change by name means, the checkpoint tells
-    root = Path(_last(rest, "trainer.default_root_dir") or _default_root(found.values, names))
-    checkpoint, stored = None, {}
-    if _last(rest, "ckpt_path") == "":
+    root = Path(last(rest, "trainer.default_root_dir") or _default_root(found.values, names))
+    checkpoint, stored, record = None, {}, {}
+    if last(rest, "ckpt_path") == "":
         raise ConfigError("--ckpt_path is empty: give last, a checkpoint or a run folder, or leave it out.")
-    if wanted := _last(rest, "ckpt_path") or found.values.get("ckpt_path"):
-        from core.checkpoint import resolve, stored_config
+    if wanted := last(rest, "ckpt_path") or found.values.get("ckpt_path"):
+        from core.checkpoint import resolve
 
         runs = [name for name in names if "techniques/" not in name]
-        named = runs or _last(rest, "trainer.default_root_dir")
+        named = runs or last(rest, "trainer.default_root_dir")
         checkpoint = resolve(str(wanted), root if named else Path("runs"))
-        stored = {key: value for key, value in stored_config(checkpoint).items() if key in SECTIONS}
+    if job:
+        checkpoint = restarts.checkpoint(job, root, checkpoint)
+    if checkpoint:
+        from core import checkpoint as checkpoints
+
+        record = checkpoints.record(checkpoint)
+        stored = checkpoints.stored_config(checkpoint)
+        stored = {key: value for key, value in stored.items() if key in SECTIONS}
         if not names:
             root = Path(_default_root(stored, names))
     composed, rest = _composed(names, words, stored)
     composed.values.pop("ckpt_path", None)
+    if job:
+        rest += restarts.shape(record, stored, composed.values, rest)
     if checkpoint:
-        rest = [*_without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
+        rest = [*without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
     for section in ("trainer", "model"):
         if not isinstance(value := composed.values.get(section, {}), dict):
             place = composed.positions.get((section,), "--config")
@@ -135,7 +152,7 @@ def prepare(arguments: list[str]) -> Request:
     composed.values.setdefault("trainer", {}).setdefault("default_root_dir", str(root))
     for entry in catalog.registered(_words(composed.values, rest)):
         entry.load()
-    return Request(composed, rest, root, checkpoint, stored)
+    return Request(composed, rest, root, checkpoint, stored, job)
 
 
 def _composed(
@@ -147,48 +164,6 @@ def _composed(
         change(composed.values, composed.positions, changes, places, merge, strict=strict)
     resolve_names(composed.values)
     return composed, _move_positions(composed, arguments)
-
-
-def split_configs(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Splits `--config X`, `--config=X`, `-c X` from the other arguments."""
-    configs, rest, words = [], [], iter(arguments)
-    for word in words:
-        if word in ("-c", "--config"):
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(
-                    f"{word} needs a file or the name of a shipped config, for example quickstart."
-                )
-            configs.append(value)
-        elif word.startswith(("--config=", "-c=")):
-            configs.append(word.partition("=")[2])
-        else:
-            rest.append(word)
-    return configs, rest
-
-
-def option_values(arguments: list[str]) -> Iterator[tuple[int, int, str, str]]:
-    """Yields (first word, words, key, value) of each option that has a value."""
-    for index, word in enumerate(arguments):
-        if not word.startswith("--"):
-            continue
-        key, equals, value = word[2:].partition("=")
-        if equals:
-            yield index, 1, key, value
-        elif index + 1 < len(arguments) and not arguments[index + 1].startswith("--"):
-            yield index, 2, key, arguments[index + 1]
-
-
-def _last(arguments: list[str], wanted: str) -> str | None:
-    found = [value for _, _, key, value in option_values(arguments) if key == wanted]
-    return found[-1] if found else None
-
-
-def _without(arguments: list[str], unwanted: str) -> list[str]:
-    drop = {
-        i for at, count, key, _ in option_values(arguments) if key == unwanted for i in range(at, at + count)
-    }
-    return [word for index, word in enumerate(arguments) if index not in drop]
 
 
 def _move_positions(composed: Composed, arguments: list[str]) -> list[str]:

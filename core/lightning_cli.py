@@ -22,10 +22,11 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from core import durable, launchers, preflight, run_folder
+from core.arguments import option_values
 from core.blame import blame, useful
 from core.building import Builder, complaint, make_trainer
 from core.class_check import check_classes
-from core.cli import SECTIONS, Request, differences, option_values
+from core.cli import SECTIONS, Request, differences
 from core.config_files import dump_yaml, parse_yaml
 from core.errors import ConfigError
 from core.language_module import LanguageModule
@@ -169,12 +170,17 @@ class Cli(LightningCLI):
         preflight.check(run, *launchers.faults(outline, self.selected))
 
     def _choose_folder(self, root: Path) -> Path:
-        if self.request.checkpoint is not None:
-            return run_folder.of_checkpoint(self.request.checkpoint)
-        if _get_rank() not in (None, 0):
-            return root
         missing = [parent for parent in root.parents if not parent.exists()]
-        folder = run_folder.fresh(root, claim=self.starts)
+        first, job = _get_rank() in (None, 0), self.request.job
+        if self.request.checkpoint is not None:
+            folder = run_folder.of_checkpoint(self.request.checkpoint)
+            if not (first and job):
+                return folder
+            run_folder.own(folder, job)
+        elif not first:
+            return root
+        else:
+            folder = run_folder.fresh(root, claim=self.starts, job=job)
         self.claimed = (folder, missing) if self.starts else None
         return folder
 

@@ -20,24 +20,43 @@ PLACEHOLDER = "${run_folder}"
 
 
 CLAIM = ".claimed"
-"""A file that is made by the one run that a folder belongs to."""
+"""A file that is made by the one run that a folder belongs to, as long as it is not over; it names its job."""
 
 
-def fresh(root: Path, claim: bool = True) -> Path:
+def fresh(root: Path, claim: bool = True, job: str | None = None) -> Path:
     """Returns `root`, or the first of root-2, root-3... that no run has left anything in, or is starting in.
 
     Args:
         root: The folder for the first run.
         claim: Whether to make the folder, so that no run that starts in the same moment chooses it.
+        job: What the launcher calls the job; if it was started before, its folder is returned.
 
     Raises:
         ConfigError: If the folder cannot be made.
     """
+    if job and (begun := of_job(root, job)):
+        return begun
     folder, number = root, 1
     while _used(folder) or (claim and not _claimed(folder)):
         number += 1
         folder = root.with_name(f"{root.name}-{number}")
+    if claim and job:
+        own(folder, job)
     return folder
+
+
+def own(folder: Path, job: str) -> None:
+    """Notes that a folder is a job's, which finds it again by that when it is started again."""
+    (folder / CLAIM).write_text(job, encoding="utf-8")
+
+
+def of_job(root: Path, job: str) -> Path | None:
+    """Returns the folder among `root`, root-2, root-3... that a job made when it was started before, if any."""
+    for folder in [root, *root.parent.glob(f"{root.name}-*")]:
+        with suppress(OSError):
+            if (folder / CLAIM).read_text(encoding="utf-8") == job:
+                return folder
+    return None
 
 
 def _used(folder: Path) -> bool:
@@ -139,4 +158,4 @@ class RunRecord(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Stores the configuration in the checkpoint, so that it can be read without its folder."""
-        checkpoint[RECORD] = {"config": self.config, "version": __version__}
+        checkpoint[RECORD] = {"config": self.config, "version": __version__, "ranks": trainer.world_size}

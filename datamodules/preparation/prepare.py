@@ -87,9 +87,10 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     from jsonargparse import ArgumentError, ArgumentParser
 
     from core import catalog
+    from core.arguments import option_values
     from core.building import Builder
     from core.class_check import ClassChecker
-    from core.cli import option_values, resolve_names
+    from core.cli import resolve_names
     from core.config_files import compose
     from core.mistakes import explain, finder, laid_over
     from datamodules.preparation.token_preparation import build

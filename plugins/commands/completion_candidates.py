@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
+from core.arguments import option_values, split_configs
 from core.class_names import KIND_OF
-from core.cli import option_values, resolve_names, split_configs
+from core.cli import resolve_names
 from core.config_files import compose
 from core.errors import ConfigError
 from core.named_callbacks import take_options

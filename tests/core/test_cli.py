@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 
 from core import run_folder
 from core.__main__ import main
-from core.cli import differences, prepare, split_configs
+from core.arguments import split_configs
+from core.cli import differences, prepare
 from core.errors import ConfigError
 from tests.conftest import HOUSE, TINY, run_core
 
