@@ -21,7 +21,7 @@ from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from core import durable, launchers, preflight, run_folder
+from core import durable, launchers, preflight, restarts, run_folder
 from core.arguments import option_values
 from core.blame import blame, useful
 from core.building import Builder, complaint, make_trainer
@@ -78,14 +78,17 @@ class Cli(LightningCLI):
     def _releasing(self, done: bool) -> Iterator[None]:
         """Gives the claimed run folder back when this fails, or is all that was to be done."""
         self.claimed: tuple[Path, list[Path]] | None = getattr(self, "claimed", None)
-        failed = True
+        failed, job = True, self.request.job
         try:
             yield
             failed = False
+        except ConfigError:  # which it would meet again
+            job = None
+            raise
         finally:
             if self.claimed and (done or failed):
                 folder, parents = self.claimed
-                run_folder.release(folder, parents, failed)
+                run_folder.release(folder, parents, failed, job)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Builds the parser of the one subcommand that is run: each takes 0.3 s."""
@@ -177,6 +180,7 @@ class Cli(LightningCLI):
             if not (first and job):
                 return folder
             run_folder.own(folder, job)
+            missing = []
         elif not first:
             return root
         else:
@@ -243,6 +247,8 @@ class Cli(LightningCLI):
         """Runs the subcommand."""
         with self._releasing(done=True):
             try:
+                if self.request.job and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                    restarts.keep_apart()
                 super()._run_subcommand(self.only)
             except SIGTERMException:
                 signals = self.model.stop_signals

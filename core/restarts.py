@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,22 @@ def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -
             "evenly.\nStart it on another number of processes, or anew with another data.batch_size."
         )
     return batch // (fitting[-1] * processes), fitting[-1]
+
+
+def keep_apart() -> None:
+    """Lets ranks that torchrun has started again meet under new names in the store that its agent keeps.
+
+    The agent's store outlives the ranks (torch 2.11 to 2.15): those of the second start would find the addresses of
+    the first, and fail after some seconds. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun avoids it too.
+    """
+    from torch.distributed import PrefixStore
+
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    usual = handlers["env"]
+
+    def meet(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, size in usual(*args, **kwargs):
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            yield PrefixStore(f"start {start} on {size} ranks", store), rank, size
+
+    handlers["env"] = meet

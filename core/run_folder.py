@@ -85,14 +85,17 @@ def _claimed(folder: Path) -> bool:
     return True
 
 
-def release(folder: Path, parents: Iterable[Path], failed: bool) -> None:
+def release(folder: Path, parents: Iterable[Path], failed: bool, job: str | None = None) -> None:
     """Ends the claim on a folder, and removes it, and the parents made for it, if nothing lies in them.
 
     Args:
         folder: The claimed folder.
         parents: Those that were made for it, the nearest first.
         failed: Whether the run failed: then a folder that holds nothing but its record is removed too.
+        job: The launcher's, which may start a run that failed again: the folder stays its own.
     """
+    if failed and job:
+        return
     with suppress(OSError):
         (folder / CLAIM).unlink()
         if failed and {path.name for path in folder.iterdir()} <= {"config.yaml", "techniques.txt"}:
