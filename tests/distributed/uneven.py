@@ -9,29 +9,33 @@ from core.contracts import IGNORED_LABEL
 
 
 class UnevenData(LightningDataModule):
-    """Global batches of `rows` rows; rank r of W reads rows [r * rows/W, (r+1) * rows/W) of each.
+    """Global batches of `rows` rows; data rank r of W reads rows [r * rows/W, (r+1) * rows/W) of each.
 
     Args:
         rows: Rows of a global batch.
         batches: Global batches of an epoch.
+        documents: Whether each row holds several documents, of other lengths in each row.
     """
 
-    def __init__(self, rows: int = 4, batches: int = 12) -> None:
+    def __init__(self, rows: int = 8, batches: int = 12, documents: bool = False) -> None:
         super().__init__()
-        self.rows, self.batches = rows, batches
+        self.rows, self.batches, self.documents = rows, batches, documents
 
     def _loader(self, seed: int) -> torch.utils.data.DataLoader:
-        tokens = torch.randint(
-            64, (self.batches, self.rows, 17), generator=torch.Generator().manual_seed(seed)
-        )
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(64, (self.batches, self.rows, 17), generator=generator)
+        ends = torch.rand(self.batches, self.rows, 16, generator=generator) < 0.25
+        document_ids = ends.long().cumsum(-1)
         labels = tokens[:, :, 1:].clone()
         for row in range(self.rows):  # from all tokens in the first row to two in the last
             labels[:, row, 16 - 14 * row // (self.rows - 1) :] = IGNORED_LABEL
-        share = self.rows // self.trainer.world_size
-        own = slice(share * self.trainer.global_rank, share * (self.trainer.global_rank + 1))
+        place = self.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
+        share = self.rows // place["num_replicas"]
+        own = slice(share * place["rank"], share * (place["rank"] + 1))
         batches = [
             {"input_ids": ids[own, :-1], "labels": wanted[own]}
-            for ids, wanted in zip(tokens, labels, strict=True)
+            | ({"document_ids": documents[own]} if self.documents else {})
+            for ids, wanted, documents in zip(tokens, labels, document_ids, strict=True)
         ]
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
