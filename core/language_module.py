@@ -105,7 +105,7 @@ class LanguageModule(LightningModule):
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
         self.logging_step = False
-        seed_generators(mix(self._seed, self.current_epoch, batch_idx, self.global_rank), self.device)
+        seed_generators(mix(self._seed, self.current_epoch, batch_idx, self._loss_place[0]), self.device)
         loss, metrics = self.objective.loss(self.network, batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
@@ -117,7 +117,19 @@ class LanguageModule(LightningModule):
     @property
     def _weighs_later(self) -> bool:
         # Only then is the number of label tokens of the step unknown at the time of backward.
-        return self.trainer.accumulate_grad_batches > 1 or self.trainer.world_size > 1
+        return self.trainer.accumulate_grad_batches > 1 or self._loss_place[1] > 1
+
+    @property
+    def _loss_group(self) -> Any:
+        """The ranks that have different tokens, where the strategy has others too; None: all ranks."""
+        return getattr(self.trainer.strategy, "loss_group", None)
+
+    @property
+    def _loss_place(self) -> tuple[int, int]:
+        """This rank's place among the ranks that have different tokens, and their number."""
+        if (group := self._loss_group) is not None:
+            return group.rank(), group.size()
+        return self.global_rank, self.trainer.world_size
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -136,29 +148,39 @@ class LanguageModule(LightningModule):
     def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
         # backward divided by GRADIENT_TOKENS, Lightning by the micro-batches, the strategy by the ranks
         tokens = self._sum_over_ranks(tokens)
-        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self._loss_place[1]
         factor = divided_by / tokens.clamp(min=1).to(torch.float32)
-        torch._foreach_mul_(_gradients(optimizer), factor)
+        gradients = [_local(gradient) for gradient in _gradients(optimizer)]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Clips as the strategy does, which knows where gradients are, or as Lightning does."""
+        clip = getattr(self.trainer.strategy, "clip_gradients", self.clip_gradients)
+        clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the figures of the step where it is the turn of one."""
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         self.logging_step = True
-        norm = nn.utils.get_total_norm(_gradients(optimizer))
+        norm_of = getattr(self.trainer.strategy, "gradient_norm", _gradient_norm)
+        norm = norm_of(optimizer)
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
         figures = _named("train", means)
         figures["train/tokens"] = float(self.tokens_seen)
         figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
-        figures["train/grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        figures["train/grad_norm"] = float(norm)
         # Not self.log: Lightning would walk the figures again after every step that is not logged.
         self.trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
         self._to_loggers(figures, self.trainer.global_step + 1)
         if self._sigterm is not None:
-            self._sigterm.agree(self._sum_over_ranks, self.device)
+            self._sigterm.agree(self.trainer.strategy.reduce, self.device)
 
     def _to_loggers(self, figures: dict[str, float], step: int) -> None:
         for logger in self.trainer.loggers:
@@ -195,9 +217,9 @@ class LanguageModule(LightningModule):
         return -losses.view_as(batch["labels"])
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        return (
-            self.trainer.strategy.reduce(values, reduce_op="sum") if self.trainer.world_size > 1 else values
-        )
+        if self._loss_place[1] == 1:
+            return values
+        return self.trainer.strategy.reduce(values, group=self._loss_group, reduce_op="sum")
 
     # -- optimizer, schedule, state ----------------------------------------------------------------
 
@@ -263,9 +285,9 @@ class LanguageModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
-        many = self.trainer.world_size > 1
+        many, group = self._loss_place[1] > 1, self._loss_group
         window = self._window.state_dict(
-            lambda sums: torch.as_tensor(self.all_gather(sums)) if many else sums
+            lambda sums: torch.as_tensor(self.all_gather(sums, group)) if many else sums
         )
         checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
 
@@ -274,12 +296,21 @@ class LanguageModule(LightningModule):
         self._check_weights(checkpoint["state_dict"])
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
-            place = (self.global_rank, self.trainer.world_size, self.device)
-            self._window.load_state_dict(state["window"], *place)
+            self._window.load_state_dict(state["window"], *self._loss_place, self.device)
 
 
 def _gradients(optimizer: Any) -> list[Tensor]:
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def _gradient_norm(optimizer: Any) -> Tensor:
+    norm = nn.utils.get_total_norm(_gradients(optimizer))
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def _local(tensor: Any) -> Tensor:
+    """The part of a tensor that is on this rank."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:

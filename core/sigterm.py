@@ -28,7 +28,7 @@ class SharedSigterm:
             self.trainer.strategy.launcher.kill(number)  # the ranks that this process has started
         self.received = True
 
-    def agree(self, sum_over_ranks: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    def agree(self, reduce: Callable[..., Tensor], device: torch.device) -> None:
         """Ends the run on every rank if one has been told to end."""
-        if sum_over_ranks(torch.tensor(float(self.received), device=device)) > 0:
+        if reduce(torch.tensor(float(self.received), device=device), reduce_op="sum") > 0:
             self.trainer._signal_connector.received_sigterm = True

@@ -42,4 +42,9 @@ COMBINATIONS = [
     Combination("DDP", "gradients averaged", 2),
     Combination("DDP", "gradients averaged", 4, slow=True),
     Combination("DDP", "static_graph, bucket_mb 0.001", 2, {"static_graph": True, "bucket_mb": 0.001}),
+    Combination("FSDP", "stage 3", 2),
+    Combination("FSDP", "stage 2", 2, {"stage": 2}),
+    Combination("FSDP", "stage 3, offload", 2, {"offload": True}),
+    Combination("FSDP", "stage 3, 2 replicas of 2", 4, {"replicas": 2}),
+    Combination("FSDP", "stage 2", 4, {"stage": 2}, slow=True),
 ]

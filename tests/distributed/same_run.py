@@ -57,7 +57,9 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def fit(overlay: Mapping[str, Any], ranks: int, *words: str, kill_at: int | None = None, name: str = "") -> Run:
+def fit(
+    overlay: Mapping[str, Any], ranks: int, *words: str, kill_at: int | None = None, name: str = ""
+) -> Run:
     """Trains; the label of the folder follows from the configuration unless there is a name."""
     values = merge(deepcopy(CONFIG), deepcopy(dict(overlay)))
     label = name or f"same-{abs(hash(json.dumps(values, sort_keys=True))):x}-{ranks}"
@@ -98,7 +100,11 @@ def differences(found: Run, expected: Run) -> dict[str, float]:
     for step, figures in other.items():
         assert one[step].keys() == figures.keys()
         assert one[step]["train/tokens"] == figures["train/tokens"]
-        for name, kind in {"train/loss": "loss", "val/loss": "loss", "train/grad_norm": "gradient norm"}.items():
+        for name, kind in {
+            "train/loss": "loss",
+            "val/loss": "loss",
+            "train/grad_norm": "gradient norm",
+        }.items():
             if name in figures:
                 apart[kind] = max(apart[kind], abs(one[step][name] / figures[name] - 1))
     apart["weights"] = weights_apart(found, expected)
@@ -120,9 +126,13 @@ def weights_apart(found: Run, expected: Run) -> float:
 def same_bits(found: Any, expected: Any) -> bool:
     """Returns whether two nested states are the same to the last bit."""
     if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+        return (
+            isinstance(found, torch.Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
+        )
     if isinstance(expected, Mapping):
-        return found.keys() == expected.keys() and all(same_bits(found[key], expected[key]) for key in expected)
+        return found.keys() == expected.keys() and all(
+            same_bits(found[key], expected[key]) for key in expected
+        )
     if isinstance(expected, list | tuple):
         return len(found) == len(expected) and all(map(same_bits, found, expected))
     return bool(found == expected)

@@ -1,6 +1,6 @@
 """Runs every combination beside one process and writes the table of differences into the README.
 
-    python -m tests.distributed.table
+python -m tests.distributed.table
 """
 
 from __future__ import annotations

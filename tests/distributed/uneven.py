@@ -2,10 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from core.contracts import IGNORED_LABEL
+
+
+class Resumable:
+    """Yields prepared batches in order; its state is how many it has yielded in this epoch."""
+
+    def __init__(self, batches: list[dict[str, torch.Tensor]]) -> None:
+        self.batches, self._start, self._position = batches, 0, 0
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        self._position, self._start = self._start, 0
+        while self._position < len(self):
+            self._position += 1
+            yield self.batches[self._position - 1]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self._position % len(self)}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._start = state["position"]
 
 
 class UnevenData(LightningDataModule):
@@ -21,7 +45,7 @@ class UnevenData(LightningDataModule):
         super().__init__()
         self.rows, self.batches, self.documents = rows, batches, documents
 
-    def _loader(self, seed: int) -> torch.utils.data.DataLoader:
+    def _loader(self, seed: int) -> Resumable:
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(64, (self.batches, self.rows, 17), generator=generator)
         ends = torch.rand(self.batches, self.rows, 16, generator=generator) < 0.25
@@ -37,12 +61,12 @@ class UnevenData(LightningDataModule):
             | ({"document_ids": documents[own]} if self.documents else {})
             for ids, wanted, documents in zip(tokens, labels, document_ids, strict=True)
         ]
-        return torch.utils.data.DataLoader(batches, batch_size=None)
+        return Resumable(batches)
 
-    def train_dataloader(self) -> torch.utils.data.DataLoader:
+    def train_dataloader(self) -> Resumable:
         return self._loader(0)
 
-    def val_dataloader(self) -> torch.utils.data.DataLoader:
+    def val_dataloader(self) -> Resumable:
         return self._loader(1)
 
 

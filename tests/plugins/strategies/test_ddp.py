@@ -23,7 +23,9 @@ def test_hooks_run_and_round(compression):
     done = fit({"trainer": compressed(**arguments)}, 2)
     apart = differences(done, one_process({}))
     assert 1e-6 < max(apart["loss"], apart["gradient norm"]) < ROUNDING[compression], apart
-    assert int(re.search(r"HOOK_CALLS (\d+)", done.printed)[1]) == STEPS  # one bucket; not with each micro-batch
+    assert (
+        int(re.search(r"HOOK_CALLS (\d+)", done.printed)[1]) == STEPS
+    )  # one bucket; not with each micro-batch
 
 
 def test_small_buckets_travel_one_by_one():
@@ -32,7 +34,8 @@ def test_small_buckets_travel_one_by_one():
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("powersgd_start", 1), ("powersgd_rank", 0), ("bucket_mb", 0), ("timeout_minutes", -1)]
+    ("name", "value"),
+    [("powersgd_start", 1), ("powersgd_rank", 0), ("bucket_mb", 0), ("timeout_minutes", -1)],
 )
 def test_numbers_out_of_range(name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value}; it must be"):
