@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from core.contracts import Network, Objective, Schedule, misfits
 from core.errors import ConfigError
+from core.loss_ranks import gradient_norm, gradients_of, group_of, place_of, sum_over
 from core.seeding import mix, seed_generators
 from core.sigterm import SharedSigterm
 from core.token_sums import TokenSums
@@ -105,7 +106,9 @@ class LanguageModule(LightningModule):
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
         self.logging_step = False
-        seed_generators(mix(self._seed, self.current_epoch, batch_idx, self._loss_place[0]), self.device)
+        seed_generators(
+            mix(self._seed, self.current_epoch, batch_idx, place_of(self.trainer)[0]), self.device
+        )
         loss, metrics = self.objective.loss(self.network, batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
@@ -117,19 +120,7 @@ class LanguageModule(LightningModule):
     @property
     def _weighs_later(self) -> bool:
         # Only then is the number of label tokens of the step unknown at the time of backward.
-        return self.trainer.accumulate_grad_batches > 1 or self._loss_place[1] > 1
-
-    @property
-    def _loss_group(self) -> Any:
-        """The ranks that have different tokens, where the strategy has others too; None: all ranks."""
-        return getattr(self.trainer.strategy, "loss_group", None)
-
-    @property
-    def _loss_place(self) -> tuple[int, int]:
-        """This rank's place among the ranks that have different tokens, and their number."""
-        if (group := self._loss_group) is not None:
-            return group.rank(), group.size()
-        return self.global_rank, self.trainer.world_size
+        return self.trainer.accumulate_grad_batches > 1 or place_of(self.trainer)[1] > 1
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -148,10 +139,9 @@ class LanguageModule(LightningModule):
     def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
         # backward divided by GRADIENT_TOKENS, Lightning by the micro-batches, the strategy by the ranks
         tokens = self._sum_over_ranks(tokens)
-        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self._loss_place[1]
+        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * place_of(self.trainer)[1]
         factor = divided_by / tokens.clamp(min=1).to(torch.float32)
-        gradients = [_local(gradient) for gradient in _gradients(optimizer)]
-        if gradients:
+        if gradients := gradients_of(optimizer):
             torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
     def configure_gradient_clipping(
@@ -166,8 +156,7 @@ class LanguageModule(LightningModule):
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         self.logging_step = True
-        norm_of = getattr(self.trainer.strategy, "gradient_norm", _gradient_norm)
-        norm = norm_of(optimizer)
+        norm = gradient_norm(self.trainer, optimizer)
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
         figures = _named("train", means)
@@ -217,9 +206,7 @@ class LanguageModule(LightningModule):
         return -losses.view_as(batch["labels"])
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        if self._loss_place[1] == 1:
-            return values
-        return self.trainer.strategy.reduce(values, group=self._loss_group, reduce_op="sum")
+        return sum_over(self.trainer, values)
 
     # -- optimizer, schedule, state ----------------------------------------------------------------
 
@@ -285,7 +272,7 @@ class LanguageModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
-        many, group = self._loss_place[1] > 1, self._loss_group
+        many, group = place_of(self.trainer)[1] > 1, group_of(self.trainer)
         window = self._window.state_dict(
             lambda sums: torch.as_tensor(self.all_gather(sums, group)) if many else sums
         )
@@ -296,21 +283,7 @@ class LanguageModule(LightningModule):
         self._check_weights(checkpoint["state_dict"])
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
-            self._window.load_state_dict(state["window"], *self._loss_place, self.device)
-
-
-def _gradients(optimizer: Any) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-
-
-def _gradient_norm(optimizer: Any) -> Tensor:
-    norm = nn.utils.get_total_norm(_gradients(optimizer))
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-
-def _local(tensor: Any) -> Tensor:
-    """The part of a tensor that is on this rank."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            self._window.load_state_dict(state["window"], *place_of(self.trainer), self.device)
 
 
 def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:
