@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.contracts import Network, Objective, Schedule, misfits
+from core.contracts import Network, Objective, Schedule, TokenSum, misfits
 from core.errors import ConfigError
 from core.loss_ranks import gradient_norm, gradients_of, group_of, place_of, sum_over
 from core.seeding import mix, seed_generators
@@ -101,6 +101,10 @@ class LanguageModule(LightningModule):
         """Returns logits (B, T, V)."""
         return self.network.logits(self.network(batch))
 
+    def compute_loss(self, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
+        """Returns what the objective makes of a batch; a strategy that cuts up network or batch replaces it."""
+        return self.objective.loss(self.network, batch)
+
     # -- training ---------------------------------------------------------------------------------
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
@@ -109,7 +113,7 @@ class LanguageModule(LightningModule):
         seed_generators(
             mix(self._seed, self.current_epoch, batch_idx, place_of(self.trainer)[0]), self.device
         )
-        loss, metrics = self.objective.loss(self.network, batch)
+        loss, metrics = self.compute_loss(batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
             return loss.mean
@@ -179,7 +183,7 @@ class LanguageModule(LightningModule):
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the validation sums."""
-        loss, metrics = self.objective.loss(self.network, batch)
+        loss, metrics = self.compute_loss(batch)
         self._validation.add({"loss": loss, **metrics})
 
     def on_validation_epoch_end(self) -> None:

@@ -107,31 +107,3 @@ class FSDP(MeshStrategy):
         for block in module.network.blocks:
             fully_shard(block, reshard_after_forward=self.stage == 3, **options)
         fully_shard(module, reshard_after_forward=False, **options)  # its loss and head follow its forward
-
-    # A step is the forward of the whole module: what is no block's is gathered for as long as it takes.
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a training step as the module's forward."""
-        with self.precision_plugin.train_step_context():
-            return self._forward_redirection(
-                self.model, self.lightning_module, "training_step", *args, **kwargs
-            )
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a validation step as the module's forward."""
-        with self.precision_plugin.val_step_context():
-            return self._forward_redirection(
-                self.model, self.lightning_module, "validation_step", *args, **kwargs
-            )
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a test step as the module's forward."""
-        with self.precision_plugin.test_step_context():
-            return self._forward_redirection(self.model, self.lightning_module, "test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a prediction step as the module's forward."""
-        with self.precision_plugin.predict_step_context():
-            return self._forward_redirection(
-                self.model, self.lightning_module, "predict_step", *args, **kwargs
-            )

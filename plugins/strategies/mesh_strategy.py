@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -166,6 +166,37 @@ class MeshStrategy(ParallelStrategy):
         super().setup_precision_plugin()
         if getattr(self.precision_plugin, "scaler", None) is not None:
             self.precision_plugin.scaler = SharedScaler(self.precision_plugin.scaler, self.root_device)
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    def step_context(self) -> AbstractContextManager[Any]:
+        """What surrounds each step besides the precision."""
+        return nullcontext()
+
+    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # As the forward of the whole module: what is no block's is gathered for as long as it takes.
+        with self.step_context():
+            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a training step as the module's forward."""
+        with self.precision_plugin.train_step_context():
+            return self._run("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a validation step as the module's forward."""
+        with self.precision_plugin.val_step_context():
+            return self._run("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a test step as the module's forward."""
+        with self.precision_plugin.test_step_context():
+            return self._run("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a prediction step as the module's forward."""
+        with self.precision_plugin.predict_step_context():
+            return self._run("predict_step", *args, **kwargs)
 
     # -- gradients --------------------------------------------------------------------------------
 

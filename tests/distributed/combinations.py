@@ -38,6 +38,22 @@ class Combination:
         return config | {"trainer": {**config.get("trainer", {}), "strategy": chosen}}
 
 
+LLAMA = {
+    "model": {
+        "network": {
+            "init_args": {
+                "n_kv_head": 2,
+                "position": "rotary",
+                "norm": "rmsnorm",
+                "activation": "swiglu",
+                "tie_embeddings": False,
+                "bias": False,
+            }
+        }
+    }
+}
+POST_NORM = {"model": {"network": {"init_args": {"norm_position": "post"}}}}
+
 COMBINATIONS = [
     Combination("DDP", "gradients averaged", 2),
     Combination("DDP", "gradients averaged", 4, slow=True),
@@ -47,4 +63,28 @@ COMBINATIONS = [
     Combination("FSDP", "stage 3, offload", 2, {"offload": True}),
     Combination("FSDP", "stage 3, 2 replicas of 2", 4, {"replicas": 2}),
     Combination("FSDP", "stage 2", 4, {"stage": 2}, slow=True),
+    Combination("HybridParallel", "data_shard 2", 2),
+    Combination("HybridParallel", "tensor 2, whole head", 2, {"tensor": 2, "loss_parallel": False}),
+    Combination("HybridParallel", "tensor 2", 2, {"tensor": 2}),
+    Combination("HybridParallel", "tensor 2, untied rotary Llama", 2, {"tensor": 2}, LLAMA),
+    Combination("HybridParallel", "tensor 2, sequence 2", 2, {"tensor": 2, "sequence": 2}),
+    Combination(
+        "HybridParallel",
+        "tensor 2, sequence 2, norms last",
+        2,
+        {"tensor": 2, "sequence": 2},
+        POST_NORM,
+        slow=True,
+    ),
+    Combination("HybridParallel", "data_shard 2, tensor 2, sequence 2", 4, {"tensor": 2, "sequence": 2}),
+    Combination(
+        "HybridParallel",
+        "data_replicate 2, tensor 2",
+        4,
+        {"data_replicate": 2, "tensor": 2},
+        LLAMA,
+        slow=True,
+    ),
+    Combination("HybridParallel", "data_replicate 2, data_shard 2", 4, {"data_replicate": 2}, slow=True),
+    Combination("HybridParallel", "tensor 4", 4, {"tensor": 4}, slow=True),
 ]
