@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
@@ -136,6 +136,43 @@ class Network(nn.Module, ABC):
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Module name -> `torch.distributed.tensor.parallel` style; empty: no tensor parallelism."""
         return {}
+
+    def sequence_parallel_plan(self) -> dict[str, Any]:
+        """The tensor-parallel plan under which tokens, too, are split between its regions; a list: styles in order.
+
+        Empty: the network has none. Under it `forward` returns hidden states of all tokens.
+        """
+        return {}
+
+    @property
+    def attention_heads(self) -> tuple[int, int] | None:
+        """Query heads and key-value heads, which tensor and Ulysses parallelism deal out; None: not known."""
+        return None
+
+    def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
+        """Makes every block attend through a function called as `F.scaled_dot_product_attention` is.
+
+        Called with `is_causal`, and without a mask, where the batch has no `document_ids`. False: cannot.
+        """
+        return False
+
+    @property
+    def ends(self) -> tuple[Sequence[nn.Module], Sequence[nn.Module]] | None:
+        """The modules before the first block and those behind the last, the head's among them.
+
+        Tied embeddings stand in both. None: the network cannot be cut into stages.
+        """
+        return None
+
+    def forward_blocks(self, batch: Mapping[str, Tensor], hidden: Tensor | None, blocks: range) -> Tensor:
+        """Runs a part of `forward`: needs the modules of these blocks only, and the `ends` that it touches.
+
+        Args:
+            batch: As for `forward`.
+            hidden: What the block before the first of these returned; None: begin with the embedding.
+            blocks: Their indexes; behind the last block of the network follows the last norm.
+        """
+        raise NotImplementedError
 
     def new_cache(self, batch_size: int, max_length: int) -> Any:
         """Returns an empty key-value cache for generation, or None where the network has none."""

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.contracts import Network, Objective, Schedule, misfits
+from core.contracts import Network, Objective, Schedule, TokenSum, misfits
 from core.errors import ConfigError
 from core.loop_state import settle
+from core.loss_ranks import gradient_norm, gradients_of, group_of, place_of, sum_over
 from core.seeding import mix, seed_generators
 from core.stopping import StopSignals
 from core.token_sums import TokenSums
@@ -102,14 +103,18 @@ class LanguageModule(LightningModule):
         """Returns logits (B, T, V)."""
         return self.network.logits(self.network(batch))
 
+    def compute_loss(self, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
+        """Returns what the objective makes of a batch; a strategy that cuts up network or batch replaces it."""
+        return self.objective.loss(self.network, batch)
+
     # -- training ---------------------------------------------------------------------------------
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
         self.logging_step = False
         self._epoch = self.current_epoch
-        seed_generators(mix(self._seed, self._epoch, batch_idx, self.global_rank), self.device)
-        loss, metrics = self.objective.loss(self.network, batch)
+        seed_generators(mix(self._seed, self._epoch, batch_idx, place_of(self.trainer)[0]), self.device)
+        loss, metrics = self.compute_loss(batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
             return loss.mean
@@ -120,7 +125,7 @@ class LanguageModule(LightningModule):
     @property
     def _weighs_later(self) -> bool:
         # Only then is the number of label tokens of the step unknown at the time of backward.
-        return self.trainer.accumulate_grad_batches > 1 or self.trainer.world_size > 1
+        return self.trainer.accumulate_grad_batches > 1 or place_of(self.trainer)[1] > 1
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None
@@ -139,24 +144,32 @@ class LanguageModule(LightningModule):
     def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
         # backward divided by GRADIENT_TOKENS, Lightning by the micro-batches, the strategy by the ranks
         tokens = self._sum_over_ranks(tokens)
-        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
+        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * place_of(self.trainer)[1]
         factor = divided_by / tokens.clamp(min=1).to(torch.float32)
-        torch._foreach_mul_(_gradients(optimizer), factor)
+        if gradients := gradients_of(optimizer):
+            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+
+    def configure_gradient_clipping(
+        self, optimizer: Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        """Clips as the strategy does, which knows where gradients are, or as Lightning does."""
+        clip = getattr(self.trainer.strategy, "clip_gradients", self.clip_gradients)
+        clip(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the figures of the step where it is the turn of one."""
         self.logging_step = not (self.trainer.global_step + 1) % self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.stop_signals is not None:
-            self.stop_signals.heed(self.logging_step, self._sum_over_ranks, self.device)
+            self.stop_signals.heed(self.logging_step, self.trainer.strategy.reduce, self.device)
         if not self.logging_step:
             return
-        norm = nn.utils.get_total_norm(_gradients(optimizer))
+        norm = gradient_norm(self.trainer, optimizer)
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
         figures = _named("train", means)
         figures["train/tokens"] = float(self.tokens_seen)
         figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
-        figures["train/grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        figures["train/grad_norm"] = float(norm)
         # Not self.log: Lightning would walk the figures again after every step that is not logged.
         self.trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
@@ -171,7 +184,7 @@ class LanguageModule(LightningModule):
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the validation sums."""
-        loss, metrics = self.objective.loss(self.network, batch)
+        loss, metrics = self.compute_loss(batch)
         self._validation.add({"loss": loss, **metrics})
 
     def on_validation_epoch_end(self) -> None:
@@ -198,9 +211,7 @@ class LanguageModule(LightningModule):
         return -losses.view_as(batch["labels"])
 
     def _sum_over_ranks(self, values: Tensor) -> Tensor:
-        return (
-            self.trainer.strategy.reduce(values, reduce_op="sum") if self.trainer.world_size > 1 else values
-        )
+        return sum_over(self.trainer, values)
 
     # -- optimizer, schedule, state ----------------------------------------------------------------
 
@@ -266,9 +277,9 @@ class LanguageModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
-        many = self.trainer.world_size > 1
+        many, group = place_of(self.trainer)[1] > 1, group_of(self.trainer)
         window = self._window.state_dict(
-            lambda sums: torch.as_tensor(self.all_gather(sums)) if many else sums
+            lambda sums: torch.as_tensor(self.all_gather(sums, group)) if many else sums
         )
         checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
         if self._epoch is not None:
@@ -279,12 +290,7 @@ class LanguageModule(LightningModule):
         self._check_weights(checkpoint["state_dict"])
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
-            place = (self.global_rank, self.trainer.world_size, self.device)
-            self._window.load_state_dict(state["window"], *place)
-
-
-def _gradients(optimizer: Any) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            self._window.load_state_dict(state["window"], *place_of(self.trainer), self.device)
 
 
 def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:

@@ -40,13 +40,13 @@ class StopSignals:
         self.received = True
         self.requeue |= number == signal.SIGUSR1
 
-    def heed(self, logging_step: bool, sum_over_ranks: Callable[[Tensor], Tensor], device: Any) -> None:
+    def heed(self, logging_step: bool, reduce: Callable[..., Tensor], device: Any) -> None:
         """Ends the run if any rank has been told to; several ranks find out where figures are logged."""
         if self.trainer.world_size > 1:
             if not logging_step:
                 return
             notes = torch.tensor([float(self.received), float(self.requeue)], device=device)
-            self.received, self.requeue = (count > 0 for count in sum_over_ranks(notes).tolist())
+            self.received, self.requeue = (count > 0 for count in reduce(notes, reduce_op="sum").tolist())
         if self.received:
             self.trainer._signal_connector.received_sigterm = True
 

@@ -99,11 +99,11 @@ class Saver(Checkpoint):
     """
 
     def __init__(self, folder: str, save_at: int) -> None:
-        self.folder, self.save_at = Path(folder), save_at
+        self.folder, self.save_at, self._saved = Path(folder), save_at, 0
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Saves if it is time."""
-        if trainer.global_step == self.save_at:
+        """Saves if it is time, once: further micro-batches belong to the next step."""
+        if trainer.global_step == self.save_at != self._saved:
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -112,6 +112,7 @@ class Saver(Checkpoint):
             self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
+        self._saved = trainer.global_step
         trainer.save_checkpoint(self.folder / "checkpoints" / f"step-{trainer.global_step}.ckpt")
 
 

@@ -6,20 +6,20 @@ Shapes: B sequences, T tokens, C = `n_embd`, H query heads and G key-value heads
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 from core.technique import technique
+from plugins.networks import gpt_plans
+from plugins.networks.gpt_block import MLP, Attention, Block, attention_mask
 from plugins.networks.kv_cache import KVCache
 
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
 NORM_EPS = 1e-5
 INIT_STD = 0.02
 
@@ -29,87 +29,6 @@ def sinusoid_table(length: int, dim: int, theta: float) -> Tensor:
     rates = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), rates)
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
-
-
-def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Rotates the pairs (x[i], x[i + D/2]) of x (B, heads, T, D) by the angles of `table` ([B,] 1, T, D)."""
-    sin, cos = table.chunk(2, dim=-1)
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
-
-
-def attention_mask(start: int, end: int, document_ids: Tensor | None, device: torch.device) -> Tensor | None:
-    """Returns which of the keys [0, end) each query in [start, end) sees, as booleans ([B, 1,] T, end).
-
-    None stands for the two cases that need no mask: as many keys as queries, or a single query.
-    """
-    if document_ids is None and (start == 0 or end - start == 1):
-        return None
-    mask = torch.ones(end - start, end, dtype=torch.bool, device=device).tril(start)
-    if document_ids is not None:
-        mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
-    return mask
-
-
-class Attention(nn.Module):
-    """Causal self-attention; where G < H, every key-value head serves H / G query heads."""
-
-    def __init__(self, n_embd: int, n_head: int, n_kv_head: int, bias: bool, dropout: float):
-        super().__init__()
-        self.head_dim, self.dropout = n_embd // n_head, dropout
-        self.q_proj = nn.Linear(n_embd, n_embd, bias)
-        self.k_proj = nn.Linear(n_embd, n_kv_head * self.head_dim, bias)
-        self.v_proj = nn.Linear(n_embd, n_kv_head * self.head_dim, bias)
-        self.o_proj = nn.Linear(n_embd, n_embd, bias)
-
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """Maps x (B, T, C) to (B, T, C), for what `rotate`, `attention_mask` and `KVCache` return."""
-        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        # -1: under tensor parallelism a projection has only this rank's heads.
-        q, k, v = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in projected)
-        if rope is not None:
-            q, k = rotate(q, rope), rotate(k, rope)
-        if cache is not None:
-            k, v = cache.append(k, v)
-        causal = mask is None and q.shape[2] == k.shape[2]
-        dropout, grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
-        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-class MLP(nn.Module):
-    """Two projections with an activation between; "swiglu" adds a gate: down(silu(gate(x)) * up(x))."""
-
-    def __init__(self, n_embd: int, intermediate_size: int, activation: str, bias: bool):
-        super().__init__()
-        self.activation = ACTIVATIONS.get(activation, F.silu)
-        self.gate_proj = nn.Linear(n_embd, intermediate_size, bias) if activation == "swiglu" else None
-        self.up_proj = nn.Linear(n_embd, intermediate_size, bias)
-        self.down_proj = nn.Linear(intermediate_size, n_embd, bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps x (..., C) to (..., C)."""
-        if self.gate_proj is None:
-            return self.down_proj(self.activation(self.up_proj(x)))
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Block(nn.Module):
-    """Attention, then MLP: x + f(norm(x)) for each with norms first, norm(x + f(x)) with norms last."""
-
-    def __init__(self, attention: Attention, mlp: MLP, norms: list[nn.Module], pre: bool, dropout: float):
-        super().__init__()
-        self.attention_norm, self.mlp_norm = norms
-        self.attention, self.mlp, self.pre_norm = attention, mlp, pre
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """Maps x (B, T, C) to (B, T, C); the rest is for the attention."""
-        if self.pre_norm:
-            x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
-            return x + self.dropout(self.mlp(self.mlp_norm(x)))
-        x = self.attention_norm(x + self.dropout(self.attention(x, rope, mask, cache)))
-        return self.mlp_norm(x + self.dropout(self.mlp(x)))
 
 
 @technique(
@@ -171,7 +90,7 @@ class GPT(Network):
         _check(locals())
         super().__init__()
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
-        self.n_layer, self.n_embd = n_layer, n_embd
+        self.n_layer, self.n_embd, self.n_head, self.n_kv_head = n_layer, n_embd, n_head, n_kv_head or n_head
         self.position, self.init, self.rope_theta = position, init, rope_theta
         width = math.ceil(8 * n_embd / (3 * 64)) * 64 if activation == "swiglu" else 4 * n_embd
         pre_norm = norm_position == "pre"
@@ -229,6 +148,16 @@ class GPT(Network):
         `position_ids` count on from the cache by default. Attention does not cross `document_ids`, which
         a cache excludes. ConfigError where the sequence, with what is cached, is too long.
         """
+        return self.forward_blocks(batch, None, range(self.n_layer), cache)
+
+    def forward_blocks(
+        self,
+        batch: Mapping[str, Tensor],
+        hidden: Tensor | None,
+        blocks: range,
+        cache: list[KVCache] | None = None,
+    ) -> Tensor:
+        """Runs some blocks on hidden states (B, T, C), or on the embedding where there are none yet."""
         input_ids, document_ids = batch["input_ids"], batch.get("document_ids")
         start, limit = (cache[0].length, cache[0].max_length) if cache else (0, self.max_sequence_length)
         end = start + input_ids.shape[1]
@@ -240,17 +169,20 @@ class GPT(Network):
         positions = batch.get("position_ids")
         if positions is None:
             positions = torch.arange(start, end, device=input_ids.device)
-        x, rope = self.embed_tokens(input_ids), None
+        rope = self.position_table[positions].unsqueeze(-3) if self.position == "rotary" else None
+        x = self._embedded(input_ids, positions) if hidden is None else hidden
+        mask = attention_mask(start, end, document_ids, x.device)
+        for index in blocks:
+            x = self.layers[index](x, rope, mask, cache[index] if cache else None)
+        return self.norm(x) if blocks.stop == self.n_layer else x
+
+    def _embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
         if self.position == "learned":
             x = x + self.embed_positions(positions)
         elif self.position == "sinusoidal":
             x = x * math.sqrt(self.n_embd) + self.position_table[positions]
-        else:
-            rope = self.position_table[positions].unsqueeze(-3)
-        x, mask = self.dropout(self.embed_norm(x)), attention_mask(start, end, document_ids, x.device)
-        for index, layer in enumerate(self.layers):
-            x = layer(x, rope, mask, cache[index] if cache else None)
-        return self.norm(x)
+        return self.dropout(self.embed_norm(x))
 
     def new_cache(self, batch_size: int, max_length: int) -> list[KVCache]:
         """Returns an empty cache per layer; it never holds more than `max_sequence_length` tokens."""
@@ -275,11 +207,32 @@ class GPT(Network):
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Splits heads and MLP width; embeddings, norms and head stay whole. Ranks must divide G."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+        return gpt_plans.tensor_parallel(self)
 
-        styles = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
-        styles |= dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel)
-        return {n: styles[leaf]() for n, _ in self.named_modules() if (leaf := n.split(".")[-1]) in styles}
+    def sequence_parallel_plan(self) -> dict[str, Any]:
+        """Splits tokens from behind the embedding to the last norm, but for attention and MLP; as in arXiv:2205.05198."""
+        return gpt_plans.sequence_parallel(self)
+
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        """H and G."""
+        return self.n_head, self.n_kv_head
+
+    def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
+        """Makes every block attend through another function."""
+        for layer in self.layers:
+            layer.attention.attend = attention
+        return True
+
+    @property
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """Embeddings with their norm; the last norm and the head."""
+        first = [
+            self.embed_tokens,
+            self.embed_norm,
+            *([self.embed_positions] if self.position == "learned" else []),
+        ]
+        return first, [self.norm, self.embed_tokens if self.lm_head is None else self.lm_head]
 
 
 def _check(a: Mapping[str, Any]) -> None:

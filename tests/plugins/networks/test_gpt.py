@@ -12,7 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import declaration_of
-from plugins.networks.gpt import GPT, rotate, sinusoid_table
+from plugins.networks.gpt import GPT, sinusoid_table
+from plugins.networks.gpt_block import rotate
 
 POSITIONS = ("learned", "sinusoidal", "rotary")
 TINY = {"vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32, "max_sequence_length": 24}

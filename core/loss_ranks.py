@@ -1,0 +1,51 @@
+"""What `LanguageModule` asks a strategy: which ranks have different tokens, and what spread gradients add up to.
+
+A strategy under which several ranks work on the same tokens offers `loss_group`, the process group of those that
+have different ones: losses are summed over it, gradients averaged over it. One that spreads gradients offers
+`gradient_norm(optimizer)` and `clip_gradients(optimizer, limit, algorithm)`. Without them all ranks have
+different tokens and every rank has whole gradients.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+
+def group_of(trainer: Trainer) -> Any:
+    """Returns the process group of the ranks that have different tokens; None: all ranks."""
+    return getattr(trainer.strategy, "loss_group", None)
+
+
+def place_of(trainer: Trainer) -> tuple[int, int]:
+    """Returns this rank's place among the ranks that have different tokens, and their number."""
+    if (group := group_of(trainer)) is not None:
+        return group.rank(), group.size()
+    return trainer.global_rank, trainer.world_size
+
+
+def sum_over(trainer: Trainer, values: Tensor) -> Tensor:
+    """Sums values over the ranks that have different tokens, in place."""
+    if place_of(trainer)[1] == 1:
+        return values
+    total: Tensor = trainer.strategy.reduce(values, group=group_of(trainer), reduce_op="sum")
+    return total
+
+
+def gradients_of(optimizer: Any) -> list[Tensor]:
+    """Returns the gradients of an optimizer's parameters, of spread ones the part on this rank."""
+    found = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [g.to_local() if hasattr(g, "to_local") else g for g in found if g is not None]
+
+
+def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
+    """Returns the norm of all gradients of the model, a 0-d tensor."""
+    if (norm_of := getattr(trainer.strategy, "gradient_norm", None)) is not None:
+        norm: Tensor = norm_of(optimizer)
+        return norm
+    whole = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(whole)
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm

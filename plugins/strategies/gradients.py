@@ -1,0 +1,58 @@
+"""Gradients whose parts lie on several ranks: their norm, clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from plugins.strategies.tensors import local
+
+
+def of(optimizer: Optimizer) -> list[Tensor]:
+    """Returns the gradients of an optimizer's parameters that have one."""
+    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """Returns the sum of the squares of whole gradients, a 0-d float32 tensor; called on every rank.
+
+    One sum is sent for each set of ranks over which gradients are spread, not one for each gradient.
+    """
+    spread: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    for gradient in gradients:
+        where: tuple[DeviceMesh | None, tuple[int, ...]] = (None, ())
+        if isinstance(gradient, DTensor):
+            dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
+            where = (gradient.device_mesh, dims)
+        spread.setdefault(where, []).append(local(gradient))
+    total: Tensor | None = None
+    for (mesh, dims), parts in spread.items():
+        squares = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
+        for dim in dims:
+            assert mesh is not None
+            dist.all_reduce(squares, group=mesh.get_group(dim))
+        total = squares if total is None else total + squares
+    assert total is not None
+    return total
+
+
+@torch.no_grad()
+def scale_to_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
+    """Scales gradients of that norm to one of at most `limit`, without waiting for the device."""
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # the same epsilon as in torch's clip_grad_norm_
+    parts = [local(gradient) for gradient in gradients]
+    torch._foreach_mul_(parts, factor.to(parts[0].device))
+
+
+@torch.no_grad()
+def clamp_(gradients: Sequence[Tensor], limit: float) -> None:
+    """Cuts each number off at plus and minus `limit`."""
+    parts = [local(gradient) for gradient in gradients]
+    torch._foreach_clamp_min_(parts, -limit)
+    torch._foreach_clamp_max_(parts, limit)

@@ -1,0 +1,48 @@
+"""A loss scaler for gradients whose parts lie on several ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from plugins.strategies import gradients
+from plugins.strategies.tensors import local
+
+
+class SharedScaler(GradScaler):
+    """Scales as the scaler that it is made of, and skips a step on every rank if one rank's gradients overflow.
+
+    Args:
+        scaler: Its scale, growth and backoff are taken over.
+        device: Of the messages between ranks.
+    """
+
+    def __init__(self, scaler: GradScaler, device: torch.device) -> None:
+        scale = scaler.get_scale()
+        factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        super().__init__(scaler._device, scale, *factors, enabled=scaler.is_enabled())
+        self._messages = device
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divides the gradients by the scale; notes whether any number, on any rank, is not finite."""
+        state = self._per_optimizer_states[id(optimizer)]
+        if not self.is_enabled() or state["stage"] is not OptState.READY:
+            super().unscale_(optimizer)  # nothing to do, or an error that it words
+            return
+        assert self._scale is not None
+        found = torch.zeros(1, device=self._messages)
+        inverse = self._scale.double().reciprocal().float()
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for part in map(local, gradients.of(optimizer)):
+            by_kind.setdefault((part.device, part.dtype), []).append(part)
+        for (device, _), parts in by_kind.items():
+            here = torch.zeros(1, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(parts, here, inverse.to(device))
+            found += here.to(found.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        state["found_inf_per_device"] = {found.device: found}
+        state["stage"] = OptState.UNSCALED

@@ -1,0 +1,82 @@
+"""Matrices cut up over ranks that work on the same tokens, by the network's own plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
+
+from core.contracts import Network
+
+
+def apply(network: Network, mesh: DeviceMesh, sequence: bool, vocabulary: bool) -> None:
+    """Cuts up a network on the meta device.
+
+    Args:
+        network: Changed in place.
+        mesh: The ranks of one tensor-parallel group.
+        sequence: Whether tokens are split where matrices are not.
+        vocabulary: Whether the output weight is split along the vocabulary: logits then are DTensors, of which
+            no rank holds more than its part (use `torch.distributed.tensor.parallel.loss_parallel`).
+    """
+    for name, styles in plan_of(network, sequence).items():
+        for style in styles:
+            parallelize_module(network, mesh, {name: style}, src_data_rank=None)
+    if vocabulary:
+        _split_vocabulary(network, mesh)
+
+
+def plan_of(network: Network, sequence: bool) -> dict[str, list[ParallelStyle]]:
+    """Returns the network's plan, each of its values as a list."""
+    plan = network.sequence_parallel_plan() if sequence else network.tensor_parallel_plan()
+    return {name: style if isinstance(style, list) else [style] for name, style in plan.items()}
+
+
+def misfits(network: Network, size: int, sequence: bool, vocabulary: bool) -> Iterator[str]:
+    """Yields why a network cannot be cut up over so many ranks."""
+    plan, name = plan_of(network, sequence), type(network).__name__
+    if not plan:
+        yield f"{name} has no {'sequence' if sequence else 'tensor'}-parallel plan: set {'sequence' if sequence else 'tensor'} to 1"
+    heads = network.attention_heads
+    if heads and (odd := next((number for number in heads if number % size), None)):
+        yield f"tensor is {size}, which does not divide the {odd} attention heads of {name}"
+    if vocabulary and network.vocab_size % size:
+        fits = network.vocab_size + -network.vocab_size % size
+        yield (
+            f"tensor is {size}, which does not divide the vocabulary of {network.vocab_size}: set "
+            f"--model.network.vocab_size={fits}, or loss_parallel to false"
+        )
+    if vocabulary and network.output_weight is None:
+        yield f"{name} returns logits by itself: set loss_parallel to false"
+
+
+def _split_vocabulary(network: Network, mesh: DeviceMesh) -> None:
+    owner, name = _owner(network, network.output_weight)
+    if isinstance(owner, nn.Embedding):  # tied
+        parallelize_module(owner, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    else:
+        weight = getattr(owner, name)
+        split = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+        owner.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
+    network.logits = partial(_logits, network, network.logits)  # type: ignore[method-assign]
+
+
+def _owner(network: nn.Module, weight: Any) -> tuple[nn.Module, str]:
+    return next(
+        (module, name)
+        for module in network.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter is weight
+    )
+
+
+def _logits(network: Network, logits: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    weight = network.output_weight
+    if isinstance(weight, DTensor) and not isinstance(hidden, DTensor):
+        hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+    return logits(hidden)

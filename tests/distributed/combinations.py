@@ -1,0 +1,90 @@
+"""The combinations of strategies that are held against one process, for the tests and the README's table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Combination:
+    """A strategy with arguments, on so many ranks.
+
+    Attributes:
+        strategy: Its registered name.
+        name: What the table says of the arguments.
+        ranks: Number of processes.
+        init_args: The strategy's arguments.
+        config: What is laid over the run besides, in one process too.
+        slow: Whether it is left out of the default tests.
+    """
+
+    strategy: str
+    name: str
+    ranks: int
+    init_args: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    slow: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.strategy}, {self.name}, {self.ranks} ranks"
+
+    @property
+    def overlay(self) -> dict[str, Any]:
+        """What to lay over the run in one process."""
+        chosen = {"class_path": self.strategy, "init_args": dict(self.init_args)}
+        config = dict(self.config)
+        return config | {"trainer": {**config.get("trainer", {}), "strategy": chosen}}
+
+
+LLAMA = {
+    "model": {
+        "network": {
+            "init_args": {
+                "n_kv_head": 2,
+                "position": "rotary",
+                "norm": "rmsnorm",
+                "activation": "swiglu",
+                "tie_embeddings": False,
+                "bias": False,
+            }
+        }
+    }
+}
+POST_NORM = {"model": {"network": {"init_args": {"norm_position": "post"}}}}
+
+COMBINATIONS = [
+    Combination("DDP", "gradients averaged", 2),
+    Combination("DDP", "gradients averaged", 4, slow=True),
+    Combination("DDP", "static_graph, bucket_mb 0.001", 2, {"static_graph": True, "bucket_mb": 0.001}),
+    Combination("FSDP", "stage 3", 2),
+    Combination("FSDP", "stage 2", 2, {"stage": 2}),
+    Combination("FSDP", "stage 3, offload", 2, {"offload": True}),
+    Combination("FSDP", "stage 3, 2 replicas of 2", 4, {"replicas": 2}),
+    Combination("FSDP", "stage 2", 4, {"stage": 2}, slow=True),
+    Combination("HybridParallel", "data_shard 2", 2),
+    Combination("HybridParallel", "tensor 2, whole head", 2, {"tensor": 2, "loss_parallel": False}),
+    Combination("HybridParallel", "tensor 2", 2, {"tensor": 2}),
+    Combination("HybridParallel", "tensor 2, untied rotary Llama", 2, {"tensor": 2}, LLAMA),
+    Combination("HybridParallel", "tensor 2, sequence 2", 2, {"tensor": 2, "sequence": 2}),
+    Combination(
+        "HybridParallel",
+        "tensor 2, sequence 2, norms last",
+        2,
+        {"tensor": 2, "sequence": 2},
+        POST_NORM,
+        slow=True,
+    ),
+    Combination("HybridParallel", "data_shard 2, tensor 2, sequence 2", 4, {"tensor": 2, "sequence": 2}),
+    Combination(
+        "HybridParallel",
+        "data_replicate 2, tensor 2",
+        4,
+        {"data_replicate": 2, "tensor": 2},
+        LLAMA,
+        slow=True,
+    ),
+    Combination("HybridParallel", "data_replicate 2, data_shard 2", 4, {"data_replicate": 2}, slow=True),
+    Combination("HybridParallel", "tensor 4", 4, {"tensor": 4}, slow=True),
+]

@@ -1,0 +1,23 @@
+"""Counts what a strategy does in a run of its own process."""
+
+from __future__ import annotations
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class HookCalls(Callback):
+    """Prints how often DDP called its communication hook."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        inner, self.calls = getattr(trainer.strategy, "_ddp_comm_hook", None), 0
+        if inner is None:
+            return
+
+        def counted(state, bucket):  # unannotated: DDP refuses annotations that are texts
+            self.calls += 1
+            return inner(state, bucket)
+
+        trainer.strategy._ddp_comm_hook = counted
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        print(f"HOOK_CALLS {self.calls}", flush=True)

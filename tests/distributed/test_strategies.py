@@ -1,0 +1,29 @@
+"""Every strategy computes what one process does, and the README's table says of which this was measured."""
+
+import pytest
+
+from core import catalog
+from tests.distributed.combinations import COMBINATIONS
+from tests.distributed.same_run import TOLERANCE, differences, fit, one_process
+from tests.distributed.table import README, rows
+
+
+@pytest.mark.parametrize(
+    "item", [pytest.param(i, id=str(i), marks=[pytest.mark.slow] * i.slow) for i in COMBINATIONS]
+)
+def test_is_the_run_of_one_process(item):
+    apart = differences(fit(item.overlay, item.ranks), one_process(item.config))
+    assert max(apart.values()) <= TOLERANCE, apart
+
+
+def test_every_strategy_is_held_against_one_process():
+    registered = {e.name for e in catalog.entries() if e.kind == "strategies" and e.package == "leyden"}
+    assert {item.strategy for item in COMBINATIONS} == registered
+
+
+def test_the_readmes_table_has_a_row_for_each_combination_and_its_differences_are_small():
+    written = rows(README.read_text(encoding="utf-8"))
+    assert [row[:3] for row in written] == [[i.strategy, i.name, str(i.ranks)] for i in COMBINATIONS], (
+        "write the table anew: python -m tests.distributed.table"
+    )
+    assert all(float(cell) <= TOLERANCE for row in written for cell in row[3:])

@@ -1,0 +1,42 @@
+"""Compressed gradients: the hooks run, once for each bucket of an optimizer step, and round as they should."""
+
+import re
+
+import pytest
+
+from core.errors import ConfigError
+from plugins.strategies.ddp import DDP
+from tests.distributed.same_run import STEPS, differences, fit, one_process
+
+COUNTING = {"trainer": {"callbacks": [{"class_path": "tests.distributed.counting.HookCalls"}]}}
+ROUNDING = {"bf16": 2**-8, "fp16": 2**-10, "powersgd": 0.2}
+"""Relative to float32's run after 6 steps: one unit in the last place of the format; what rank 2 leaves out."""
+
+
+def compressed(**init_args):
+    return COUNTING["trainer"] | {"strategy": {"class_path": "DDP", "init_args": init_args}}
+
+
+@pytest.mark.parametrize("compression", ROUNDING)
+def test_hooks_run_and_round(compression):
+    arguments = {"compression": compression, "powersgd_rank": 2, "powersgd_start": 2}
+    done = fit({"trainer": compressed(**arguments)}, 2)
+    apart = differences(done, one_process({}))
+    assert 1e-6 < max(apart["loss"], apart["gradient norm"]) < ROUNDING[compression], apart
+    assert (
+        int(re.search(r"HOOK_CALLS (\d+)", done.printed)[1]) == STEPS
+    )  # one bucket; not with each micro-batch
+
+
+def test_small_buckets_travel_one_by_one():
+    done = fit({"trainer": compressed(compression="bf16", bucket_mb=0.001)}, 2)
+    assert int(re.search(r"HOOK_CALLS (\d+)", done.printed)[1]) > 5 * STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("powersgd_start", 1), ("powersgd_rank", 0), ("bucket_mb", 0), ("timeout_minutes", -1)],
+)
+def test_numbers_out_of_range(name, value):
+    with pytest.raises(ConfigError, match=f"{name} is {value}; it must be"):
+        DDP(**{name: value})

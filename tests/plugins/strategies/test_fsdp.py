@@ -1,0 +1,88 @@
+"""FSDP beyond the table: formats, a scaler, checkpoints that a single process takes, refusals."""
+
+import pytest
+
+from tests.distributed.same_run import (
+    STEPS,
+    TOLERANCE,
+    differences,
+    fit,
+    one_process,
+    same_bits,
+    weights_apart,
+)
+
+ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
+
+
+def fsdp(more=None, **init_args):
+    return {"trainer": {"strategy": {"class_path": "FSDP", "init_args": init_args}} | (more or {})}
+
+
+@pytest.fixture(scope="module")
+def whole():
+    done = fit(fsdp() | ADAM, 2)
+    assert done.code == 0, done.complaint
+    return done
+
+
+def resumed(source, overlay, ranks, name):
+    """Returns the run that goes on from the checkpoint of another one in the middle."""
+    path = source.folder / "checkpoints" / "step-4.ckpt"
+    done = fit(overlay, ranks, f"--ckpt_path={path}", name=name)
+    assert done.code == 0, done.complaint
+    return done
+
+
+def test_a_checkpoint_is_that_of_a_single_process(whole):
+    one, other = whole.checkpoint(), one_process(ADAM).checkpoint()
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert repr(shapes(one[part])) == repr(shapes(other[part]))
+
+
+def shapes(value):
+    if isinstance(value, dict):
+        return {key: shapes(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [shapes(item) for item in value]
+    return (value.shape, value.dtype, value.device) if hasattr(value, "shape") else value
+
+
+def test_one_process_goes_on_from_it_and_the_other_way_round():
+    expected = one_process({})
+    assert weights_apart(resumed(fit(fsdp(), 2), {}, 1, "fsdp-to-one"), expected) < TOLERANCE
+    assert weights_apart(resumed(expected, fsdp(), 2, "one-to-fsdp"), expected) < TOLERANCE
+
+
+def test_resumed_it_is_bitwise_the_same(whole):
+    found = resumed(whole, fsdp() | ADAM, 2, "fsdp-resumed").checkpoint()
+    for part in ("state_dict", "optimizer_states"):
+        assert same_bits(found[part], whole.checkpoint()[part])
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_blocks_in_two_bytes_round_as_they_should(format):
+    scaler = {"class_path": "lightning.pytorch.plugins.MixedPrecision"}
+    scaler["init_args"] = {"precision": "16-mixed", "device": "cpu"}
+    plugins = {"plugins": ["AtomicCheckpoint", scaler]} if format == "fp16" else {}
+    strategy = {"class_path": "FSDP", "init_args": {"param_format": format, "reduce_format": "fp32"}}
+    apart = differences(fit({"trainer": {"strategy": strategy} | plugins}, 2), one_process({}))
+    limit = {"bf16": 2**-6, "fp16": 2**-9}[format]  # some units in the last place, of 2^-9 and 2^-12
+    assert limit / 100 < apart["gradient norm"] < limit, apart
+
+
+def test_a_scaler_skips_a_step_on_all_ranks_or_on_none():
+    """The scale begins so high that the first gradients overflow: it is halved until they do not."""
+    scaler = {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "init_scale": 2.0**40}}
+    precision = {"class_path": "lightning.pytorch.plugins.MixedPrecision"}
+    precision["init_args"] = {"precision": "16-mixed", "device": "cpu", "scaler": scaler}
+    done = fit(fsdp({"plugins": ["AtomicCheckpoint", precision]}) | ADAM, 2)
+    assert done.code == 0, done.complaint
+    state = done.checkpoint()["MixedPrecision"]
+    assert state["scale"] == 2.0 ** (40 - STEPS)
+
+
+def test_replicas_that_do_not_divide_the_ranks_are_refused():
+    done = fit(fsdp(replicas=3), 2)
+    assert done.code == 2
+    assert "replicas is 3, which does not divide 2 ranks; [1, 2] do" in done.complaint
