@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.accelerators import AcceleratorRegistry
-from lightning.pytorch.strategies import Strategy, StrategyRegistry
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, Strategy, StrategyRegistry
 
 from core import catalog
 from core.blame import blame
 from core.class_names import names_for
+from core.contracts import Network
 from core.errors import ConfigError, nearest
 from core.selection import Run
+
+OWN_PRECISION = (DeepSpeedStrategy, FSDPStrategy)
+"""Strategies that make fp16 of the word by themselves and take no other plugin."""
 
 
 class Builder:
@@ -56,11 +61,17 @@ def complaint(target: Any, error: Exception, run: Run) -> str:
 def make_trainer(options: Mapping[str, Any], run: Run) -> Trainer:
     """Makes a trainer.
 
+    An accelerator given as a class is taken for its word: Lightning holds only the word against precision and
+    strategy, so that `bf16-mixed` beside `CPUAccelerator()` would train in float32. The word `16-mixed` means
+    our FP16Mixed: for Lightning it is bfloat16 on a CPU.
+
     Raises:
-        ConfigError: If Lightning refuses an option in words; says where the option was written.
+        ConfigError: If Lightning refuses an option in words; says where the option was written. If the
+            autocast of a precision is another device's.
     """
+    options = _own_fp16({**options, "accelerator": word_for(options.get("accelerator", "auto"))})
     try:
-        return Trainer(**options)
+        trainer = Trainer(**options)
     except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         text = str(error).strip()
         if isinstance(error, TypeError) and "`" not in text:  # Python's words, not Lightning's
@@ -72,6 +83,54 @@ def make_trainer(options: Mapping[str, Any], run: Run) -> Trainer:
         if name and str(options[name]) not in text:
             text += f" It is {'null' if options[name] is None else repr(options[name])}."
         raise ConfigError(f"{_place(run, name)}: {text}") from error
+    _check_autocast(trainer, run)
+    return trainer
+
+
+def word_for(accelerator: Any) -> Any:
+    """Returns the word for one of Lightning's accelerators, or its class; anything else as it is."""
+    kind = accelerator if isinstance(accelerator, type) else type(accelerator)
+    words = (word for word, entry in AcceleratorRegistry.items() if entry["accelerator"] is kind)
+    return next(words, accelerator)
+
+
+def _own_fp16(options: dict[str, Any]) -> dict[str, Any]:
+    strategy = options.get("strategy")
+    own = isinstance(strategy, OWN_PRECISION) or str(strategy).startswith(("deepspeed", "fsdp"))
+    if str(options.get("precision")) not in ("16", "16-mixed") or own:
+        return options
+    plugins = options.get("plugins") or []
+    plugins = list(plugins) if isinstance(plugins, Iterable) else [plugins]
+    if any(
+        isinstance(plugin, Precision) for plugin in plugins
+    ):  # one of the two is too much; Lightning says so
+        return options
+    fp16 = catalog.find("FP16Mixed", "precision").load()()
+    return {**options, "precision": None, "plugins": [*plugins, fp16]}
+
+
+def _check_autocast(trainer: Trainer, run: Run) -> None:
+    plugin, device = trainer.precision_plugin, trainer.strategy.root_device.type
+    if type(plugin) is MixedPrecision and plugin.device != device:  # a class of its own may know better
+        item = next((item for item in run.selected if item.target is type(plugin)), None)
+        place = run.place(f"{item.key}.device") if item else ""
+        raise ConfigError(
+            f"{place or 'trainer.plugins'}: {type(plugin).__name__} is set up for {plugin.device}, this run is on "
+            f"{device} and would train in float32. Set device to {device}, or use --trainer.precision={plugin.precision}."
+        )
+
+
+def changed(network: Network, trainer: Trainer) -> Network:
+    """Returns a network that was just built, changed in place by the precision and the callbacks that do so.
+
+    They have a method `change_network(network)`. It comes before weights are loaded, sharded or given to an
+    optimizer; it keeps the names of parameters and may meet a network on the meta device.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for part in (trainer.precision_plugin, *callbacks):
+        if change := getattr(part, "change_network", None):
+            change(network)
+    return network
 
 
 def _place(run: Run, option: str | None) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from core import catalog
 from core.config_files import parse_yaml, read_yaml
 from core.contracts import Network
 from core.errors import ConfigError, nearest
@@ -155,9 +156,12 @@ def load_network(path: Path) -> tuple[Network, str, int | None]:
         raise ConfigError(
             f"{path} was not written by `python -m core fit`: it lacks its config or tokenizer."
         )
-    network = build_network(parse_yaml(text, f"{path} (stored config)")[0]["model"]["network"])
+    config = parse_yaml(text, f"{path} (stored config)")[0]
+    network = build_network(config["model"]["network"])
     prefix = "network."
     weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
+    if network.state_dict().keys() != weights.keys():
+        _change_as_trained(network, config["trainer"])
     network.load_state_dict(weights)
     return network.eval(), data["tokenizer"], data.get("end_of_text_id")
 
@@ -168,11 +172,24 @@ def build_network(config: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: If it names a class that is no network, or that does not belong among its arguments.
     """
+    return _build(Network, config, ("model", "network"))
+
+
+def _change_as_trained(network: Network, trainer: Mapping[str, Any]) -> None:
+    """Lets those techniques change a network that changed it in its run: quantised weights have other names."""
+    for name in ("plugins", "callbacks"):
+        for index, item in enumerate(trainer.get(name) or []):
+            entry = catalog.by_class_path(item["class_path"])
+            if entry is not None and hasattr(entry.load(), "change_network"):
+                _build(entry.load(), item, ("trainer", name, index)).change_network(network)
+
+
+def _build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:
     from jsonargparse import ArgumentParser
 
     from core.class_check import ClassChecker
 
-    ClassChecker(lambda keys: ".".join(map(str, ("model", "network", *keys)))).value(Network, config, ())
+    ClassChecker(lambda keys: ".".join(map(str, (*place, *keys)))).value(base, config, ())
     parser = ArgumentParser(exit_on_error=False)
-    parser.add_subclass_arguments(Network, "network")
-    return parser.instantiate(parser.parse_object({"network": dict(config)})).network
+    parser.add_subclass_arguments(base, "built")
+    return parser.instantiate(parser.parse_object({"built": dict(config)})).built

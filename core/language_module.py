@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.building import changed
 from core.contracts import Network, Objective, Schedule, TokenSum, misfits
 from core.errors import ConfigError
 from core.loop_state import settle
@@ -87,7 +88,7 @@ class LanguageModule(LightningModule):
     def configure_model(self) -> None:
         """Builds the network, once, inside the strategy's and precision's initialisation contexts."""
         if getattr(self, "network", None) is None:
-            self.network = self.build_network()
+            self.network = changed(self.build_network(), self.trainer)
             self.check_against_data(self.network, getattr(self.trainer, "datamodule", None))
 
     def check_against_data(self, network: Network, data: Any) -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from pkgutil import resolve_name
 from traceback import walk_tb
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from core import durable, launchers, preflight, restarts, run_folder
 from core.arguments import option_values
 from core.blame import blame, useful
-from core.building import Builder, complaint, make_trainer
+from core.building import Builder, changed, complaint, make_trainer, word_for
 from core.class_check import check_classes
 from core.cli import SECTIONS, Request, differences
 from core.config_files import dump_yaml, parse_yaml
@@ -191,7 +192,7 @@ class Cli(LightningCLI):
     def after_instantiate_classes(self) -> None:
         """Says what was selected, once what can be known to be wrong is known."""
         with self._building(), torch.device("meta"):  # finds wrong arguments before hours of preparation
-            self.meta_network = self.model.build_network()
+            self.meta_network = changed(self.model.build_network(), self.trainer)
         self.model.check_against_data(self.meta_network, self.datamodule)
         with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
@@ -276,6 +277,8 @@ def _outline(options: Mapping[str, Any], run: Run) -> Trainer:
     """Makes a trainer of those options that are words and numbers; it knows what Lightning takes them for."""
     names = ("accelerator", "devices", "num_nodes", "strategy", "precision")
     words = {name: options[name] for name in names if not isinstance(options[name], Mapping)}
+    if isinstance(options["accelerator"], Mapping):
+        words["accelerator"] = word_for(resolve_name(options["accelerator"]["class_path"]))
     extras = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the run's own trainer warns

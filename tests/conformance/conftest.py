@@ -16,8 +16,17 @@ SINUSOIDAL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16
               "norm_position": "post", "tie_embeddings": False, "bias": False}  # fmt: skip
 
 
+FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
+"""fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
+
+
 def pytest_leyden_cases():
     return [
+        Case("BitsandbytesWeights", {"kind": "nf4"}),
+        Case("BitsandbytesWeights", {"kind": "int8", "compute_dtype": "float32"}),
+        Case("Float8", {"recipe": "rowwise_with_gw_hp"}),
+        Case("Float8", {"recipe": "tensorwise", "layers": ["layers.*.mlp.*"]}),
+        Case("FP16Mixed", {"init_scale": 131072.0}, config=FUSED),
         Case("GPT", ROTARY),
         Case("GPT", SINUSOIDAL),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),

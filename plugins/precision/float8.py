@@ -1,0 +1,107 @@
+"""Matrix products of linear layers in fp8, by torchao."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+
+from core.contracts import Network
+from core.errors import ConfigError
+from core.technique import Package, technique
+from plugins.precision.layers import linear_layers, run_device
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
+
+CAPABILITY = (8, 9)
+"""The least compute capability of GPUs that multiply fp8: Ada and Hopper."""
+
+
+@technique(
+    paper="FP8 Formats for Deep Learning, arXiv:2209.05433; recipes of torchao.float8",
+    needs=[Package("torchao>=0.18", extra="torchao")],
+)
+class Float8(MixedPrecision):
+    """Multiplies linear layers in fp8, scaled anew in each product; all else is bf16-mixed.
+
+    Weights stay in float32 under their names, so that a checkpoint fits any other precision. The output head
+    stays in bf16 unless `layers` names it. Where there is no GPU of compute capability 8.9, fp8 is emulated:
+    the same roundings, at less than bf16's speed. On a GPU the speed comes with torch.compile.
+
+    Args:
+        recipe: What shares a scale. "tensorwise": a whole tensor (fastest). "rowwise": a row or column, a power of
+            two (more exact). "rowwise_with_gw_hp": the same, and weight gradients in bf16 (most exact).
+        layers: Names of linear layers, with `*` and `?`; None: all in the network's blocks.
+        emulate: Whether to round to fp8 and multiply in bf16; None: where the hardware has no fp8.
+
+    Raises:
+        ConfigError: If no layer has such a name; without emulation, if sizes are no multiples of 16.
+
+    Example:
+        trainer:
+          plugins+:
+            - class_path: Float8
+              init_args: {recipe: rowwise}
+    """
+
+    def __init__(
+        self,
+        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
+        layers: list[str] | None = None,
+        emulate: bool | None = None,
+    ) -> None:
+        super().__init__("bf16-mixed", "cpu")  # the run's device comes with `connect`
+        self.recipe, self.layers, self.emulate = recipe, layers, emulate
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields that the GPU cannot do what it is told to."""
+        if own.arguments.get("emulate") is False and run.accelerator == "cuda" and not _has_fp8():
+            least = "{}.{}".format(*CAPABILITY)
+            yield f"emulate is false, and a GPU without compute capability {least} has no fp8: leave emulate out"
+
+    def change_network(self, network: Network) -> None:
+        """Puts fp8 layers in the place of linear ones, around the same parameters."""
+        from torchao.float8 import Float8LinearConfig
+        from torchao.float8.float8_linear import Float8Linear
+
+        chosen = linear_layers(network, self.layers, "Float8")
+        on_cpu = next(network.parameters()).device.type == "cpu"
+        emulate = (on_cpu or not _has_fp8()) if self.emulate is None else self.emulate
+        config = dataclasses.replace(Float8LinearConfig.from_recipe_name(self.recipe), emulate=emulate)
+        for name, layer in chosen.items():
+            if not emulate:
+                _check_sizes(name, layer)
+            changed = Float8Linear.from_float(layer, config=config)
+            changed.register_forward_pre_hook(_to_autocast)
+            network.set_submodule(name, changed)
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Takes over the run's device."""
+        self.device = run_device(model)
+        return super().connect(model, optimizers, lr_schedulers)
+
+
+def _has_fp8() -> bool:
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= CAPABILITY
+
+
+def _check_sizes(name: str, layer: nn.Linear) -> None:
+    if layer.in_features % 16 or layer.out_features % 16:
+        raise ConfigError(
+            f"Float8: {name} is {layer.out_features} x {layer.in_features}, and fp8 products need multiples of 16.\n"
+            "Change the network's width, choose others with `layers`, or set emulate to true."
+        )
+
+
+def _to_autocast(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    # torchao asks whether autocast is on for GPUs alone: on a CPU the gradient's dtype would not be the input's
+    device = inputs[0].device.type
+    return (
+        inputs[0].to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else inputs[0],
+    )
