@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from core.building import changed
 from core.contracts import Network, Objective, Schedule, TokenSum, misfits
 from core.errors import ConfigError
-from core.loop_state import settle
+from core.loop_state import rescale, settle
 from core.loss_ranks import gradient_norm, gradients_of, group_of, place_of, sum_over
 from core.seeding import mix, seed_generators
 from core.stopping import StopSignals
@@ -279,9 +279,8 @@ class LanguageModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
         many, group = place_of(self.trainer)[1] > 1, group_of(self.trainer)
-        window = self._window.state_dict(
-            lambda sums: torch.as_tensor(self.all_gather(sums, group)) if many else sums
-        )
+        gather = self.all_gather if many else lambda sums, group: sums
+        window = self._window.state_dict(lambda sums: torch.as_tensor(gather(sums, group)))
         checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
         if self._epoch is not None:
             settle(self.trainer, checkpoint, self._epoch)
@@ -291,6 +290,7 @@ class LanguageModule(LightningModule):
         self._check_weights(checkpoint["state_dict"])
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
+            rescale(self.trainer, checkpoint)
             self._window.load_state_dict(state["window"], *place_of(self.trainer), self.device)
 
 

@@ -20,6 +20,7 @@ def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int) -> None:
         epoch: The epoch that the last batch belonged to, from 0.
     """
     state = checkpoint["loops"]["fit_loop"]
+    state["accumulated"] = trainer.accumulate_grad_batches
     for progress in state["epoch_progress"].values():
         progress.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
     batches = state["epoch_loop.batch_progress"]
@@ -28,3 +29,21 @@ def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int) -> None:
         for progress in (batches["current"], batches["total"]):
             progress["completed"] -= 1
         state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # which it adds again
+
+
+def rescale(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Counts the batches of a checkpoint in the micro-batches of now, of which an optimizer step may take others.
+
+    Lightning steps when the number of micro-batches in the epoch is divisible by those of a step: a run that goes
+    on with other ones would take some of them too few or too many into its first step.
+
+    Args:
+        trainer: The trainer that goes on.
+        checkpoint: Its checkpoint; changed in place, before the loops are restored.
+    """
+    state, now = checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches
+    accumulated, batches = state.get("accumulated", now), state["epoch_loop.batch_progress"]
+    for progress in (batches["current"], batches["total"]):
+        if progress["ready"] % accumulated == 0:  # else it was saved in the middle of a step
+            more = progress["ready"] // accumulated * now - progress["ready"]
+            progress.update({name: count + more for name, count in progress.items()})

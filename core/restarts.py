@@ -80,12 +80,14 @@ def shape(
         accumulated, rows = _shared(before, processes, stored, int(asked))
         yield f"--trainer.accumulate_grad_batches={accumulated}"
         yield f"--data.batch_size={rows}"
+        interval = stored["trainer"].get("val_check_interval")
+        if isinstance(interval, int):  # in micro-batches; as many steps as before
+            yield f"--trainer.val_check_interval={interval * accumulated // _accumulated(stored)}"
 
 
 def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -> tuple[int, int]:
     """Returns accumulation and micro-batch that make the same global batch on another number of processes."""
-    accumulated = stored["trainer"].get("accumulate_grad_batches") or 1
-    batch = before * accumulated * stored["data"]["init_args"]["batch_size"]
+    batch = before * _accumulated(stored) * stored["data"]["init_args"]["batch_size"]
     fitting = [rows for rows in range(1, most + 1) if batch % (rows * processes) == 0]
     if not fitting:
         raise ConfigError(
@@ -93,6 +95,10 @@ def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -
             "evenly.\nStart it on another number of processes, or anew with another data.batch_size."
         )
     return batch // (fitting[-1] * processes), fitting[-1]
+
+
+def _accumulated(stored: Mapping[str, Any]) -> int:
+    return stored["trainer"].get("accumulate_grad_batches") or 1
 
 
 def keep_apart() -> None:

@@ -45,7 +45,10 @@ class TokenLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so that nothing is settled before the first batch is asked for: Lightning calls
         # iter() before it restores the state.
-        self._done, self._resume_at = self._resume_at, 0
+        self._done, self._resume_at = (
+            self._resume_at % max(len(self), 1),
+            0,
+        )  # rows may be others than they were
         if self.begin is not None and not self._done:
             self.batches.cursor = self.begin
         while self._done < len(self):
@@ -92,7 +95,18 @@ class TokenLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where the next batch begins, and what that depends on."""
-        return {"cursor": self.batches.cursor, "done": self._done, "order": self.batches.order()}
+        return {
+            "cursor": self.batches.cursor,
+            "done": self._done,
+            "batch_tokens": self._batch_tokens,
+            "order": self.batches.order(),
+        }
+
+    @property
+    def _batch_tokens(self) -> int:
+        """Tokens of a batch on all ranks."""
+        batches = self.batches
+        return batches.batch_size * batches.world_size * batches.sequence_length
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken, with rows and ranks of any number.
@@ -112,7 +126,8 @@ class TokenLoader:
                 "twice\nand others never:\n" + "\n".join(lines) + "\nTake the old values back."
             )
         self.batches.cursor = state["cursor"]
-        self._done = self._resume_at = state["done"] if state["done"] < len(self) else 0
+        done = state["done"] * state.get("batch_tokens", self._batch_tokens) // self._batch_tokens
+        self._done = self._resume_at = done
 
 
 def _as_it_is(batch: Any) -> Any:
