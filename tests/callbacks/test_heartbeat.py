@@ -1,0 +1,79 @@
+"""Two real ranks, one of which is slow, then stands still."""
+
+import re
+import sys
+import time
+
+import pytest
+from lightning.pytorch import Callback
+
+from callbacks.heartbeat import Heartbeat
+from core.errors import ConfigError
+from tests.distributed.test_ddp import run
+from tests.distributed.uneven import Resumable, UnevenData
+
+TWO = ["-m", "core", "fit", "--trainer.devices=2", "--trainer.strategy=ddp"]
+
+
+class Slow(Resumable):
+    """Waits before each batch."""
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            time.sleep(0.3)
+            yield batch
+
+
+class SlowData(UnevenData):
+    """Rank 1 waits for its training data."""
+
+    def train_dataloader(self):
+        loader = super().train_dataloader()
+        if self.trainer.global_rank:
+            loader.__class__ = Slow
+        return loader
+
+
+class StandStill(Callback):
+    """Rank 1 sleeps in the middle of a step."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            time.sleep(6)
+
+
+def test_a_slow_rank_is_named(tmp_path):
+    words = [
+        "--trainer.callbacks+=Heartbeat",
+        "--data=tests.callbacks.test_heartbeat.SlowData",
+        "--trainer.limit_val_batches=0",
+    ]
+    figures, _ = run([sys.executable, *TWO], tmp_path, *words, "--trainer.max_steps=3")
+    for row in figures.values():
+        assert float(row["heartbeat/slowest_rank"]) == 1
+        assert float(row["heartbeat/slowest_over_median"]) > 1.5
+    said = (tmp_path / "log").read_text(encoding="utf-8")
+    found = re.search(r"step 3: rank 1 on \S+ takes [\d.]+ times the median.*: ([\d.]+) s for data", said)
+    assert 0.25 < float(found[1]) < 3
+    assert not list((tmp_path / "run").glob("stacks.*"))
+
+
+def test_a_run_that_stands_still_leaves_the_stacks_of_all_ranks(tmp_path):
+    words = [
+        "--trainer.callbacks+=Heartbeat",
+        "--trainer.callbacks.timeout_s=2",
+        "--trainer.limit_val_batches=0",
+    ]
+    words += ["--trainer.callbacks+=tests.callbacks.test_heartbeat.StandStill", "--trainer.max_steps=4"]
+    run([sys.executable, *TWO], tmp_path, *words)
+    stacks = [(tmp_path / "run" / f"stacks.rank{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
+    assert "Timeout (0:00:02)!" in stacks[0]
+    assert "in backward" in stacks[0]  # it waits for the other's gradients
+    assert "in on_before_backward" in stacks[1]
+    assert "test_heartbeat.py" in stacks[1]
+
+
+@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"straggler": 1.0}])
+def test_mistakes(options):
+    with pytest.raises(ConfigError, match="timeout_s > 0 and straggler > 1"):
+        Heartbeat(**options)
