@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -136,11 +138,61 @@ def _tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
 
 @proof("networks")
 def parallel_plan_names_modules(case: Case) -> None:
-    """Each name in `tensor_parallel_plan`, wildcards included, is that of a module."""
+    """Each name in the plans for tensor and sequence parallelism, wildcards included, is that of a module."""
     network = build(case)
     names = [name for name, _ in network.named_modules()]
-    unknown = [key for key in network.tensor_parallel_plan() if not any(fnmatchcase(n, key) for n in names)]
+    keys = [*network.tensor_parallel_plan(), *network.sequence_parallel_plan()]
+    unknown = [key for key in keys if not any(fnmatchcase(n, key) for n in names)]
     require(not unknown, f"there is no module {', '.join(unknown)}")
+
+
+@proof("networks")
+def stages_compute_what_forward_does(case: Case) -> None:
+    """Its blocks in two parts, the `ends` of the other part taken away, give what `forward` gives, bit by bit."""
+    network = build(case)
+    if network.ends is None or len(network.blocks) == 0:
+        raise NotProvable("it cannot be cut into stages")
+    batch = {"input_ids": tokens(network)}
+    with torch.no_grad():
+        expected = network(batch)
+        cut = (len(network.blocks) + 1) // 2
+        first, last = (_without(network, index) for index in (1, 0))
+        hidden = first.forward_blocks(batch, None, range(cut))
+        found = last.forward_blocks(batch, hidden, range(cut, len(network.blocks)))
+    require(
+        torch.equal(found, expected), f"they differ by {distance(found, expected):.1e} of the largest value"
+    )
+
+
+def _without(network: Network, end: int) -> Network:
+    """Returns a copy without the modules of one end that the other does not use, and NaN in place of them."""
+    copied = copy.deepcopy(network)
+    ends = copied.ends or ((), ())
+    other = {id(module) for module in ends[1 - end]}
+    for module in ends[end]:
+        if id(module) not in other:
+            for parameter in module.parameters():
+                parameter.data.fill_(float("nan"))
+    return copied
+
+
+@proof("networks")
+def attends_through_what_it_is_given(case: Case) -> None:
+    """With another attention function in place, every block calls it, causally where the batch has one document."""
+    network = build(case)
+    calls: list[bool] = []
+
+    def attention(*args: Any, is_causal: bool = False, **kwargs: Any) -> Tensor:
+        calls.append(is_causal)
+        return torch.nn.functional.scaled_dot_product_attention(*args, is_causal=is_causal, **kwargs)
+
+    expected = logits_of(network, tokens(network))
+    if not network.replace_attention(attention):
+        raise NotProvable("its attention cannot be replaced")
+    found = logits_of(network, tokens(network))
+    require(len(calls) >= len(network.blocks), f"{len(calls)} calls of {len(network.blocks)} blocks")
+    require(all(calls), "it was called without is_causal")
+    require(torch.equal(found, expected), "the same function in its place gives other logits")
 
 
 @proof("networks")

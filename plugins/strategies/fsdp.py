@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -66,8 +68,11 @@ class FSDP(MeshStrategy):
         if replicas < 1:
             raise ConfigError(f"FSDP: replicas is {replicas}; it must be at least 1.")
         self.stage, self.replicas, self.offload = stage, replicas, offload
-        formats = {"param_dtype": FORMATS[param_format], "reduce_dtype": FORMATS[reduce_format]}
-        self.policy = MixedPrecisionPolicy(**formats, output_dtype=None)
+        self.format = FORMATS[param_format]
+        # Not all floating inputs of a block: tables of rotary positions lose too much in two bytes.
+        self.policy = MixedPrecisionPolicy(
+            param_dtype=self.format, reduce_dtype=FORMATS[reduce_format], cast_forward_inputs=False
+        )
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -106,4 +111,10 @@ class FSDP(MeshStrategy):
         }
         for block in module.network.blocks:
             fully_shard(block, reshard_after_forward=self.stage == 3, **options)
+            if self.format is not None:
+                block.register_forward_pre_hook(partial(_cast_hidden, self.format))
         fully_shard(module, reshard_after_forward=False, **options)  # its loss and head follow its forward
+
+
+def _cast_hidden(format: torch.dtype, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return inputs[0].to(format), *inputs[1:]

@@ -42,6 +42,28 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
     return total
 
 
+def summed(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Returns a gradient that lies as its parameter does, where each rank may have a part of a sum."""
+    if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+        return gradient
+    return gradient.redistribute(placements=parameter.placements)
+
+
+@torch.no_grad()
+def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Averages gradients over a group, all of a kind in one message."""
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for part in map(local, gradients):
+        kinds.setdefault(part.dtype, []).append(part)
+    for parts in kinds.values():
+        flat = torch.cat([part.flatten() for part in parts])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        sizes = [part.numel() for part in parts]
+        for part, averaged in zip(parts, flat.split(sizes), strict=True):
+            part.copy_(averaged.view_as(part))
+
+
 @torch.no_grad()
 def scale_to_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
     """Scales gradients of that norm to one of at most `limit`, without waiting for the device."""

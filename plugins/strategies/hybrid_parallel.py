@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel as split_loss
+from torch.optim import Optimizer
 
 from core.contracts import TokenSum
+from core.errors import ConfigError
 from core.technique import technique
-from plugins.strategies import tensor_parallel
-from plugins.strategies.mesh_sizes import MeshSizes, group_of, joined
+from plugins.strategies import gradients, hybrid_checks, stage_state, tensor_parallel, tensors
+from plugins.strategies.context_parallel import ContextParallel, Method
+from plugins.strategies.mesh_sizes import MeshSizes, group_of, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.pipeline import Pipeline, whole
+from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, cut, tied
 
 if TYPE_CHECKING:
-    from core.contracts import Network
     from core.selection import Run, Selected
+
+Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
 
 @technique(
-    paper="Megatron-LM, arXiv:1909.08053 (tensor), arXiv:2205.05198 (sequence), arXiv:2104.04473 (all at once)"
+    paper="Megatron-LM, arXiv:1909.08053 (tensor), 2205.05198 (sequence), 2104.04473 (pipeline, all at once); "
+    "ZBV, arXiv:2401.10241; DualPipe, arXiv:2412.19437; ring attention, 2310.01889; Ulysses, 2309.14509"
 )
 class HybridParallel(MeshStrategy):
-    """Several kinds of parallelism at once, on one mesh of ranks: data, sharded data, tensor.
+    """Several kinds of parallelism at once, on one mesh: data, sharded data, tensor, pipeline, context.
 
-    The product of the sizes is the number of ranks; the ranks of a tensor-parallel group are neighbours. How a
-    network is cut up it says itself: see `core.contracts.Network`. Checkpoints are those of a single process.
+    The product of the sizes, without `sequence`, is the number of ranks; those of a tensor-parallel group are
+    neighbours. How a network is cut up it says itself: see `core.contracts.Network`. An objective calls the
+    network once, and has no parameters under a pipeline. Checkpoints are those of a single process.
 
     Args:
         data_replicate: Copies of everything below, between which gradients are averaged.
@@ -40,9 +48,13 @@ class HybridParallel(MeshStrategy):
         tensor: Ranks over which each matrix is cut up.
         sequence: 1, or the size of `tensor`: its ranks then split tokens, too, where no matrix is cut up.
         context: Ranks that share each sequence.
-        pipeline: Stages of blocks, one after another.
-        expert: Ranks that share the experts.
+        pipeline: Ranks that have some of the blocks each: one stage, or two under schedules other than GPipe
+            and 1F1B.
+        expert: Ranks that share the experts; 1 as yet.
         loss_parallel: Whether the head is cut up along the vocabulary, so that no rank has all logits.
+        context_method: "ring": keys and values go round; "ulysses": ranks change tokens for heads.
+        schedule: In what order stages run micro-batches forward and backward.
+        microbatches: Parts that a pipeline cuts a batch into; None: one for each stage.
         timeout_minutes: How long a rank waits for the others before it gives up.
 
     Raises:
@@ -52,7 +64,7 @@ class HybridParallel(MeshStrategy):
         trainer:
           strategy:
             class_path: HybridParallel
-            init_args: {tensor: 1}
+            init_args: {tensor: 1, pipeline: 1}
     """
 
     def __init__(
@@ -65,63 +77,100 @@ class HybridParallel(MeshStrategy):
         pipeline: int = 1,
         expert: int = 1,
         loss_parallel: bool = True,
+        context_method: Method = "ring",
+        schedule: Schedule = "1F1B",
+        microbatches: int | None = None,
         timeout_minutes: float = 30.0,
     ) -> None:
         super().__init__(timeout_minutes)
+        if microbatches is not None and microbatches < 1:
+            raise ConfigError(f"HybridParallel: microbatches is {microbatches}; it must be at least 1.")
         self.sizes = MeshSizes(data_replicate, data_shard, tensor, context, pipeline, expert)
         self.sequence, self.loss_parallel = sequence > 1, loss_parallel and tensor > 1
+        self.context_method, self.schedule, self.microbatches = context_method, schedule, microbatches
+        self.context: ContextParallel | None = None
+        self.pipeline: Pipeline | None = None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields what of the sizes does not fit the ranks, the network or the data."""
-        given = own.arguments
-        sizes = MeshSizes(**{name: given[name] for name in MeshSizes.__dataclass_fields__})
-        yield from sizes.misfits(run.world_size)
-        if given["sequence"] not in (1, given["tensor"]):
-            yield f"sequence is {given['sequence']}; it is 1, or {given['tensor']} as tensor"
-        if given["expert"] > 1:
-            yield "expert is above 1, and no network has experts yet"
-        network = _network(run)
-        if network is None:  # which says by itself what is wrong
-            return
-        if given["tensor"] > 1:
-            split = given["sequence"] > 1, given["loss_parallel"]
-            yield from tensor_parallel.misfits(network, given["tensor"], *split)
+        yield from hybrid_checks.misfits(run, own.arguments)
 
     def connect_mesh(self) -> None:
         """Makes the mesh."""
         self.mesh = self.sizes.mesh(self.root_device.type, self.world_size)
         self.loss_group = group_of(joined(self.mesh, "data_replicate", "data_shard", "context"))
         self._data = joined(self.mesh, "data_replicate", "data_shard")
+        self._shard = joined(self.mesh, "data_shard", "context")
+        self._stages = group_of(self.mesh["pipeline"])
+        # of each stage one rank speaks for all
+        self._speaks = is_first(self.mesh, "data_replicate", "data_shard", "expert", "context", "tensor")
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks of a tensor-parallel group read the same rows."""
+        """The ranks that share a model or a sequence read the same rows."""
         return {"num_replicas": self._data.size(), "rank": self._data.get_local_rank()}
+
+    # -- the model --------------------------------------------------------------------------------
 
     def parallelize(self, module: LightningModule) -> None:
         """Cuts up the network and spreads the parts."""
         network = module.network
+        self._weights = list(module.state_dict())
+        self._parameters = [name for name, _ in module.named_parameters()]
         if self.sizes.tensor > 1:
             tensor_parallel.apply(network, self.mesh["tensor"], self.sequence, self.loss_parallel)
-        if self.loss_parallel:
-            module.compute_loss = self.compute_loss  # type: ignore[method-assign]
-        options: dict[str, Any] = {"mesh": self._sharding_mesh(), "mp_policy": MixedPrecisionPolicy()}
-        for block in network.blocks:
-            fully_shard(block, **options)
-        fully_shard(module, reshard_after_forward=False, **options)
+        if self.sizes.context > 1:
+            self.context = ContextParallel(group_of(self.mesh["context"]), self.context_method)
+            self.context.install(network)
+        if self.sizes.pipeline > 1:
+            self._cut(module)
+        else:
+            self._spread([module], network.blocks)
+        module.compute_loss = self.compute_loss  # type: ignore[method-assign]
 
-    def _sharding_mesh(self) -> Any:
-        shard = joined(self.mesh, "data_shard", "context")
-        if self.sizes.data_replicate == 1:
-            return shard
-        return self.mesh["data_replicate", shard.mesh_dim_names[0]]
+    def _spread(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
+        mesh = self._shard
+        if self.sizes.data_replicate > 1:
+            mesh = self.mesh["data_replicate", self._shard.mesh_dim_names[0]]
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        for root in roots:
+            fully_shard(root, mesh=mesh, reshard_after_forward=False)
+
+    def _cut(self, module: LightningModule) -> None:
+        if next(module.objective.parameters(), None) is not None:
+            name = type(module.objective).__name__
+            raise ConfigError(
+                f"HybridParallel: {name} has parameters, which no stage holds: set pipeline to 1."
+            )
+        network = module.network
+        layout = Layout(self.schedule, self.sizes.pipeline, len(network.blocks))
+        first, last = layout.rank_of(0), layout.rank_of(layout.stages - 1)
+        shared, here = {id(p) for p in tied(network)}, dist.get_rank(self._stages)
+        self._tied_names = {n for n, p in module.named_parameters() if id(p) in shared and first != last}
+        self._counts_tied = here == first
+        self._tied_group = pair_group(self.mesh, first, last) if self._tied_names else None
+        stages = cut(network, layout, here)
+        self._spreads = self._shard.size() > 1 and self.schedule not in ZERO_BUBBLE
+        if self._spreads:
+            blocks = [network.blocks[index] for stage in stages.values() for index in stage.span]
+            self._spread(list(stages.values()), blocks)
+        microbatches = self.microbatches or layout.stages
+        options = (microbatches, self._stages, self.root_device, self._settled)
+        self.pipeline = Pipeline(network, module.objective, stages, layout, *options)
 
     def compute_loss(self, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
-        """Returns the objective's sums, of parts of the logits added up over the tensor-parallel ranks."""
+        """Returns the objective's sums for this rank's tokens, on each rank that has a part in them."""
+        if self.context is not None:
+            batch = self.context.shard(batch)
+        if self.pipeline is not None:
+            if self.context is not None and self.context.documents is not None:
+                raise ConfigError("HybridParallel: document_ids take pipeline 1 or context 1.")
+            return self.pipeline.loss(batch)
         module = self.lightning_module
         loss, metrics = module.objective.loss(module.network, batch)
-        return _whole(loss), {name: _whole(value) for name, value in metrics.items()}
+        return whole(loss), {name: whole(value) for name, value in metrics.items()}
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Computes the cross-entropy of logits that are cut up along the vocabulary."""
@@ -135,22 +184,85 @@ class HybridParallel(MeshStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a prediction step, of whose result each rank has the whole."""
+        if self.pipeline is not None or self.context is not None:
+            raise ConfigError("HybridParallel: predict takes pipeline 1 and context 1.")
         found = super().predict_step(*args, **kwargs)
         return found.full_tensor() if isinstance(found, DTensor) else found
 
+    # -- stages: gradients and checkpoints ----------------------------------------------------------
 
-def _whole(figure: TokenSum) -> TokenSum:
-    total, tokens = (v.full_tensor() if isinstance(v, DTensor) else v for v in figure)
-    return TokenSum(total, tokens)
+    def setup(self, trainer: Trainer) -> None:
+        """Spreads the model and builds the optimizer, whose groups all stages have to share."""
+        super().setup(trainer)
+        if self.pipeline is None:
+            return
+        if getattr(self.precision_plugin, "scaler", None) is not None:
+            raise ConfigError(f"HybridParallel: {hybrid_checks.NO_SCALER}.")
+        named = dict(self.lightning_module.named_parameters())
+        self.pipeline.parameters = [p for p in named.values() if p.requires_grad]
+        self._tied = {id(named[name]) for name in self._tied_names if name in named}
+        for optimizer in self.optimizers:
+            self._numbers(optimizer)
 
+    def _settled(self, parameters: Sequence[nn.Parameter], found: list[Tensor]) -> list[Tensor]:
+        found = [gradients.summed(g, p) for p, g in zip(parameters, found, strict=True)]
+        if not self._spreads and self.loss_group.size() > 1:
+            gradients.average_(found, self.loss_group)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            if id(parameter) in self._tied:
+                dist.all_reduce(tensors.local(gradient), group=self._tied_group)
+        return found
 
-def _network(run: Run) -> Network | None:
-    """Returns the run's network without memory, or None where it cannot be built."""
-    from core.cli import build_network
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the norm, a 0-d tensor, of the gradients of all stages; tied ones count once."""
+        if self.pipeline is None:
+            return super().gradient_norm(optimizer)
+        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+        counted = [p.grad for p in parameters if self._counts_tied or id(p) not in self._tied]
+        squares = gradients.squared_norm(counted)
+        dist.all_reduce(squares, group=self._stages)
+        return squares.sqrt()
 
-    try:
-        with torch.device("meta"):
-            network: Network = build_network(run.argument("model.network"))
-    except Exception:  # the run's own building, which follows, says what is wrong
-        return None
-    return network
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the whole model's weights on rank 0, nothing elsewhere; called on every rank."""
+        own = tensors.gather(tensors.state_of(self.lightning_module), keep=self._speaks)
+        if self.pipeline is None or not self._speaks:
+            return dict(own)
+        return stage_state.joined(stage_state.collect(own, self._stages), self._weights)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole optimizer's state on rank 0, nothing elsewhere; called on every rank."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        own = tensors.gather(optimizer.state_dict(), keep=self._speaks)
+        if self.pipeline is None or not self._speaks:
+            return dict(own)
+        numbers, names = self._numbers(optimizer), stage_state.names_of(optimizer, self.lightning_module)
+        parts = stage_state.collect((own, names), self._stages)
+        return stage_state.joined_optimizer(parts, numbers) if parts else {}
+
+    def _numbers(self, optimizer: Optimizer) -> list[dict[str, int]]:
+        """Returns the numbers of the whole model's parameters; called on every rank of a pipeline."""
+        names: list[Any] = [None] * self.sizes.pipeline
+        own = stage_state.names_of(optimizer, self.lightning_module)
+        dist.all_gather_object(names, own, group=self._stages)
+        return stage_state.numbered(names, self._parameters)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint, without the weights of other stages."""
+        found = super().load_checkpoint(checkpoint_path, weights_only)
+        if self.pipeline is not None:
+            others = set(self._weights) - set(tensors.state_of(self.lightning_module))
+            found["state_dict"] = {n: w for n, w in found["state_dict"].items() if n not in others}
+        return found
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes this rank's part of the whole optimizer's state."""
+        states = checkpoint["optimizer_states"]
+        if self.pipeline is not None:
+            states = [
+                stage_state.own_part(
+                    state, stage_state.names_of(optimizer, self.lightning_module), self._numbers(optimizer)
+                )
+                for optimizer, state in zip(self.optimizers, states, strict=True)
+            ]
+        super().load_optimizer_state_dict({"optimizer_states": states})

@@ -68,3 +68,13 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Returns the process group of a mesh of one dimension."""
     group: dist.ProcessGroup = mesh.get_group()
     return group
+
+
+def pair_group(mesh: DeviceMesh, first: int, last: int) -> dist.ProcessGroup | None:
+    """Returns the group of two ranks of this rank's pipeline, or None on another; called on every rank."""
+    own = None
+    for pair in mesh.mesh[[first, last]].flatten(1).T.tolist():
+        group = dist.new_group(pair)
+        if dist.get_rank() in pair:
+            own = group
+    return own

@@ -245,6 +245,9 @@ class MeshStrategy(ParallelStrategy):
             _optimizers_to_device([optimizer], self.parameter_device)
 
     def teardown(self) -> None:
-        """Ends the processes' connection where this strategy made it."""
-        super().teardown()
+        """Ends what was started; leaves the model where it is: no rank has room for the whole."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
         self.precision_plugin.teardown()
+        self.accelerator.teardown()

@@ -53,6 +53,14 @@ LLAMA = {
     }
 }
 POST_NORM = {"model": {"network": {"init_args": {"norm_position": "post"}}}}
+DOCUMENTS = {"data": {"init_args": {"documents": True}}}
+ULYSSES = {"context": 2, "context_method": "ulysses"}
+
+
+def pipeline(schedule: str, microbatches: int | None = None, **sizes: int) -> dict[str, Any]:
+    """Returns the arguments of a pipeline of two ranks."""
+    return {"pipeline": 2, "schedule": schedule, "microbatches": microbatches} | sizes
+
 
 COMBINATIONS = [
     Combination("DDP", "gradients averaged", 2),
@@ -87,4 +95,80 @@ COMBINATIONS = [
     ),
     Combination("HybridParallel", "data_replicate 2, data_shard 2", 4, {"data_replicate": 2}, slow=True),
     Combination("HybridParallel", "tensor 4", 4, {"tensor": 4}, slow=True),
+    Combination("HybridParallel", "pipeline 2, 1F1B", 2, {"pipeline": 2}),
+    Combination("HybridParallel", "pipeline 2, GPipe, 4 micro-batches", 2, pipeline("GPipe", 4)),
+    Combination("HybridParallel", "pipeline 2, Interleaved1F1B", 2, pipeline("Interleaved1F1B"), LLAMA),
+    Combination("HybridParallel", "pipeline 2, InterleavedZeroBubble", 2, pipeline("InterleavedZeroBubble")),
+    Combination("HybridParallel", "pipeline 2, ZBVZeroBubble", 2, pipeline("ZBVZeroBubble")),
+    Combination("HybridParallel", "pipeline 2, DualPipeV", 2, pipeline("DualPipeV")),
+    Combination("HybridParallel", "data_shard 2, pipeline 2, 1F1B", 4, {"pipeline": 2}),
+    Combination("HybridParallel", "data_shard 2, pipeline 2, GPipe", 4, pipeline("GPipe"), LLAMA, slow=True),
+    Combination(
+        "HybridParallel",
+        "data_shard 2, pipeline 2, Interleaved1F1B",
+        4,
+        pipeline("Interleaved1F1B"),
+        slow=True,
+    ),
+    Combination(
+        "HybridParallel",
+        "data_replicate 2, pipeline 2, ZBVZeroBubble",
+        4,
+        pipeline("ZBVZeroBubble", data_replicate=2),
+    ),
+    Combination("HybridParallel", "tensor 2, pipeline 2, 1F1B", 4, pipeline("1F1B", tensor=2)),
+    Combination(
+        "HybridParallel",
+        "tensor 2, pipeline 2, ZBVZeroBubble",
+        4,
+        pipeline("ZBVZeroBubble", tensor=2),
+        slow=True,
+    ),
+    Combination(
+        "HybridParallel",
+        "tensor 2, pipeline 2, DualPipeV, whole head",
+        4,
+        pipeline("DualPipeV", tensor=2, loss_parallel=False),
+        slow=True,
+    ),
+    Combination(
+        "HybridParallel",
+        "tensor 2, sequence 2, pipeline 2, ZBVZeroBubble, whole head",
+        4,
+        pipeline("ZBVZeroBubble", tensor=2, sequence=2, loss_parallel=False),
+        slow=True,
+    ),
+    Combination(
+        "HybridParallel",
+        "tensor 2, sequence 2, pipeline 2, 1F1B",
+        4,
+        pipeline("1F1B", tensor=2, sequence=2),
+        slow=True,
+    ),
+    Combination(
+        "HybridParallel",
+        "tensor 2, sequence 2, pipeline 2, ZBVZeroBubble",
+        4,
+        pipeline("ZBVZeroBubble", tensor=2, sequence=2),
+        slow=True,
+    ),
+    Combination("HybridParallel", "pipeline 4, 1F1B", 4, {"pipeline": 4}, slow=True),
+    Combination("HybridParallel", "context 2, ring", 2, {"context": 2}),
+    Combination("HybridParallel", "context 2, ring, documents", 2, {"context": 2}, LLAMA | DOCUMENTS),
+    Combination("HybridParallel", "context 2, ulysses, documents", 2, ULYSSES, LLAMA | DOCUMENTS),
+    Combination("HybridParallel", "context 2, ulysses", 2, ULYSSES, slow=True),
+    Combination("HybridParallel", "context 4, ring, documents", 4, {"context": 4}, DOCUMENTS, slow=True),
+    Combination("HybridParallel", "data_shard 2, context 2, ring", 4, {"context": 2}),
+    Combination("HybridParallel", "tensor 2, context 2, ring", 4, {"context": 2, "tensor": 2}, slow=True),
+    Combination(
+        "HybridParallel", "context 2, ring, pipeline 2, 1F1B", 4, {"context": 2, "pipeline": 2}, slow=True
+    ),
+    Combination(
+        "HybridParallel",
+        "context 2, ring, pipeline 2, ZBVZeroBubble",
+        4,
+        pipeline("ZBVZeroBubble", context=2),
+        LLAMA,
+        slow=True,
+    ),
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
@@ -21,3 +24,15 @@ class HookCalls(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         print(f"HOOK_CALLS {self.calls}", flush=True)
+
+
+class BlockInputs(Callback):
+    """Prints of what types the tensors are that the first block is given."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.network.blocks[0].register_forward_pre_hook(self._note)
+
+    def _note(self, block: Any, inputs: Any) -> None:
+        print(
+            "BLOCK_INPUTS", *(value.dtype for value in inputs if isinstance(value, torch.Tensor)), flush=True
+        )

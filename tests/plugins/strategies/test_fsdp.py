@@ -1,8 +1,15 @@
 """FSDP beyond the table: formats, a scaler, checkpoints that a single process takes, refusals."""
 
+import re
+from copy import deepcopy
+
 import pytest
 
+from core.config_files import merge
+from core.testing.runs import run
+from core.testing.workshop import write_config
 from tests.distributed.same_run import (
+    CONFIG,
     STEPS,
     TOLERANCE,
     differences,
@@ -13,6 +20,7 @@ from tests.distributed.same_run import (
 )
 
 ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
+ALONE = {"trainer": {"strategy": "auto"}}  # what is not written is taken from the checkpoint
 
 
 def fsdp(more=None, **init_args):
@@ -50,7 +58,7 @@ def shapes(value):
 
 def test_one_process_goes_on_from_it_and_the_other_way_round():
     expected = one_process({})
-    assert weights_apart(resumed(fit(fsdp(), 2), {}, 1, "fsdp-to-one"), expected) < TOLERANCE
+    assert weights_apart(resumed(fit(fsdp(), 2), ALONE, 1, "fsdp-to-one"), expected) < TOLERANCE
     assert weights_apart(resumed(expected, fsdp(), 2, "one-to-fsdp"), expected) < TOLERANCE
 
 
@@ -58,6 +66,24 @@ def test_resumed_it_is_bitwise_the_same(whole):
     found = resumed(whole, fsdp() | ADAM, 2, "fsdp-resumed").checkpoint()
     for part in ("state_dict", "optimizer_states"):
         assert same_bits(found[part], whole.checkpoint()[part])
+
+
+def test_hidden_states_are_rounded_and_rotary_positions_are_not():
+    network = {"model": {"network": {"init_args": {"position": "rotary"}}}}
+    watching = {"callbacks": [{"class_path": "tests.distributed.counting.BlockInputs"}]}
+    done = fit(fsdp(watching, param_format="bf16") | network, 2)
+    assert "BLOCK_INPUTS torch.bfloat16 torch.float32" in done.printed, done.complaint
+
+
+@pytest.mark.parametrize("sizes", [{}, {"replicas": 2}], ids=str)
+def test_validate_computes_what_the_run_did(whole, sizes):
+    path = whole.folder / "checkpoints" / "step-6.ckpt"
+    config = write_config("validate", merge(deepcopy(CONFIG), fsdp(**sizes)))
+    words = [f"--config={config}", f"--ckpt_path={path}", "--trainer.devices=2"]
+    done = run(["validate", *words], whole.folder, ranks=2)
+    assert done.code == 0, done.complaint
+    expected = whole.record["figures"]["6"]["val/loss"]
+    assert float(re.search(r"val/loss\D+([\d.]+)", done.printed)[1]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])

@@ -1,0 +1,140 @@
+"""Sequences cut up over ranks: which tokens a rank has, and attention across them.
+
+Shapes: B sequences of T tokens in all and t on a rank; H query heads, G key-value heads, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from core.contracts import Network
+from core.errors import ConfigError
+from plugins.strategies.ring_attention import Ring, ring_attention
+
+Method = Literal["ring", "ulysses"]
+
+
+class ContextParallel:
+    """Deals out the tokens of a batch, and attends to those of other ranks.
+
+    "ring": rank r of n has the r-th and the r-th last of 2n chunks, so that all have as much to attend to;
+    keys and values go round. "ulysses" (arXiv:2309.14509): ranks have chunks in order, and change tokens for
+    heads before attention and back after it.
+
+    Args:
+        group: The ranks that share each sequence.
+        method: How attention reaches other ranks' tokens.
+
+    Attributes:
+        documents: Which document each token of the batch belongs to, (B, T); None: one each row.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, method: Method) -> None:
+        self.group, self.method = group, method
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.documents: Tensor | None = None
+
+    def install(self, network: Network) -> None:
+        """Makes a network attend through this."""
+        network.replace_attention(self.attend)
+
+    def shard(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns this rank's tokens (B, t) of each tensor (B, T), with their positions.
+
+        Raises:
+            ConfigError: If T cannot be divided.
+        """
+        rows, length = batch["input_ids"].shape
+        pieces = self.ranks * (2 if self.method == "ring" else 1)
+        if length % pieces:
+            raise ConfigError(
+                f"HybridParallel: context is {self.ranks}; {self.method} takes sequences of a multiple of {pieces} "
+                f"tokens, not {length}."
+            )
+        own = torch.arange(length, device=batch["input_ids"].device)
+        if self.method == "ring":
+            chunks = own.chunk(pieces)
+            own = torch.cat((chunks[self.rank], chunks[pieces - 1 - self.rank]))
+        else:
+            own = own.chunk(pieces)[self.rank]
+        self.documents = batch.get("document_ids")
+        parts = {name: value[:, own] for name, value in batch.items() if name != "document_ids"}
+        return {"position_ids": own.expand(rows, -1)} | parts
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        dropout: float = 0.0,
+        is_causal: bool = False,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Attends from q (B, H, t, D) to k and v (B, G, t, D) of all ranks; called as torch's attention is.
+
+        Raises:
+            ConfigError: If attention is not causal, or drops weights.
+        """
+        if mask is not None or not is_causal or dropout:
+            raise ConfigError("HybridParallel: context above 1 takes causal attention without dropout.")
+        if self.method == "ring":
+            return ring_attention(q, k, v, Ring(self.group, self.documents))
+        q, k, v = (_heads_for_tokens(x, self.group) for x in (q, k, v))
+        mask = None
+        if self.documents is not None:
+            same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
+            mask = same.tril()
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=enable_gqa)
+        return _tokens_for_heads(y, self.group)
+
+
+def misfits(network: Network, size: int, tensor: int, method: Method, length: int | None) -> Iterator[str]:
+    """Yields why sequences of a network cannot be cut up over so many ranks."""
+    name, pieces = type(network).__name__, size * (2 if method == "ring" else 1)
+    if not network.replace_attention(F.scaled_dot_product_attention):
+        yield f"{name} does not let its attention be replaced: set context to 1"
+    if length and length % pieces:
+        fits = length + -length % pieces
+        yield (
+            f"context is {size}; {method} takes a multiple of {pieces} tokens, and data.sequence_length is {length}: "
+            f"set it to {fits}"
+        )
+    heads = network.attention_heads
+    if method == "ulysses" and heads and (odd := next((n for n in heads if n % (size * tensor)), None)):
+        yield f"context {size} x tensor {tensor} does not divide the {odd} attention heads of {name}: take ring"
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends the i-th part of the first dimension to the i-th rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        back = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(back, gradient.contiguous(), group=ctx.group)
+        return back, None
+
+
+def _heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """(B, H, t, D) of all heads and some tokens -> (B, H / n, T, D) of some heads and all tokens."""
+    parts = torch.stack(x.chunk(group.size(), dim=1)).contiguous()  # (n, B, H / n, t, D)
+    return _Exchange.apply(parts, group).permute(1, 2, 0, 3, 4).flatten(2, 3)
+
+
+def _tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The way back."""
+    parts = torch.stack(x.chunk(group.size(), dim=2)).contiguous()  # (n, B, H / n, t, D)
+    return _Exchange.apply(parts, group).permute(1, 0, 2, 3, 4).flatten(1, 2)

@@ -1,0 +1,80 @@
+"""What of a HybridParallel's sizes does not fit the ranks, the network or the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from plugins.strategies import context_parallel, tensor_parallel
+from plugins.strategies.mesh_sizes import MeshSizes
+from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout
+
+if TYPE_CHECKING:
+    from core.contracts import Network
+    from core.selection import Run
+
+NO_SCALER = "pipeline above 1 differentiates before a loss can be scaled, which fp16 needs: take bf16"
+
+
+def sizes_of(given: Mapping[str, Any]) -> MeshSizes:
+    """Returns the sizes among the strategy's arguments."""
+    return MeshSizes(**{name: given[name] for name in MeshSizes.__dataclass_fields__})
+
+
+def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a line for each that does not fit; `given` are the strategy's arguments."""
+    sizes = sizes_of(given)
+    wrong = list(sizes.misfits(run.world_size))
+    yield from wrong
+    if given["sequence"] not in (1, given["tensor"]):
+        yield f"sequence is {given['sequence']}; it is 1, or {given['tensor']} as tensor"
+    if given["expert"] > 1:
+        yield f"expert is {given['expert']}, and no network has experts yet: set it to 1"
+    network = None if wrong else _network(run)
+    if network is None:  # which says by itself what is wrong
+        return
+    if given["tensor"] > 1:
+        split = given["sequence"] > 1, given["loss_parallel"]
+        yield from tensor_parallel.misfits(network, given["tensor"], *split)
+    length = run.argument("data.sequence_length")
+    if given["context"] > 1:
+        method = given["context_method"]
+        yield from context_parallel.misfits(network, given["context"], given["tensor"], method, length)
+    if given["sequence"] > 1 and length and (share := length // given["context"]) % given["sequence"]:
+        yield f"sequence is {given['sequence']}, which does not divide the {share} tokens of a context rank"
+    if given["pipeline"] > 1:
+        yield from _pipeline_misfits(run, given, network, sizes.of(run.world_size))
+
+
+def _pipeline_misfits(
+    run: Run, given: Mapping[str, Any], network: Network, sizes: Mapping[str, int]
+) -> Iterator[str]:
+    if network.ends is None:
+        yield f"{type(network).__name__} does not say where it can be cut into stages: set pipeline to 1"
+        return
+    layout = Layout(given["schedule"], given["pipeline"], len(network.blocks))
+    microbatches = layout.stages if given["microbatches"] is None else given["microbatches"]
+    yield from layout.misfits(microbatches, run.argument("data.batch_size"))
+    if given["schedule"] in ZERO_BUBBLE and sizes["data_shard"] > 1:
+        yield (
+            f"schedule {given['schedule']} computes gradients of weights apart from those of inputs, and sharded "
+            "data parallelism loses some of them: take data_replicate for data_shard, or Interleaved1F1B"
+        )
+    if "16" in str(run.argument("trainer.precision")) and "bf16" not in str(
+        run.argument("trainer.precision")
+    ):
+        yield NO_SCALER
+
+
+def _network(run: Run) -> Network | None:
+    """Returns the run's network without memory, or None where it cannot be built."""
+    from core.checkpoint import build_network
+
+    try:
+        with torch.device("meta"):
+            network: Network = build_network(run.argument("model.network"))
+    except Exception:  # the run's own building, which follows, says what is wrong
+        return None
+    return network

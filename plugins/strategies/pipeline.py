@@ -1,0 +1,198 @@
+"""Runs a batch through the stages of a pipeline, so that its loss can be differentiated like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from core.contracts import Network, Objective, TokenSum
+from core.errors import ConfigError
+from plugins.strategies.pipeline_stages import Head, Layout, Stage
+from plugins.strategies.tensors import local
+
+Sums = tuple[TokenSum, dict[str, TokenSum]]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class Pipeline:
+    """This rank's part of a pipeline.
+
+    A schedule runs forward and backward at once, where Lightning runs the one, clears gradients, and runs the
+    other: the gradients of the schedule are kept aside, and added when the loss is differentiated, times what
+    the loss is multiplied by.
+
+    Args:
+        network: Cut, with the modules of this rank's stages.
+        objective: Called on the rank of the last stage with the network as it is there.
+        stages: This rank's, by index.
+        layout: Of all stages.
+        microbatches: Parts of a batch.
+        group: The ranks of the pipeline.
+        device: Of this rank.
+        settle: Called with parameters and their new gradients on this rank; returns the gradients to add.
+
+    Attributes:
+        parameters: This rank's, as the optimizer has them; to be set before the first loss.
+    """
+
+    parameters: Sequence[nn.Parameter]
+
+    def __init__(
+        self,
+        network: Network,
+        objective: Objective,
+        stages: Mapping[int, Stage],
+        layout: Layout,
+        microbatches: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        settle: Callable[[Sequence[nn.Parameter], list[Tensor]], list[Tensor]],
+    ) -> None:
+        self.network, self.objective, self.stages, self.layout = network, objective, stages, layout
+        self.microbatches, self.group, self.device, self.settle = microbatches, group, device, settle
+        self._ranks = dist.get_process_group_ranks(group)
+        self._last = layout.stages - 1
+        self._schedule: Any = None
+        self._shape: Any = None
+        self._batch: Mapping[str, Tensor] = {}
+        self._found: list[Sums] = []
+        self._names: list[str] | None = None
+
+    def loss(self, batch: Mapping[str, Tensor]) -> Sums:
+        """Returns the objective's sums for a batch, on every rank of the pipeline."""
+        self._found = []
+        if not torch.is_grad_enabled():
+            self._evaluate(batch)
+            return self._shared()
+        self._batch = batch
+        before = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        last = self._last in self.stages
+        rows = torch.arange(len(batch["input_ids"]), device=self.device) if last else None
+        self._scheduled(batch).step(target=rows, return_outputs=False, **batch)
+        used = [(p, p.grad) for p in self.parameters if p.grad is not None]
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient
+        settled = self.settle([p for p, _ in used], [gradient for _, gradient in used])
+        loss, metrics = self._shared()
+        anchor = torch.zeros((), device=self.device, requires_grad=True)
+        total = _Done.apply(anchor, loss.total, [p for p, _ in used], settled)
+        return TokenSum(total, loss.tokens), metrics
+
+    def _loss_of_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        sums = self._sums(hidden, {name: value[rows] for name, value in self._batch.items()})
+        return sums[0].total.clone()  # schedules detach it in place, which a view does not let them
+
+    def _sums(self, hidden: Tensor, batch: Mapping[str, Tensor]) -> Sums:
+        head: Any = Head(self.network, hidden)
+        loss, metrics = self.objective.loss(head, batch)
+        sums = whole(loss), {name: whole(value) for name, value in metrics.items()}
+        self._found.append(sums)
+        return sums
+
+    def _scheduled(self, batch: Mapping[str, Tensor]) -> Any:
+        """Returns the schedule for batches of this shape: buffers are made for one."""
+        shape = {name: value.shape for name, value in batch.items()}
+        if shape == self._shape:
+            return self._schedule
+        if len(batch["input_ids"]) % self.microbatches:
+            raise ConfigError(
+                f"HybridParallel: microbatches is {self.microbatches}, which does not divide the "
+                f"{len(batch['input_ids'])} rows of a batch."
+            )
+        kind = get_schedule_class(self.layout.schedule)
+        stages = [
+            PipelineStage(stage, index, self.layout.stages, self.device, group=self.group)
+            for index, stage in sorted(self.stages.items())
+        ]
+        options = {"loss_fn": self._loss_of_rows, "scale_grads": False}
+        given = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
+        self._schedule, self._shape = kind(given, n_microbatches=self.microbatches, **options), shape
+        return self._schedule
+
+    def _evaluate(self, batch: Mapping[str, Tensor]) -> None:
+        """Runs the stages one after another: torch's schedules for it do not know those that come back."""
+        hidden: Tensor | None = None
+        here = dist.get_rank(self.group)
+        for index in range(self.layout.stages):
+            if index not in self.stages:
+                continue
+            if index and self.layout.rank_of(index - 1) != here:
+                hidden = _receive(self._ranks[self.layout.rank_of(index - 1)], self.group, self.device)
+            hidden = self.stages[index](*([] if hidden is None else [hidden]), **batch)
+            if index == self._last:
+                self._sums(hidden, batch)
+            elif self.layout.rank_of(index + 1) != here:
+                _send(hidden, self._ranks[self.layout.rank_of(index + 1)], self.group)
+
+    def _shared(self) -> Sums:
+        """Returns the sums of all micro-batches, which the last stage tells the others."""
+        source = self._ranks[self.layout.rank_of(self._last)]
+        # a schedule's first step may try out the loss before; what counts comes last
+        found = self._found[-self.microbatches :] if torch.is_grad_enabled() else self._found
+        if self._names is None:
+            names = [list(found[0][1]) if found else None]
+            dist.broadcast_object_list(names, source, group=self.group)
+            self._names = names[0]
+        assert self._names is not None
+        flat = torch.zeros(2 + 2 * len(self._names), dtype=torch.float64, device=self.device)
+        for loss, metrics in found:
+            pairs = [loss, *(metrics[name] for name in self._names)]
+            flat += torch.stack([value.detach().double() for pair in pairs for value in pair])
+        dist.broadcast(flat, source, group=self.group)
+        sums = [TokenSum(flat[index], flat[index + 1]) for index in range(0, len(flat), 2)]
+        return sums[0], dict(zip(self._names, sums[1:], strict=True))
+
+
+class _Done(torch.autograd.Function):
+    """A loss whose gradients are known already; differentiating it adds them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, total: Tensor, parameters: Sequence[nn.Parameter], gradients: list[Tensor]
+    ) -> Tensor:
+        """Returns the loss."""
+        ctx.parameters, ctx.gradients = parameters, gradients
+        return total.float()
+
+    @staticmethod
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        """Adds the gradients times that of the loss."""
+        if ctx.gradients:
+            parts = [local(gradient) for gradient in ctx.gradients]
+            torch._foreach_mul_(parts, scale.to(parts[0].device))
+        for parameter, gradient in zip(ctx.parameters, ctx.gradients, strict=True):
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                local(parameter.grad).add_(local(gradient))
+        return scale, None, None, None
+
+
+def whole(figure: TokenSum) -> TokenSum:
+    """Returns a sum of which each rank has the whole."""
+    total, tokens = (value.full_tensor() if isinstance(value, DTensor) else value for value in figure)
+    return TokenSum(total, tokens)
+
+
+def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:
+    shape = [DTYPES.index(tensor.dtype), *tensor.shape]
+    dist.send(torch.tensor(shape, device=tensor.device), rank, group=group)
+    dist.send(tensor.contiguous(), rank, group=group)
+
+
+def _receive(rank: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    head = torch.empty(4, dtype=torch.int64, device=device)
+    dist.recv(head, rank, group=group)
+    dtype, *shape = head.tolist()
+    tensor = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+    dist.recv(tensor, rank, group=group)
+    return tensor

@@ -1,0 +1,89 @@
+"""HybridParallel beyond the table: what is refused before a process starts, and checkpoints."""
+
+from copy import deepcopy
+
+import pytest
+
+from core.config_files import merge
+from core.testing.runs import run
+from core.testing.workshop import workshop, write_config
+from tests.distributed.same_run import CONFIG, TOLERANCE, fit, one_process, same_bits, weights_apart
+
+TOY = {"data": {"class_path": "tests.toy.ToyData", "init_args": {"sequence_length": 14, "batch_size": 4}}}
+REFUSED = [
+    (4, {"tensor": 2, "data_shard": 1}, {}, "tensor 2 is 2 ranks, this run has 4"),
+    (2, {"data_replicate": 0}, {}, "data_replicate is 0; sizes are 1 or more"),
+    (2, {"expert": 2}, {}, "expert is 2, and no network has experts yet"),
+    (2, {"tensor": 2, "sequence": 3}, {}, "sequence is 3; it is 1, or 2 as tensor"),
+    (3, {"tensor": 3}, {}, "tensor is 3, which does not divide the 4 attention heads of GPT"),
+    (3, {"tensor": 3}, {}, "does not divide the vocabulary of 64: set --model.network.vocab_size=66"),
+    (8, {"pipeline": 8}, {}, "pipeline is 8, which makes 8 stages of 1F1B for 4 blocks"),
+    (4, {"pipeline": 4, "schedule": "ZBVZeroBubble"}, {}, "makes 8 stages of ZBVZeroBubble for 4 blocks"),
+    (2, {"pipeline": 2, "microbatches": 1}, {}, "microbatches is 1; 1F1B takes at least one for each of 2"),
+    (2, {"pipeline": 2, "microbatches": 3}, TOY, "microbatches is 3, which does not divide data.batch_size 4"),
+    (
+        4,
+        {"pipeline": 2, "schedule": "DualPipeV"},
+        {},
+        "schedule DualPipeV computes gradients of weights apart from those of inputs",
+    ),
+    (2, {"context": 2}, TOY, "context is 2; ring takes a multiple of 4 tokens, and data.sequence_length is 14"),
+    (8, {"context": 8, "context_method": "ulysses"}, {}, "does not divide the 4 attention heads of GPT: take"),
+    (2, {"tensor": 2, "sequence": 2, "context": 1}, {"data": TOY["data"] | {"init_args": {"sequence_length": 15}}},
+     "sequence is 2, which does not divide the 15 tokens"),
+    (2, {"pipeline": 2}, {"trainer": {"precision": "16-true"}}, "pipeline above 1 differentiates before a loss"),
+]  # fmt: skip
+
+
+def hybrid(**init_args):
+    return {"trainer": {"strategy": {"class_path": "HybridParallel", "init_args": init_args}}}
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "more", "told"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_is_refused_before_a_process_starts(ranks, sizes, more, told):
+    values = merge(merge(deepcopy(CONFIG), hybrid(**sizes)), deepcopy(more))
+    merge(values, {"trainer": {"devices": ranks}})
+    done = run(["check", f"--config={write_config('refused', values)}"], workshop())
+    assert done.code == 2
+    assert told in done.complaint, done.complaint
+
+
+def test_an_unknown_schedule_is_told_with_the_known_ones():
+    values = merge(deepcopy(CONFIG), hybrid(schedule="1F2B"))
+    done = run(["check", f"--config={write_config('unknown', values)}"], workshop())
+    assert done.code == 2
+    assert "1F2B" in done.complaint
+    assert "1F1B" in done.complaint
+
+
+PIPELINE = hybrid(pipeline=2, schedule="Interleaved1F1B")
+ALONE = {"trainer": {"strategy": "auto"}}  # what is not written is taken from the checkpoint
+
+
+def resumed(source, overlay, ranks, name):
+    """Returns the run that goes on from the checkpoint of another one in the middle."""
+    path = source.folder / "checkpoints" / "step-4.ckpt"
+    done = fit(overlay, ranks, f"--ckpt_path={path}", name=name)
+    assert done.code == 0, done.complaint
+    return done
+
+
+def test_one_process_goes_on_from_a_pipeline_and_the_other_way_round():
+    expected, staged = one_process({}), fit(PIPELINE, 2)
+    assert weights_apart(resumed(staged, ALONE, 1, "pipeline-to-one"), expected) < TOLERANCE
+    assert weights_apart(resumed(expected, PIPELINE, 2, "one-to-pipeline"), expected) < TOLERANCE
+    states = staged.checkpoint()["optimizer_states"][0], expected.checkpoint()["optimizer_states"][0]
+    assert states[0]["param_groups"] == states[1]["param_groups"]
+    assert list(states[0]["state"]) == list(states[1]["state"])
+
+
+ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
+
+
+@pytest.mark.parametrize("sizes", [{"pipeline": 2}, {"tensor": 2, "sequence": 2}, {"context": 2}], ids=str)
+def test_resumed_it_is_bitwise_the_same(sizes):
+    whole = fit(hybrid(**sizes) | ADAM, 2)
+    assert whole.code == 0, whole.complaint
+    found = resumed(whole, hybrid(**sizes) | ADAM, 2, f"resumed-{'-'.join(sizes)}").checkpoint()
+    for part in ("state_dict", "optimizer_states"):
+        assert same_bits(found[part], whole.checkpoint()[part])
