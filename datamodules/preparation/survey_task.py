@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class SurveyTask:
         """Writes the findings unless they are there; returns the name of their file."""
         path = self.folder / f"{task['number']:06}"
         if not path.exists():
-            temporary = self.folder / f"{path.name}.{os.getpid()}.tmp"
+            temporary = self.folder / f"{path.name}.{uuid.uuid4().hex}.tmp"
             found = self.pipeline.batches(task, Tally(len(self.pipeline.stages)), until=self.index)
             self.pipeline.stages[self.index].survey(found, temporary)
             _publish(temporary, path)
