@@ -6,13 +6,16 @@ import json
 import logging
 import os
 import pickle
+import re
 import secrets
 import signal
+import socket
+import sys
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from typing import Any
 
@@ -31,6 +34,8 @@ from datamodules.preparation.engine_worker import (
 
 _OBJECT_STORE_BYTES = 128 << 20
 """Of a cluster of our own: what passes through it are tasks and their counts, some kB each."""
+
+_ANSWERS_WITHIN_S = 10.0
 
 
 @technique(
@@ -51,7 +56,7 @@ class RayEngine(Engine):
         workers: Most processes at a time; None: all CPUs of the cluster but one, which is left for reads.
 
     Raises:
-        ConfigError: If `workers` is below 1, or no cluster answers at the address.
+        ConfigError: If `workers` is below 1, the address is none, or no cluster answers there.
 
     Example:
         # on one machine: ray start --head; on the others: ray start --address=10.0.0.1:6379; then, on any of them
@@ -63,6 +68,8 @@ class RayEngine(Engine):
     def __init__(self, address: str | None = None, workers: int | None = None) -> None:
         if workers is not None and workers < 1:
             raise ConfigError(f"RayEngine: workers is {workers}; it is at least 1.")
+        if address not in (None, "auto", "local") and not re.search(r".:\d+$", address):
+            raise ConfigError(f"RayEngine: address is {address!r}; it is HOST:PORT, auto, or left out.")
         self.address, self.workers = address, workers
 
     def run(
@@ -81,7 +88,7 @@ class RayEngine(Engine):
         """Yields a task's index and what has become of it, None if its processes died."""
         import ray
 
-        mapped = _mapped(ray.cloudpickle.dumps(work), os.getcwd(), _counter())
+        mapped = _mapped(ray.cloudpickle.dumps(work), sys.path.copy(), os.getcwd(), _counter())
         rows = [{"index": index, "task": json.dumps(task)} for index, task in enumerate(tasks)]
         size = min(self._most_workers(), len(rows))
         data = ray.data.from_items(rows, override_num_blocks=len(rows))  # a block is what Ray does again
@@ -116,21 +123,36 @@ def _counter() -> Any:
     return ray.remote(num_cpus=0, scheduling_strategy=here)(Begun).remote()
 
 
-def _mapped(pickled: bytes, folder: str, counter: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Returns the function that workers call for a row; a nested one, as it is pickled with its code."""
+def _mapped(
+    pickled: bytes, path: list[str], folder: str, counter: Any
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns the function that workers call for a row; a nested one, as it is pickled with its code.
+
+    Args:
+        pickled: What does the tasks.
+        path: Where this process finds its modules, such as those of the working directory.
+        folder: The working directory.
+        counter: Of :func:`_counter`.
+    """
 
     def mapped(row: dict[str, Any]) -> dict[str, Any]:
+        import os
         import pickle
         import platform
+        import sys
+        from contextlib import suppress
 
         import ray
 
+        sys.path += [place for place in path if place not in sys.path]
+        with suppress(OSError):  # then its paths are absolute, or it will not find its files
+            os.chdir(folder)
         found: Answer | None = None
         if ray.get(counter.begin.remote(row["index"])) <= ATTEMPTS:
             try:
                 from datamodules.preparation.ray_engine import answered
 
-                found = answered(pickled, row["task"], folder)
+                found = answered(pickled, row["task"])
             except Exception as error:
                 told = f"RayEngine: the machine {platform.node()} cannot load what it shall run: {error}."
                 found = (
@@ -142,11 +164,9 @@ def _mapped(pickled: bytes, folder: str, counter: Any) -> Callable[[dict[str, An
     return mapped
 
 
-def answered(pickled: bytes, task: str, folder: str) -> Answer:
-    """Does a task in a worker process, in the folder in which the run was started; see :func:`_mapper`."""
+def answered(pickled: bytes, task: str) -> Answer:
+    """Does a task in a worker process."""
     use_one_thread()
-    with suppress(OSError):  # then its paths are absolute, or it will not find its files
-        os.chdir(folder)
     return answer(_loaded(pickled), json.loads(task))
 
 
@@ -170,26 +190,42 @@ def _cluster(address: str) -> Iterator[None]:
         if ray.is_initialized():
             yield
             return
-        with tempfile.TemporaryDirectory(prefix="leyden-ray-", ignore_cleanup_errors=True) as folder:
-            options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
-            if address == "local":
-                options |= _of_our_own(folder)
+        short = (
+            tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
+        )  # names of sockets end at 107
+        with tempfile.TemporaryDirectory(
+            prefix="leyden-ray-", dir=short, ignore_cleanup_errors=True
+        ) as folder:
             try:
-                with environment(_private() if address == "local" else {}), _signals_kept():
-                    ray.init(address, **options)
+                _connect(address, folder)
                 yield
             finally:
                 ray.shutdown()
 
 
-def _of_our_own(folder: str) -> dict[str, Any]:
-    """Returns the options of a cluster on this machine alone, which keeps its files in a folder."""
-    return {
-        "num_cpus": len(os.sched_getaffinity(0)),
-        "object_store_memory": _OBJECT_STORE_BYTES,
-        "include_dashboard": False,
-        "_temp_dir": folder,
-    }
+def _connect(address: str, folder: str) -> None:
+    """Joins a cluster; one of its own keeps its files in the folder."""
+    import ray
+
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    own = address == "local"
+    if own:
+        cores = len(os.sched_getaffinity(0))
+        options |= {"num_cpus": cores, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False,
+                    "_temp_dir": folder}  # fmt: skip
+    try:
+        if address not in ("local", "auto"):  # Ray would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_ANSWERS_WITHIN_S).close()
+        with environment(_private() if own else {}), _sigterm_kept():
+            ray.init(address, **options)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        reason = re.split(r"\n|\. ", str(error).strip())[0].rstrip(".")
+        raise ConfigError(
+            f"RayEngine: {'Ray does not start here' if own else f'no cluster can be joined at {address}'}: {reason}.\n"
+            "Start one with `ray start --head`, join the others with `ray start --address=HOST:6379`, and prepare on "
+            "one of its machines with --data.engine.address=HOST:6379."
+        ) from error
 
 
 @cache
@@ -222,7 +258,7 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _signals_kept() -> Iterator[None]:
+def _sigterm_kept() -> Iterator[None]:
     """Puts the handler of SIGTERM back, which Ray replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
