@@ -103,6 +103,8 @@ class RayEngine(Engine):
         import ray
 
         cpus = int(ray.cluster_resources().get("CPU", 0))
+        if not cpus:
+            raise ConfigError("RayEngine: the cluster has no CPU. Start its machines without --num-cpus=0.")
         return max(1, min(self.workers or cpus, cpus - 1))
 
 
@@ -155,10 +157,7 @@ def _mapped(
                 found = answered(pickled, row["task"])
             except Exception as error:
                 told = f"RayEngine: the machine {platform.node()} cannot load what it shall run: {error}."
-                found = (
-                    "mistake",
-                    f"{told}\nInstall the same packages, of the same versions, on every machine.",
-                )
+                found = "mistake", f"{told}\nEvery machine needs the same packages, of the same versions."
         return {"index": row["index"], "answer": pickle.dumps(found)}
 
     return mapped
@@ -190,12 +189,15 @@ def _cluster(address: str) -> Iterator[None]:
         if ray.is_initialized():
             yield
             return
-        short = (
-            tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
-        )  # names of sockets end at 107
-        with tempfile.TemporaryDirectory(
-            prefix="leyden-ray-", dir=short, ignore_cleanup_errors=True
-        ) as folder:
+        place = tempfile.gettempdir()
+        if len(place) > 20:  # names of sockets end at 107 characters
+            place = "/tmp"
+        options = {
+            "prefix": "leyden-ray-",
+            "dir": place,
+            "ignore_cleanup_errors": True,
+        }  # Ray may still write
+        with tempfile.TemporaryDirectory(**options) as folder:
             try:
                 _connect(address, folder)
                 yield
@@ -264,5 +266,5 @@ def _sigterm_kept() -> Iterator[None]:
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():
+        if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)

@@ -226,7 +226,7 @@ def test_a_package_that_a_machine_lacks_is_named(source, tmp_path, cluster, monk
     (cluster.hidden / "acme_of_this_machine.py").write_text(stage)
     monkeypatch.syspath_prepend(str(cluster.hidden))
     stages = [importlib.import_module("acme_of_this_machine").Acme()]
-    with pytest.raises(ConfigError, match=r"No module named 'acme_of_this_machine'.*\n.*same packages"):
+    with pytest.raises(ConfigError, match=r"No module named 'acme_of_this_machine'.*\n.*the same packages"):
         prepare(source, tmp_path / "out", stages=stages, engine=RayEngine(cluster.address))
 
 
