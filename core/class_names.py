@@ -15,6 +15,7 @@ KIND_OF = {
     "Callback": "callbacks",
     "CheckpointIO": "checkpoints",
     "DocumentSource": "stages",
+    "Engine": "stages",
     "LightningDataModule": "datamodules",
     "Logger": "loggers",
     "LRScheduler": "schedules",
@@ -26,6 +27,7 @@ KIND_OF = {
     "Strategy": "strategies",
     "Tokenizer": "stages",
     "TokenWriter": "stages",
+    "Transform": "stages",
 }
 """Base class -> the kind of technique that is registered for it."""
 

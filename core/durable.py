@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
 
 
 @contextmanager
@@ -18,7 +19,7 @@ def replacing(path: Path) -> Iterator[Path]:
     Raises:
         OSError: With the name of the file, which the system leaves out where there is no space left.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex[:12]}.tmp")  # not the pid: machines may share it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         yield temporary

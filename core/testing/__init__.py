@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from core.testing.case import Case, cases
     from core.testing.proof import NotProvable, Proof, proofs, prove
 
-KIT_VERSION = 1
+KIT_VERSION = 2
 
 __all__ = ["KIT_VERSION", "Case", "NotProvable", "Proof", "cases", "proofs", "prove"]
 

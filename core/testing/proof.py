@@ -21,6 +21,8 @@ MODULES = (
     "optimizers",
     "schedules",
     "stages",
+    "transforms",
+    "engines",
     "tokens",
     "commands",
     "parallel",

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from multiprocessing.connection import wait
@@ -93,6 +93,20 @@ def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = 
     complaint = "\n".join(filter(None, map(_end, outputs)))
     require(codes, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
     return Run(folder, next((code for code in codes if code), 0), printed, complaint)
+
+
+def elsewhere(function: Callable[..., Any], *arguments: Any) -> None:
+    """Calls a function in another process, which hashes strings in another way and has no object of this one.
+
+    Raises:
+        AssertionError: If that ends with an error, which is on stderr.
+    """
+    child = _context().Process(target=function, args=arguments)
+    child.start()
+    child.join(TIMEOUT_SECONDS)
+    child.kill()
+    child.join()
+    require(child.exitcode == 0, f"in another process it ended with exit code {child.exitcode}")
 
 
 def _end(output: Path) -> str:

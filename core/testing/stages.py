@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from core.contracts import DocumentSource, Packing, Tokenizer, TokenWriter
+from core.contracts import DocumentSource, Engine, Packing, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
 from core.signatures import literals, parameters
 from core.testing.case import Case, at
@@ -21,6 +21,8 @@ POSITIONS: Mapping[type, tuple[str, Any]] = {
     Tokenizer: ("data.init_args.tokenizer", Tokenizer),
     TokenWriter: ("data.init_args.writer", TokenWriter),
     Packing: ("data.init_args.packing", Packing),
+    Transform: ("data.init_args.stages", Sequence[Transform]),
+    Engine: ("data.init_args.engine", Engine),
 }
 """Contract -> where the stage stands in a configuration, and its type there."""
 
@@ -33,6 +35,8 @@ def build(case: Case, contract: type, init_args: Mapping[str, Any] | None = None
     if init_args is not None:
         case = Case(case.entry, init_args, config=case.config)
     made = case.build(position, hint)
+    if contract is Transform:
+        return next(stage for stage in made if type(stage) is case.target)
     return made(source_of(case)) if contract is DocumentSource else made
 
 
@@ -61,31 +65,41 @@ def reads_the_same_each_time(case: Case) -> None:
 @proof("stages", contract="DocumentSource")
 def its_fingerprint_tells_texts_apart(case: Case) -> None:
     """The fingerprint is JSON, the same for the same text and arguments, and another where the documents are."""
-    _tells_apart(case, DocumentSource, [*_variants(case, DocumentSource), *_other_text(case)])
+    tells_apart(case, DocumentSource, _result, [*variants(case, DocumentSource), *_other_text(case)])
 
 
 @proof("stages", contract="Tokenizer")
 def its_fingerprint_tells_tokens_apart(case: Case) -> None:
     """The fingerprint is JSON, the same for the same arguments, and another where the tokens are."""
-    _tells_apart(case, Tokenizer, _variants(case, Tokenizer))
+    tells_apart(case, Tokenizer, _result, variants(case, Tokenizer))
 
 
-def _tells_apart(case: Case, contract: type, others: Iterable[Callable[[], Any]]) -> None:
+def tells_apart(
+    case: Case, contract: type, result: Callable[[Any], Any], others: Iterable[Callable[[], Any]]
+) -> None:
+    """Requires that what gives another result has another fingerprint.
+
+    Args:
+        case: The stage.
+        contract: Its contract.
+        result: Returns what a stage gives.
+        others: Build it with other arguments, or on another text.
+    """
     stage = build(case, contract)
     try:
         told = _told(stage)
     except (TypeError, ValueError) as error:
         raise AssertionError(f"it is not JSON: {error}") from None
     require(_told(build(case, contract)) == told, "two instances with the same arguments have different ones")
-    usual = _result(stage)
+    usual = result(stage)
     for build_other in others:
         try:
             other = build_other()
-            result = _result(other)
+            found = result(other)
         except ConfigError:
             continue  # this argument cannot be that
         require(
-            result == usual or _told(other) != told,
+            found == usual or _told(other) != told,
             f"other arguments or another text give another result and the same fingerprint: {told[:200]}",
         )
 
@@ -101,13 +115,16 @@ def _result(stage: Any) -> Any:
     return stage.encode_batch(list(_texts())), stage.to_json()
 
 
-def _variants(case: Case, contract: type) -> Iterator[Callable[[], Any]]:
+def variants(case: Case, contract: type) -> Iterator[Callable[[], Any]]:
     """Yields the stage with one argument changed, for each number, truth value and choice among its arguments."""
     position, _ = POSITIONS[contract]
-    given = dict((at(case.values, position) or {}).get("init_args") or {})
+    stands = at(case.values, position) or {}
+    if isinstance(stands, list):
+        stands = next(item for item in stands if item["class_path"] == case.entry.class_path)
+    given = dict(stands.get("init_args") or {})
     for name, argument in parameters(case.target)[0].items():
         value = given.get(name, argument.default)
-        others = [option for option in literals(argument.hint) if option != value]
+        others: list[Any] = [option for option in literals(argument.hint) if option != value]
         if isinstance(value, bool):
             others = [not value]
         elif isinstance(value, int | float) and math.isfinite(value):

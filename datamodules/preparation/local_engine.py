@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,9 +15,17 @@ from typing import Any
 from core.contracts import Engine
 from core.errors import ConfigError
 from core.technique import technique
+from datamodules.preparation.engine_worker import (
+    ATTEMPTS,
+    ONE_THREAD,
+    Answer,
+    answer,
+    deadly,
+    environment,
+    result,
+    use_one_thread,
+)
 
-_ATTEMPTS = 3
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _PRELOADED = ["core.contracts", "datamodules.preparation.preparation_task", "litdata.streaming.writer"]
 
 
@@ -58,15 +67,16 @@ class LocalEngine(Engine):
             while busy := [worker for worker in workers if worker.task is not None]:
                 by_handle = {handle: worker for worker in busy for handle in worker.handles}
                 for worker in {by_handle[handle] for handle in wait(by_handle)}:
-                    task, result = worker.task, worker.result()
-                    if result is None:  # it is dead
+                    task, found = worker.task, worker.answer()
+                    if found is None:  # it is dead
                         deaths[repr(task)] += 1
-                        _check(deaths[repr(task)], task, worker)
+                        if deaths[repr(task)] == ATTEMPTS:
+                            raise deadly(task, worker.cause_of_death(), self)
                         waiting.appendleft(task)
                         workers.remove(worker)
                         workers.add(worker := _Worker(context, work))
                     else:
-                        yield result
+                        yield result(found, self)
                     if waiting:
                         worker.begin(waiting.popleft())
         finally:
@@ -90,40 +100,28 @@ class _Worker:
 
     def begin(self, task: dict[str, Any]) -> None:
         self.task = task
-        with suppress(OSError):  # it is dead: `result` tells
+        with suppress(OSError):  # it is dead: `answer` tells
             self.connection.send(task)
 
-    def result(self) -> dict[str, Any] | None:
-        """Returns the task's result, or None if the process has died; ConfigError: what the task raised."""
+    def answer(self) -> Answer | None:
+        """Returns what has become of the task, or None if the process has died."""
         try:
-            kind, value = self.connection.recv()
+            found = self.connection.recv()
         except (EOFError, OSError):
             self.process.join()
             return None
         self.task = None
-        if kind == "mistake":
-            raise ConfigError(value)
-        if kind == "error":
-            raise RuntimeError(f"A worker of LocalEngine failed:\n{value}")
-        return value
+        return found
+
+    def cause_of_death(self) -> str:
+        code = self.process.exitcode
+        if code == -signal.SIGKILL:
+            return "the last time by SIGKILL, as when memory is full: take fewer workers"
+        return f"the last time with exit code {code}"
 
     def end(self) -> None:
         self.process.kill()  # what it has not finished it has not begun
         self.process.join()
-
-
-def _check(deaths: int, task: Any, worker: _Worker) -> None:
-    if deaths < _ATTEMPTS:
-        return
-    code = worker.process.exitcode
-    cause = (
-        "by SIGKILL, as when memory is full: take fewer workers" if code == -9 else f"with exit code {code}"
-    )
-    paths = [piece.get("path", "") for piece in task.get("pieces", [])]
-    raise ConfigError(
-        f"LocalEngine: task {task.get('number')} ended its process {deaths} times, the last time {cause}.\n"
-        f"It reads {', '.join(paths[:3])}{'...' if len(paths) > 3 else ''}."
-    )
 
 
 def _context() -> Any:
@@ -134,40 +132,21 @@ def _context() -> Any:
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(_ONE_THREAD)  # libraries read it when they are imported
-    try:
+    with environment(ONE_THREAD):  # libraries read it when they are imported
         forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
     return context
 
 
 def _serve(connection: Connection, work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Does tasks until there are no more."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    os.environ.update(_ONE_THREAD)
-    import pyarrow
-
-    pyarrow.set_cpu_count(1)
+    use_one_thread()
     while True:
         try:
             task = connection.recv()
         except EOFError:
             return
-        try:
-            answer = ("done", work(task))
-        except ConfigError as error:
-            answer = ("mistake", str(error))
-        except Exception:
-            import traceback
-
-            answer = ("error", traceback.format_exc())
-        connection.send(answer)
+        connection.send(answer(work, task))
 
 
 def _end_with_parent() -> None:

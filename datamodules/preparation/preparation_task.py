@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
+import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -164,8 +164,7 @@ class PreparationTask:
         part = self.parts / f"{task['number']:06}"
         found = part.exists()
         if not found:
-            temporary = self.parts / f"{part.name}.{os.getpid()}.tmp"
-            shutil.rmtree(temporary, ignore_errors=True)
+            temporary = self.parts / f"{part.name}.{uuid.uuid4().hex}.tmp"  # on any machine no other's
             try:
                 self._write(task, temporary)
                 durable.sync_all(temporary)

@@ -93,6 +93,8 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     from core.cli import resolve_names
     from core.config_files import compose
     from core.mistakes import explain, finder, laid_over
+    from core.preflight import check
+    from core.selection import Run, selection
     from datamodules.preparation.token_preparation import build
 
     composed = compose(names)
@@ -123,7 +125,10 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     builder = Builder()
     parser.add_instantiator(builder, object)
     try:
-        return build(**vars(parser.instantiate(parser.parse_object(chosen)))), str(chosen.get("source", ""))
+        parsed = parser.parse_object(chosen)
+        plain = {"data": {"init_args": parsed.as_dict()}}
+        check(Run(selection(plain), plain, places))
+        return build(**vars(parser.instantiate(parsed))), str(chosen.get("source", ""))
     except ConfigError:
         raise
     except (ArgumentError, TypeError, ValueError) as error:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from core.contracts import DocumentSource, Engine, Reader, Tokenizer, TokenWrite
 from core.errors import ConfigError
 from core.prepared import check_shares
 from core.technique import technique
+from datamodules.preparation.engine_worker import over_tasks
 from datamodules.preparation.manifest import FORMAT, Totals, write_manifest
 from datamodules.preparation.preparation_task import JSONEncoder, Pipeline, PreparationTask, Tally, text_hash
 from datamodules.preparation.source_files import batches
@@ -125,7 +126,8 @@ class TokenPreparation:
         """
         parts = folder / PARTS
         parts.mkdir(exist_ok=True)
-        conclusions = survey(self._pipeline({}), self.tasks, parts, self._over)
+        over = partial(over_tasks, self.engine, parts)
+        conclusions = survey(self._pipeline({}), self.tasks, parts, over)
         pipeline = self._pipeline(conclusions)
         bound = self._bound(pipeline)
         vocabulary, trained = self._train_tokenizer(pipeline, bound, folder)
@@ -134,7 +136,7 @@ class TokenPreparation:
         sizes = vocabulary["vocab_size"], vocabulary["end_of_text_id"]
         work = PreparationTask(pipeline, encode, self.writer, *sizes, bound, parts)
         seen = Totals(len(self.stages))
-        for record in watch(self._over(work, self.tasks), len(self.tasks)):
+        for record in watch(over(work, self.tasks), len(self.tasks)):
             seen.add(record)
             seen.check_rejects(self.max_reject_fraction, final=False)
         stages = [{"name": type(stage).__name__} | _described(stage) for stage in self.stages]
@@ -180,9 +182,6 @@ class TokenPreparation:
             for task in self.tasks
         ]
         return {"format": FORMAT, "digest": _digest({"options": self.options(), "pieces": unchanged})}
-
-    def _over(self, work: Any, tasks: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        return map(work, tasks) if self.engine is None else self.engine.run(work, tasks)
 
     def _texts(self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         tally = Tally(len(self.stages))

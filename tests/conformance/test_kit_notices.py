@@ -64,6 +64,17 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("its_tokens_are_its_text", "stages", "Shifted", "encode_batch gives", {}),
     ("its_tokens_are_its_text", "stages", "Lossy", "comes back as", {}),
     ("trains_the_same_tokenizer", "stages", "Random", "another the second time", {}),
+    ("looks_at_each_document_alone", "stages", "FirstOfBatch", "in batches of 1 and of 1000, ", {}),
+    ("does_the_same_in_another_process", "stages", "Hashing", "in another process, and in this one", {}),
+    ("does_the_same_in_another_process", "stages", "Unpicklable", "pickle", {}),
+    ("leaves_names_and_order", "stages", "Renumbering", "is no row of the input", {}),
+    ("leaves_names_and_order", "stages", "Silent", "0 were reported to `drop`", {}),
+    ("its_fingerprint_tells_results_apart", "stages", "Unversioned", "the same fingerprint", {}),
+    ("does_each_task_once", "stages", "Doubling", "have the results [0, 0, 1, 1", {}),
+    ("raises_what_a_task_raises", "stages", "Forgiving", "is lost", {}),
+    ("raises_what_a_task_raises", "stages", "Rephrasing", "arrives as RuntimeError(", {}),
+    ("does_a_dead_processs_task_again", "stages", "Fragile", "BrokenProcessPool", {}),
+    ("does_a_dead_processs_task_again", "stages", "Tireless", "was done 13 times, and the run not", {}),
     ("what_it_writes_is_read_back", "stages", "Narrow", "token 0 is [34464], not [100000]", {}),
     ("what_it_writes_is_read_back", "stages", "Dropping", "token 5 is [6], not [5]", {}),
     ("writes_the_same_bytes", "stages", "Stamped", "written twice, written is not the same", {}),
@@ -78,7 +89,7 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
 ]  # fmt: skip
 
 SOUND = [("callbacks", "Mindful"), ("callbacks", "Paired"), ("networks", "Sound"), ("objectives", "Sound"), ("optimizers", "Sound"),
-         ("precision", "Fine")]  # fmt: skip
+         ("precision", "Fine"), ("stages", "Here"), ("stages", "Untouched")]  # fmt: skip
 
 DECLARED = '''
 from lightning.pytorch import Callback

@@ -28,6 +28,8 @@ BASES = (
     contracts.Tokenizer,
     contracts.DocumentSource,
     contracts.TokenWriter,
+    contracts.Transform,
+    contracts.Engine,
     Callback,
     CheckpointIO,
     LightningDataModule,

@@ -3,13 +3,19 @@
 import json
 import random
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from multiprocessing import get_context
 
+import pyarrow
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from core import catalog
-from core.contracts import DocumentSource, Packing
+from core.contracts import DocumentSource, Engine, Packing, Transform
+from core.errors import ConfigError
 
 
 class Shuffled(DocumentSource):
@@ -150,6 +156,183 @@ class Stamped(SHARDS):
     def write(self, documents, folder, vocab_size):
         (folder / "written").write_text(str(time.perf_counter_ns()))
         return super().write(documents, folder, vocab_size)
+
+
+class Untouched(Transform):
+    """Leaves documents as they are; those below change something.
+
+    Example:
+        data: {init_args: {stages: [{class_path: Untouched}]}}
+    """
+
+    def fingerprint(self):
+        return {}
+
+    def apply(self, batch, drop):
+        keep = [self.keeps(number, text) for number, text in enumerate(batch["text"].to_pylist())]
+        drop("unloved", keep.count(False))
+        return batch.filter(pyarrow.array(keep))
+
+    def keeps(self, number, text):
+        return True
+
+
+class FirstOfBatch(Untouched):
+    """Drops a document whose first letter the batch has had before.
+
+    Example:
+        data: {init_args: {stages: [{class_path: FirstOfBatch}]}}
+    """
+
+    def apply(self, batch, drop):
+        self.seen = set()
+        return super().apply(batch, drop)
+
+    def keeps(self, number, text):
+        first = text[0] not in self.seen
+        self.seen.add(text[0])
+        return first
+
+
+class Hashing(Untouched):
+    """Draws a sample by Python's hash, which is another in each process.
+
+    Example:
+        data: {init_args: {stages: [{class_path: Hashing}]}}
+    """
+
+    def keeps(self, number, text):
+        return hash(text) % 2 == 0
+
+
+class Unpicklable(Untouched):
+    """Holds what cannot be sent to another process.
+
+    Example:
+        data: {init_args: {stages: [{class_path: Unpicklable}]}}
+    """
+
+    def __init__(self):
+        self.keeps = lambda number, text: True
+
+
+class Renumbering(Untouched):
+    """Gives documents new names.
+
+    Example:
+        data: {init_args: {stages: [{class_path: Renumbering}]}}
+    """
+
+    def apply(self, batch, drop):
+        return batch.set_column(2, "id", pyarrow.array([str(number) for number in range(len(batch))]))
+
+
+class Silent(Untouched):
+    """Drops short documents, and does not say so.
+
+    Example:
+        data: {init_args: {stages: [{class_path: Silent}]}}
+    """
+
+    def apply(self, batch, drop):
+        return super().apply(batch, lambda reason, number: None)
+
+    def keeps(self, number, text):
+        return len(text) > 20
+
+
+class Unversioned(Untouched):
+    """Drops documents that are shorter than `least`, of which its fingerprint says nothing.
+
+    Example:
+        data: {init_args: {stages: [{class_path: Unversioned}]}}
+    """
+
+    def __init__(self, least: int = 5):
+        self.least = least
+
+    def keeps(self, number, text):
+        return len(text) >= self.least
+
+
+class Here(Engine):
+    """Does all in this process; those below do it in a wrong way.
+
+    Example:
+        data: {init_args: {engine: Here}}
+    """
+
+    def run(self, work, tasks):
+        yield from map(work, tasks)
+
+
+class Doubling(Here):
+    """Does each task twice.
+
+    Example:
+        data: {init_args: {engine: Doubling}}
+    """
+
+    def run(self, work, tasks):
+        for task in tasks:
+            yield work(task)
+            yield work(task)
+
+
+class Forgiving(Here):
+    """Leaves out what fails.
+
+    Example:
+        data: {init_args: {engine: Forgiving}}
+    """
+
+    def run(self, work, tasks):
+        for task in tasks:
+            with suppress(Exception):
+                yield work(task)
+
+
+class Rephrasing(Here):
+    """Makes a bug of each mistake.
+
+    Example:
+        data: {init_args: {engine: Rephrasing}}
+    """
+
+    def run(self, work, tasks):
+        try:
+            yield from map(work, tasks)
+        except ConfigError as error:
+            raise RuntimeError(f"a worker failed: {error}") from error
+
+
+class Fragile(Here):
+    """Ends when one of its processes does.
+
+    Example:
+        data: {init_args: {engine: Fragile}}
+    """
+
+    def run(self, work, tasks):
+        with ProcessPoolExecutor(1, get_context("fork")) as pool:
+            yield from pool.map(work, tasks)
+
+
+class Tireless(Here):
+    """Does a task again and again until it is done.
+
+    Example:
+        data: {init_args: {engine: Tireless}}
+    """
+
+    def run(self, work, tasks):
+        waiting = list(tasks)
+        while waiting:
+            with suppress(BrokenProcessPool), ProcessPoolExecutor(1, get_context("fork")) as pool:
+                while waiting:
+                    found = pool.submit(work, waiting[0]).result()
+                    del waiting[0]
+                    yield found
 
 
 CONCATENATE = catalog.find("Concatenate", "stages").load()

@@ -436,6 +436,26 @@ def test_mistakes_are_told_in_short(words, message, tmp_path, capsys):
     assert len(told.err.splitlines()) <= 10
 
 
+NEEDY = '''
+from core.technique import Package, technique
+from datamodules.preparation.local_engine import LocalEngine
+
+@technique(paper="a blog post", needs=[Package("no-such-package>=2", extra="far")])
+class FarEngine(LocalEngine):
+    """Works far away."""
+'''
+
+
+def test_what_a_stage_needs_is_looked_for_first(tmp_path, capsys, packages, write_yaml):
+    packages.add("acme", {"leyden.stages": {"FarEngine": "acme:FarEngine"}}, NEEDY)
+    path = write_yaml("far.yaml", "base: data/text\ndata:\n  init_args:\n    engine: FarEngine\n")
+    code, told = run(f"--config={path}", f"--output={tmp_path}/out", capsys=capsys)
+    assert code == 2
+    place = f"FarEngine ({path}:4)"
+    assert f"{place}: no-such-package is not installed: pip install 'leyden[far]'" in told.err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_corpus_without_text_is_named(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": " "}\n')

@@ -1,0 +1,270 @@
+"""Works on the pieces of a preparation on all machines of a Ray cluster."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import re
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Any
+
+from core.contracts import Engine
+from core.errors import ConfigError
+from core.technique import Package, technique
+from datamodules.preparation.engine_worker import (
+    ATTEMPTS,
+    Answer,
+    answer,
+    deadly,
+    environment,
+    result,
+    use_one_thread,
+)
+
+_OBJECT_STORE_BYTES = 128 << 20
+"""Of a cluster of our own: what passes through it are tasks and their counts, some kB each."""
+
+_ANSWERS_WITHIN_S = 10.0
+
+
+@technique(
+    paper="Ray Data, arXiv:2501.12407: tasks as blocks of a data set that is mapped",
+    needs=[Package("ray[data]>=2.60", extra="ray")],
+)
+class RayEngine(Engine):
+    """Tasks on all machines of a Ray cluster, one process of one thread for each CPU but one.
+
+    Every machine needs the same installed packages, and a file system that all share, for the text and for what is
+    written. The process that prepares runs on one of them. A task whose process or machine dies is done again;
+    after three deaths the run stops and names it. The tokens are those of `LocalEngine`, byte for byte.
+
+    Args:
+        address: Of a running cluster, such as "10.0.0.1:6379", or "auto" for the one that this machine belongs to.
+            None: that of the environment variable RAY_ADDRESS; without it, a cluster of this machine alone is
+            started, and ended with the run.
+        workers: Most processes at a time; None: all CPUs of the cluster but one, which is left for reads.
+
+    Raises:
+        ConfigError: If `workers` is below 1, the address is none, or no cluster answers there.
+
+    Example:
+        # on one machine: ray start --head; on the others: ray start --address=10.0.0.1:6379; then, on any of them
+        data:
+          init_args:
+            engine: {class_path: RayEngine, init_args: {address: null}}  # or auto
+    """
+
+    def __init__(self, address: str | None = None, workers: int | None = None) -> None:
+        if workers is not None and workers < 1:
+            raise ConfigError(f"RayEngine: workers is {workers}; it is at least 1.")
+        if address not in (None, "auto", "local") and not re.search(r".:\d+$", address):
+            raise ConfigError(f"RayEngine: address is {address!r}; it is HOST:PORT, auto, or left out.")
+        self.address, self.workers = address, workers
+
+    def run(
+        self, work: Callable[[dict[str, Any]], dict[str, Any]], tasks: Sequence[dict[str, Any]]
+    ) -> Iterator[dict[str, Any]]:
+        """Calls `work` for each task and yields what it returns, as they are done."""
+        if not tasks:
+            return
+        with _cluster(self.address or os.environ.get("RAY_ADDRESS") or "local"):
+            for index, found in self._answers(work, tasks):
+                if found is None:
+                    raise deadly(tasks[index], "as when memory is full: take fewer workers", self)
+                yield result(found, self)
+
+    def _answers(self, work: Any, tasks: Sequence[dict[str, Any]]) -> Iterator[tuple[int, Answer | None]]:
+        """Yields a task's index and what has become of it, None if its processes died."""
+        import ray
+
+        mapped = _mapped(ray.cloudpickle.dumps(work), sys.path.copy(), os.getcwd(), _counter())
+        rows = [{"index": index, "task": json.dumps(task)} for index, task in enumerate(tasks)]
+        size = min(self._most_workers(), len(rows))
+        data = ray.data.from_items(rows, override_num_blocks=len(rows))  # a block is what Ray does again
+        data = data.map(mapped, compute=ray.data.TaskPoolStrategy(size), num_cpus=1)
+        data.context.enable_progress_bars = data.context.print_on_execution_start = False
+        data.context.execution_no_progress_timeout_s = -1  # a task may take hours
+        for batch in data.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"):
+            for row in batch.to_pylist():
+                yield row["index"], pickle.loads(row["answer"])
+
+    def _most_workers(self) -> int:
+        import ray
+
+        cpus = int(ray.cluster_resources().get("CPU", 0))
+        if not cpus:
+            raise ConfigError("RayEngine: the cluster has no CPU. Start its machines without --num-cpus=0.")
+        return max(1, min(self.workers or cpus, cpus - 1))
+
+
+def _counter() -> Any:
+    """Returns an actor beside this process which counts how often each task is begun: Ray has no bound of its own."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    class Begun:
+        def __init__(self) -> None:
+            self.times: Counter[int] = Counter()
+
+        def begin(self, index: int) -> int:
+            self.times[index] += 1
+            return self.times[index]
+
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(Begun).remote()
+
+
+def _mapped(
+    pickled: bytes, path: list[str], folder: str, counter: Any
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Returns the function that workers call for a row; a nested one, as it is pickled with its code.
+
+    Args:
+        pickled: What does the tasks.
+        path: Where this process finds its modules, such as those of the working directory.
+        folder: The working directory.
+        counter: Of :func:`_counter`.
+    """
+
+    def mapped(row: dict[str, Any]) -> dict[str, Any]:
+        import os
+        import pickle
+        import platform
+        import sys
+        from contextlib import suppress
+
+        import ray
+
+        sys.path += [place for place in path if place not in sys.path]
+        with suppress(OSError):  # then its paths are absolute, or it will not find its files
+            os.chdir(folder)
+        found: Answer | None = None
+        if ray.get(counter.begin.remote(row["index"])) <= ATTEMPTS:
+            try:
+                from datamodules.preparation.ray_engine import answered
+
+                found = answered(pickled, row["task"])
+            except Exception as error:
+                told = f"RayEngine: the machine {platform.node()} cannot load what it shall run: {error}."
+                found = "mistake", f"{told}\nEvery machine needs the same packages, of the same versions."
+        return {"index": row["index"], "answer": pickle.dumps(found)}
+
+    return mapped
+
+
+def answered(pickled: bytes, task: str) -> Answer:
+    """Does a task in a worker process."""
+    use_one_thread()
+    return answer(_loaded(pickled), json.loads(task))
+
+
+_loaded = lru_cache(maxsize=1)(pickle.loads)
+"""The work lives as long as the process, as it does with other engines, with the tokenizer that it has read."""
+
+
+@contextmanager
+def _cluster(address: str) -> Iterator[None]:
+    """Connects this process to a cluster, or to one of its own if the address is "local"; then leaves it.
+
+    Where it is connected already, it stays so.
+
+    Raises:
+        ConfigError: If no cluster answers.
+    """
+    import ray
+    import ray.data  # which sets up its logging
+
+    with _quiet():
+        if ray.is_initialized():
+            yield
+            return
+        place = tempfile.gettempdir()
+        if len(place) > 20:  # names of sockets end at 107 characters
+            place = "/tmp"
+        options = {
+            "prefix": "leyden-ray-",
+            "dir": place,
+            "ignore_cleanup_errors": True,
+        }  # Ray may still write
+        with tempfile.TemporaryDirectory(**options) as folder:
+            try:
+                _connect(address, folder)
+                yield
+            finally:
+                ray.shutdown()
+
+
+def _connect(address: str, folder: str) -> None:
+    """Joins a cluster; one of its own keeps its files in the folder."""
+    import ray
+
+    options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+    own = address == "local"
+    if own:
+        cores = len(os.sched_getaffinity(0))
+        options |= {"num_cpus": cores, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False,
+                    "_temp_dir": folder}  # fmt: skip
+    try:
+        if address not in ("local", "auto"):  # Ray would try for minutes
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=_ANSWERS_WITHIN_S).close()
+        with environment(_private() if own else {}), _sigterm_kept():
+            ray.init(address, **options)
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        reason = re.split(r"\n|\. ", str(error).strip())[0].rstrip(".")
+        raise ConfigError(
+            f"RayEngine: {'Ray does not start here' if own else f'no cluster can be joined at {address}'}: {reason}.\n"
+            "Start one with `ray start --head`, join the others with `ray start --address=HOST:6379`, and prepare on "
+            "one of its machines with --data.engine.address=HOST:6379."
+        ) from error
+
+
+@cache
+def _private() -> dict[str, str]:
+    """Returns an environment in which Ray talks to nobody, and takes orders from those who know a token.
+
+    It reads the token once in a process. Without one it would write one to the home folder.
+    """
+    usual = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
+             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
+    return usual | {name: os.environ[name] for name in usual if name in os.environ}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences Ray, which tells of each death in several ways."""
+    import ray._private.worker as printing
+
+    loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    printing._worker_logs_enabled = False  # on stdout, with no other switch
+    try:
+        yield
+    finally:
+        printing._worker_logs_enabled = True
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Puts the handler of SIGTERM back, which Ray replaces."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
