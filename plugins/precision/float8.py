@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from core.contracts import Network
 from core.errors import ConfigError
@@ -68,7 +70,6 @@ class Float8(MixedPrecision):
     def change_network(self, network: Network) -> None:
         """Puts fp8 layers in the place of linear ones, around the same parameters."""
         from torchao.float8 import Float8LinearConfig
-        from torchao.float8.float8_linear import Float8Linear
 
         chosen = linear_layers(network, self.layers, "Float8")
         on_cpu = next(network.parameters()).device.type == "cpu"
@@ -77,9 +78,7 @@ class Float8(MixedPrecision):
         for name, layer in chosen.items():
             if not emulate:
                 _check_sizes(name, layer)
-            changed = Float8Linear.from_float(layer, config=config)
-            changed.register_forward_pre_hook(_to_autocast)
-            network.set_submodule(name, changed)
+            network.set_submodule(name, _layer_class().from_float(layer, config=config))
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
         """Takes over the run's device."""
@@ -99,9 +98,22 @@ def _check_sizes(name: str, layer: nn.Linear) -> None:
         )
 
 
-def _to_autocast(layer: nn.Module, inputs: tuple[Tensor]) -> tuple[Tensor]:
-    # torchao asks whether autocast is on for GPUs alone: on a CPU the gradient's dtype would not be the input's
-    device = inputs[0].device.type
-    return (
-        inputs[0].to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else inputs[0],
-    )
+@cache
+def _layer_class() -> Any:
+    from torchao.float8.float8_linear import Float8Linear
+
+    class AutocastFloat8Linear(Float8Linear):
+        """Computes in fp8 where autocast is on, and as any linear layer where it is not: sampling is in float32."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            device = input.device.type
+            if not torch.is_autocast_enabled(device):
+                return F.linear(input, self.weight, self.bias)
+            # torchao asks for autocast on GPUs alone: on a CPU the gradient's dtype would not be the input's
+            input = input.to(torch.get_autocast_dtype(device))
+            if not torch.is_inference_mode_enabled():
+                return super().forward(input)
+            with torch.inference_mode(False), torch.no_grad():  # torchao's tensors do not know inference mode
+                return super().forward(input)
+
+    return AutocastFloat8Linear

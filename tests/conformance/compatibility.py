@@ -71,7 +71,8 @@ def callbacks() -> list[Part]:
 
 def others() -> list[Part]:
     """Returns the columns beside the callbacks."""
-    own = [Part(entry.name, Case(entry).overlay) for entry in entries("strategies", "precision")]
+    cases = [Case(entry) for entry in entries("strategies", "precision")]
+    own = [Part(case.entry.name, case.overlay) for case in cases if not case.absent()]
     return [Part(name, overlay) for name, overlay in LIGHTNING.items()] + own
 
 

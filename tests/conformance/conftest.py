@@ -22,6 +22,8 @@ FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3
 
 def pytest_leyden_cases():
     return [
+        Case("ActivationCheckpointing", {"keep": ["mm"]}),
+        Case("ActivationOffload", {"min_bytes": 0}),
         Case("BitsandbytesWeights", {"kind": "nf4"}),
         Case("BitsandbytesWeights", {"kind": "int8", "compute_dtype": "float32"}),
         Case("Float8", {"recipe": "rowwise_with_gw_hp"}),

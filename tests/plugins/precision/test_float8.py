@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torchao.float8.float8_linear import Float8Linear
 
 from core.errors import ConfigError
 from plugins.precision.float8 import Float8
@@ -19,7 +20,7 @@ def changed(network=None, **options):
 
 
 def fp8_layers(network):
-    return {name for name, layer in network.named_modules() if type(layer).__name__ == "Float8Linear"}
+    return {name for name, layer in network.named_modules() if isinstance(layer, Float8Linear)}
 
 
 def test_layers_of_the_blocks_are_changed_and_the_head_is_not():
@@ -68,19 +69,28 @@ def power_of_two_scale(x, dim):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_product_is_that_of_the_rounded_factors(recipe):
-    """To what bfloat16 rounds in the result, and float32 in the scales: 2^-8 of the largest."""
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_product_is_that_of_the_rounded_factors(recipe, inference):
+    """To what bfloat16 rounds in the result: 2^-8 of the largest."""
     layer = changed(recipe=recipe).layers[0].mlp.up_proj
-    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()
     weight, bias = layer.weight.detach(), layer.bias.detach()
     if recipe == "tensorwise":
         factors = rounded(x, E4M3_MAX / x.abs().max()), rounded(weight, E4M3_MAX / weight.abs().max())
     else:
         factors = rounded(x, power_of_two_scale(x, 1)), rounded(weight, power_of_two_scale(weight, 1))
     expected = F.linear(*factors, bias)
-    found = layer(x).detach().float()
+    with torch.autocast("cpu", torch.bfloat16), torch.inference_mode(inference):
+        found = layer(x).detach().float()
     torch.testing.assert_close(found, expected, rtol=0, atol=2.0**-8 * float(expected.abs().max()))
     assert (found - F.linear(x, weight, bias)).abs().max() > 2.0**-7 * expected.abs().max()  # it does round
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_outside_of_autocast_it_is_a_linear_layer(inference):
+    layer, x = changed().layers[0].mlp.up_proj, torch.randn(3, 16)
+    with torch.inference_mode(inference):
+        assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -88,7 +98,7 @@ def test_training_computes_in_bf16_outside_and_keeps_float32_weights(recipe, tmp
     trained = module()
     runner = fit(tmp_path, trained, uneven_batches(3), plugins=[Float8(recipe=recipe)], max_epochs=1)
     layer = trained.network.layers[0].mlp.up_proj
-    assert type(layer).__name__ == "Float8Linear"
+    assert isinstance(layer, Float8Linear)
     assert layer.config.emulate
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
     assert runner.precision == "bf16-mixed"

@@ -1,0 +1,94 @@
+"""Keeps activations in the memory of the host between forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from core.contracts import Network
+from core.errors import ConfigError
+from core.technique import technique
+
+Packed = tuple[torch.device, Tensor] | Tensor
+
+
+@technique(
+    paper="ZeRO-Offload's idea for activations, arXiv:2101.06840; torch.autograd.graph.saved_tensors_hooks",
+    after=("ActivationCheckpointing",),
+)
+class ActivationOffload(Callback):
+    """Copies what the blocks of a network save for backward to pinned memory of the host, and back.
+
+    Losses, gradients and weights are bit for bit those of a run without. Weights stay on the device. Beside
+    `ActivationCheckpointing` the kept inputs of the blocks are what goes to the host. On a CPU there is
+    nowhere to copy to: the run is the same, and takes as much memory.
+
+    Args:
+        min_bytes: Smaller tensors stay on the device: each copy costs some 10 microseconds.
+
+    Raises:
+        ConfigError: If `min_bytes` is negative, or the network has no blocks.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: ActivationOffload
+              init_args: {min_bytes: 65536}
+    """
+
+    def __init__(self, min_bytes: int = 65536) -> None:
+        if min_bytes < 0:
+            raise ConfigError(f"ActivationOffload takes min_bytes >= 0, not {min_bytes}.")
+        self.min_bytes = min_bytes
+
+    def change_network(self, network: Network) -> None:
+        """Wraps the blocks' `forward`: modules and their names stay."""
+        if not network.blocks:
+            raise ConfigError(f"ActivationOffload: {type(network).__name__} has no blocks.")
+        for block in network.blocks:
+            offload_block(block, self.min_bytes)
+
+
+def offload_block(block: nn.Module, min_bytes: int = 0) -> None:
+    """Lets a module's saved tensors of at least so many bytes wait for backward on the host."""
+    block.forward = partial(_forward, block.forward, min_bytes)  # type: ignore[method-assign]
+
+
+def _forward(forward: Callable[..., Any], min_bytes: int, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    copies: dict[Any, tuple[Tensor, Packed]] = {}
+    with saved_tensors_hooks(partial(_pack, min_bytes, copies), _unpack):
+        result = forward(*args, **kwargs)
+    copies.clear()
+    return result
+
+
+def _pack(min_bytes: int, copies: dict[Any, tuple[Tensor, Packed]], tensor: Tensor) -> Packed:
+    # a view of a weight (its transpose, in a product) is the weight
+    weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
+    if weight or tensor.device.type == "cpu" or tensor.numel() * tensor.element_size() < min_bytes:
+        return tensor
+    # What several operators save (queries, keys and values have one input) is copied once: it is held until the
+    # block is done, so that no other tensor can lie at its address.
+    place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+    key = (*place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
+    if key not in copies:
+        pinned = tensor.device.type == "cuda" and torch.cuda.is_available()
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+        # From and to pinned memory copies take their turn in the device's stream, and the host goes on.
+        copies[key] = tensor, (tensor.device, host.copy_(tensor, non_blocking=pinned))
+    return copies[key][1]
+
+
+def _unpack(packed: Packed) -> Tensor:
+    if isinstance(packed, Tensor):
+        return packed
+    device, host = packed
+    return host.to(device, non_blocking=True)
