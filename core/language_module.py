@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.contracts import Network, Objective, Schedule, misfits
+from core.contracts import Network, Objective, misfits
 from core.errors import ConfigError
 from core.loop_state import settle
+from core.scheduling import ScheduleClock, prefer_written
 from core.seeding import mix, seed_generators
 from core.sigterm import SharedSigterm
 from core.token_sums import TokenSums
@@ -73,6 +74,7 @@ class LanguageModule(LightningModule):
         self._step_tokens: Tensor | None = None
         self._epoch: int | None = None
         self._sigterm: SharedSigterm | None = None
+        self._clock: ScheduleClock | None = None
         self._user_groups: list[dict[str, Any]] = []
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
@@ -104,6 +106,11 @@ class LanguageModule(LightningModule):
 
     # -- training ---------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Counts the batch's tokens for the schedule."""
+        if self._clock is not None:
+            self._clock.count(batch)
+
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
         self.logging_step = False
@@ -134,6 +141,8 @@ class LanguageModule(LightningModule):
                 self._step_tokens = None
             return result
 
+        if self._clock is not None:
+            self._clock.begin_step()
         optimizer.step(closure=closure)
 
     def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
@@ -162,6 +171,8 @@ class LanguageModule(LightningModule):
         self._to_loggers(figures, self.trainer.global_step + 1)
         if self._sigterm is not None:
             self._sigterm.agree(self._sum_over_ranks, self.device)
+        if self._clock is not None:
+            self._clock.agree(self._sum_over_ranks, self.device)
 
     def _to_loggers(self, figures: dict[str, float], step: int) -> None:
         for logger in self.trainer.loggers:
@@ -214,7 +225,8 @@ class LanguageModule(LightningModule):
         if self.build_lr_scheduler is None:
             return optimizer
         scheduler = self.build_lr_scheduler(optimizer)
-        self._bind(scheduler)
+        self._clock = ScheduleClock(scheduler, self.trainer)
+        self._clock.bind()
         # To count the steps of an epoch Lightning has built the loader, before it knows the position in a
         # checkpoint, and would not tell it: it must build it anew.
         self.trainer.fit_loop._combined_loader = None
@@ -232,26 +244,15 @@ class LanguageModule(LightningModule):
         groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
-    def _bind(self, scheduler: LRScheduler) -> None:
-        if isinstance(scheduler, Schedule):
-            steps = self.trainer.estimated_stepping_batches
-            if math.isinf(steps):
-                raise ConfigError("The schedule has to know the length of the run: set --trainer.max_steps.")
-            scheduler.bind(int(steps))
-
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
         self._sigterm = SharedSigterm(self.trainer) if self.trainer.world_size > 1 else None
         if not self.trainer.ckpt_path:
             return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
-        for group, written in zip(optimizer.param_groups, self._user_groups, strict=True):  # type: ignore[union-attr]
-            rate = group["lr"]
-            group.update(written)
-            if scheduler is not None and not isinstance(scheduler, Schedule):
-                group["lr"] = rate  # torch's schedules derive the next rate from the present one
-        if isinstance(scheduler, Schedule):
-            self._bind(scheduler)
+        prefer_written(optimizer, scheduler, self._user_groups)  # type: ignore[arg-type]
+        if self._clock is not None:
+            self._clock.bind()
 
     def _check_weights(self, saved: Mapping[str, Tensor]) -> None:
         own = self.state_dict()

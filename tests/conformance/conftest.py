@@ -15,6 +15,10 @@ ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence
 SINUSOIDAL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16, "position": "sinusoidal",
               "norm_position": "post", "tie_embeddings": False, "bias": False}  # fmt: skip
 
+TOKENS = dict.fromkeys(
+    ("rates_are_sound", "bind_tells_it_the_length"), "the proof counts steps and no tokens"
+)
+
 
 def pytest_leyden_cases():
     return [
@@ -28,7 +32,13 @@ def pytest_leyden_cases():
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
         Case("TextSamples", {"num_samples": 1, "every_n_steps": 3, "max_new_tokens": 4}),
         Case("UnigramTokenizer", {"vocab_size": 257}),
+        Case("WarmupConstant", {"warmup_steps": 3}),
         Case("WarmupCosine", {"warmup_steps": 3}),
+        Case("WarmupCosine", {"warmup_tokens": 192, "total_tokens": 512}, exempt=TOKENS),
+        Case("WarmupInverseSquareRoot", {"warmup_steps": 3}),
+        Case("WarmupLinear", {"warmup_steps": 0.25, "total_steps": 6}),
+        Case("WarmupSquareRoot", {"warmup_steps": 3}),
+        Case("WarmupStableDecay", {"warmup_steps": 3, "decay_steps": 3}),
         Case("WordPieceTokenizer", {"vocab_size": 530}),
     ]
 
