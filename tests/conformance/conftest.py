@@ -22,6 +22,8 @@ TOKENS = dict.fromkeys(
 
 def pytest_leyden_cases():
     return [
+        Case("CausalLM", {}),
+        Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
         Case("GPT", ROTARY),
         Case("GPT", SINUSOIDAL),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),

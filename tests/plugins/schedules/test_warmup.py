@@ -1,6 +1,7 @@
 """The schedules with a warm-up against their closed forms: in steps and tokens, as counts and fractions."""
 
 import math
+import os
 from functools import partial
 
 import numpy as np
@@ -256,14 +257,18 @@ def test_what_is_too_long_is_refused_before_the_run(kind, options, message):
     assert not list(kind.preflight(Run((own,), config), own)) or "warmup_tokens" in message
 
 
+class Ragged(ToyData):
+    """Rows of another length on each rank."""
+
+    def __init__(self):
+        super().__init__(sequence_length=16 - 4 * int(os.environ.get("RANK", 0)))
+
+
 def test_ranks_that_count_different_tokens_are_stopped():
-    """Rows padded to the longest of each rank's own batch: both ranks would go on with rates of their own."""
+    """Both would go on with rates of their own."""
+    data = {"class_path": "tests.plugins.schedules.test_warmup.Ragged", "init_args": {}}
     lengths = {"warmup_tokens": 192, "total_tokens": 1024}
-    padded = {
-        "data": {"init_args": {"packing": {"class_path": "PaddedDocuments"}, "sequence_length": 64}},
-        "model": {"network": {"init_args": {"max_sequence_length": 64}}},
-    }
-    done = fit_case(Case("WarmupCosine", lengths, config=padded), "uneven", ranks=2)
+    done = fit_case(Case("WarmupCosine", lengths, config={"data": data}), "ragged", ranks=2)
     assert done.code == 2, done.complaint
     assert "the ranks' batches have different shapes" in done.complaint
     assert "--data.packing=BestFit" in done.complaint
