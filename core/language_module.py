@@ -13,16 +13,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.checkpoint import check_weights
 from core.contracts import Network, Objective, misfits
 from core.errors import ConfigError
 from core.loop_state import settle
+from core.parameter_groups import parameter_groups
 from core.scheduling import ScheduleClock, prefer_written
 from core.seeding import mix, seed_generators
+from core.shards import gradients, total_norm
 from core.sigterm import SharedSigterm
-from core.token_sums import TokenSums
+from core.token_sums import TokenSums, wide
+from core.updates import keep_updates
 
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
+
+
+FREQUENT = {"_current_fx_name", "logging_step", "_epoch", "step_loss", "_step_sums", "_norm"}
+"""Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
 class LanguageModule(LightningModule):
@@ -45,10 +53,14 @@ class LanguageModule(LightningModule):
             dimensions) come in a group with `weight_decay` 0.
         lr_scheduler: Called with the optimizer and stepped after each optimizer step.
         decay_embeddings: Whether embedding weights (tied output weights too) are decayed.
+        parameter_options: Pattern of parameter names -> settings of the optimizer that hold for them instead,
+            such as {"*.q_proj.weight": {weight_decay: 0.0}}; `*` stands for anything, later patterns win.
 
     Attributes:
         logging_step: True from the optimizer step until the end of a batch whose figures are logged.
         tokens_seen: Label tokens of all ranks since the start of the run, as of the last logged step.
+        step_loss: Mean loss over all label tokens of the optimizer step, of all ranks; 0-d, on the device. From
+            `on_before_optimizer_step` of the step on.
     """
 
     network: Network
@@ -60,18 +72,21 @@ class LanguageModule(LightningModule):
         optimizer: Callable[[Any], Optimizer],
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         decay_embeddings: bool = True,
+        parameter_options: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self.build_network = network
         self.objective = objective
         self.build_optimizer = optimizer
         self.build_lr_scheduler = lr_scheduler
-        self.decay_embeddings = decay_embeddings
+        self.decay_embeddings, self.parameter_options = decay_embeddings, parameter_options or {}
         self.logging_step = False
         self.tokens_seen = 0
         self._window = TokenSums()
         self._validation = TokenSums()
-        self._step_tokens: Tensor | None = None
+        self.step_loss: Tensor | None = None
+        self._step_sums: Tensor | None = None
+        self._norm: Tensor | None = None
         self._epoch: int | None = None
         self._sigterm: SharedSigterm | None = None
         self._clock: ScheduleClock | None = None
@@ -80,7 +95,7 @@ class LanguageModule(LightningModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of each hook here, 40 times a step: past nn.Module's search for parameters.
-        if name in ("_current_fx_name", "logging_step", "_epoch"):
+        if name in FREQUENT:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -119,9 +134,11 @@ class LanguageModule(LightningModule):
         loss, metrics = self.objective.loss(self.network, batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
-            return loss.mean
-        tokens = loss.tokens.detach()
-        self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
+            mean = loss.mean
+            self.step_loss = mean.detach()
+            return mean
+        sums = wide(torch.stack((loss.total.detach(), loss.tokens)))
+        self._step_sums = sums if self._step_sums is None else self._step_sums + sums
         return loss.total / GRADIENT_TOKENS
 
     @property
@@ -136,34 +153,46 @@ class LanguageModule(LightningModule):
 
         def closure() -> Any:
             result = optimizer_closure() if optimizer_closure else None
-            if self._step_tokens is not None:
-                self._weigh_gradients(optimizer, self._step_tokens)
-                self._step_tokens = None
+            if self._step_sums is not None:
+                self._weigh_gradients(optimizer, self._step_sums)
+                self._step_sums = None
             return result
 
+        self._norm = None
         if self._clock is not None:
             self._clock.begin_step()
         optimizer.step(closure=closure)
+        keep_updates(optimizer)
 
-    def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
+    def gradient_norm(self, optimizer: Any) -> Tensor:
+        """Returns the 2-norm of all gradients of the optimizer step, before clipping; 0-d, on the device.
+
+        For `on_before_optimizer_step`. It is computed when it is first asked for in a step, once for all.
+        """
+        if self._norm is None:
+            self._norm = total_norm(gradients(optimizer))
+        return self._norm
+
+    def _weigh_gradients(self, optimizer: Any, sums: Tensor) -> None:
         # backward divided by GRADIENT_TOKENS, Lightning by the micro-batches, the strategy by the ranks
-        tokens = self._sum_over_ranks(tokens)
+        total, tokens = self._sum_over_ranks(sums).unbind()
+        tokens = tokens.clamp(min=1)
+        self.step_loss = total / tokens
         divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * self.trainer.world_size
-        factor = divided_by / tokens.clamp(min=1).to(torch.float32)
-        torch._foreach_mul_(_gradients(optimizer), factor)
+        torch._foreach_mul_(gradients(optimizer), divided_by / tokens.to(torch.float32))
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Logs the figures of the step where it is the turn of one."""
         if (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         self.logging_step = True
-        norm = nn.utils.get_total_norm(_gradients(optimizer))
+        norm = self.gradient_norm(optimizer)
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
         figures = _named("train", means)
         figures["train/tokens"] = float(self.tokens_seen)
         figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
-        figures["train/grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        figures["train/grad_norm"] = float(norm)
         # Not self.log: Lightning would walk the figures again after every step that is not logged.
         self.trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
@@ -233,16 +262,8 @@ class LanguageModule(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Returns the decayed and the undecayed trainable parameters; a shared one stands once."""
-        embeddings = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
-        decayed: list[Tensor] = []
-        undecayed: list[Tensor] = []
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                kept = parameter.ndim < 2 or (id(parameter) in embeddings and not self.decay_embeddings)
-                (undecayed if kept else decayed).append(parameter)
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
+        """Returns the trainable parameters in groups of equal settings; a shared one stands once."""
+        return parameter_groups(self, self.decay_embeddings, self.parameter_options)
 
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
@@ -253,17 +274,6 @@ class LanguageModule(LightningModule):
         prefer_written(optimizer, scheduler, self._user_groups)  # type: ignore[arg-type]
         if self._clock is not None:
             self._clock.bind()
-
-    def _check_weights(self, saved: Mapping[str, Tensor]) -> None:
-        own = self.state_dict()
-        for name in [*own, *saved]:
-            here, there = (tuple(d[name].shape) if name in d else "absent" for d in (own, saved))
-            if here != there:
-                raise ConfigError(
-                    f"The checkpoint holds another network: {name} is {there} there and {here} here.\n"
-                    "Give the network the checkpoint's arguments, or leave them out: what you do not write is "
-                    "taken from the checkpoint."
-                )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
@@ -277,15 +287,11 @@ class LanguageModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""
-        self._check_weights(checkpoint["state_dict"])
+        check_weights(self.state_dict(), checkpoint["state_dict"])
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
             place = (self.global_rank, self.trainer.world_size, self.device)
             self._window.load_state_dict(state["window"], *place)
-
-
-def _gradients(optimizer: Any) -> list[Tensor]:
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:
