@@ -193,3 +193,15 @@ def _build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) 
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(base, "built")
     return parser.instantiate(parser.parse_object({"built": dict(config)})).built
+
+
+def check_weights(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raises a ConfigError that names the first weight of another shape, or that one side does not have."""
+    for name in [*own, *saved]:
+        here, there = (tuple(d[name].shape) if name in d else "absent" for d in (own, saved))
+        if here != there:
+            raise ConfigError(
+                f"The checkpoint holds another network: {name} is {there} there and {here} here.\n"
+                "Give the network the checkpoint's arguments, or leave them out: what you do not write is "
+                "taken from the checkpoint."
+            )

@@ -26,6 +26,7 @@ from core.data_contracts import (
     Transform,
     raise_reject,
 )
+from core.errors import ConfigError
 from core.prepared import stored_vocab_size
 
 if TYPE_CHECKING:
@@ -203,6 +204,16 @@ def misfits(
         )
 
 
+def check_fit(network: Network, data: Any) -> None:
+    """Raises a ConfigError where a network is too small for what is known of a data module's data."""
+    tokens = getattr(data, "vocab_size", None) or getattr(
+        getattr(data, "tokenizer", None), "vocab_size", None
+    )
+    sizes = network.vocab_size, network.max_sequence_length
+    if faults := list(misfits(*sizes, tokens, getattr(data, "sequence_length", None))):
+        raise ConfigError("\n".join(faults))
+
+
 class Objective(nn.Module, ABC):
     """What is minimised. A module, so that it may hold parameters of its own."""
 
@@ -216,19 +227,43 @@ class Objective(nn.Module, ABC):
 
 
 class Schedule(torch.optim.lr_scheduler.LRScheduler):
-    """A learning-rate schedule that needs to know how long the run is.
+    """A learning-rate schedule that needs to know how long the run is, or how many tokens it has seen.
 
     `LanguageModule` calls :meth:`bind` once with the number of optimizer steps, before the first
-    one. Schedules of torch, which do not need to know, are used as they are.
+    one, and :meth:`begin_step` before each. Schedules of torch, which do not need to know, are used as
+    they are.
+
+    Attributes:
+        counts_tokens: Whether rates depend on tokens rather than on steps.
+        tokens: Positions of the batches of all steps so far, padding included, of all ranks.
+        step_tokens: Those of the coming step; while that is not known, those of the one before it.
     """
+
+    counts_tokens = False
+    tokens = 0
+    step_tokens = 0
 
     def bind(self, total_steps: int) -> None:
         """Tells the schedule the length of the run and sets the rate of the current step."""
         self.total_steps = total_steps
-        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = rate
-        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
+        self._set_rates()
+
+    def begin_step(self, tokens: int) -> None:
+        """Tells the schedule how many tokens the batches of the coming optimizer step hold."""
+        self.step_tokens = tokens
+        if self.counts_tokens:
+            self._set_rates()
+
+    def step(self, epoch: int | None = None) -> None:
+        """Goes on to the next optimizer step."""
+        self.tokens += self.step_tokens
+        super().step(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Saves the position only: rates and lengths are what the user wrote, also when resuming."""
-        return {"last_epoch": self.last_epoch, "_step_count": self._step_count}
+        return {"last_epoch": self.last_epoch, "_step_count": self._step_count, "tokens": self.tokens}
+
+    def _set_rates(self) -> None:
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]

@@ -14,16 +14,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from core.building import changed
-from core.contracts import Network, Objective, Schedule, TokenSum, misfits
-from core.errors import ConfigError
+from core.checkpoint import check_weights
+from core.contracts import Network, Objective, TokenSum, check_fit
 from core.loop_state import rescale, settle
-from core.loss_ranks import gradient_norm, gradients_of, group_of, place_of, sum_over
+from core.loss_ranks import gradient_norm, group_of, place_of, sum_over
+from core.parameter_groups import parameter_groups
+from core.scheduling import ScheduleClock, prefer_written
 from core.seeding import mix, seed_generators
+from core.shards import gradients, local
 from core.stopping import StopSignals
-from core.token_sums import TokenSums
+from core.token_sums import TokenSums, wide
+from core.updates import keep_updates
 
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
+
+
+FREQUENT = {"_current_fx_name", "logging_step", "_epoch", "step_loss", "_step_sums", "_norm"}
+"""Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
 class LanguageModule(LightningModule):
@@ -46,10 +54,14 @@ class LanguageModule(LightningModule):
             dimensions) come in a group with `weight_decay` 0.
         lr_scheduler: Called with the optimizer and stepped after each optimizer step.
         decay_embeddings: Whether embedding weights (tied output weights too) are decayed.
+        parameter_options: Pattern of parameter names -> settings of the optimizer that hold for them instead,
+            such as {"*.q_proj.weight": {weight_decay: 0.0}}; `*` stands for anything, later patterns win.
 
     Attributes:
         logging_step: True from the optimizer step until the end of a batch whose figures are logged.
         tokens_seen: Label tokens of all ranks since the start of the run, as of the last logged step.
+        step_loss: Mean loss over all label tokens of the optimizer step, of all ranks; 0-d, on the device. From
+            `on_before_optimizer_step` of the step on.
     """
 
     network: Network
@@ -61,26 +73,30 @@ class LanguageModule(LightningModule):
         optimizer: Callable[[Any], Optimizer],
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         decay_embeddings: bool = True,
+        parameter_options: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         self.build_network = network
         self.objective = objective
         self.build_optimizer = optimizer
         self.build_lr_scheduler = lr_scheduler
-        self.decay_embeddings = decay_embeddings
+        self.decay_embeddings, self.parameter_options = decay_embeddings, parameter_options or {}
         self.logging_step = False
         self.tokens_seen = 0
         self._window = TokenSums()
         self._validation = TokenSums()
-        self._step_tokens: Tensor | None = None
+        self.step_loss: Tensor | None = None
+        self._step_sums: Tensor | None = None
+        self._norm: Tensor | None = None
         self._epoch: int | None = None
         self.stop_signals: StopSignals | None = None
+        self._clock: ScheduleClock | None = None
         self._user_groups: list[dict[str, Any]] = []
         self._seed = int(os.environ.get("PL_GLOBAL_SEED", "0"))
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of each hook here, 40 times a step: past nn.Module's search for parameters.
-        if name in ("_current_fx_name", "logging_step", "_epoch"):
+        if name in FREQUENT:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)
@@ -89,16 +105,7 @@ class LanguageModule(LightningModule):
         """Builds the network, once, inside the strategy's and precision's initialisation contexts."""
         if getattr(self, "network", None) is None:
             self.network = changed(self.build_network(), self.trainer)
-            self.check_against_data(self.network, getattr(self.trainer, "datamodule", None))
-
-    def check_against_data(self, network: Network, data: Any) -> None:
-        """Raises a ConfigError where a network is too small for what is known of the data."""
-        tokens = getattr(data, "vocab_size", None) or getattr(
-            getattr(data, "tokenizer", None), "vocab_size", None
-        )
-        sizes = network.vocab_size, network.max_sequence_length
-        if faults := list(misfits(*sizes, tokens, getattr(data, "sequence_length", None))):
-            raise ConfigError("\n".join(faults))
+            check_fit(self.network, getattr(self.trainer, "datamodule", None))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns logits (B, T, V)."""
@@ -110,6 +117,11 @@ class LanguageModule(LightningModule):
 
     # -- training ---------------------------------------------------------------------------------
 
+    def on_train_batch_start(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Counts the batch's tokens for the schedule."""
+        if self._clock is not None:
+            self._clock.count(batch)
+
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
         self.logging_step = False
@@ -118,9 +130,11 @@ class LanguageModule(LightningModule):
         loss, metrics = self.compute_loss(batch)
         self._window.add({"loss": loss, **metrics})
         if not self._weighs_later:
-            return loss.mean
-        tokens = loss.tokens.detach()
-        self._step_tokens = tokens if self._step_tokens is None else self._step_tokens + tokens
+            mean = loss.mean
+            self.step_loss = mean.detach()
+            return mean
+        sums = wide(torch.stack((loss.total.detach(), loss.tokens)))
+        self._step_sums = sums if self._step_sums is None else self._step_sums + sums
         return loss.total / GRADIENT_TOKENS
 
     @property
@@ -135,20 +149,34 @@ class LanguageModule(LightningModule):
 
         def closure() -> Any:
             result = optimizer_closure() if optimizer_closure else None
-            if self._step_tokens is not None:
-                self._weigh_gradients(optimizer, self._step_tokens)
-                self._step_tokens = None
+            if self._step_sums is not None:
+                self._weigh_gradients(optimizer, self._step_sums)
+                self._step_sums = None
             return result
 
+        self._norm = None
+        if self._clock is not None:
+            self._clock.begin_step()
         optimizer.step(closure=closure)
+        keep_updates(optimizer)
 
-    def _weigh_gradients(self, optimizer: Any, tokens: Tensor) -> None:
+    def gradient_norm(self, optimizer: Any) -> Tensor:
+        """Returns the 2-norm of all gradients of the optimizer step, before clipping; 0-d, on the device.
+
+        For `on_before_optimizer_step`. It is computed when it is first asked for in a step, once for all.
+        """
+        if self._norm is None:
+            self._norm = gradient_norm(self.trainer, optimizer)
+        return self._norm
+
+    def _weigh_gradients(self, optimizer: Any, sums: Tensor) -> None:
         # backward divided by GRADIENT_TOKENS, Lightning by the micro-batches, the strategy by the ranks
-        tokens = self._sum_over_ranks(tokens)
-        divided_by = GRADIENT_TOKENS * self.trainer.accumulate_grad_batches * place_of(self.trainer)[1]
-        factor = divided_by / tokens.clamp(min=1).to(torch.float32)
-        if gradients := gradients_of(optimizer):
-            torch._foreach_mul_(gradients, factor.to(gradients[0].device))
+        total, tokens = self._sum_over_ranks(sums).unbind()
+        tokens = tokens.clamp(min=1)
+        self.step_loss = total / tokens
+        parts = self.trainer.accumulate_grad_batches * place_of(self.trainer)[1]
+        if own := local(gradients(optimizer)):
+            torch._foreach_mul_(own, (GRADIENT_TOKENS * parts / tokens.to(torch.float32)).to(own[0].device))
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
@@ -164,7 +192,7 @@ class LanguageModule(LightningModule):
             self.stop_signals.heed(self.logging_step, self.trainer.strategy.reduce, self.device)
         if not self.logging_step:
             return
-        norm = gradient_norm(self.trainer, optimizer)
+        norm = self.gradient_norm(optimizer)
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
         figures = _named("train", means)
@@ -176,6 +204,8 @@ class LanguageModule(LightningModule):
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
         )
         self._to_loggers(figures, self.trainer.global_step + 1)
+        if self._clock is not None:
+            self._clock.agree(self.trainer.strategy.reduce, self.device)
 
     def _to_loggers(self, figures: dict[str, float], step: int) -> None:
         for logger in self.trainer.loggers:
@@ -226,30 +256,15 @@ class LanguageModule(LightningModule):
         if self.build_lr_scheduler is None:
             return optimizer
         scheduler = self.build_lr_scheduler(optimizer)
-        self._bind(scheduler)
-        # To count the steps of an epoch Lightning has built the loader, before it knows the position in a
-        # checkpoint, and would not tell it: it must build it anew.
+        self._clock = ScheduleClock(scheduler, self.trainer)
+        self._clock.bind()
+        # To count steps Lightning has built the loader, before it knows the position in a checkpoint: anew.
         self.trainer.fit_loop._combined_loader = None
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Returns the decayed and the undecayed trainable parameters; a shared one stands once."""
-        embeddings = {id(module.weight) for module in self.modules() if isinstance(module, nn.Embedding)}
-        decayed: list[Tensor] = []
-        undecayed: list[Tensor] = []
-        for parameter in self.parameters():
-            if parameter.requires_grad:
-                kept = parameter.ndim < 2 or (id(parameter) in embeddings and not self.decay_embeddings)
-                (undecayed if kept else decayed).append(parameter)
-        groups: list[dict[str, Any]] = [{"params": decayed}, {"params": undecayed, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
-
-    def _bind(self, scheduler: LRScheduler) -> None:
-        if isinstance(scheduler, Schedule):
-            steps = self.trainer.estimated_stepping_batches
-            if math.isinf(steps):
-                raise ConfigError("The schedule has to know the length of the run: set --trainer.max_steps.")
-            scheduler.bind(int(steps))
+        """Returns the trainable parameters in groups of equal settings; a shared one stands once."""
+        return parameter_groups(self, self.decay_embeddings, self.parameter_options)
 
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
@@ -257,24 +272,9 @@ class LanguageModule(LightningModule):
         if not self.trainer.ckpt_path:
             return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
-        for group, written in zip(optimizer.param_groups, self._user_groups, strict=True):  # type: ignore[union-attr]
-            rate = group["lr"]
-            group.update(written)
-            if scheduler is not None and not isinstance(scheduler, Schedule):
-                group["lr"] = rate  # torch's schedules derive the next rate from the present one
-        if isinstance(scheduler, Schedule):
-            self._bind(scheduler)
-
-    def _check_weights(self, saved: Mapping[str, Tensor]) -> None:
-        own = self.state_dict()
-        for name in [*own, *saved]:
-            here, there = (tuple(d[name].shape) if name in d else "absent" for d in (own, saved))
-            if here != there:
-                raise ConfigError(
-                    f"The checkpoint holds another network: {name} is {there} there and {here} here.\n"
-                    "Give the network the checkpoint's arguments, or leave them out: what you do not write is "
-                    "taken from the checkpoint."
-                )
+        prefer_written(optimizer, scheduler, self._user_groups)  # type: ignore[arg-type]
+        if self._clock is not None:
+            self._clock.bind()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
@@ -287,7 +287,7 @@ class LanguageModule(LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""
-        self._check_weights(checkpoint["state_dict"])
+        check_weights(self.state_dict(), checkpoint["state_dict"])
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
             rescale(self.trainer, checkpoint)

@@ -29,6 +29,7 @@ from core.building import Builder, changed, complaint, make_trainer, word_for
 from core.class_check import check_classes
 from core.cli import SECTIONS, Request, differences
 from core.config_files import dump_yaml, parse_yaml
+from core.contracts import check_fit
 from core.errors import ConfigError
 from core.language_module import LanguageModule
 from core.mistakes import explain, finder, laid_over
@@ -193,7 +194,7 @@ class Cli(LightningCLI):
         """Says what was selected, once what can be known to be wrong is known."""
         with self._building(), torch.device("meta"):  # finds wrong arguments before hours of preparation
             self.meta_network = changed(self.model.build_network(), self.trainer)
-        self.model.check_against_data(self.meta_network, self.datamodule)
+        check_fit(self.meta_network, self.datamodule)
         with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
+
+from core.shards import gradients, total_norm
 
 
 def group_of(trainer: Trainer) -> Any:
@@ -35,17 +36,9 @@ def sum_over(trainer: Trainer, values: Tensor) -> Tensor:
     return total
 
 
-def gradients_of(optimizer: Any) -> list[Tensor]:
-    """Returns the gradients of an optimizer's parameters, of spread ones the part on this rank."""
-    found = (p.grad for group in optimizer.param_groups for p in group["params"])
-    return [g.to_local() if hasattr(g, "to_local") else g for g in found if g is not None]
-
-
 def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
     """Returns the norm of all gradients of the model, a 0-d tensor."""
     if (norm_of := getattr(trainer.strategy, "gradient_norm", None)) is not None:
         norm: Tensor = norm_of(optimizer)
         return norm
-    whole = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(whole)
-    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return total_norm(gradients(optimizer))

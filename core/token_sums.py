@@ -24,7 +24,7 @@ class TokenSums:
                 self._sums[name][0].add_(total.detach())
                 self._sums[name][1].add_(tokens)
             else:
-                self._sums[name] = (_wide(total.detach()), _wide(tokens.detach()))
+                self._sums[name] = (wide(total.detach()), wide(tokens.detach()))
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> tuple[dict[str, float], int]:
         """Returns the means and the number of tokens behind "loss", and starts again at zero.
@@ -62,6 +62,7 @@ class TokenSums:
         return torch.stack(tensors) if tensors else torch.zeros(0)
 
 
-def _wide(value: Tensor) -> Tensor:
+def wide(value: Tensor) -> Tensor:
+    """Returns a copy in the widest type that the device has."""
     # exact for counts up to 2**53; Apple's GPUs have no float64
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)

@@ -2,35 +2,143 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
+from core.errors import ConfigError
 from core.technique import technique
+from plugins.objectives.chunked import in_chunks
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
 
 
 @technique(
-    paper="GPT, Radford et al. 2018, section 3.1; the loss of every causal language model since",
+    paper="GPT, Radford et al. 2018, section 3.1; smoothing: arXiv:1512.00567, 7; z-loss: PaLM, arXiv:2204.02311, 5",
     maturity="stable",
 )
 class CausalLM(Objective):
     """Minimises the cross-entropy of the next token, in nats, summed over the tokens that have a label.
 
     Logits (B, T, V) are compared in float32 whatever the precision of the network; positions whose
-    label is -100 count neither in the sum nor in the number of tokens.
+    label is -100 count neither in the sum nor in the number of tokens. Smoothing, z-loss and L2 are part of
+    the training loss alone: `train/cross_entropy` is the loss without them, `val/loss` never has them.
+
+    Args:
+        label_smoothing: Share s of the target that is spread evenly over the V tokens: (1 - s) of the
+            cross-entropy with the label plus s times the mean of those with every token.
+        z_loss: Coefficient of the mean square of log Z, the logarithm of the softmax's denominator; 1e-4 in PaLM.
+            Logged as `train/z_loss`, without the coefficient.
+        l2: Coefficient c of c/2 times the sum of squares of all weights of two and more dimensions. Unlike the
+            optimizer's decoupled weight decay, its gradient passes through the optimizer's moments.
+        chunk_tokens: Positions whose logits exist at a time, so that memory does not grow with B T V; None: all.
+            For networks that return hidden states.
+
+    Raises:
+        ConfigError: If a value is out of range, or chunks are asked of a network that has logits of its own.
 
     Example:
         model:
-          objective: CausalLM
+          objective:
+            class_path: CausalLM
+            init_args: {label_smoothing: 0.0, z_loss: 1.0e-4}
     """
 
+    def __init__(
+        self,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        l2: float = 0.0,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        for name, value, most in (
+            ("label_smoothing", label_smoothing, 1.0),
+            ("z_loss", z_loss, 1e9),
+            ("l2", l2, 1e9),
+        ):
+            if not 0 <= value <= most:
+                raise ConfigError(
+                    f"CausalLM takes {name} from 0 {'to 1' if most == 1 else 'upwards'}, not {value}."
+                )
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise ConfigError(f"CausalLM takes chunk_tokens from 1 upwards or none, not {chunk_tokens}.")
+        self.label_smoothing, self.z_loss, self.l2 = label_smoothing, z_loss, l2
+        self.chunk_tokens = chunk_tokens
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields that weights are decayed twice, where they are."""
+        decay = run.argument("model.optimizer.weight_decay")
+        if own.arguments.get("l2") and decay:
+            yield (
+                f"l2 is {own.arguments['l2']} and the optimizer's weight_decay {decay}: both shrink the weights. "
+                "Set --model.optimizer.weight_decay=0 or --model.objective.l2=0."
+            )
+
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
-        """Returns the summed cross-entropy with the number of label tokens, and no further figures."""
+        """Returns the summed loss with the number of label tokens, and the parts of a loss that has several."""
         labels = batch["labels"]
-        logits = network.logits(network(batch))
-        total = F.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        tokens = (labels != IGNORED_LABEL).sum()
+        hidden = network(batch)
+        smoothing, z_loss = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
+
+        def parts(logits: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(logits.float(), labels, smoothing, z_loss)
+
+        if self.chunk_tokens is None:
+            sums = parts(network.logits(hidden).flatten(0, 1), labels.flatten())
+        else:
+            sums = in_chunks(
+                parts, hidden.flatten(0, 1), _weight(network), labels.flatten(), self.chunk_tokens
+            )
+        total, plain, squares = sums.unbind()
+        figures = {}
+        if self.training and (smoothing or z_loss or self.l2):
+            figures["cross_entropy"] = TokenSum(plain.detach(), tokens)
+            if z_loss:
+                figures["z_loss"] = TokenSum(squares.detach(), tokens)
+            if self.l2:
+                total = total + tokens * (self.l2 / 2 * _sum_of_squares(network))
+        return TokenSum(total, tokens), figures
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Tensor:
+    """Returns three sums over the positions that have a label: the loss, its plain cross-entropy, log Z squared.
+
+    Args:
+        logits: (N, V), float32 or wider.
+        labels: (N,).
+        smoothing: Share of the target that is spread over all tokens.
+        z_loss: Coefficient of log Z squared.
+    """
+    options = {"ignore_index": IGNORED_LABEL, "reduction": "sum"}
+    total = F.cross_entropy(logits, labels, label_smoothing=smoothing, **options)
+    plain, squares = total, torch.zeros_like(total)
+    if smoothing:
+        with torch.no_grad():
+            plain = F.cross_entropy(logits, labels, **options)
+    if z_loss:
+        squares = logits.logsumexp(-1).square().masked_fill(labels == IGNORED_LABEL, 0.0).sum()
+        total = total + z_loss * squares
+    return torch.stack((total, plain, squares))
+
+
+def _weight(network: Network) -> Tensor:
+    weight = network.output_weight
+    if weight is None or type(network).logits is not Network.logits:
+        raise ConfigError(
+            f"{type(network).__name__} computes its logits by itself: it cannot do so in chunks. "
+            "Leave out --model.objective.chunk_tokens."
         )
-        return TokenSum(total, (labels != IGNORED_LABEL).sum()), {}
+    return weight
+
+
+def _sum_of_squares(network: Network) -> Tensor:
+    squares = [weight.float().square().sum() for weight in network.parameters() if weight.ndim > 1]
+    return torch.stack([s.full_tensor() if hasattr(s, "full_tensor") else s for s in squares]).sum()

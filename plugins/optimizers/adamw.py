@@ -11,6 +11,7 @@ from core.technique import technique
 
 @technique(
     paper="Decoupled Weight Decay Regularization, arXiv:1711.05101; betas and decay of GPT-3, arXiv:2005.14165, B",
+    offers=("drops_updates",),
     maturity="stable",
 )
 class AdamW(torch.optim.AdamW):

@@ -3,61 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
 
-from core.contracts import Schedule
-from core.errors import ConfigError
 from core.technique import technique
-
-if TYPE_CHECKING:
-    from core.selection import Run, Selected
-
-
-def warmup_cosine(step: int, warmup_steps: int, total_steps: int, min_lr_ratio: float) -> float:
-    """Returns the factor on the peak learning rate for optimizer step `step`, counted from 0.
-
-    Step 0 has 1/warmup_steps, step warmup_steps - 1 has 1, step total_steps - 1 has min_lr_ratio;
-    later steps stay there.
-    """
-    if step < warmup_steps:
-        return (step + 1) / warmup_steps
-    first = max(warmup_steps - 1, 0)
-    progress = min((step - first) / max(total_steps - 1 - first, 1), 1.0)
-    return min_lr_ratio + (1 - min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2
-
-
-def _too_long(warmup_steps: int, total_steps: int) -> str:
-    return (
-        f"warmup_steps is {warmup_steps}, the schedule only {total_steps} steps long.\n"
-        f"Set --model.lr_scheduler.warmup_steps to less than {total_steps}, or train for longer."
-    )
-
-
-def _never_ends(total_steps: int, run_steps: int) -> str:
-    return (
-        f"total_steps is {total_steps}, the run only {run_steps} steps long: it would end before the schedule.\n"
-        f"Set --model.lr_scheduler.total_steps to {run_steps} or less, or leave it out to take the run's length."
-    )
+from plugins.schedules.warmup import WarmupSchedule, progress
 
 
 @technique(
     paper="SGDR, arXiv:1608.03983, one cycle; to a tenth of the peak as in GPT-3, arXiv:2005.14165, B",
     maturity="stable",
 )
-class WarmupCosine(Schedule):
+class WarmupCosine(WarmupSchedule):
     """Raises the learning rate linearly, then lowers it along half a cosine to `min_lr_ratio` of its peak.
 
     The last optimizer step of the run has exactly `min_lr_ratio` times the peak.
 
     Args:
         optimizer: Its learning rates are the peaks.
-        warmup_steps: Optimizer steps until the peak; 0 starts there.
+        warmup_steps: Optimizer steps until the peak; below 1 a fraction of the schedule; 0 starts there.
         min_lr_ratio: Final learning rate over the peak, 0 to 1.
-        total_steps: Optimizer steps of the whole schedule, after which the rate stays at its end; None: the
-            length of the run.
+        total_steps: Optimizer steps of the whole schedule, after which the rate stays at its end; below 1 a
+            fraction of the run; None: the length of the run.
+        warmup_tokens: Tokens until the peak, in place of steps.
+        total_tokens: Tokens of the whole schedule, in place of steps. Positions of all ranks, padding included.
 
     Raises:
         ConfigError: If a value is out of range, the warm-up is as long as the schedule, or that longer than the run.
@@ -72,43 +41,17 @@ class WarmupCosine(Schedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        warmup_steps: int = 100,
+        warmup_steps: int | float = 100,
         min_lr_ratio: float = 0.1,
-        total_steps: int | None = None,
+        total_steps: int | float | None = None,
+        warmup_tokens: int | float | None = None,
+        total_tokens: int | float | None = None,
     ) -> None:
-        if warmup_steps < 0 or not 0 <= min_lr_ratio <= 1 or (total_steps is not None and total_steps < 1):
-            raise ConfigError(
-                "WarmupCosine takes warmup_steps >= 0, min_lr_ratio from 0 to 1 and total_steps >= 1 (or none), "
-                f"not {warmup_steps}, {min_lr_ratio} and {total_steps}."
-            )
-        self.warmup_steps = warmup_steps
-        self.min_lr_ratio = min_lr_ratio
-        self.fixed_steps = total_steps
-        self.total_steps = total_steps or warmup_steps + 1
-        super().__init__(optimizer)
+        lengths = {"warmup_tokens": warmup_tokens, "total_tokens": total_tokens}
+        super().__init__(
+            optimizer, min_lr_ratio, warmup_steps=warmup_steps, total_steps=total_steps, **lengths
+        )
 
-    @classmethod
-    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields what is too long, the warm-up or the schedule, where `trainer.max_steps` tells."""
-        if run.argument("trainer.fast_dev_run"):
-            return
-        warmup, fixed = (own.arguments.get(name) or 0 for name in ("warmup_steps", "total_steps"))
-        run_steps = run.argument("trainer.max_steps") or 0
-        if fixed > run_steps > 1:
-            yield _never_ends(fixed, run_steps)
-        if warmup >= (steps := fixed or run_steps) > 1:
-            yield _too_long(warmup, steps)
-
-    def bind(self, total_steps: int) -> None:
-        """Takes the length of the run, unless one was given."""
-        if (self.fixed_steps or 0) > total_steps > 1:
-            raise ConfigError(f"WarmupCosine: {_never_ends(self.fixed_steps or 0, total_steps)}")
-        total_steps = self.fixed_steps or total_steps
-        if self.warmup_steps >= total_steps > 1:
-            raise ConfigError(f"WarmupCosine: {_too_long(self.warmup_steps, total_steps)}")
-        super().bind(total_steps)
-
-    def get_lr(self) -> list[float]:
-        """Returns the rate of the current step for each parameter group."""
-        factor = warmup_cosine(self.last_epoch, self.warmup_steps, self.total_steps, self.min_lr_ratio)
-        return [peak * factor for peak in self.base_lrs]
+    def after_warmup(self, done: float, warmup: float, end: float) -> float:
+        """Returns min + (1 - min) (1 + cos(pi p)) / 2 at a share p of the way to the end."""
+        return self.between((1 + math.cos(math.pi * progress(done, warmup, end))) / 2)

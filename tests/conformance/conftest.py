@@ -15,6 +15,10 @@ ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence
 SINUSOIDAL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16, "position": "sinusoidal",
               "norm_position": "post", "tie_embeddings": False, "bias": False}  # fmt: skip
 
+TOKENS = dict.fromkeys(
+    ("rates_are_sound", "bind_tells_it_the_length"), "the proof counts steps and no tokens"
+)
+
 
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
@@ -29,17 +33,27 @@ def pytest_leyden_cases():
         Case("Float8", {"recipe": "rowwise_with_gw_hp"}),
         Case("Float8", {"recipe": "tensorwise", "layers": ["layers.*.mlp.*"]}),
         Case("FP16Mixed", {"init_scale": 131072.0}, config=FUSED),
+        Case("CausalLM", {}),
+        Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
         Case("GPT", ROTARY),
         Case("GPT", SINUSOIDAL),
+        Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("MixtureDataModule", mixture()),
         Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
+        Case("SkipStep", {"window": 3, "sigma": 2.0}),
         Case("TextSamples", {"num_samples": 1, "every_n_steps": 3, "max_new_tokens": 4}),
         Case("UnigramTokenizer", {"vocab_size": 257}),
+        Case("WarmupConstant", {"warmup_steps": 3}),
         Case("WarmupCosine", {"warmup_steps": 3}),
+        Case("WarmupCosine", {"warmup_tokens": 192, "total_tokens": 512}, exempt=TOKENS),
+        Case("WarmupInverseSquareRoot", {"warmup_steps": 3}),
+        Case("WarmupLinear", {"warmup_steps": 0.25, "total_steps": 6}),
+        Case("WarmupSquareRoot", {"warmup_steps": 3}),
+        Case("WarmupStableDecay", {"warmup_steps": 3, "decay_steps": 3}),
         Case("WordPieceTokenizer", {"vocab_size": 530}),
     ]
 

@@ -3,7 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from core.errors import ConfigError
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 
@@ -98,3 +100,139 @@ def test_autocast_makes_no_difference_to_how_logits_are_compared(network, batch)
     assert logits.dtype == torch.bfloat16
     wide = F.cross_entropy(logits.double().flatten(0, 1), batch["labels"].flatten(), reduction="sum")
     assert loss.total.item() == pytest.approx(wide.item(), rel=1e-6)
+
+
+def options_batch(batch):
+    batch["labels"][0, 3:7] = -100
+    return batch
+
+
+def by_the_formulas(network, batch, smoothing, z_loss, l2):
+    """Smoothing, z-loss and L2 as the papers write them, in float64, mean over the label tokens."""
+    logits = network.logits(network(batch)).double().flatten(0, 1)
+    labels = batch["labels"].flatten()
+    logits, labels = logits[labels != -100], labels[labels != -100]
+    target = torch.full_like(logits, smoothing / VOCAB)
+    target[torch.arange(len(labels)), labels] += 1 - smoothing
+    log_z = logits.exp().sum(-1).log()
+    loss = -(target * (logits - log_z[:, None])).sum(-1).mean() + z_loss * (log_z**2).mean()
+    return loss + l2 / 2 * sum((p.double() ** 2).sum() for p in network.parameters() if p.ndim > 1)
+
+
+OPTIONS = [
+    {"label_smoothing": 0.1},
+    {"z_loss": 1e-2},
+    {"l2": 1e-2},
+    {"label_smoothing": 0.2, "z_loss": 1e-3, "l2": 1e-3},
+]
+
+
+@pytest.mark.parametrize("chunk_tokens", [None, 5, 1000])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_loss_and_gradient_are_those_of_the_formulas(options, chunk_tokens, network, batch):
+    """In float64 but for the logits, which are compared in float32: rounding of 2^-24 relative to logits of 10."""
+    network.double()
+    batch = options_batch(batch)
+    loss, figures = CausalLM(**options, chunk_tokens=chunk_tokens).loss(network, batch)
+    expected = by_the_formulas(
+        network,
+        batch,
+        **{
+            "smoothing": options.get("label_smoothing", 0.0),
+            "z_loss": options.get("z_loss", 0.0),
+            "l2": options.get("l2", 0.0),
+        },
+    )
+    assert loss.mean.item() == pytest.approx(expected.item(), rel=1e-6)
+    ours, theirs = gradients(loss.mean, network), gradients(expected, network)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, msg=name)
+    plain = reference(network, batch, "mean")
+    assert figures["cross_entropy"].mean.item() == pytest.approx(plain.item(), rel=1e-6)
+    assert ("z_loss" in figures) == bool(options.get("z_loss"))
+
+
+def by_the_formulas_z(network, batch):
+    logits = network.logits(network(batch)).double().flatten(0, 1)[batch["labels"].flatten() != -100]
+    return (logits.exp().sum(-1).log() ** 2).mean().item()
+
+
+def test_the_z_loss_is_logged_without_its_coefficient(network, batch):
+    _, figures = CausalLM(z_loss=1e-4).loss(network, options_batch(batch))
+    assert figures["z_loss"].mean.item() == pytest.approx(by_the_formulas_z(network, batch), rel=1e-5)
+
+
+def test_validation_has_the_plain_cross_entropy(network, batch):
+    objective = CausalLM(label_smoothing=0.1, z_loss=1e-2, l2=1e-2).eval()
+    loss, figures = objective.loss(network, batch)
+    assert figures == {}
+    assert loss.total.item() == CausalLM().loss(network, batch)[0].total.item()
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, B * T])
+def test_chunks_give_the_loss_and_the_gradients_of_the_whole(chunk_tokens, network, batch):
+    batch = options_batch(batch)
+    whole, chunked = (CausalLM(chunk_tokens=n).loss(network, batch)[0] for n in (None, chunk_tokens))
+    torch.testing.assert_close(chunked.total, whole.total, rtol=1e-6, atol=0)
+    expected, found = gradients(3 * whole.mean, network), gradients(3 * chunked.mean, network)
+    for name in expected:  # sums of float32 in another order
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+class LargestTensor(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, torch.Tensor):
+                self.elements = max(self.elements, value.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_in_chunks_no_tensor_holds_all_logits(training):
+    torch.manual_seed(0)
+    network = GPT(vocab_size=1000, n_layer=1, n_head=2, n_embd=8, max_sequence_length=64)
+    tokens = torch.randint(1000, (16, 65))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    found = {}
+    for chunk_tokens in (None, 32):
+        with LargestTensor() as largest, torch.set_grad_enabled(training):
+            loss = CausalLM(chunk_tokens=chunk_tokens).loss(network, batch)[0].mean
+            if training:
+                loss.backward()
+        found[chunk_tokens] = largest.elements
+    assert found[None] >= 4 * 1000 * 16 * 64
+    assert found[32] <= 4 * 1000 * 64  # a chunk, or the weights
+
+
+def test_chunks_under_autocast_accumulate_in_float32(network, batch):
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, chunked = (CausalLM(chunk_tokens=n).loss(network, batch)[0] for n in (None, 1))
+    assert chunked.total.dtype == torch.float32
+    assert chunked.total.item() == pytest.approx(whole.total.item(), rel=1e-5)
+    expected, found = gradients(whole.mean, network), gradients(chunked.mean, network)
+    for name in expected:
+        error = (found[name] - expected[name]).norm() / expected[name].norm()
+        assert error < 2**-6, name  # a few roundings to bfloat16
+
+
+def test_chunks_of_a_network_with_logits_of_its_own_are_refused(batch):
+    class Capped(GPT):
+        def logits(self, hidden):
+            return super().logits(hidden).tanh()
+
+    network = Capped(vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, max_sequence_length=T)
+    with pytest.raises(ConfigError, match="it cannot do so in chunks"):
+        CausalLM(chunk_tokens=4).loss(network, batch)
+
+
+@pytest.mark.parametrize(
+    "options", [{"label_smoothing": 1.1}, {"z_loss": -1.0}, {"l2": float("nan")}, {"chunk_tokens": 0}]
+)
+def test_values_out_of_range_are_refused(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        CausalLM(**options)

