@@ -45,6 +45,12 @@ class TokenLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so that nothing is settled before the first batch is asked for: Lightning calls
         # iter() before it restores the state.
+        try:
+            yield from self._batches()
+        except ConfigError as error:  # of a worker: its message is the traceback there
+            raise ConfigError(str(error).rpartition("core.errors.ConfigError: ")[2].strip()) from error
+
+    def _batches(self) -> Iterator[Batch]:
         self._done, self._resume_at = self._resume_at, 0
         if self.begin is not None and not self._done:
             self.batches.cursor = self.begin
