@@ -27,7 +27,7 @@ from core.data_contracts import (
     raise_reject,
 )
 from core.errors import ConfigError
-from core.prepared import stored_vocab_size
+from core.prepared import is_remote, stored_vocab_size
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected
@@ -98,8 +98,10 @@ class Network(nn.Module, ABC):
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields what of the run's data does not fit, as far as arguments of the usual names tell."""
-        tokens = stored_vocab_size(run.argument("data.source"))
-        tokens = tokens or run.argument("data.tokenizer.vocab_size") or run.argument("data.vocab_size")
+        source = run.argument("data.source")
+        tokens = stored_vocab_size(source)
+        if not is_remote(source):  # of a remote folder the data module asks first
+            tokens = tokens or run.argument("data.tokenizer.vocab_size") or run.argument("data.vocab_size")
         sizes = own.arguments.get("vocab_size"), own.arguments.get("max_sequence_length")
         yield from misfits(*sizes, tokens, run.argument("data.sequence_length"))
 

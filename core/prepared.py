@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
 
 MANIFEST, PLAN = "manifest.json", "plan.json"
+
+SCHEMES = ("s3://", "gs://", "azure://", "hf://", "r2://", "local:")
+"""What litdata downloads from; `local:/mnt/share/corpus` is a slow folder that is read through the cache."""
+
+
+def is_remote(source: Any) -> bool:
+    """Returns whether a `data.source` names a folder that has to be downloaded from; see `core.remote_folder`."""
+    return isinstance(source, str) and source.startswith(SCHEMES)
+
+
+def default_cache_dir() -> Path:
+    """Returns where data goes that was prepared or downloaded without a place being named."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "leyden").expanduser()
+
+
+def whole_folder(name: str) -> Path:
+    """Returns the folder that an argument of a command names.
+
+    Raises:
+        ConfigError: If it is none that `prepare` has written to its end, on this machine.
+    """
+    if is_remote(name):
+        raise ConfigError(
+            f"{name} is not on this machine: only runs read such folders. Copy it first, for example with\n"
+            f"`aws s3 sync {name} DIR` or `rclone copy`."
+        )
+    if (folder := prepared_folder(name)) is None:
+        raise ConfigError(f"{name} has no {MANIFEST}: it is no folder that prepare has written to its end.")
+    return folder
 
 
 def prepared_folder(source: Any) -> Path | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from core import catalog
 from core.contracts import DocumentSource, Engine, PackedBatches, Packing, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
-from core.prepared import check_shares, prepared_folder, read_manifest
+from core.prepared import check_shares, default_cache_dir, is_remote, prepared_folder, read_manifest
+from core.remote_folder import open_remote
 from core.technique import technique
 from core.token_datamodule import TokenDataModule
 
@@ -33,7 +33,8 @@ class PretrainDataModule(TokenDataModule):
         writer: Stores the token ids.
         packing: Puts documents into rows.
         source: What the reader reads: a path, a glob, or a name that it knows. Or a folder that `python -m core
-            prepare` wrote: its tokens are taken as they are, and the stages named here have no say.
+            prepare` wrote, here or on s3://, gs://, azure:// or hf:// (see below): its tokens are taken as they
+            are, and the stages named here have no say.
         cache_dir: Folder of the prepared data; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
         sequence_length: Tokens in a row.
         batch_size: Rows in a micro-batch, on each rank.
@@ -45,6 +46,15 @@ class PretrainDataModule(TokenDataModule):
         max_reject_fraction: Share of the documents that may be unusable; they are left out, and listed in
             rejects.jsonl. 0: the first one stops the preparation.
         engine: Where documents are prepared; None: in this process.
+        cache_bytes: Most bytes of shards of remote folders to keep in `cache_dir`; None: three quarters of what is
+            free on its disk.
+        storage_options: Of a remote folder's client, such as {endpoint_url: ..., region_name: ...} of boto3's.
+
+    Batches from a remote folder are those from a copy of it here. A shard is downloaded when a row needs it, or
+    ahead of that, is held against its SHA-256, and stays until others need its room; all ranks and workers of a
+    machine share the cache. Where it has room for all shards, each is downloaded once. Where it has not, shuffled
+    rows, which come from everywhere, cost up to a shard each: give it room, prepare smaller shards, or set
+    `shuffle` to false. What says where documents begin, 4 bytes each, stays for good.
 
     Attributes:
         folder: The prepared folder; this and the following are known after `setup`.
@@ -87,16 +97,20 @@ class PretrainDataModule(TokenDataModule):
         stages: Sequence[Transform] = (),
         max_reject_fraction: float = 0.0,
         engine: Engine | None = None,
+        cache_bytes: int | None = None,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
         self.packing, self.stages, self.engine = packing, stages, engine
         self.max_reject_fraction = max_reject_fraction
-        default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "leyden")
-        self.cache_dir = Path(cache_dir or default).expanduser()
+        self.cache_dir = Path(cache_dir or default_cache_dir()).expanduser()
         self.validation_fraction = validation_fraction
         check_shares(validation_fraction, max_reject_fraction)
-        self.prepared = prepared_folder(source)
+        if is_remote(source):
+            self.prepared: Path | None = open_remote(source, self.cache_dir, cache_bytes, storage_options)
+        else:
+            self.prepared = prepared_folder(source)
         if self.prepared is not None:
             self.vocab_size = read_manifest(self.prepared)["vocab_size"]
 
@@ -151,6 +165,8 @@ class PretrainDataModule(TokenDataModule):
             return self.packing.batches(self.folder / split, **order)
         except ConfigError as error:
             mend = f"Delete {self.folder} and run again: it is written anew."
+            if is_remote(self.source):
+                raise
             if self.prepared is not None:
                 mend = "See what is damaged with `python -m core verify-data`, and prepare it again."
             raise ConfigError(f"{error}\n{mend}") from error

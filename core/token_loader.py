@@ -45,10 +45,14 @@ class TokenLoader:
     def __iter__(self) -> Iterator[Batch]:
         # A generator, so that nothing is settled before the first batch is asked for: Lightning calls
         # iter() before it restores the state.
-        self._done, self._resume_at = (
-            self._resume_at % max(len(self), 1),
-            0,
-        )  # rows may be others than they were
+        try:
+            yield from self._batches()
+        except ConfigError as error:  # of a worker: its message is the traceback there
+            raise ConfigError(str(error).rpartition("core.errors.ConfigError: ")[2].strip()) from error
+
+    def _batches(self) -> Iterator[Batch]:
+        # The rows may be others now than those that were counted.
+        self._done, self._resume_at = self._resume_at % max(len(self), 1), 0
         if self.begin is not None and not self._done:
             self.batches.cursor = self.begin
         while self._done < len(self):

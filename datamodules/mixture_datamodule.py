@@ -7,7 +7,8 @@ from typing import Any
 
 from core.contracts import PackedBatches, Packing
 from core.errors import ConfigError
-from core.prepared import prepared_folder, read_manifest
+from core.prepared import default_cache_dir, is_remote, prepared_folder, read_manifest
+from core.remote_folder import open_remote
 from core.technique import technique
 from core.token_datamodule import TokenDataModule
 from datamodules.packing.mixture import MixedBatches
@@ -25,7 +26,8 @@ class MixtureDataModule(TokenDataModule):
     goes through epochs of its own. Validation takes all sources' validation splits, one after the other.
 
     Args:
-        sources: Name -> a folder that `python -m core prepare` wrote; all by the same tokenizer.
+        sources: Name -> a folder that `python -m core prepare` wrote, here or on s3://, gs://, azure:// or hf://
+            (see PretrainDataModule); all by the same tokenizer.
         weights: Name -> its share of the rows, relative to the others'; or points [tokens, weight] between which
             it changes linearly over the tokens of the run.
         packing: Puts documents into rows.
@@ -34,6 +36,10 @@ class MixtureDataModule(TokenDataModule):
         shuffle: Whether each epoch of a source takes its rows in a new order.
         seed: Of these orders.
         num_workers: Processes that read ahead, on each rank.
+        cache_dir: Where shards of remote folders are kept; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
+        cache_bytes: Most bytes of such shards, of all sources together; None: three quarters of what is free on
+            the disk.
+        storage_options: Of the remote folders' client, such as {endpoint_url: ..., region_name: ...} of boto3's.
 
     Raises:
         ConfigError: If a folder is not prepared, the tokenizers differ, or weights do not fit the sources.
@@ -57,10 +63,17 @@ class MixtureDataModule(TokenDataModule):
         shuffle: bool = True,
         seed: int = 0,
         num_workers: int = 0,
+        cache_dir: str | None = None,
+        cache_bytes: int | None = None,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
         self.packing, self.weights = packing, weights
-        self.folders = {name: _prepared(name, source) for name, source in sources.items()}
+        cache = Path(cache_dir or default_cache_dir()).expanduser(), cache_bytes, storage_options
+        self.folders = {
+            name: open_remote(source, *cache) if is_remote(source) else _prepared(name, source)
+            for name, source in sources.items()
+        }
         if not self.folders:
             raise ConfigError("data.sources is empty: name at least one prepared folder.")
         manifests = {name: read_manifest(folder) for name, folder in self.folders.items()}

@@ -145,3 +145,13 @@ def loggers_as_they_were() -> Iterator[None]:
     yield
     for logger, level in zip(loggers, levels, strict=True):
         logger.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A bucket on a local S3 server."""
+    from tests.object_storage import Storage
+
+    storage = Storage(tmp_path_factory.mktemp("storage"))
+    yield storage
+    storage.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
 from core.technique import technique
 from datamodules.packing.permutation import Permutation
+from datamodules.packing.prefetching import Chunk, Prefetching
 from datamodules.packing.token_store import TokenStore
 
 Segment = tuple[int, int]
@@ -20,7 +22,7 @@ Segment = tuple[int, int]
 
 
 @dataclass(eq=False)
-class ConcatenatedBatches(PackedBatches):
+class ConcatenatedBatches(Prefetching):
     """One rank's batches of a stream that goes on over the ends of epochs.
 
     An epoch is every token once (but for the last, which has no label), in blocks whose order is drawn anew.
@@ -73,12 +75,23 @@ class ConcatenatedBatches(PackedBatches):
 
     def read(self, rows: Sequence[int], own: slice) -> Batch:
         """Returns the rows of a slice as a batch."""
-        length, chosen = self.sequence_length, rows[own]
+        parts = self._parts(rows[own])
+        parts += [[]] * (self.batch_size - len(parts))
+        return to_batch(self.store, parts, self.sequence_length, self.mask_documents)
+
+    def chunks(self, rows: Sequence[int], own: slice) -> Iterator[Chunk]:
+        """Yields the chunks of a remote folder that a slice of rows is read from."""
+        return self.store.remote_chunks(chain.from_iterable(self._parts(rows[own])))
+
+    def cache_bytes(self) -> int:
+        """Returns the size of the cache; 0 where nothing is remote."""
+        return self.store.cache_bytes
+
+    def _parts(self, rows: Sequence[int]) -> list[list[Segment]]:
+        """Returns the parts of the store that each row consists of."""
         if self.pad:
-            parts = [[(row, length)] for row in chosen] + [[]] * (self.batch_size - len(chosen))
-        else:
-            parts = [_joined(self._segments(row, length)) for row in chosen]
-        return to_batch(self.store, parts, length, self.mask_documents)
+            return [[(row, self.sequence_length)] for row in rows]
+        return [_joined(self._segments(row, self.sequence_length)) for row in rows]
 
     def _segments(self, position: int, length: int) -> Iterator[Segment]:
         """Yields the parts of the store that the stream consists of from a position on."""

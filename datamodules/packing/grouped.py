@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
-from core.contracts import Batch, PackedBatches
+from core.contracts import Batch
 from datamodules.packing.concatenate import Segment, to_batch
 from datamodules.packing.permutation import Permutation
+from datamodules.packing.prefetching import Chunk, Prefetching
 from datamodules.packing.token_store import TokenStore
 
 GROUP = 2048
@@ -27,7 +29,7 @@ Taken = tuple[tuple[int, int], ...]
 
 
 @dataclass(eq=False)
-class GroupedBatches(PackedBatches):
+class GroupedBatches(Prefetching):
     """One rank's batches of documents that are packed into rows, group by group.
 
     Documents come in an order drawn anew for each epoch; each successive group of them is cut into pieces of at
@@ -114,6 +116,14 @@ class GroupedBatches(PackedBatches):
         chosen = [*rows[own]]
         chosen += [[]] * (self.batch_size - len(chosen))
         return to_batch(self.store, chosen, self.width(rows), mask_documents=True)
+
+    def chunks(self, rows: Sequence[Row], own: slice) -> Iterator[Chunk]:
+        """Yields the chunks of a remote folder that a slice of rows is read from."""
+        return self.store.remote_chunks(chain.from_iterable(rows[own]))
+
+    def cache_bytes(self) -> int:
+        """Returns the size of the cache; 0 where nothing is remote."""
+        return self.store.cache_bytes
 
     def _pack_group(self, group: int, history: Taken, length: int) -> list[Row]:
         """Returns the rows of a group that are left when, of earlier lengths, so many rows were handed out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches
 from core.errors import ConfigError
+from datamodules.packing.prefetching import Chunk, Prefetching
 
 Weight = float | list[tuple[int, float]]
 """A share, or points (tokens, share) between which it changes linearly; constant before the first and after the last."""
@@ -17,7 +18,7 @@ Weight = float | list[tuple[int, float]]
 FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "document_ids": -1, "position_ids": 0}
 
 
-class MixedBatches(PackedBatches):
+class MixedBatches(Prefetching):
     """One rank's batches whose rows come from several sources, each in its own order.
 
     Which source a row comes from is no draw: the one that is furthest behind its share gives the next row, so
@@ -134,6 +135,17 @@ class MixedBatches(PackedBatches):
                 part.batch_size = chosen
                 pieces.append((name, part.read(mine, slice(before, before + chosen))))
         return self._merged([name for name, _ in rows[own]], pieces, width)
+
+    def chunks(self, rows: Sequence[tuple[str, Any]], own: slice) -> Iterator[Chunk]:
+        """Yields the chunks of remote folders that a slice of rows is read from."""
+        for name, part in self.parts.items():
+            mine = [row for source, row in rows[own] if source == name]
+            if mine and isinstance(part, Prefetching):
+                yield from part.chunks(mine, slice(None))
+
+    def cache_bytes(self) -> int:
+        """Returns the size of the cache; 0 where nothing is remote."""
+        return max(part.cache_bytes() if isinstance(part, Prefetching) else 0 for part in self.parts.values())
 
     def _merged(self, names: list[str], pieces: list[tuple[str, Batch]], width: int) -> Batch:
         keys = {"input_ids", "labels"}.union(*(set(piece) for _, piece in pieces))

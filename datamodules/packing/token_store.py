@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from core.errors import ConfigError
+from core.remote_folder import RemoteFolder, remote_of
+from datamodules.packing.remote_chunks import RemoteChunks, checked_header
 
 _DTYPES = {"no_header_numpy:5": "uint16", "no_header_numpy:6": "uint32"}  # litdata's names
 
@@ -24,43 +27,59 @@ class TokenStore:
     A chunk is a header of uint32 (number of items; byte offset of each item and of the end), then the
     items' tokens. An item is a document.
 
+    Args:
+        folder: The chunks and their index.json; of a remote folder's copy, chunks come when they are read.
+        remote: That remote folder; None: the one that this process has opened, if there is one.
+
+    Attributes:
+        remote: Its chunks; None where they are all here.
+
     Raises:
         ConfigError: If the index or a chunk is missing, cut off, or not what the index says.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._chunks: list[np.ndarray] = []
-        self._offsets: list[np.ndarray] = []
+    remote: RemoteChunks | None = None
+
+    def __init__(self, folder: Path, remote: RemoteFolder | None = None) -> None:
+        self.folder, self._of = folder, remote or remote_of(folder.parent)
+        self._chunks: Sequence[np.ndarray] = []
+        self._offsets: Sequence[np.ndarray] = []
         path = folder / "index.json"
         try:
             index = json.loads(path.read_text(encoding="utf-8"))
             dtype = np.dtype(_DTYPES[index["config"]["data_format"][0]])
-            for chunk in index["chunks"]:
-                path = folder / chunk["filename"]
-                offsets, tokens = _map(path, chunk["chunk_bytes"], chunk["chunk_size"], dtype)
-                self._offsets.append(offsets)
-                self._chunks.append(tokens)
-            self._ends = np.cumsum([len(chunk) for chunk in self._chunks])
-            self._starts = self._ends - [len(chunk) for chunk in self._chunks]
-            self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
-            self._counts = np.cumsum([len(offsets) - 1 for offsets in self._offsets])
-            self._itemsize = dtype.itemsize
-            if not self._chunks:
+            chunks = index["chunks"]
+            if not chunks:
                 raise ValueError("it lists no chunks")
+            sizes = np.array([(chunk["chunk_bytes"], chunk["chunk_size"]) for chunk in chunks], np.int64)
+            tokens = (sizes[:, 0] - 4 * (sizes[:, 1] + 2)) // dtype.itemsize
+            if self._of is not None:
+                self.remote = RemoteChunks(self._of, folder.name, chunks, dtype)
+                self._chunks, self._offsets = self.remote.tokens, self.remote.offsets
+            else:
+                mapped = []
+                for chunk in chunks:
+                    path = folder / chunk["filename"]
+                    mapped.append(_map(path, chunk["chunk_bytes"], chunk["chunk_size"], dtype))
+                self._offsets, self._chunks = zip(*mapped, strict=True)
+            self._ends = np.cumsum(tokens)
+            self._starts = self._ends - tokens
+            self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
+            self._counts = np.cumsum(sizes[:, 1])
+            self._itemsize, self._none = dtype.itemsize, np.empty(0, dtype)
         except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
             raise ConfigError(f"{path} is missing or damaged: {type(error).__name__}: {error}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.folder,)  # a spawned worker maps the chunks anew
+        return TokenStore, (self.folder, self._of)  # a spawned worker maps the chunks anew
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def document_starts(self) -> np.ndarray:
         """Returns the position of each document's first token, (number of documents,) int64."""
-        chunks = zip(self._starts, self._offsets, self._chunks, strict=True)
-        return np.concatenate([at + (o[:-1] - o[0]).astype(np.int64) // c.itemsize for at, o, c in chunks])
+        chunks = zip(self._starts, self._offsets, strict=True)
+        return np.concatenate([at + (o[:-1] - o[0]).astype(np.int64) // self._itemsize for at, o in chunks])
 
     @property
     def number_of_documents(self) -> int:
@@ -70,7 +89,10 @@ class TokenStore:
     def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
         """Returns (first token, tokens) of each document, numbered in the stream's order."""
         found = []
-        for index, chunk in zip(indices, np.searchsorted(self._counts, indices, side="right"), strict=True):
+        chunks = np.searchsorted(self._counts, indices, side="right")
+        if self.remote is not None:
+            self.remote.fetch_headers(np.unique(chunks).tolist())
+        for index, chunk in zip(indices, chunks, strict=True):
             offsets, within = (
                 self._offsets[chunk],
                 index - (self._counts[chunk] - len(self._offsets[chunk]) + 1),
@@ -114,11 +136,28 @@ class TokenStore:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens at positions [start, stop), of the stored type; fewer where the stream ends."""
-        first, last = np.searchsorted(self._ends, (start, stop - 1), side="right")
-        chosen = slice(first, last + 1)
-        pieces = zip(self._chunks[chosen], self._starts[chosen], strict=True)
-        empty = self._chunks[0][:0]
-        return np.concatenate([empty, *(chunk[max(0, start - at) : stop - at] for chunk, at in pieces)])
+        pieces = [
+            self._chunks[chunk][max(0, start - self._start_list[chunk]) : stop - self._start_list[chunk]]
+            for chunk in self.chunks_between(start, stop)
+        ]
+        return np.concatenate([self._none, *pieces])
+
+    def chunks_between(self, start: int, stop: int) -> range:
+        """Returns the numbers of the chunks that hold the tokens at positions [start, stop)."""
+        last = min(bisect_right(self._end_list, stop - 1), len(self._end_list) - 1)
+        return range(bisect_right(self._end_list, start), last + 1)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Size of the cache that the chunks of a remote folder go through; 0 where all are here."""
+        return self._of.limit if self._of is not None else 0
+
+    def remote_chunks(self, segments: Iterable[tuple[int, int]]) -> Iterator[tuple[RemoteChunks, int]]:
+        """Yields the chunks of a remote folder that hold segments, (first token, tokens), with their labels."""
+        if self.remote is not None:
+            for first, size in segments:
+                for chunk in self.chunks_between(first, first + size + 1):
+                    yield self.remote, chunk
 
     def counts(self, vocab_size: int) -> np.ndarray:
         """Returns how often each token id occurs, (vocab_size,) int64."""
@@ -133,7 +172,5 @@ def _map(path: Path, size: int, items: int, dtype: np.dtype) -> tuple[np.ndarray
     raw = np.asarray(np.memmap(path, np.uint8, mode="r"))
     if len(raw) != size:
         raise ValueError(f"it has {len(raw):,} bytes, index.json says {size:,}")
-    header = raw[: 4 * (items + 2)].view(np.uint32)
-    if (header[0], header[1], header[-1]) != (items, header.nbytes, size):
-        raise ValueError(f"its header does not describe {items} items in {size:,} bytes")
+    header = checked_header(raw[: 4 * (items + 2)], size, items)
     return header[1:], raw[header.nbytes :].view(dtype)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
-from core.prepared import prepared_folder, read_manifest
+from core.prepared import read_manifest, whole_folder
 from core.technique import technique
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
@@ -26,11 +25,7 @@ def inspect_data(arguments: list[str]) -> int:
         python -m core inspect-data prepared/corpus --index 3 --packing BestFit --batch_size 2
     """
     options = _options(arguments)
-    folder = Path(options.folder).expanduser()
-    if prepared_folder(str(folder)) is None:
-        raise ConfigError(
-            f"{folder} has no manifest.json: it is no folder that prepare has written to its end."
-        )
+    folder = whole_folder(options.folder)
     manifest = read_manifest(folder)
     from rich.console import Console
     from tokenizers import Tokenizer

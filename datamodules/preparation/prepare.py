@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
+from core.prepared import is_remote
 from core.technique import technique
 
 _OURS = ("manifest.json", "report.md", "report.json", "lengths.png", "rejects.jsonl", "tokenizer.json", "train",
@@ -40,7 +41,7 @@ def prepare(arguments: list[str]) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace what another configuration wrote")
     parser.add_argument("--data.KEY", metavar="VALUE", help="changes an option of the config, as in `fit`")
     options, rest = parser.parse_known_args(arguments)
-    folder = Path(options.output or f"prepared/{Path(options.config[0]).stem}").expanduser()
+    folder = _output(options.output or f"prepared/{Path(options.config[0]).stem}")
     preparation, source = _built(options.config, rest)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +55,18 @@ def prepare(arguments: list[str]) -> int:
             "room, say), and run the same again."
         ) from error
     return 0
+
+
+def _output(name: str) -> Path:
+    """Returns the folder to write, which is on this machine: a task is published by renaming it."""
+    if is_remote(name):
+        raise ConfigError(
+            f"--output is {name}: prepare writes folders of this machine. Upload what it wrote, the manifest last:"
+            f"\n  aws s3 sync --exclude manifest.json prepared/corpus {name}"
+            f"\n  aws s3 cp prepared/corpus/manifest.json {name.rstrip('/')}/manifest.json"
+            "\n(or `rclone copy`), and train on it with --data.source."
+        )
+    return Path(name).expanduser()
 
 
 def _prepare(preparation: Any, source: str, folder: Path, overwrite: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
-from core.prepared import prepared_folder, read_manifest
+from core.prepared import read_manifest, whole_folder
 from core.technique import technique
 
 _SPLITS = ("train", "validation")
@@ -26,11 +26,7 @@ def verify_data(arguments: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m core verify-data", description=verify_data.__doc__)
     parser.add_argument("folder", metavar="DIR", help="the folder that prepare wrote")
-    folder = Path(parser.parse_args(arguments).folder).expanduser()
-    if prepared_folder(str(folder)) is None:
-        raise ConfigError(
-            f"{folder} has no manifest.json: it is no folder that prepare has written to its end."
-        )
+    folder = whole_folder(parser.parse_args(arguments).folder)
     manifest = read_manifest(folder)
     try:
         problems = list(_problems(folder, manifest))
