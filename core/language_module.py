@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,11 +18,11 @@ from core.contracts import Network, Objective, TokenSum, check_fit
 from core.loop_state import rescale, settle
 from core.loss_ranks import gradient_norm, group_of, place_of, sum_over
 from core.parameter_groups import parameter_groups
-from core.scheduling import ScheduleClock, prefer_written
+from core.scheduling import ScheduleClock, prefer_written, scaled_rates
 from core.seeding import mix, seed_generators
 from core.shards import gradients, local
 from core.stopping import StopSignals
-from core.token_sums import TokenSums, wide
+from core.token_sums import TokenSums, named, wide
 from core.updates import keep_updates
 
 GRADIENT_TOKENS = 4096.0
@@ -62,6 +61,7 @@ class LanguageModule(LightningModule):
         tokens_seen: Label tokens of all ranks since the start of the run, as of the last logged step.
         step_loss: Mean loss over all label tokens of the optimizer step, of all ranks; 0-d, on the device. From
             `on_before_optimizer_step` of the step on.
+        rate_factors: Who -> what the schedule's learning rates are multiplied by, in the coming steps.
     """
 
     network: Network
@@ -89,6 +89,7 @@ class LanguageModule(LightningModule):
         self._step_sums: Tensor | None = None
         self._norm: Tensor | None = None
         self._epoch: int | None = None
+        self.rate_factors: dict[str, float] = {}
         self.stop_signals: StopSignals | None = None
         self._clock: ScheduleClock | None = None
         self._user_groups: list[dict[str, Any]] = []
@@ -157,7 +158,8 @@ class LanguageModule(LightningModule):
         self._norm = None
         if self._clock is not None:
             self._clock.begin_step()
-        optimizer.step(closure=closure)
+        with scaled_rates(optimizer, self.rate_factors):
+            optimizer.step(closure=closure)
         keep_updates(optimizer)
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
@@ -195,7 +197,7 @@ class LanguageModule(LightningModule):
         norm = self.gradient_norm(optimizer)
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
-        figures = _named("train", means)
+        figures = named("train", means)
         figures["train/tokens"] = float(self.tokens_seen)
         figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
         figures["train/grad_norm"] = float(norm)
@@ -220,7 +222,7 @@ class LanguageModule(LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole validation set and all ranks."""
-        figures = _named("val", self._validation.means(self._sum_over_ranks)[0])
+        figures = named("val", self._validation.means(self._sum_over_ranks)[0])
         fitting = self.trainer.state.fn == "fit"
         self.log_dict(figures, logger=not fitting)
         if fitting and not self.trainer.sanity_checking:
@@ -232,7 +234,7 @@ class LanguageModule(LightningModule):
 
     def on_test_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole test set and all ranks."""
-        self.log_dict(_named("test", self._validation.means(self._sum_over_ranks)[0]))
+        self.log_dict(named("test", self._validation.means(self._sum_over_ranks)[0]))
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns log-probabilities (B, T) in nats of the labels; 0 where the label is ignored."""
@@ -266,6 +268,10 @@ class LanguageModule(LightningModule):
         """Returns the trainable parameters in groups of equal settings; a shared one stands once."""
         return parameter_groups(self, self.decay_embeddings, self.parameter_options)
 
+    def on_fit_start(self) -> None:
+        """Notes what a callback may change."""
+        self._accumulated = self.trainer.accumulate_grad_batches
+
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
         self.stop_signals = StopSignals(self.trainer)
@@ -283,7 +289,7 @@ class LanguageModule(LightningModule):
         window = self._window.state_dict(lambda sums: torch.as_tensor(gather(sums, group)))
         checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
         if self._epoch is not None:
-            settle(self.trainer, checkpoint, self._epoch)
+            settle(self.trainer, checkpoint, self._epoch, self._accumulated)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""
@@ -292,9 +298,3 @@ class LanguageModule(LightningModule):
             self.tokens_seen = state["tokens_seen"]
             rescale(self.trainer, checkpoint)
             self._window.load_state_dict(state["window"], *place_of(self.trainer), self.device)
-
-
-def _named(stage: str, means: Mapping[str, float]) -> dict[str, float]:
-    figures = {f"{stage}/{name}": value for name, value in means.items()}
-    figures[f"{stage}/perplexity"] = math.exp(min(means["loss"], 700.0))
-    return figures

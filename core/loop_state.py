@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 
-def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int) -> None:
+def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int, accumulated: int) -> None:
     """Makes the loops' state the same for each way in which a run can end after a batch.
 
     Lightning 2.6 counts an epoch as done when `max_steps` or a signal ends the run within it: resumed, it would
@@ -18,9 +18,10 @@ def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int) -> None:
         trainer: The trainer that saves.
         checkpoint: Its checkpoint; changed in place.
         epoch: The epoch that the last batch belonged to, from 0.
+        accumulated: Micro-batches of a step, as configured: a callback may have changed their number.
     """
     state = checkpoint["loops"]["fit_loop"]
-    state["accumulated"] = trainer.accumulate_grad_batches
+    state["accumulated"] = accumulated
     for progress in state["epoch_progress"].values():
         progress.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
     batches = state["epoch_loop.batch_progress"]

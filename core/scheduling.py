@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,3 +81,17 @@ def prefer_written(
         group.update(own)
         if scheduler is not None and not isinstance(scheduler, Schedule):
             group["lr"] = rate  # torch's schedules derive the next rate from the present one
+
+
+@contextmanager
+def scaled_rates(optimizer: Any, factors: Mapping[str, float]) -> Iterator[None]:
+    """Multiplies the learning rates by all of the factors, for as long as a step takes: schedules go on from theirs."""
+    factor = math.prod(factors.values())
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True) if factor != 1.0 else ():
+        group["lr"] = rate * factor
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True) if factor != 1.0 else ():
+            group["lr"] = rate

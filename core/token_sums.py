@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -66,3 +67,10 @@ def wide(value: Tensor) -> Tensor:
     """Returns a copy in the widest type that the device has."""
     # exact for counts up to 2**53; Apple's GPUs have no float64
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
+
+
+def named(stage: str, means: Mapping[str, float]) -> dict[str, float]:
+    """Returns the means under the names that they are logged by, the perplexity among them."""
+    figures = {f"{stage}/{name}": value for name, value in means.items()}
+    figures[f"{stage}/perplexity"] = math.exp(min(means["loss"], 700.0))
+    return figures

@@ -92,20 +92,22 @@ def simulate(cli: Any) -> list[Step]:
     optimizer.step()  # torch's schedules complain where none was made
     steps, every = [], -(-total // MAX_ROWS)
     for number in range(1, total + 1):
-        rows, length = shape(cli)
+        rows, length, factor = shape(cli, number - 1, tokens)
         if hasattr(schedule, "begin_step"):
             schedule.begin_step(rows * length)
         tokens += rows * length
         if number % every == 0 or number in (1, total):
-            rate = float(optimizer.param_groups[0]["lr"])
+            rate = float(optimizer.param_groups[0]["lr"]) * factor
             steps.append(Step(number, tokens, rate, rows * length, length))
         if schedule is not None:
             schedule.step()
     return steps
 
 
-def shape(cli: Any) -> tuple[int, int]:
-    """Returns the rows of a global batch and the tokens of a row."""
+def shape(cli: Any, step: int, tokens: int) -> tuple[int, int, float]:
+    """Returns the rows of a step's global batch, the tokens of a row, and what the rate is multiplied by."""
+    from core.batch_shapes import Shape, ShapeSchedule
+
     data, trainer = cli.datamodule, cli.trainer
     rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
     if not rows or not length:
@@ -113,7 +115,12 @@ def shape(cli: Any) -> tuple[int, int]:
             f"{type(data).__name__} does not say how large its batches are: it has no batch_size and sequence_length."
         )
     readers = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
-    return rows * readers * trainer.accumulate_grad_batches, length
+    full = found = Shape(length, rows, trainer.accumulate_grad_batches)
+    factor = 1.0
+    for schedule in (callback for callback in trainer.callbacks if isinstance(callback, ShapeSchedule)):
+        found = schedule.shape(step, tokens, trainer.max_steps, full)
+        factor *= schedule.rate_factor(tokens)
+    return found.batch_size * found.accumulated * readers, found.sequence_length, factor
 
 
 def as_csv(steps: list[Step]) -> str:

@@ -1,0 +1,247 @@
+"""Rows and batches that grow in a real run: closed forms, no token lost or repeated, bitwise resume."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Callback
+
+from callbacks.batch_size_ramp import BatchSizeRamp
+from callbacks.sequence_length_schedule import SequenceLengthSchedule
+from core import checkpoint
+from core.__main__ import main
+from core.batch_shapes import Shape
+from core.errors import ConfigError
+from datamodules.preparation.token_shards import TokenShards
+from tests.conftest import TINY
+
+FULL = Shape(256, 8, 1)
+
+
+class Log(Callback):
+    """Keeps what the run trained on, by optimizer step."""
+
+    steps: list = []
+
+    def on_train_start(self, trainer, pl_module):
+        type(self).steps = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        stepped = not trainer.fit_loop.epoch_loop._should_accumulate()
+        batch = self.batch["input_ids"].clone(), self.batch["labels"].clone()
+        self.steps.append((trainer.global_step, *batch, stepped))
+
+
+class Stop(Callback):
+    """Ends the run after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == self.step:
+            trainer.should_stop = True
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch, capfd):
+    """Trains in this process on tokens that equal their position (8,001 of them)."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tokens"
+    for split, count in (("train", 8001), ("validation", 100)):
+        TokenShards(1000).write([np.arange(count)], folder / split, vocab_size=1 << 17)
+    config = yaml.safe_load(yaml.safe_dump(TINY))
+    config["model"]["network"]["init_args"].update(vocab_size=8192, max_sequence_length=32)
+    config["trainer"].update(log_every_n_steps=1)
+    config["data"] = {"class_path": "tests.callbacks.tokens.StoredTokens", "init_args": {
+        "folder": str(folder), "sequence_length": 32, "batch_size": 4, "shuffle": False}}  # fmt: skip
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+
+    def run(name, *words, code=0):
+        words = ["--trainer.callbacks+=tests.callbacks.test_shape_schedules.Log", *words]
+        found = main(["fit", "--config=tiny.yaml", f"--trainer.default_root_dir={name}", *words])
+        said = capfd.readouterr().err
+        assert found == code, said
+        return said if code else checkpoint.read(checkpoint.newest(tmp_path / name))
+
+    return run
+
+
+def steps_of():
+    from tests.callbacks.test_shape_schedules import Log as Logged  # as the run imported it
+
+    return Logged.steps
+
+
+def trained_on(steps):
+    """Returns all labels, in order: each step's micro-batches, each row from left to right."""
+    return [label for _, _, labels, _ in steps for label in labels.flatten().tolist()]
+
+
+# Closed forms -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", ["tokens", "batch"])
+def test_linear_growth_is_the_papers(keep):
+    schedule = SequenceLengthSchedule(start=8, duration=100, keep=keep)
+    for step in range(130):
+        found = schedule.shape(step, 0, 1000, FULL)
+        paper = min(8 + (256 - 8) * min(step / 100, 1.0), 256)
+        assert found.sequence_length == paper // 8 * 8
+        assert found.batch_size == (8 * 256 // found.sequence_length if keep == "tokens" else 8)
+    assert schedule.shape(0, 0, 1000, FULL).sequence_length == 8
+    assert schedule.shape(99, 0, 1000, FULL).sequence_length < 256
+    assert schedule.shape(100, 0, 1000, FULL) == FULL
+
+
+def test_lengths_of_a_share_of_the_run():
+    schedule = SequenceLengthSchedule(start=64, duration=0.5, growth="doubling")
+    lengths = [schedule.shape(step, 0, 40, Shape(512, 1, 1)).sequence_length for step in range(40)]
+    assert lengths == [64] * 7 + [128] * 7 + [256] * 6 + [512] * 20
+    schedule = SequenceLengthSchedule(duration=6, growth="stages", stages=[16, 48])
+    lengths = [schedule.shape(step, 0, -1, Shape(64, 1, 1)).sequence_length for step in range(8)]
+    assert lengths == [16, 16, 16, 48, 48, 48, 64, 64]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 1 / 3, 1.0])
+def test_short_rows_come_back_in_their_share(share):
+    schedule = SequenceLengthSchedule(start=64, duration=20, growth="doubling", intermittent_short=share)
+    later = [schedule.shape(step, 0, 1000, FULL).sequence_length for step in range(20, 1020)]
+    short = [length for length in later if length < 256]
+    assert len(short) == math.floor(1000 * share)
+    assert {*short} == ({64, 128} if share else set())
+    assert abs(short.count(64) - short.count(128)) <= 1
+
+
+def test_the_ramp_is_gpt3s():
+    ramp, full = BatchSizeRamp(start=0.01, tokens_until_full=4_000_000), Shape(2048, 8, 195)  # 3.2M tokens
+    for tokens in (0, 1_000_000, 2_000_000, 3_999_999):
+        found = ramp.shape(0, tokens, -1, full)
+        share = 0.01 + 0.99 * tokens / 4_000_000
+        assert found.batch_size <= full.batch_size
+        assert found.batch_size * found.accumulated == pytest.approx(share * 8 * 195, abs=found.accumulated)
+    assert ramp.shape(0, 4_000_000, -1, full) == full
+
+
+def test_doubling_goes_with_the_square_root_of_two():
+    ramp, full = (
+        BatchSizeRamp(start=0.125, tokens_until_full=600, growth="doubling", scale_rate=True),
+        Shape(16, 4, 4),
+    )
+    found = [ramp.shape(0, tokens, -1, full) for tokens in (0, 199, 200, 399, 400, 599, 600)]
+    assert [shape.batch_size * shape.accumulated for shape in found] == [2, 2, 4, 4, 8, 8, 16]
+    assert [ramp.rate_factor(tokens) ** 2 for tokens in (0, 200, 400, 600)] == pytest.approx(
+        [0.125, 0.25, 0.5, 1]
+    )
+
+
+# In a run -----------------------------------------------------------------------------------------------
+
+GROWING = ["--trainer.callbacks+=SequenceLengthSchedule", "--trainer.callbacks.start=4", "--trainer.callbacks.duration=8",
+           "--trainer.callbacks.multiple=4"]  # fmt: skip
+RAMP = ["--trainer.callbacks+=BatchSizeRamp", "--trainer.callbacks.start=0.1", "--trainer.callbacks.tokens_until_full=900",
+        "--trainer.callbacks.scale_rate=true", "--trainer.accumulate_grad_batches=4"]  # fmt: skip
+CASES = {
+    "growing": [*GROWING, "--trainer.callbacks.intermittent_short=0.5"],
+    "growing, as many rows": [*GROWING, "--trainer.callbacks.keep=batch"],
+    "doubling, accumulated": [
+        *GROWING,
+        "--trainer.callbacks.growth=doubling",
+        "--trainer.accumulate_grad_batches=2",
+    ],
+    "ramp": RAMP,
+    "ramp, doubling": [*RAMP, "--trainer.callbacks.growth=doubling"],
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_no_token_is_lost_or_repeated(name, workers, fit):
+    fit("run", *CASES[name], "--trainer.max_steps=12", f"--data.num_workers={workers}")
+    steps = steps_of()
+    found = trained_on(steps)
+    assert found == list(range(1, len(found) + 1))  # over all changes
+    shapes = [tuple(ids.shape) for _, ids, _, _ in steps]
+    assert len(set(shapes)) >= 3, shapes
+    assert all(rows * length <= 4 * 32 for rows, length in shapes)
+    assert shapes[-1] == (4, 32) or "intermittent" in " ".join(CASES[name])
+
+
+def test_what_the_ramp_trains_on_is_what_it_says(fit):
+    fit("run", *CASES["ramp, doubling"], "--trainer.max_steps=12")
+    taken, sizes = 0, []
+    for _, ids, _, stepped in steps_of():
+        taken += ids.numel()
+        if stepped:
+            sizes.append(taken)
+            taken = 0
+    assert sizes == sorted(sizes)
+    assert sizes[0] == 64  # a tenth of 16 rows
+    assert sizes[-1] == 512
+    assert {64, 192, 512} <= set(sizes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_can_be_resumed_from(name, fit):
+    usual = [*CASES[name], "--model.lr_scheduler=null"]
+    whole = fit("whole", *usual, "--trainer.max_steps=12")
+    expected = trained_on(steps_of())
+    seen = []
+    for stop in (3, 5, 12):
+        ending = [
+            "--trainer.callbacks+=tests.callbacks.test_shape_schedules.Stop",
+            f"--trainer.callbacks.step={stop}",
+        ]
+        resuming = ["--ckpt_path=last"] if stop > 3 else []
+        last = fit("parts", *usual, *ending, "--trainer.max_steps=12", *resuming)
+        seen += trained_on(steps_of())
+    assert seen == expected
+    for key, weight in whole["state_dict"].items():
+        assert torch.equal(weight, last["state_dict"][key])
+
+
+# Mistakes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"start": 0}, "at least 1"),
+        ({"duration": 1.5}, "share of the run below 1.0"),
+        ({"growth": "stages"}, "stages are given"),
+        ({"growth": "stages", "stages": [64, 32]}, "stages rise"),
+        ({"intermittent_short": 2.0}, "share from 0 to 1"),
+    ],
+)
+def test_mistakes_of_lengths(options, said):
+    with pytest.raises(ConfigError, match=said):
+        SequenceLengthSchedule(**options)
+
+
+@pytest.mark.parametrize("options", [{"start": 0.0}, {"start": 2.0}, {"tokens_until_full": -1}])
+def test_mistakes_of_the_ramp(options):
+    with pytest.raises(ConfigError, match="start above 0 and at most 1"):
+        BatchSizeRamp(**options)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*GROWING, "--trainer.callbacks.start=64"], "longer than --data.sequence_length=32"),
+        ([*GROWING, "--trainer.callbacks.duration=20"], "duration is 20 steps, the run 12"),
+        ([*RAMP, "--trainer.callbacks.tokens_until_full=90000"], "the whole run has at most 6,144 tokens"),
+        (
+            [*GROWING, "--trainer.callbacks+=BatchSizeRamp", "--trainer.callbacks.tokens_until_full=9"],
+            "exclude each other",
+        ),
+    ],
+)
+def test_mistakes_in_a_run(words, said, fit):
+    message = fit("run", *words, "--trainer.max_steps=12", code=2)
+    assert said in message
+    assert len(message.splitlines()) <= 10
