@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -43,10 +44,12 @@ class Cluster:
     Attributes:
         address: Of the first.
         hidden: A folder that the second node does not see; None where it cannot be hidden.
+        raylets: The process that keeps each node.
     """
 
     address: str
     hidden: Path | None
+    raylets: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,7 @@ def cluster():
         f"--temp-dir={folder}/a",
         "--include-dashboard=false",
     ]
+    raylets = []
     try:
         for cpus, words in zip(CPUS, (head, [f"--address={address}"]), strict=True):
             start = [sys.executable, "-m", "ray.scripts.scripts", "start", *words, f"--num-cpus={cpus}",
@@ -76,7 +80,8 @@ def cluster():
                 [*prefix, *start], env=environment, cwd="/", capture_output=True, text=True, timeout=90
             )
             assert done.returncode == 0, done.stdout + done.stderr
-        yield Cluster(address, hidden if can_hide else None)
+            raylets += [process for process in processes(name=b"raylet/raylet") if process not in raylets]
+        yield Cluster(address, hidden if can_hide else None, raylets)
         assert os.listdir(folder / "home") == []
     finally:
         for process in processes():
@@ -91,13 +96,16 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def processes(mark=MARK):
-    """Returns the processes whose environment holds the mark."""
+def processes(mark=MARK, name=b""):
+    """Returns the processes with the mark in their environment and a name in their command line."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark.encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
+            told = (
+                mark.encode() in (path / "environ").read_bytes() and name in (path / "cmdline").read_bytes()
+            )
+            if told and int(path.name) != os.getpid():
+                found.append(int(path.name))
     return found
 
 
@@ -141,7 +149,9 @@ class Diary(Transform):
             "end": time.time(),
             "threads": os.environ["RAYON_NUM_THREADS"],
         }
-        (self.folder / f"{uuid4().hex}.json").write_text(json.dumps(entry))
+        path = self.folder / uuid4().hex
+        path.write_text(json.dumps(entry))
+        path.rename(path.with_suffix(".json"))
         return batch
 
     def entries(self):
@@ -167,16 +177,16 @@ def command(source, folder, *more):
 
 
 def test_without_a_cluster_it_starts_one_and_leaves_nothing_behind(source, tmp_path):
-    home, mark = tmp_path / "home", uuid4().hex
-    home.mkdir()
-    alone = run_core(
-        *command(source, tmp_path / "ray", "--data.engine=RayEngine"), HOME=home, TMPDIR=home, MARK=mark
-    )
-    assert alone.returncode == 0, alone.stderr
+    words, mark = command(source, tmp_path / "ray", "--data.engine=RayEngine"), uuid4().hex
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as home:  # a short name: sockets lie there
+        alone = run_core(*words, HOME=home, TMPDIR=home, MARK=mark)
+        assert alone.returncode == 0, alone.stderr
+        assert not [path for path in Path(home).rglob("*") if "ray" in path.name]
     assert all(line.startswith(("Preparing", "tasks")) for line in alone.stderr.splitlines()), alone.stderr
     assert [line.split()[0] for line in alone.stdout.splitlines()] == ["120", "Report:", "Train"]
-    assert not [path for path in home.rglob("*") if "ray" in path.name]
-    assert not list(Path("/tmp").glob("leyden-ray-*"))
+    end = time.monotonic() + 20
+    while processes(mark) and time.monotonic() < end:
+        time.sleep(0.1)
     assert processes(mark) == []
     assert run_core(*command(source, tmp_path / "local")).returncode == 0
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
@@ -240,6 +250,26 @@ def test_a_connection_of_somebody_elses_is_used_and_kept(tmp_path, cluster):
         assert ray.get(ray.put(1)) == 1
     finally:
         ray.shutdown()
+
+
+def test_a_machine_that_dies_changes_no_byte(source, tmp_path, cluster):
+    """The last test on the cluster, of which one node is left."""
+    stage = diary(tmp_path / "diary")
+    killer = threading.Thread(target=end_a_node, args=(stage, cluster.raylets[1]))
+    killer.start()
+    folder = prepare(source, tmp_path / "ray", stages=[stage], engine=RayEngine(cluster.address))
+    killer.join()
+    assert len({entry["node"] for entry in stage.entries()}) == 2
+    calm = prepare(source, tmp_path / "here", stages=[diary(tmp_path / "calm")])
+    assert contents(folder) == contents(calm)
+
+
+def end_a_node(stage, raylet):
+    """Ends the process of a node by SIGKILL as soon as both nodes have been at work."""
+    end = time.monotonic() + 120
+    while len({entry["node"] for entry in stage.entries()}) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    os.kill(raylet, signal.SIGKILL)
 
 
 def test_without_ray_a_run_says_how_to_install_it(monkeypatch):
