@@ -100,6 +100,10 @@ class TokenDataModule(LightningDataModule):
             raise ConfigError("reshape_batches: there are no training batches before training begins.")
         self._training.reshape(sequence_length, batch_size)
 
+    def epochs(self) -> dict[str, float]:
+        """Returns how often the training tokens have been gone through, by the name of the source; "all": of one."""
+        return self._training.epochs() if self._training is not None else {}
+
     def val_dataloader(self) -> TokenLoader:
         """Returns this rank's validation batches: every token once, in order, the last batch filled up."""
         return self._loader("validation", pad=True)
