@@ -57,10 +57,10 @@ class GroupedBatches(Prefetching):
 
     def _remember(self) -> None:
         self._rows = lru_cache(4)(self._pack_group)
-        self._rows_of_an_epoch = lru_cache(4)(self._count_rows)
+        self._sampled = lru_cache(4)(self._sample)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_rows")}
+        return {name: value for name, value in vars(self).items() if name not in ("_rows", "_sampled")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -80,15 +80,16 @@ class GroupedBatches(Prefetching):
         }
 
     def __len__(self) -> int:
-        rows, whole = self._rows_of_an_epoch(self.sequence_length), self.batch_size * self.world_size
+        (groups, rows, _), whole = self._sampled(self.sequence_length), self.batch_size * self.world_size
+        rows = rows * self.groups // groups
         return -(-rows // whole) if self.pad else rows // whole
 
-    def _count_rows(self, length: int) -> int:
+    def _sample(self, length: int) -> tuple[int, int, int]:
+        """Returns numbers of groups, and of rows and tokens in them."""
         # all groups where that is few; training only needs to know about how long a pass is
-        sample = self.groups if self.pad else min(self.groups, SAMPLE)
-        return (
-            sum(len(self._pack_group(group, (), length)) for group in range(sample)) * self.groups // sample
-        )
+        groups = self.groups if self.pad else min(self.groups, SAMPLE)
+        packed = [self._pack_group(group, (), length) for group in range(groups)]
+        return groups, sum(map(len, packed)), sum(map(_tokens, packed))
 
     def epochs(self, cursor: dict[str, Any]) -> dict[str, float]:
         """Returns how often the documents have been gone through; every group counts alike, its part by tokens."""
