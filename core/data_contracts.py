@@ -239,6 +239,10 @@ class PackedBatches(IterableDataset, ABC):
     def epochs(self, cursor: Any) -> dict[str, float]:
         """Returns how often the data has been gone through up to a cursor, by the name of the source."""
 
+    def padding(self) -> dict[str, float]:
+        """Returns about what share of the training rows is padding, by the name of the source, to be told to users."""
+        return {}
+
     def width(self, rows: Sequence[Any]) -> int:
         """Returns the length of the rows of a global batch with their padding, in tokens."""
         return self.sequence_length

@@ -43,8 +43,9 @@ class LanguageModule(LightningModule):
 
     Logged every `trainer.log_every_n_steps` optimizer steps, over all tokens since the last time:
     `train/loss` (nats per token), `train/perplexity`, `train/tokens` (label tokens since the start of
-    the run), `train/lr`, `train/grad_norm` (before clipping); after validation `val/loss` and
-    `val/perplexity`. Other steps never wait for the device.
+    the run), `train/lr`, `train/grad_norm` (before clipping), `epoch/NAME` (how often each source of the data
+    has been gone through, where the data module has `epochs`); after validation `val/loss` and `val/perplexity`.
+    Other steps never wait for the device.
 
     Args:
         network: What is trained; built in `configure_model`, so that strategies can shard it.
@@ -201,6 +202,8 @@ class LanguageModule(LightningModule):
         figures["train/tokens"] = float(self.tokens_seen)
         figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
         figures["train/grad_norm"] = float(norm)
+        epochs = getattr(getattr(self.trainer, "datamodule", None), "epochs", dict)
+        figures |= {f"epoch/{name}": float(count) for name, count in epochs().items()}
         # Not self.log: Lightning would walk the figures again after every step that is not logged.
         self.trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}

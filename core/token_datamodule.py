@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from abc import abstractmethod
 from typing import Any
 
@@ -47,6 +48,7 @@ class TokenDataModule(LightningDataModule):
         self.shuffle, self.seed = shuffle, seed
         self._training: TokenLoader | None = None
         self._position: dict[str, Any] | None = None
+        self._told = False
         for name, least in {"sequence_length": 1, "batch_size": 1, "seed": 0, "num_workers": 0}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least {least}.")
@@ -61,7 +63,7 @@ class TokenDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Forgets the position of an earlier run; a checkpoint's is loaded after this."""
-        self._position = None
+        self._position, self._told = None, False
 
     def train_dataloader(self) -> TokenLoader:
         """Returns this rank's training batches; Lightning saves their position with the checkpoint.
@@ -81,7 +83,17 @@ class TokenDataModule(LightningDataModule):
             )
         if self._position is not None:
             self._training.load_state_dict(self._position)
+        self._tell_padding(self._training.batches.padding())
         return self._training
+
+    def _tell_padding(self, shares: dict[str, float]) -> None:
+        """Says it once a run: Lightning may ask for the batches again."""
+        if shares and not self._told and (self.trainer is None or self.trainer.is_global_zero):
+            names = ", ".join(
+                f"{s:.2%}" + (f" ({name})" if len(shares) > 1 else "") for name, s in shares.items()
+            )
+            print(f"Padding in rows of {self.sequence_length:,} tokens: {names}", file=sys.stderr, flush=True)
+        self._told = True
 
     def reshape_batches(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
         """Changes the training rows from the next batch on, in the middle of a run; call it on every rank.
@@ -99,6 +111,10 @@ class TokenDataModule(LightningDataModule):
         if self._training is None:
             raise ConfigError("reshape_batches: there are no training batches before training begins.")
         self._training.reshape(sequence_length, batch_size)
+
+    def epochs(self) -> dict[str, float]:
+        """Returns how often the training tokens have been gone through, by the name of the source; "all": of one."""
+        return self._training.epochs() if self._training is not None else {}
 
     def val_dataloader(self) -> TokenLoader:
         """Returns this rank's validation batches: every token once, in order, the last batch filled up."""

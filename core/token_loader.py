@@ -97,6 +97,10 @@ class TokenLoader:
 
     batch_sampler = sampler
 
+    def epochs(self) -> dict[str, float]:
+        """Returns how often the data has been gone through, by the name of the source."""
+        return self.batches.epochs(self.batches.cursor)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns where the next batch begins, and what that depends on."""
         return {

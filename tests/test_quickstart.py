@@ -1,6 +1,7 @@
 """The quickstart, shortened: what it prints, what it leaves behind, and that the lines it prints work."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from datamodules.packing.best_fit import BestFit
 
 HOUSE = Path(__file__).resolve().parents[1]
 
@@ -66,6 +69,18 @@ def test_the_two_lines_that_say_what_to_type_next_work(quickstart):
     resumed = run(folder, *shlex.split(resume)[3:-1], "90", "--trainer.limit_val_batches=1").stdout
     assert "From checkpoint: runs/quickstart/checkpoints/step-00000080.ckpt" in resumed
     assert (folder / "runs" / "quickstart" / "checkpoints" / "step-00000090.ckpt").exists()
+
+
+def test_best_fit_leaves_less_than_one_per_cent_empty_and_says_so(quickstart):
+    folder, _ = quickstart
+    short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--model.lr_scheduler.warmup_steps=1"]
+    told = run(folder, "fit", "--config", "quickstart", "--data.packing=BestFit", *short).stderr
+    [share] = re.findall(r"^Padding in rows of 256 tokens: ([\d.]+)%$", told, re.MULTILINE)
+    [prepared] = (folder / "cache" / "leyden").iterdir()
+    rows = BestFit().batches(prepared / "train", sequence_length=256, batch_size=1, pad=True)
+    padding = 1 - len(rows.store) / (256 * len(rows))
+    assert float(share) == pytest.approx(100 * padding, abs=0.005)
+    assert padding < 0.01
 
 
 def test_the_users_own_text_trains_with_the_same_config(tmp_path):

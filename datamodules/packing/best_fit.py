@@ -34,13 +34,19 @@ class BestFitBatches(GroupedBatches):
                 insort(free, (room - piece[1], row))
         return [rows[row] for row in random.permutation(len(rows))] if self.shuffle else rows
 
+    def padding(self) -> dict[str, float]:
+        """Returns about what share of the rows is padding."""
+        _, rows, tokens = self._sampled(self.sequence_length)
+        return {"all": 1 - tokens / (rows * self.sequence_length)}
+
 
 @technique(paper="Fewer Truncations Improve Language Modeling, arXiv:2404.10830, section 3: best-fit packing")
 class BestFit(Packing):
     """Packs whole documents into rows with as little padding as can be: only those longer than a row are cut.
 
     Documents in a row are on their own: attention and positions begin anew with each (`document_ids`,
-    `position_ids`), and no label reaches over an end. 2,048 documents at a time are packed together.
+    `position_ids`), and no label reaches over an end. 2,048 documents at a time are packed together. How much of the
+    rows is padding is printed when training starts.
 
     Example:
         data:

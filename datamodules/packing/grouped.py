@@ -57,10 +57,10 @@ class GroupedBatches(Prefetching):
 
     def _remember(self) -> None:
         self._rows = lru_cache(4)(self._pack_group)
-        self._rows_of_an_epoch = lru_cache(4)(self._count_rows)
+        self._sampled = lru_cache(4)(self._sample)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if not name.startswith("_rows")}
+        return {name: value for name, value in vars(self).items() if name not in ("_rows", "_sampled")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -80,29 +80,31 @@ class GroupedBatches(Prefetching):
         }
 
     def __len__(self) -> int:
-        rows, whole = self._rows_of_an_epoch(self.sequence_length), self.batch_size * self.world_size
+        (groups, rows, _), whole = self._sampled(self.sequence_length), self.batch_size * self.world_size
+        rows = rows * self.groups // groups
         return -(-rows // whole) if self.pad else rows // whole
 
-    def _count_rows(self, length: int) -> int:
+    def _sample(self, length: int) -> tuple[int, int, int]:
+        """Returns numbers of groups, and of rows and tokens in them."""
         # all groups where that is few; training only needs to know about how long a pass is
-        sample = self.groups if self.pad else min(self.groups, SAMPLE)
-        return (
-            sum(len(self._pack_group(group, (), length)) for group in range(sample)) * self.groups // sample
-        )
+        groups = self.groups if self.pad else min(self.groups, SAMPLE)
+        packed = [self._pack_group(group, (), length) for group in range(groups)]
+        return groups, sum(map(len, packed)), sum(map(_tokens, packed))
 
     def epochs(self, cursor: dict[str, Any]) -> dict[str, float]:
-        """Returns how often the documents have been gone through, in whole groups."""
-        return {"all": cursor["group"] / self.groups}
+        """Returns how often the documents have been gone through; every group counts alike, its part by tokens."""
+        group, taken = cursor["group"], tuple(map(tuple, cursor["taken"]))
+        packed, done = self._left(group, taken)
+        left = _tokens(packed[done:]) / _tokens(self._rows(group, (), self.sequence_length)) if taken else 1.0
+        return {"all": (group + 1 - left) / self.groups}
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
         """Returns the parts of each row."""
         group, taken = cursor["group"], tuple(map(tuple, cursor["taken"]))
         rows: list[Row] = []
         while len(rows) < count and not (self.pad and group >= self.groups):
-            history, done = taken, 0
-            if taken and taken[-1][0] == self.sequence_length:
-                history, done = taken[:-1], taken[-1][1]
-            packed = self._rows(group, history, self.sequence_length)
+            packed, done = self._left(group, taken)
+            history = taken[:-1] if done else taken
             left = packed[done : done + count - len(rows)]
             rows += left
             if left:
@@ -110,6 +112,12 @@ class GroupedBatches(Prefetching):
             if done + len(left) >= len(packed):
                 group, taken = group + 1, ()
         return rows, {"group": group, "taken": [list(pair) for pair in taken]}
+
+    def _left(self, group: int, taken: Taken) -> tuple[list[Row], int]:
+        """Returns a group's rows of the present length, and how many of them have been handed out."""
+        if taken and taken[-1][0] == self.sequence_length:
+            return self._rows(group, taken[:-1], self.sequence_length), taken[-1][1]
+        return self._rows(group, taken, self.sequence_length), 0
 
     def read(self, rows: Sequence[Row], own: slice) -> Batch:
         """Returns the rows of a slice as a batch, as wide as all of them need."""
@@ -143,3 +151,7 @@ class GroupedBatches(Prefetching):
             packed = self.pack(pieces, longest, random)
             pieces = [piece for row in packed[taken:] for piece in row]
         return packed
+
+
+def _tokens(rows: list[Row]) -> int:
+    return sum(size for row in rows for _, size in row)

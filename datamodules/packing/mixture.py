@@ -89,6 +89,10 @@ class MixedBatches(Prefetching):
             name: next(iter(part.epochs(cursor["parts"][name]).values())) for name, part in self.parts.items()
         }
 
+    def padding(self) -> dict[str, float]:
+        """Returns about what share of each source's rows is padding."""
+        return {name: share for name, part in self.parts.items() for share in part.padding().values()}
+
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
         """Returns (source, row) of the next rows; padded ones come source by source."""
         if self.pad:

@@ -1,7 +1,7 @@
 """All packings: every token once in an epoch, whatever the ranks, workers, lengths and stops."""
 
 import json
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 
 import numpy as np
@@ -116,6 +116,33 @@ def test_padded_batches_count_every_label_once_and_end(kind, sequence_length, wo
         assert batch["input_ids"].min() >= 0
         assert batch["input_ids"].shape[0] == 4
         assert batch["input_ids"].is_contiguous()
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize("shape", [(12, 3), (7, 1)])
+def test_epochs_are_the_share_of_the_tokens_that_came(kind, shape, store, monkeypatch):
+    monkeypatch.setattr(grouped, "GROUP", 2048)  # one group: the tokens of all count alike
+    data = batches(kind, store, sequence_length=shape[0], batch_size=shape[1])
+    seen, last = 0, 0.0
+    for cursor, batch in islice(data, 40):
+        seen += int((batch["input_ids"] != 0).sum())  # the token 0 and padding
+        [epochs] = data.epochs(cursor).values()
+        assert epochs == pytest.approx(seen / 600, abs=4 / 600)
+        last = epochs
+    assert data.epochs(json.loads(json.dumps(cursor))) == {"all": last}
+
+
+@pytest.mark.parametrize("kind", [BestFitBatches, PaddedBatches])
+def test_groups_count_alike_and_a_change_of_length_counts_nothing_twice(kind, store):
+    loader = TokenLoader(batches(kind, store, batch_size=1))
+    counts = []
+    for number, _ in enumerate(islice(chain.from_iterable([loader] * 9), 150)):
+        counts.append(loader.epochs()["all"])
+        if number % 9 == 4:
+            loader.reshape(sequence_length=5 + number % 20)
+            assert loader.epochs()["all"] == pytest.approx(counts[-1])
+    assert counts == sorted(counts)
+    assert {0.25, 0.5, 0.75, 1.0} <= set(counts)  # the ends of four groups
 
 
 @pytest.mark.parametrize("kind", PACKINGS)
