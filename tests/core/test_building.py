@@ -8,9 +8,12 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import Precision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import __main__
+from tests.core.test_language_module import fit as fit_module
+from tests.core.test_language_module import module, uneven_batches
 
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
 
@@ -106,3 +109,43 @@ def test_a_word_and_a_plugin_for_precision_are_one_too_many(fit):
     assert code == 2
     assert "precision" in told
     assert len(told.splitlines()) <= 10
+
+
+class Noting(Callback):
+    """Notes whose turn it was, and whether the network had values."""
+
+    def __init__(self, name, noted):
+        self.name, self.noted = name, noted
+
+    def change_network(self, network):
+        self.noted.append((self.name, next(network.parameters()).is_meta))
+
+
+class NotingPrecision(Precision):
+    change_network = Noting.change_network
+    __init__ = Noting.__init__
+
+
+def test_precision_then_callbacks_change_a_network_once_before_it_is_given_to_an_optimizer(tmp_path):
+    noted = []
+
+    def optimizer(groups):
+        noted.append("optimizer")
+        return torch.optim.SGD(groups, lr=0.1)
+
+    callbacks = [Noting("first", noted), Noting("second", noted)]
+    plugins = [NotingPrecision("precision", noted)]
+    fit_module(
+        tmp_path, module(optimizer=optimizer), uneven_batches(2), callbacks, plugins=plugins, max_epochs=1
+    )
+    assert noted == [("precision", False), ("first", False), ("second", False), "optimizer"]
+
+
+def test_what_a_change_refuses_is_found_before_anything_is_prepared(fit):
+    code, dtypes, told = fit(plugins=[{"class_path": "Float8", "init_args": {"layers": ["layers.0.mlp.up"]}}])
+    assert code == 2
+    assert not dtypes
+    assert (
+        "Float8: no linear layer of GPT is named 'layers.0.mlp.up'. Did you mean layers.0.mlp.up_proj?"
+        in told
+    )

@@ -1,0 +1,209 @@
+"""Which tensors fill the memory during a step: numbers by class, and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._pytree import tree_leaves
+
+from core import durable
+from core.errors import ConfigError
+from core.technique import technique
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CLASSES = {
+    "parameters": ("Parameter", "Buffer"),
+    "optimizer_state": ("Optstate",),
+    "gradients": ("Gradient",),
+    "activations": ("Activation",),
+    "other": ("Temp", "Other"),
+}
+"""Our classes, in the order in which they are stacked -> those of MemTracker."""
+
+COLOURS = ("tab:blue", "tab:purple", "tab:green", "tab:orange", "0.7")
+MIB = 2**20
+MAX_POINTS = 4000
+
+
+class Timeline(MemTracker):
+    """Notes after each operator how many bytes the tensors of each class take on one device.
+
+    Attributes:
+        points: One (bytes of each of `CLASSES`, whether it is in backward) for each operator.
+        backward_seen: Whether backward began since this was last set to False, as it is for each micro-batch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.backward_seen = self._stepping = False
+        super().__init__()
+        self.device, self.points = device, list[tuple[list[int], bool]]()
+
+    @property
+    def _in_opt(self) -> bool:
+        # For MemTracker all that happens in `optimizer.step` is the optimizer's; Lightning calls forward and
+        # backward in there.
+        return self._stepping and self.backward_seen and not _in_backward()
+
+    @_in_opt.setter
+    def _in_opt(self, value: bool) -> None:
+        self._stepping = value
+
+    def _pre_fw_hook(self, module: nn.Module, inputs: Any) -> None:
+        if not _in_backward():  # each micro-batch calls the network again, which MemTracker refuses
+            self.memory_tracking.pop(module, None)
+        super()._pre_fw_hook(module, inputs)
+
+    def __torch_dispatch__(self, *given: Any, **named: Any) -> Any:
+        self.backward_seen |= _in_backward()
+        result = super().__torch_dispatch__(*given, **named)
+        sizes: dict[str, int] = {}
+        for device, found in self.get_tracker_snapshot().items():
+            if device.type == self.device.type:
+                sizes |= {getattr(kind, "value", kind): size for kind, size in found.items()}
+        row = [sum(sizes.get(name, 0) for name in names) for names in CLASSES.values()]
+        self.points.append((row, _in_backward()))
+        return result
+
+
+@technique(
+    paper="ZeRO, arXiv:1910.02054, section 3 (what the classes are); torch.distributed._tools.mem_tracker",
+    after=("Throughput",),
+)
+class MemoryMonitor(Callback):
+    """Counts during one step what parameters, gradients, optimizer state, activations and the rest take.
+
+    Logs the most bytes that each class took, as `memory/peak_parameters_mib` and so on, and the most that
+    all took together as `memory/peak_total_mib` (MiB, 2**20 bytes; the peaks lie at different moments, so
+    that they add up to more). Draws `memory_step_N.png` in the run folder: the classes over the operators
+    of the step. Counted are the tensors of rank 0's device, also on a CPU; what an allocator holds beyond
+    them, `throughput/peak_memory_gib` of `Throughput` tells. What torch.compile fuses is not seen.
+
+    A step that is looked at takes several times as long. All others are as without.
+
+    Args:
+        at_step: The first optimizer step to look at; from the second on there is optimizer state.
+        every_n_steps: After so many steps the next look; 0: one is enough.
+
+    Raises:
+        ConfigError: If `at_step` is below 1 or `every_n_steps` below 0.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: MemoryMonitor
+              init_args: {at_step: 3}
+    """
+
+    def __init__(self, at_step: int = 3, every_n_steps: int = 0) -> None:
+        if at_step < 1 or every_n_steps < 0:
+            raise ConfigError(
+                f"MemoryMonitor takes at_step >= 1 and every_n_steps >= 0, not {at_step} and {every_n_steps}."
+            )
+        self.at_step, self.every_n_steps = at_step, every_n_steps
+        self._timeline: Timeline | None = None
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begins to count with the first micro-batch of a step that is to be looked at."""
+        late = trainer.global_step + 1 - self.at_step
+        due = late == 0 or (late > 0 and self.every_n_steps and late % self.every_n_steps == 0)
+        if due and self._timeline is None and trainer.is_global_zero:
+            self._timeline = Timeline(pl_module.device)
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+            self._timeline.track_external(pl_module, *trainer.optimizers, *tensors)
+            self._timeline.__enter__()
+        if self._timeline is not None:
+            self._timeline.backward_seen = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the counting with the optimizer's step, logs and draws."""
+        if self._timeline is None or trainer.fit_loop._should_accumulate():
+            return
+        points = self._stop()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            getattr(callback, "pause_clock", int)()
+        sizes = np.array([row for row, _ in points]) / MIB
+        backward = np.array([inside for _, inside in points])
+        figures = {
+            f"memory/peak_{name}_mib": float(peak) for name, peak in zip(CLASSES, sizes.max(0), strict=True)
+        }
+        figures["memory/peak_total_mib"] = float(sizes.sum(1).max())
+        for logger in trainer.loggers:
+            logger.log_metrics(figures, step=trainer.global_step)
+        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
+        path = Path(trainer.default_root_dir) / f"memory_step_{trainer.global_step}.png"
+        figure = draw(sizes, backward, f"{path.parent.name}: memory during step {trainer.global_step}")
+        try:
+            with durable.replacing(path) as temporary:
+                figure.savefig(temporary, format="png", dpi=150)
+        except OSError as error:  # no reason to lose a run
+            rank_zero_warn(f"{path} could not be written: {error}")
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Stops counting where a step breaks off."""
+        if self._timeline is not None:
+            self._stop()
+
+    def _stop(self) -> list[tuple[list[int], bool]]:
+        assert self._timeline is not None
+        self._timeline.__exit__(None, None, None)
+        points, self._timeline = self._timeline.points, None
+        return points
+
+
+def _in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() >= 0)
+
+
+def draw(sizes: np.ndarray, backward: np.ndarray, title: str) -> Figure:
+    """Draws the classes over the operators of a step.
+
+    Args:
+        sizes: (operators, classes), in MiB.
+        backward: (operators,), whether each belongs to a backward pass.
+        title: What stands above.
+    """
+    # not at the top: the import takes half a second, and pyplot would look for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    total = sizes.sum(1)
+    peak = int(total.argmax())
+    shown = np.unique(np.append(np.arange(0, len(sizes), -(-len(sizes) // MAX_POINTS)), peak))
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    labels = [
+        f"{name.replace('_', ' ')} (at most {most:,.1f})"
+        for name, most in zip(CLASSES, sizes.max(0), strict=True)
+    ]
+    axes.stackplot(shown, sizes[shown].T, labels=labels, colors=COLOURS, step="post", linewidth=0)
+    axes.axhline(
+        total[peak], color="0.2", linestyle="--", linewidth=1, label=f"together at most {total[peak]:,.1f}"
+    )
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], backward, [False]]).astype(int)))
+    for begin, end in edges.reshape(-1, 2):
+        axes.axvspan(begin, end, color="0.2", alpha=0.07, linewidth=0)
+        axes.text((begin + end) / 2, 1.04 * total[peak], "backward", ha="center", va="bottom", color="0.3")
+    axes.set_xlim(0, max(len(sizes) - 1, 1))
+    axes.set_ylim(0, 1.15 * total[peak])
+    axes.set_xlabel("operators since the step began")
+    axes.set_ylabel("MiB")
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    handles, names = axes.get_legend_handles_labels()
+    axes.legend(handles[::-1], names[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    return figure

@@ -1,0 +1,98 @@
+"""MemoryMonitor: classes against closed forms, the picture, and that other steps are left alone."""
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+from callbacks.activation_checkpointing import ActivationCheckpointing
+from callbacks.memory_monitor import CLASSES, MIB, MemoryMonitor
+from core.errors import ConfigError
+from plugins.optimizers.adamw import AdamW
+from tests.core.test_language_module import fit, module, tiny_gpt, uneven_batches
+
+LARGER = dict(n_embd=64, vocab_size=61)
+STEPS = 6
+
+
+class Modes(Callback):
+    """Notes how many dispatch modes are on in the middle of each micro-batch."""
+
+    def __init__(self):
+        self.on = []
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.on.append(_len_torch_dispatch_stack())
+
+
+def run(tmp_path, monitor, *others, optimizer=AdamW, **options):
+    trained = module(lambda: tiny_gpt(**LARGER), optimizer=lambda groups: optimizer(groups, lr=1e-3))
+    batches = uneven_batches(options.pop("batches", STEPS), rows=4)
+    return trained, fit(tmp_path, trained, batches, [monitor, *others], max_epochs=1, **options)
+
+
+def figures(runner):
+    metrics = runner.callback_metrics
+    return {name: float(metrics[f"memory/peak_{name}_mib"]) for name in (*CLASSES, "total")}
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+def test_what_parameters_gradients_and_optimizer_take_follows_from_their_number(options, tmp_path):
+    trained, runner = run(tmp_path, MemoryMonitor(at_step=3), gradient_clip_val=0.5, **options)
+    found, parameters = figures(runner), sum(p.numel() for p in trained.parameters()) * 4 / MIB
+    largest = max(p.numel() for p in trained.parameters()) * 4 / MIB
+    assert found["parameters"] == pytest.approx(parameters, abs=1e-3)  # and the buffers of nothing
+    assert found["optimizer_state"] == pytest.approx(2 * parameters, rel=0.01)  # two moments; step numbers
+    assert parameters <= found["gradients"] <= parameters + largest + 1e-3  # one on its way to be added
+    assert found["activations"] > 0
+    assert max(found[name] for name in CLASSES) < found["total"] <= sum(found[name] for name in CLASSES)
+
+
+def test_sgd_has_no_state_and_checkpointing_has_fewer_activations(tmp_path):
+    _, plain = run(tmp_path, MemoryMonitor(), optimizer=torch.optim.SGD)
+    _, fewer = run(tmp_path, MemoryMonitor(), ActivationCheckpointing(), optimizer=torch.optim.SGD)
+    assert figures(plain)["optimizer_state"] < 1e-3  # what the step computes on the way
+    assert figures(fewer)["activations"] < 0.75 * figures(plain)["activations"]
+
+
+@pytest.mark.parametrize(
+    ("monitor", "accumulated", "expected"),
+    [
+        (MemoryMonitor(at_step=2), 1, [0, 1, 0, 0, 0, 0]),
+        (MemoryMonitor(at_step=2, every_n_steps=3), 1, [0, 1, 0, 0, 1, 0]),
+        (MemoryMonitor(at_step=2), 2, [0, 0, 1, 1, 0, 0]),
+        (MemoryMonitor(at_step=99), 1, [0, 0, 0, 0, 0, 0]),
+    ],
+)
+def test_only_the_steps_that_are_asked_for_are_looked_at(monitor, accumulated, expected, tmp_path):
+    modes = Modes()
+    run(tmp_path, monitor, modes, accumulate_grad_batches=accumulated)
+    assert [count > 0 for count in modes.on] == [bool(on) for on in expected]
+    steps = {2, 5} if monitor.every_n_steps else {2} if any(expected) else set()
+    pictures = {path.name: path.read_bytes() for path in tmp_path.glob("*.png")}
+    assert set(pictures) == {f"memory_step_{step}.png" for step in steps}
+    assert all(content.startswith(b"\x89PNG") and len(content) > 10_000 for content in pictures.values())
+
+
+def test_training_is_bitwise_the_same(tmp_path):
+    looked, _ = run(tmp_path, MemoryMonitor(at_step=1, every_n_steps=1))
+    other, _ = run(tmp_path, MemoryMonitor(at_step=99))
+    assert all(torch.equal(a, b) for a, b in zip(looked.parameters(), other.parameters(), strict=True))
+
+
+class Failing(Callback):
+    def on_before_backward(self, trainer, pl_module, loss):
+        raise RuntimeError("out of luck")
+
+
+def test_a_step_that_breaks_off_leaves_nothing_behind(tmp_path):
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run(tmp_path, MemoryMonitor(at_step=1), Failing())
+    assert _len_torch_dispatch_stack() == 0
+    assert torch.UntypedStorage.resize_.__name__ == "resize_"
+
+
+@pytest.mark.parametrize("wrong", [{"at_step": 0}, {"every_n_steps": -1}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(ConfigError, match="MemoryMonitor takes at_step >= 1 and every_n_steps >= 0"):
+        MemoryMonitor(**wrong)
