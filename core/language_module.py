@@ -8,17 +8,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.averaged_weights import AveragedWeights
 from core.checkpoint import check_weights
 from core.contracts import Network, Objective, misfits
 from core.errors import ConfigError
 from core.loop_state import settle
 from core.parameter_groups import parameter_groups
-from core.scheduling import ScheduleClock, prefer_written
+from core.scheduling import ScheduleClock, prefer_written, written_settings
 from core.seeding import mix, seed_generators
 from core.shards import gradients, total_norm
 from core.sigterm import SharedSigterm
@@ -33,7 +33,7 @@ FREQUENT = {"_current_fx_name", "logging_step", "_epoch", "step_loss", "_step_su
 """Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
-class LanguageModule(LightningModule):
+class LanguageModule(AveragedWeights):
     """Trains a network so that every label token of a global batch weighs the same.
 
     Gradients are those of the sum of all token losses over the number of label tokens, counted over
@@ -247,10 +247,7 @@ class LanguageModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Builds the optimizer on two parameter groups, and the schedule over the length of the run."""
         optimizer = self.build_optimizer(self.parameter_groups())
-        self._user_groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._user_groups = written_settings(optimizer, self.trainer)
         if self.build_lr_scheduler is None:
             return optimizer
         scheduler = self.build_lr_scheduler(optimizer)
@@ -268,6 +265,7 @@ class LanguageModule(LightningModule):
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
         self._sigterm = SharedSigterm(self.trainer) if self.trainer.world_size > 1 else None
+        self.resume_training_weights()
         if not self.trainer.ckpt_path:
             return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
@@ -281,6 +279,7 @@ class LanguageModule(LightningModule):
         window = self._window.state_dict(
             lambda sums: torch.as_tensor(self.all_gather(sums)) if many else sums
         )
+        self.save_averages(checkpoint)
         checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
         if self._epoch is not None:
             settle(self.trainer, checkpoint, self._epoch)
@@ -288,6 +287,7 @@ class LanguageModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""
         check_weights(self.state_dict(), checkpoint["state_dict"])
+        self.load_training_weights(checkpoint)
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
             place = (self.global_rank, self.trainer.world_size, self.device)

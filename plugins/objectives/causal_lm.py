@@ -94,7 +94,9 @@ class CausalLM(Objective):
         if self.chunk_tokens is None:
             sums = parts(network.logits(hidden).flatten(0, 1), labels.flatten())
         else:
-            sums = in_chunks(parts, hidden.flatten(0, 1), _weight(network), labels.flatten(), self.chunk_tokens)
+            sums = in_chunks(
+                parts, hidden.flatten(0, 1), _weight(network), labels.flatten(), self.chunk_tokens
+            )
         total, plain, squares = sums.unbind()
         figures = {}
         if self.training and (smoothing or z_loss or self.l2):
