@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from core.technique import Package, technique
-from plugins.optimizers.libraries import library
+from plugins.optimizers.libraries import library, not_on_shards
 
 
 @technique(
     paper="The Road Less Scheduled, arXiv:2405.15682, algorithm 1; the authors' package schedulefree",
     needs=(Package("schedulefree>=1.4", extra="optimizers"),),
+    conflicts=not_on_shards("its averages are put into whole checkpoints only", "AdamW"),
     owns=("learning_rate",),
 )
 class ScheduleFreeAdamW(library("schedulefree").AdamWScheduleFree):  # type: ignore[misc]

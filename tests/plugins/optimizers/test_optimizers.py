@@ -294,7 +294,9 @@ def test_parameters_may_be_named_and_settings_hold_by_group(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [Adafactor, AdamW8bit, Lion8bit, PagedAdamW8bit, SOAP], ids=lambda kind: kind.__name__
+    "kind",
+    [Adafactor, AdamW8bit, Lion8bit, PagedAdamW8bit, ScheduleFreeAdamW, SOAP],
+    ids=lambda kind: kind.__name__,
 )
 def test_what_cannot_step_shards_is_refused_with_an_alternative(kind):
     from lightning.pytorch.strategies import ModelParallelStrategy
