@@ -7,18 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from core.averaged_weights import AveragedWeights
 from core.building import changed
 from core.checkpoint import check_weights
 from core.contracts import Network, Objective, TokenSum, check_fit
 from core.loop_state import rescale, settle
 from core.loss_ranks import gradient_norm, group_of, place_of, sum_over
 from core.parameter_groups import parameter_groups
-from core.scheduling import ScheduleClock, prefer_written, scaled_rates
+from core.scheduling import ScheduleClock, prefer_written, scaled_rates, written_settings
 from core.seeding import mix, seed_generators
 from core.shards import gradients, local
 from core.stopping import StopSignals
@@ -28,12 +28,11 @@ from core.updates import keep_updates
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
 
-
 FREQUENT = {"_current_fx_name", "logging_step", "_epoch", "step_loss", "_step_sums", "_norm"}
 """Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
-class LanguageModule(LightningModule):
+class LanguageModule(AveragedWeights):
     """Trains a network so that every label token of a global batch weighs the same.
 
     Gradients are those of the sum of all token losses over the number of label tokens, counted over
@@ -198,12 +197,10 @@ class LanguageModule(LightningModule):
         norm = self.gradient_norm(optimizer)
         means, tokens = self._window.means(self._sum_over_ranks)
         self.tokens_seen += tokens
-        figures = named("train", means)
-        figures["train/tokens"] = float(self.tokens_seen)
-        figures["train/lr"] = float(optimizer.param_groups[0]["lr"])
-        figures["train/grad_norm"] = float(norm)
-        epochs = getattr(getattr(self.trainer, "datamodule", None), "epochs", dict)
-        figures |= {f"epoch/{name}": float(count) for name, count in epochs().items()}
+        more = {"tokens": self.tokens_seen, "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
+        data: Any = getattr(self.trainer, "datamodule", None)
+        figures = named("train", means) | {f"train/{name}": float(value) for name, value in more.items()}
+        figures |= {f"epoch/{name}": float(count) for name, count in getattr(data, "epochs", dict)().items()}
         # Not self.log: Lightning would walk the figures again after every step that is not logged.
         self.trainer.callback_metrics.update(
             {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
@@ -254,10 +251,7 @@ class LanguageModule(LightningModule):
     def configure_optimizers(self) -> Any:
         """Builds the optimizer on two parameter groups, and the schedule over the length of the run."""
         optimizer = self.build_optimizer(self.parameter_groups())
-        self._user_groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
+        self._user_groups = written_settings(optimizer, self.trainer)
         if self.build_lr_scheduler is None:
             return optimizer
         scheduler = self.build_lr_scheduler(optimizer)
@@ -278,6 +272,7 @@ class LanguageModule(LightningModule):
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
         self.stop_signals = StopSignals(self.trainer)
+        self.resume_training_weights()
         if not self.trainer.ckpt_path:
             return
         optimizer, scheduler = self.optimizers(use_pl_optimizer=False), self.lr_schedulers()
@@ -290,6 +285,7 @@ class LanguageModule(LightningModule):
         many, group = place_of(self.trainer)[1] > 1, group_of(self.trainer)
         gather = self.all_gather if many else lambda sums, group: sums
         window = self._window.state_dict(lambda sums: torch.as_tensor(gather(sums, group)))
+        self.save_averages(checkpoint)
         checkpoint["language_module"] = {"tokens_seen": self.tokens_seen, "window": window}
         if self._epoch is not None:
             settle(self.trainer, checkpoint, self._epoch, self._accumulated)
@@ -297,6 +293,7 @@ class LanguageModule(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""
         check_weights(self.state_dict(), checkpoint["state_dict"])
+        self.load_training_weights(checkpoint)
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
             rescale(self.trainer, checkpoint)

@@ -72,6 +72,18 @@ class ScheduleClock:
             )
 
 
+def written_settings(optimizer: Optimizer, trainer: Any) -> list[dict[str, Any]]:
+    """Returns the settings of each group as the user wrote them, and tells an optimizer the length of the run.
+
+    An optimizer that keeps its state in the groups names those keys in `group_state`. One that has a method
+    `bind` has to know the number of optimizer steps.
+    """
+    if hasattr(optimizer, "bind") and math.isfinite(steps := trainer.estimated_stepping_batches):
+        optimizer.bind(int(steps))
+    state = {"params", *getattr(optimizer, "group_state", ())}
+    return [{k: v for k, v in group.items() if k not in state} for group in optimizer.param_groups]
+
+
 def prefer_written(
     optimizer: Optimizer, scheduler: LRScheduler | None, written: list[dict[str, Any]]
 ) -> None:

@@ -33,6 +33,7 @@ def pytest_leyden_cases():
         Case("Float8", {"recipe": "rowwise_with_gw_hp"}),
         Case("Float8", {"recipe": "tensorwise", "layers": ["layers.*.mlp.*"]}),
         Case("FP16Mixed", {"init_scale": 131072.0}, config=FUSED),
+        Case("Adafactor", exempt={"idle_costs_nothing": "torch's reads norms on the host"}),
         Case("CausalLM", {}),
         Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
         Case("GPT", ROTARY),
@@ -44,6 +45,15 @@ def pytest_leyden_cases():
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
+        Case(
+            "SOAP",
+            {"lr": 0.003, "precondition_frequency": 2},
+            exempt={
+                "honours_weight_decay_by_group": "its first step only collects statistics",
+                "agrees_on_two_ranks": "rounding decides on the basis of what the gradients do not reach",
+            },
+        ),
+        Case("ScheduleFreeAdamW", {"lr": 0.02, "warmup_steps": 2}),
         Case("SkipStep", {"window": 3, "sigma": 2.0}),
         Case("TextSamples", {"num_samples": 1, "every_n_steps": 3, "max_new_tokens": 4}),
         Case("UnigramTokenizer", {"vocab_size": 257}),

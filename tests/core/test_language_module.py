@@ -310,3 +310,50 @@ def test_a_checkpoint_of_another_network_is_refused_by_name(tmp_path):
             tmp_path / "two.ckpt",
             max_steps=2,
         )
+
+
+def test_settings_hold_for_parameters_by_name():
+    options = {
+        "*.q_proj.weight": {"weight_decay": 0.5},
+        "network.layers.1.*": {"lr": 0.25},
+        "network.layers.1.mlp.*": {"lr": 0.5, "weight_decay": 0.0},
+    }
+    trained = module(parameter_options=options)
+    trained.network = tiny_gpt()
+    groups = trained.parameter_groups()
+    names = {id(p): n for n, p in trained.named_parameters()}
+    found = {}
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key != "params"}
+        found |= {names[id(p)]: settings for p in group["params"]}
+    assert set(found) == set(names.values())
+    assert found["network.layers.0.attention.q_proj.weight"] == {"weight_decay": 0.5}
+    assert found["network.layers.1.attention.q_proj.weight"] == {"weight_decay": 0.5, "lr": 0.25}
+    assert found["network.layers.1.attention.q_proj.bias"] == {"weight_decay": 0.0, "lr": 0.25}
+    assert found["network.layers.1.mlp.up_proj.weight"] == {"weight_decay": 0.0, "lr": 0.5}
+    assert found["network.layers.0.mlp.up_proj.weight"] == {}
+    assert found["network.norm.weight"] == {"weight_decay": 0.0}
+    assert len(groups) == len({tuple(sorted(settings.items())) for settings in found.values()})
+    hidden = {name for name, p in trained.named_parameters() if hasattr(p, "hidden_matrix")}
+    assert hidden == {name for name, p in trained.named_parameters() if p.ndim == 2 and "layers." in name}
+
+
+def test_a_pattern_that_matches_nothing_is_refused():
+    trained = module(parameter_options={"network.embed_token.weight": {"weight_decay": 0.0}})
+    trained.network = tiny_gpt()
+    with pytest.raises(ConfigError, match=r"Did you mean network\.embed_tokens\.weight\?"):
+        trained.parameter_groups()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_loss_and_the_gradient_norm_of_a_step_are_there_for_callbacks(tmp_path, accumulation):
+    class Figures(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.seen = float(pl_module.step_loss), float(pl_module.gradient_norm(optimizer))
+            optimizer.param_groups[0]["params"][0].grad.zero_()
+            assert float(pl_module.gradient_norm(optimizer)) == self.seen[1]  # once a step
+
+    batches, record, figures = uneven_batches(accumulation), Record(), Figures()
+    fit(tmp_path, module(), batches, [figures, record], max_steps=1, accumulate_grad_batches=accumulation)
+    logged = record.figures[0]
+    assert figures.seen == pytest.approx((logged["train/loss"], logged["train/grad_norm"]), rel=1e-6)

@@ -1,0 +1,47 @@
+"""AdamW with moments of 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.technique import Package, technique
+from plugins.optimizers.libraries import library, not_on_shards, unwrapped
+
+
+@technique(
+    paper="8-bit optimizers via block-wise quantization, arXiv:2110.02861; bitsandbytes",
+    needs=(Package("bitsandbytes>=0.48"),),
+    conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "AdamW"),
+)
+class AdamW8bit(library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
+    """AdamW whose two moments are stored in 8 bits each, in blocks of 256 with a scale of their own.
+
+    State: about 2 bytes per parameter of a tensor of 4,096 or more elements; 8 bytes in smaller ones.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Peak learning rate.
+        betas: Decay rates of the first and the second moment.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled decay per step, times the learning rate.
+
+    Example:
+        model:
+          optimizer:
+            class_path: AdamW8bit
+            init_args: {lr: 6.0e-4, betas: [0.9, 0.95], weight_decay: 0.1}
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 6e-4,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, each tensor of a parameter under a name of its own."""
+        return unwrapped(super().state_dict())

@@ -1,0 +1,56 @@
+"""AdEMAMix: Adam with a second, slow momentum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from core.technique import Package, technique
+from plugins.optimizers.libraries import library
+
+
+@technique(
+    paper="AdEMAMix, arXiv:2409.03137, algorithm 1 with the schedulers of appendix A.1; pytorch_optimizer",
+    needs=(Package("pytorch_optimizer>=4", extra="optimizers"),),
+)
+class AdEMAMix(library("pytorch_optimizer").AdEMAMix):  # type: ignore[misc]
+    """AdamW whose update adds `alpha` times a momentum that remembers tens of thousands of steps.
+
+    State: 12 bytes per float32 parameter (three moments). `alpha` rises from 0, and the slow momentum's decay
+    rate from beta1, over `alpha_beta3_steps`: without that early training diverges. The decay is decoupled.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Peak learning rate.
+        betas: Decay rates of the fast momentum, the second moment and the slow momentum.
+        alpha: Weight of the slow momentum.
+        alpha_beta3_steps: Optimizer steps over which both rise; None: the length of the run, as in the paper.
+        eps: Added to the square root of the second moment.
+        weight_decay: Decoupled decay per step, times the learning rate.
+
+    Example:
+        model:
+          optimizer:
+            class_path: AdEMAMix
+            init_args: {lr: 6.0e-4, alpha: 5.0, weight_decay: 0.1}
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 6e-4,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        alpha: float = 5.0,
+        alpha_beta3_steps: int | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        self.fixed_steps = alpha_beta3_steps
+        super().__init__(
+            params, lr=lr, betas=tuple(betas), alpha=alpha, t_alpha_beta3=alpha_beta3_steps, eps=eps,
+            weight_decay=weight_decay, weight_decouple=True,
+        )  # fmt: skip
+
+    def bind(self, total_steps: int) -> None:
+        """Takes the length of the run, unless one was given."""
+        for group in self.param_groups:
+            group["t_alpha_beta3"] = self.fixed_steps or total_steps

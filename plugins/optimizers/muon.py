@@ -1,0 +1,98 @@
+"""Muon for the matrices inside the network, AdamW for the rest, as one optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from core.parameter_groups import hidden_matrices
+from core.technique import technique
+
+
+@technique(
+    paper="Muon, Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scaled as in Moonlight, arXiv:2502.16982, 2.2",
+)
+class Muon(Optimizer):
+    """Orthogonalises the momentum of each hidden matrix; embeddings, head, norms and biases get AdamW.
+
+    Hidden matrices are the 2-dimensional weights of the network's blocks. Their update has 0.2 times the root
+    mean square of an orthogonal matrix, which is about that of an AdamW update: one learning rate and one
+    decay do for both. State: 4 bytes per float32 parameter of a hidden matrix, 8 of the others.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Peak learning rate, of both.
+        momentum: Decay rate of the matrices' momentum, taken ahead as Nesterov's.
+        ns_steps: Newton-Schulz iterations, in bfloat16.
+        betas: AdamW's decay rates of the first and the second moment.
+        eps: AdamW's.
+        weight_decay: Decoupled decay per step, times the learning rate.
+
+    Example:
+        model:
+          optimizer:
+            class_path: Muon
+            init_args: {lr: 6.0e-4, momentum: 0.95, weight_decay: 0.1}
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 6e-4,
+        momentum: float = 0.95,
+        ns_steps: int = 5,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.1,
+    ) -> None:
+        matrices, rest = _split(params)
+        shared = {"lr": lr, "weight_decay": weight_decay}
+        own = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
+        self._parts: list[Optimizer] = []
+        if matrices:
+            self._parts.append(torch.optim.Muon(matrices, **shared, **own))
+        if rest:
+            self._parts.append(torch.optim.AdamW(rest, **shared, betas=tuple(betas), eps=eps, fused=True))
+        super().__init__([group for part in self._parts for group in part.param_groups], shared)
+        self._share()
+
+    def _share(self) -> None:
+        """Lets both parts step this optimizer's groups, with this optimizer's state."""
+        first = 0
+        for part in self._parts:
+            part.state = self.state
+            part.param_groups = self.param_groups[first : first + len(part.param_groups)]
+            first += len(part.param_groups)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes a saved state, flat as every optimizer's."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps both parts."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def _split(params: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns groups of hidden matrices and groups of all else, each with its settings."""
+    groups = list(params)
+    groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
+    named = [[p if isinstance(p, tuple) else (None, p) for p in group["params"]] for group in groups]
+    marked = {id(p) for p in hidden_matrices([p for own in named for _, p in own])}
+    parts: list[list[dict[str, Any]]] = []
+    for wanted in (True, False):
+        found = []
+        for group, own in zip(groups, named, strict=True):
+            chosen = [(n, p) if n else p for n, p in own if (id(p) in marked) is wanted]
+            found.append({**group, "params": chosen})
+        parts.append([group for group in found if group["params"]])
+    return parts[0], parts[1]

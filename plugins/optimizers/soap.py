@@ -1,0 +1,80 @@
+"""SOAP: Adam in the eigenbasis of Shampoo's preconditioner."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from core.technique import Package, technique
+from plugins.optimizers.libraries import library, not_on_shards
+
+LISTS = ("GG", "Q")
+"""Parts of a parameter's state that pytorch_optimizer keeps as lists, one matrix (or nothing) a dimension."""
+
+
+@technique(
+    paper="SOAP, arXiv:2409.11321, algorithm 3; pytorch_optimizer",
+    needs=(Package("pytorch_optimizer>=4", extra="optimizers"),),
+    conflicts=not_on_shards("its eigenbases need whole matrices", "Muon or AdamW"),
+)
+class SOAP(library("pytorch_optimizer").SOAP):  # type: ignore[misc]
+    """Adam in the eigenbasis of the averaged products of a matrix's gradients with themselves.
+
+    State: 8 bytes per float32 parameter, and for an (m, n) matrix 8 (m^2 + n^2) bytes besides. The first step
+    only makes the basis. The decay is decoupled.
+
+    Args:
+        params: Parameters or parameter groups.
+        lr: Peak learning rate.
+        betas: Decay rates of the first and the second moment; the basis's is the second.
+        weight_decay: Decoupled decay per step, times the learning rate.
+        precondition_frequency: Steps from one basis to the next.
+        max_precondition_dim: Larger dimensions, such as a vocabulary, keep the identity as their basis.
+        eps: Added to the square root of the second moment.
+
+    Example:
+        model:
+          optimizer:
+            class_path: SOAP
+            init_args: {lr: 3.0e-3, weight_decay: 0.1}
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        weight_decay: float = 0.1,
+        precondition_frequency: int = 10,
+        max_precondition_dim: int = 2048,
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, betas=tuple(betas), weight_decay=weight_decay, eps=eps,
+            precondition_frequency=precondition_frequency, max_precondition_dim=max_precondition_dim,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state with each matrix under a name of its own: GG_0, GG_1, Q_0, Q_1."""
+        state = super().state_dict()
+        return {**state, "state": {key: _flat(own) for key, own in state["state"].items()}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what :meth:`state_dict` returned."""
+        super().load_state_dict(state_dict)
+        for parameter, own in self.state.items():
+            for name in LISTS:
+                found = [own.pop(f"{name}_{index}", []) for index in range(parameter.ndim)]
+                own[name] = found
+
+
+def _flat(own: dict[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in own.items() if name not in LISTS}
+    matrices = {
+        f"{name}_{index}": matrix
+        for name in LISTS
+        for index, matrix in enumerate(own.get(name) or ())
+        if isinstance(matrix, Tensor)
+    }
+    return plain | matrices
