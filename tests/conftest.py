@@ -25,6 +25,16 @@ settings.load_profile("repeatable")
 
 HOUSE = Path(__file__).resolve().parent.parent
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keeps a file's tests in one process, which share what is dear; those of the catalogue by technique."""
+    for item in items:
+        group = item.path.stem
+        if group == "test_catalogue":
+            group += item.name.partition("[")[2].partition("-")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 TINY: dict[str, Any] = {
     "seed_everything": 0,
     "trainer": {
