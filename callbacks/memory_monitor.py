@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from core import durable
 from core.errors import ConfigError
@@ -43,10 +45,14 @@ class Timeline(MemTracker):
         backward_seen: Whether backward began since this was last set to False, as it is for each micro-batch.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, module: LightningModule) -> None:
         self.backward_seen = self._stepping = False
         super().__init__()
-        self.device, self.points = device, list[tuple[list[int], bool]]()
+        self.device, self.points = module.device, list[tuple[list[int], bool]]()
+        for parameter in module.parameters():
+            if not parameter.requires_grad:  # MemTracker would wait for a gradient, and be refused
+                handles = RemovableHandle(OrderedDict()), RemovableHandle(OrderedDict())  # of no hook
+                self._param_to_grad_hook_handles[parameter] = handles
 
     @property
     def _in_opt(self) -> bool:
@@ -119,7 +125,7 @@ class MemoryMonitor(Callback):
         late = trainer.global_step + 1 - self.at_step
         due = late == 0 or (late > 0 and self.every_n_steps and late % self.every_n_steps == 0)
         if due and self._timeline is None and trainer.is_global_zero:
-            self._timeline = Timeline(pl_module.device)
+            self._timeline = Timeline(pl_module)
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
             self._timeline.track_external(pl_module, *trainer.optimizers, *tensors)
             self._timeline.__enter__()

@@ -55,6 +55,19 @@ def test_sgd_has_no_state_and_checkpointing_has_fewer_activations(tmp_path):
     assert figures(fewer)["activations"] < 0.75 * figures(plain)["activations"]
 
 
+class Freezing(Callback):
+    def change_network(self, network):
+        network.embed_tokens.requires_grad_(False)
+
+
+def test_frozen_parameters_have_neither_gradient_nor_state(tmp_path):
+    trained, runner = run(tmp_path, MemoryMonitor(), Freezing())
+    parameters = sum(p.numel() for p in trained.parameters()) * 4 / MIB
+    frozen = trained.network.embed_tokens.weight.numel() * 4 / MIB
+    assert figures(runner)["parameters"] == pytest.approx(parameters, abs=1e-3)
+    assert figures(runner)["optimizer_state"] == pytest.approx(2 * (parameters - frozen), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("monitor", "accumulated", "expected"),
     [
