@@ -188,7 +188,7 @@ class TokenWriter(ABC):
         After being interrupted it is called again with the same parts.
 
         Returns:
-            Name of each file of tokens -> where it was before.
+            Name of each file of tokens that is as it was -> where it was before.
         """
         raise ConfigError(f"{type(self).__name__} has no `join`, which preparing text in pieces needs.")
 

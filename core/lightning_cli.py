@@ -259,11 +259,12 @@ class Cli(LightningCLI):
                 raise
 
     def predict(self, **kwargs: Any) -> None:
-        """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats."""
+        """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats; 0 behind shorter rows."""
         from safetensors.torch import save_file
 
         batches = self.trainer.predict(**kwargs) or []
-        rows = torch.cat([batch for batch in batches if isinstance(batch, torch.Tensor)])
+        found = [row for batch in batches if isinstance(batch, torch.Tensor) for row in batch]
+        rows = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
         rows = rows[(rows != 0).any(dim=1)]  # without the rows that only fill up the last batch
         name = (
             "predictions" if self.trainer.world_size == 1 else f"predictions.rank{self.trainer.global_rank}"
@@ -271,7 +272,7 @@ class Cli(LightningCLI):
         path = Path(self.trainer.default_root_dir, f"{name}.safetensors")
         with durable.replacing(path) as temporary:
             save_file({"log_probability_nats": rows.contiguous()}, temporary)
-        print(f"Log-probabilities of {rows.numel():,} labels: {path}")
+        print(f"Log-probabilities of {int((rows != 0).sum()):,} labels: {path}")
 
 
 def _outline(options: Mapping[str, Any], run: Run) -> Trainer:

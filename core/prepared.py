@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
 
-MANIFEST, PLAN = "manifest.json", "plan.json"
+MANIFEST, PLAN, TOKENIZER = "manifest.json", "plan.json", "tokenizer.json"
 
 SCHEMES = ("s3://", "gs://", "azure://", "hf://", "r2://", "local:")
 """What litdata downloads from; `local:/mnt/share/corpus` is a slow folder that is read through the cache."""
@@ -74,6 +76,26 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{path} is missing or damaged: {type(error).__name__}: {error}") from error
     return manifest
+
+
+def read_tokenizer(folder: Path, manifest: Mapping[str, Any]) -> str:
+    """Returns a prepared folder's tokenizer.json.
+
+    Raises:
+        ConfigError: If it is missing, or not the one that the folder was written with.
+    """
+    path = folder / TOKENIZER
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    told = manifest.get("files", {}).get(TOKENIZER, {}).get("sha256")
+    if told not in (None, hashlib.sha256(content).hexdigest()):
+        raise ConfigError(
+            f"{path} is damaged, or another tokenizer than the folder was written with: {MANIFEST} knows another "
+            "SHA-256."
+        )
+    return content.decode()
 
 
 def stored_vocab_size(source: Any) -> int | None:

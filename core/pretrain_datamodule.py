@@ -9,10 +9,20 @@ from typing import Any
 from core import catalog
 from core.contracts import DocumentSource, Engine, PackedBatches, Packing, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
-from core.prepared import check_shares, default_cache_dir, is_remote, prepared_folder, read_manifest
+from core.prepared import (
+    MANIFEST,
+    check_shares,
+    default_cache_dir,
+    is_remote,
+    prepared_folder,
+    read_manifest,
+    read_tokenizer,
+)
 from core.remote_folder import open_remote
 from core.technique import technique
 from core.token_datamodule import TokenDataModule
+
+_VERIFY = "See what is damaged with `python -m core verify-data`, and prepare it again."
 
 
 @technique(
@@ -149,12 +159,15 @@ class PretrainDataModule(TokenDataModule):
         assert self.folder is not None
         try:
             manifest = read_manifest(self.folder)
-            self.tokenizer_json = (self.folder / "tokenizer.json").read_text(encoding="utf-8")
+            self.tokenizer_json = read_tokenizer(self.folder, manifest)
             self.vocab_size, self.train_tokens = manifest["vocab_size"], manifest["train_tokens"]
             self.unigram_loss, self.end_of_text_id = manifest["unigram_loss"], manifest["end_of_text_id"]
-        except (OSError, ValueError, KeyError, ConfigError) as error:
+        except (ValueError, KeyError, ConfigError) as error:
+            told = error if isinstance(error, ConfigError) else f"{self.folder / MANIFEST}: {error!r}"
+            if self.prepared is not None:
+                raise ConfigError(f"{told}\n{_VERIFY}") from error
             raise ConfigError(
-                f"The prepared data is missing or damaged on this machine: {error}.\nEvery machine needs the "
+                f"The prepared data is missing or damaged on this machine: {told}.\nEvery machine needs the "
                 f"same text in data.source. If {self.folder} is there, delete it and run again."
             ) from error
 
@@ -164,9 +177,7 @@ class PretrainDataModule(TokenDataModule):
         try:
             return self.packing.batches(self.folder / split, **order)
         except ConfigError as error:
-            mend = f"Delete {self.folder} and run again: it is written anew."
             if is_remote(self.source):
                 raise
-            if self.prepared is not None:
-                mend = "See what is damaged with `python -m core verify-data`, and prepare it again."
-            raise ConfigError(f"{error}\n{mend}") from error
+            mend = f"Delete {self.folder} and run again: it is written anew."
+            raise ConfigError(f"{error}\n{mend if self.prepared is None else _VERIFY}") from error

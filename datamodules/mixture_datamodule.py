@@ -7,7 +7,7 @@ from typing import Any
 
 from core.contracts import PackedBatches, Packing
 from core.errors import ConfigError
-from core.prepared import default_cache_dir, is_remote, prepared_folder, read_manifest
+from core.prepared import default_cache_dir, is_remote, prepared_folder, read_manifest, read_tokenizer
 from core.remote_folder import open_remote
 from core.technique import technique
 from core.token_datamodule import TokenDataModule
@@ -89,11 +89,7 @@ class MixtureDataModule(TokenDataModule):
         super().setup(stage)
         found: dict[str, str] = {}
         for name, folder in self.folders.items():
-            try:
-                text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"{folder}: tokenizer.json cannot be read: {error.strerror}.") from error
-            found.setdefault(text, name)
+            found.setdefault(read_tokenizer(folder, read_manifest(folder)), name)
         if len(found) > 1:
             one, other = list(found.values())[:2]
             raise ConfigError(

@@ -27,7 +27,8 @@ class JSONLinesDocuments(Reader):
 
     Files are taken in the order of their names; blank lines are passed over. Lines that are no JSON, no UTF-8
     or have no text are rejected alone; a compressed file that is broken, from about there to its end. Several
-    workers share a large plain file; a compressed one, which can only be read from its begin, is for one.
+    workers share a large plain file; a compressed one, which can only be read from its begin, is one task: for one
+    worker, and done anew from its begin after an interruption. Have more of them than workers.
 
     Args:
         source: A path, a folder, or a glob.

@@ -1,4 +1,7 @@
 import json
+import os
+import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,6 +11,7 @@ from litdata.constants import _NUMPY_DTYPES_MAPPING
 from core.errors import ConfigError
 from datamodules.packing.token_store import _DTYPES, TokenStore
 from datamodules.preparation.token_shards import TokenShards
+from tests.datamodules.preparation.corpus import contents
 
 rng = np.random.default_rng(0)
 DOCUMENTS = [rng.integers(0, 60_000, length).tolist() for length in rng.integers(1, 400, 60)]
@@ -78,3 +82,76 @@ def test_nothing_to_write_and_sizes_out_of_range(tmp_path):
 def test_litdatas_names_of_the_types_are_what_we_take_them_for():
     for name, dtype in _DTYPES.items():
         assert _NUMPY_DTYPES_MAPPING[int(name.split(":")[1])] == np.dtype(dtype)
+
+
+# Joining ------------------------------------------------------------------------------------------------
+
+PIECES = [[3, 5], [40], [1] * 9, [300, 2], [7], [120, 120, 120], [2, 2], [90]]
+"""Lengths of the documents of each piece."""
+
+
+@pytest.fixture
+def parts(tmp_path):
+    first, folders = 0, []
+    for number, lengths in enumerate(PIECES):
+        documents = []
+        for length in lengths:
+            documents.append(range(first, first + length))
+            first += length
+        folders.append(tmp_path / "parts" / str(number))
+        TokenShards(400).write(documents, folders[-1], 60_000)
+    return folders
+
+
+def test_small_pieces_are_joined_to_shards_of_the_size_asked_for(parts, tmp_path):
+    TokenShards(400).join(parts, tmp_path / "out")
+    store = TokenStore(tmp_path / "out")
+    assert store.read(0, 10_000).tolist() == [*range(len(store))]
+    lengths = [length for piece in PIECES for length in piece]
+    assert np.diff([*store.document_starts(), len(store)]).tolist() == lengths
+    index = json.loads((tmp_path / "out" / "index.json").read_text())["chunks"]
+    paths = [tmp_path / "out" / chunk["filename"] for chunk in index]
+    sizes = [path.stat().st_size for path in paths]
+    assert [chunk["chunk_bytes"] for chunk in index] == sizes
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.json", *(p.name for p in paths)}
+    content = [size - 4 * (chunk["chunk_size"] + 2) for size, chunk in zip(sizes, index, strict=True)]
+    assert content == [2 * chunk["dim"] for chunk in index]
+    for (one, other), (a, b) in zip(pairwise(content), pairwise(index), strict=True):
+        assert one + other + 4 * (a["chunk_size"] + b["chunk_size"] + 2) > 400
+    assert len(sizes) < len(PIECES)
+    assert sorted(sizes)[-2] <= 400  # 300 tokens of 2 bytes take more
+
+
+def test_joining_goes_on_wherever_it_was_interrupted(parts, tmp_path, monkeypatch):
+    shutil.copytree(tmp_path / "parts", tmp_path / "kept")
+    moved = TokenShards(400).join(parts, tmp_path / "out")
+    assert not list((tmp_path / "parts").rglob("*.bin"))
+    expected = contents(tmp_path / "out")
+    steps, whole = iter(()), False
+    calls = {name: getattr(os, name) for name in ("replace", "fsync", "unlink")}
+
+    def stopping(name):
+        def call(*arguments, **more):
+            next(steps)  # StopIteration when there are none left
+            return calls[name](*arguments, **more)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(os, name, stopping(name))
+    stops = 0
+    while not whole:
+        stops += 1
+        steps = iter(range(1000))
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        shutil.copytree(tmp_path / "kept", tmp_path / "parts", dirs_exist_ok=True)
+        steps = iter(range(stops))
+        try:
+            TokenShards(400).join(parts, tmp_path / "out")
+            whole = True
+        except StopIteration:
+            steps = iter(range(1000))
+            assert TokenShards(400).join(parts, tmp_path / "out") == moved
+        found = {name: content for name, content in contents(tmp_path / "out").items() if ".tmp" not in name}
+        assert found == expected  # prepare deletes temporary files when it goes on
+    assert stops > 15
