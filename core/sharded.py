@@ -248,6 +248,7 @@ def fill(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
     if not targets:
         return
     from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,4 +261,8 @@ def fill(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
     planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(targets, storage_reader=Reader(folder), planner=planner, no_dist=True)
+        try:
+            dcp.load(targets, storage_reader=Reader(folder), planner=planner, no_dist=True)
+        except CheckpointException as error:  # a BaseException
+            cause = next(iter(error.failures.values()))[0]
+            raise ConfigError(f"{folder} cannot be read: {str(cause).splitlines()[0]}") from error

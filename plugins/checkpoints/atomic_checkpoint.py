@@ -97,12 +97,13 @@ def failure(path: Path, error: Exception, written: int) -> ConfigError:
     earlier = sorted(path.parent.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
     kept = f"The last good one is {earlier[-1]}." if earlier else "There is no earlier one."
     return ConfigError(
-        f"The checkpoint {path} could not be written: {_reason(error)} ({written:,} bytes were).\n"
+        f"The checkpoint {path} could not be written: {reason(error)} ({written:,} bytes were).\n"
         f"{kept}\nMake room on the disk, then resume with --ckpt_path last."
     )
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Returns what the system said of a write that failed, through whatever was made of it since."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -116,11 +117,12 @@ def remove(path: Path) -> None:
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    gone = path.with_name(f".{path.name.strip('.').removesuffix('.tmp')}.tmp")
-    with suppress(FileNotFoundError):
-        if path != gone:
-            os.replace(path, gone)
-        shutil.rmtree(gone)
+    gone = path
+    if path.suffix == ".ckpt":
+        gone = path.with_name(f".{path.stem}.removed.ckpt.tmp")
+        shutil.rmtree(gone, ignore_errors=True)  # of a run that was killed here
+        os.replace(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def remove_leftovers(folder: Path) -> None:

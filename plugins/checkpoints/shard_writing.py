@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from core import durable, sharded
-from core.errors import ConfigError
-from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers
+from plugins.checkpoints.atomic_checkpoint import failure, reason, remove, remove_leftovers
 
 
 class _Writer(dcp.FileSystemWriter):
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except (OSError, RuntimeError) as error:  # what caused it would not get to the other ranks
+            raise OSError(errno.EIO, reason(error)) from error
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # torch's own names the temporary folder
 
@@ -47,13 +55,12 @@ def write(
         _save(temporary, tensors, group)
         parts = _together(group, lambda: _own_part(temporary, rank, rest))
         _together(group, lambda: _finish(path, temporary, rest, parts) if rank == 0 else None)
-    except Exception as error:
+    except (Exception, CheckpointException) as error:
         cause = _first(error)
-        if isinstance(cause, ConfigError | KeyboardInterrupt):
-            raise cause from error
         written = sum(file.stat().st_size for file in temporary.glob("*")) if rank == 0 else 0
         if rank == 0:
-            remove(temporary)
+            with suppress(OSError):
+                remove(temporary)
         raise failure(path, cause, written) from cause
 
 
