@@ -71,6 +71,8 @@ def test_goes_on_bit_by_bit_where_it_was_saved(before, after):
     whole = read(first.folder / "whole.ckpt")
     stored = read(saved)
     assert saved.is_dir()
+    if "V" not in before:  # whose first rank has the last stage
+        assert list(stored["state_dict"]) == list(whole["state_dict"])
     assert whole["optimizer_states"][0]["state"]
     for part in ("state_dict", "optimizer_states"):
         assert same_bits(stored[part], whole[part])
