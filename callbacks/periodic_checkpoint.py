@@ -21,18 +21,23 @@ class PeriodicCheckpoint(Checkpoint):
     """Keeps the newest checkpoints of a run, and always one of its last step.
 
     Files are named `step-00000100.ckpt`. Two are kept by default, so that there is one to go back to
-    should the disk damage the newest.
+    should the disk damage the newest. Of a checkpoint that is written in the background, `checkpoint/stall_s` is
+    logged: the seconds for which it held training up.
 
     Args:
         every_n_steps: Optimizer steps between checkpoints.
         keep: How many of the newest to keep; -1 keeps all.
         dirpath: The folder to write to.
+        keep_every_n_steps: Checkpoints of multiples of so many steps are kept besides, for good.
+        keep_best: Whether the one with the lowest `val/loss` is kept besides; one is saved after each validation
+            that found a lower loss.
 
     Attributes:
         last_model_path: The newest checkpoint that this process wrote; empty before the first.
+        best_model_path: The one with the lowest `val/loss` so far; empty without `keep_best`.
 
     Raises:
-        ConfigError: If `every_n_steps` < 1, or `keep` is neither -1 nor at least 1.
+        ConfigError: If `every_n_steps` or `keep_every_n_steps` < 1, or `keep` is neither -1 nor at least 1.
 
     Example:
         trainer:
@@ -42,17 +47,30 @@ class PeriodicCheckpoint(Checkpoint):
     """
 
     def __init__(
-        self, every_n_steps: int = 500, keep: int = 2, dirpath: str = "${run_folder}/checkpoints"
+        self,
+        every_n_steps: int = 500,
+        keep: int = 2,
+        dirpath: str = "${run_folder}/checkpoints",
+        keep_every_n_steps: int | None = None,
+        keep_best: bool = False,
     ) -> None:
         if every_n_steps < 1 or (keep < 1 and keep != -1):
             raise ConfigError(
                 "PeriodicCheckpoint takes every_n_steps >= 1 and keep >= 1 (or -1 for all), "
                 f"not {every_n_steps} and {keep}."
             )
+        if keep_every_n_steps is not None and (keep_every_n_steps < 1 or keep_every_n_steps % every_n_steps):
+            raise ConfigError(
+                f"PeriodicCheckpoint: keep_every_n_steps is {keep_every_n_steps}; it takes a multiple of "
+                f"every_n_steps ({every_n_steps}): no others are saved."
+            )
         self.every_n_steps = every_n_steps
         self.keep = keep
         self.dirpath = dirpath
-        self.last_model_path = ""
+        self.keep_every_n_steps, self.keep_best = keep_every_n_steps, keep_best
+        self.last_model_path = self.best_model_path = ""
+        self._best = float("inf")
+        self._io: Any = None
         self._saved_step = 0
         self._due = False
 
@@ -62,6 +80,7 @@ class PeriodicCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A resumed run need not save again where it starts."""
+        self._io = trainer.strategy.checkpoint_io
         self._saved_step = trainer.global_step
 
     def on_train_batch_end(
@@ -76,7 +95,12 @@ class PeriodicCheckpoint(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves what waited: a resumed run would not repeat the validation."""
-        if self._due and not trainer.sanity_checking:
+        if trainer.sanity_checking:
+            return
+        path = self._path(trainer.global_step)
+        if self.keep_best and (loss := float(trainer.callback_metrics["val/loss"])) < self._best:
+            self._best, self.best_model_path, self._due = loss, str(path), True
+        if self._due and trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -85,17 +109,42 @@ class PeriodicCheckpoint(Checkpoint):
             self.on_train_end(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves the last step."""
+        """Saves the last step, and waits until it is on the disk."""
         if trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
+        if hasattr(self._io, "wait"):
+            self._io.wait()
+            self._prune(trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns which checkpoint was the best so far."""
+        return {"best": self._best, "path": self.best_model_path} if self.best_model_path else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there."""
+        self._best, self.best_model_path = state_dict["best"], state_dict["path"]
 
     def _save(self, trainer: Trainer, step: int) -> None:
         self._due = False
-        path = Path(self.dirpath, f"step-{step:08d}.ckpt")
+        path = self._path(step)
         trainer.save_checkpoint(path)
         self._saved_step, self.last_model_path = step, str(path)
-        if trainer.is_global_zero and self.keep > 0:
-            for old in _by_age(path.parent)[: -self.keep]:
+        if hasattr(self._io, "stall_s"):
+            for logger in trainer.loggers:
+                logger.log_metrics({"checkpoint/stall_s": self._io.stall_s}, step=step)
+        self._prune(trainer)
+
+    def _path(self, step: int) -> Path:
+        return Path(self.dirpath, f"step-{step:08d}.ckpt")
+
+    def _prune(self, trainer: Trainer) -> None:
+        """Removes what need not be kept; one that is still being written is not seen here, and one more is kept."""
+        if not trainer.is_global_zero or self.keep < 0:
+            return
+        for old in _by_age(Path(self.dirpath))[: -self.keep]:
+            step = int(old.stem.removeprefix("step-"))
+            for_good = self.keep_every_n_steps and step % self.keep_every_n_steps == 0
+            if not for_good and old.name != Path(self.best_model_path).name:
                 trainer.strategy.remove_checkpoint(old)
 
 

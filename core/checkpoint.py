@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from core import catalog
+from core import catalog, sharded
 from core.config_files import parse_yaml, read_yaml
 from core.contracts import Network
 from core.errors import ConfigError, nearest
@@ -21,11 +21,13 @@ RECORD = "leyden"
 
 
 def defect(path: Path) -> str | None:
-    """Returns why a file is no whole checkpoint, or None if every byte is as it was written.
+    """Returns why a file or folder is no whole checkpoint, or None if every byte is as it was written.
 
     torch.save writes a zip archive: its directory stands at the end, so that a file that was cut off
     has none, and each member carries a CRC-32, so that a damaged one is found.
     """
+    if sharded.is_sharded(path):
+        return sharded.defect(path)
     try:
         with zipfile.ZipFile(path) as archive:
             if bad := archive.testzip():
@@ -69,7 +71,8 @@ def of_folder(folder: Path) -> Path | None:
 
 
 def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*.ckpt") if path.is_file() and not path.name.startswith(".")]
+    found = (path for path in folder.rglob("*.ckpt") if not path.name.startswith("."))
+    return [path for path in found if path.is_file() or sharded.is_sharded(path)]
 
 
 def _whole(candidates: list[Path]) -> Iterator[Path]:
@@ -100,7 +103,7 @@ def resolve(name: str, root: Path) -> Path:
     path = Path(name)
     if name == "last":
         return newest(root, siblings=True)
-    if path.is_dir():
+    if path.is_dir() and not sharded.is_sharded(path):
         return newest(path)
     if reason := defect(path):
         beside = (
@@ -113,11 +116,13 @@ def resolve(name: str, root: Path) -> Path:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Loads a checkpoint onto the CPU, memory-mapped, tensors and plain values only.
+    """Loads a checkpoint onto the CPU, tensors and plain values only; a single file is memory-mapped.
 
     Raises:
         ConfigError: If it is no Lightning checkpoint.
     """
+    if sharded.is_sharded(path):
+        return sharded.read(path)
     checkpoint: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     if (
         not isinstance(checkpoint, dict)
@@ -129,7 +134,8 @@ def read(path: Path) -> dict[str, Any]:
 
 def record(path: Path) -> dict[str, Any]:
     """Returns what a run wrote of itself into its checkpoint; empty for a foreign checkpoint."""
-    found: dict[str, Any] = read(path).get(RECORD, {})
+    whole = sharded.state(path) if sharded.is_sharded(path) else read(path)
+    found: dict[str, Any] = whole.get(RECORD, {})
     return found
 
 
@@ -148,7 +154,7 @@ def load_network(path: Path) -> tuple[Network, str, int | None]:
     Raises:
         ConfigError: If the checkpoint holds no configuration or no tokenizer.
     """
-    checkpoint = read(path)
+    checkpoint = sharded.read(path, optimizers=False) if sharded.is_sharded(path) else read(path)
     text = checkpoint.get(RECORD, {}).get("config")
     states = (value for value in checkpoint.values() if isinstance(value, Mapping))
     data = next((state for state in states if isinstance(state.get("tokenizer"), str)), None)

@@ -75,8 +75,8 @@ def shape(
     if before != processes or devices == "auto":
         yield f"--trainer.devices={each}"
         yield f"--trainer.num_nodes={processes // each}"
-    if before != processes:
-        asked = last(arguments, "data.batch_size") or values["data"]["init_args"]["batch_size"]
+    asked = last(arguments, "data.batch_size") or values["data"].get("init_args", {}).get("batch_size")
+    if before != processes and asked:  # else the data deals its rows out to the ranks by itself
         accumulated, rows = _shared(before, processes, stored, int(asked))
         yield f"--trainer.accumulate_grad_batches={accumulated}"
         yield f"--data.batch_size={rows}"

@@ -56,11 +56,11 @@ class Run:
         return found
 
     def checkpoint(self) -> dict[str, Any] | None:
-        """The last checkpoint; None where it is a folder, as sharded strategies write them."""
-        from core import checkpoint
+        """The last checkpoint; None where it is a folder of another form than ours, as other strategies write them."""
+        from core import checkpoint, sharded
 
         path = self.folder / "checkpoints" / f"step-{self.record['steps']}.ckpt"
-        return checkpoint.read(path) if path.is_file() else None
+        return checkpoint.read(path) if path.is_file() or sharded.is_sharded(path) else None
 
 
 def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = TIMEOUT_SECONDS) -> Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from core import durable
+from core import durable, sharded
 from core.checkpoint import defect
 from core.errors import ConfigError
 from core.technique import technique
@@ -44,7 +45,7 @@ class AtomicCheckpoint(CheckpointIO):
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(path.parent)
+            remove_leftovers(path.parent)
             with _interrupts_wait():
                 with open(temporary, "wb") as file:
                     torch.save(checkpoint, file)
@@ -55,12 +56,7 @@ class AtomicCheckpoint(CheckpointIO):
             written = temporary.stat().st_size if temporary.exists() else 0
             with suppress(OSError):
                 temporary.unlink()
-            earlier = sorted(path.parent.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
-            kept = f"The last good one is {earlier[-1]}." if earlier else "There is no earlier one."
-            raise ConfigError(
-                f"The checkpoint {path} could not be written: {_reason(error)} ({written:,} bytes were).\n"
-                f"{kept}\nMake room on the disk, then resume with --ckpt_path last."
-            ) from error
+            raise failure(path, error, written) from error
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
@@ -68,14 +64,16 @@ class AtomicCheckpoint(CheckpointIO):
         """Reads a checkpoint onto the CPU unless `map_location` says otherwise."""
         if reason := defect(Path(path)):
             raise ConfigError(f"{path}: {reason}. --ckpt_path last finds the newest whole checkpoint.")
+        if sharded.is_sharded(Path(path)):
+            return sharded.read(Path(path))
         loaded: dict[str, Any] = torch.load(
             path, map_location=map_location or "cpu", weights_only=True, mmap=True
         )
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Deletes a checkpoint file."""
-        Path(path).unlink(missing_ok=True)
+        """Deletes a checkpoint."""
+        remove(Path(path))
 
 
 @contextmanager
@@ -94,7 +92,18 @@ def _interrupts_wait() -> Iterator[None]:
         before(*waiting[0])
 
 
-def _reason(error: Exception) -> str:
+def failure(path: Path, error: Exception, written: int) -> ConfigError:
+    """Returns what to say of a checkpoint that could not be written, of which so many bytes were."""
+    earlier = sorted(path.parent.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
+    kept = f"The last good one is {earlier[-1]}." if earlier else "There is no earlier one."
+    return ConfigError(
+        f"The checkpoint {path} could not be written: {reason(error)} ({written:,} bytes were).\n"
+        f"{kept}\nMake room on the disk, then resume with --ckpt_path last."
+    )
+
+
+def reason(error: Exception) -> str:
+    """Returns what the system said of a write that failed, through whatever was made of it since."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -103,6 +112,20 @@ def _reason(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
-def _remove_leftovers(folder: Path) -> None:
-    for leftover in folder.glob(".*.ckpt.tmp"):  # of a run that was killed while it wrote
-        leftover.unlink(missing_ok=True)
+def remove(path: Path) -> None:
+    """Deletes a checkpoint, a file or a folder, which is under its name no longer as soon as a part is missing."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    gone = path
+    if path.suffix == ".ckpt":
+        gone = path.with_name(f".{path.stem}.removed.ckpt.tmp")
+        shutil.rmtree(gone, ignore_errors=True)  # of a run that was killed here
+        os.replace(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Deletes what runs left that were killed while they wrote or removed a checkpoint."""
+    for leftover in folder.glob(".*.ckpt.tmp"):
+        remove(leftover)

@@ -224,15 +224,23 @@ class HybridParallel(MeshStrategy):
         return squares.sqrt()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole model's weights on rank 0, nothing elsewhere; called on every rank."""
+        """Returns the whole model's weights on rank 0, nothing elsewhere, or this rank's parts; called on every rank."""
+        if self.writes_parts:
+            return super().lightning_module_state_dict()
         own = tensors.gather(tensors.state_of(self.lightning_module), keep=self._speaks)
         if self.pipeline is None or not self._speaks:
             return dict(own)
         return stage_state.joined(stage_state.collect(own, self._stages), self._weights)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole optimizer's state on rank 0, nothing elsewhere; called on every rank."""
+        """Returns the whole optimizer's state on rank 0, nothing elsewhere, or this rank's parts."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self.writes_parts:
+            state = super().optimizer_state(optimizer)
+            if self.pipeline is None:
+                return state
+            names = stage_state.names_of(optimizer, self.lightning_module)
+            return stage_state.joined_optimizer([(state, names)], self._numbers(optimizer))
         own = tensors.gather(optimizer.state_dict(), keep=self._speaks)
         if self.pipeline is None or not self._speaks:
             return dict(own)

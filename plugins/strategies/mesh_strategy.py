@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +25,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from core import sharded
 from core.errors import ConfigError
 from plugins.strategies import gradients, tensors
 from plugins.strategies.shared_scaler import SharedScaler
 
 
 class MeshStrategy(ParallelStrategy):
-    """Spreads a model that no rank need hold whole; checkpoints are those of a single process.
+    """Spreads a model that no rank need hold whole; a checkpoint is that of a single process, or parts.
 
     Rank 0 builds and initialises the model on the CPU, the others build it without memory; each weight is
     then sent once and every rank keeps its part: the values are those of a single process on the CPU.
@@ -220,27 +222,56 @@ class MeshStrategy(ParallelStrategy):
     restore_checkpoint_after_setup = True
     """Weights are loaded into the parts, not before there are any."""
 
+    @property
+    def writes_parts(self) -> bool:
+        """Whether each rank writes its own parts into checkpoints, which are folders then."""
+        return hasattr(self.checkpoint_io, "save_parts")
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint; called on every rank."""
+        if self.writes_parts:
+            self.checkpoint_io.save_parts(checkpoint, filepath)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint; of one that is a folder, no tensors yet, of which each rank will read its parts."""
+        if sharded.is_sharded(Path(checkpoint_path)):
+            return sharded.outline(Path(checkpoint_path))
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole model's weights on rank 0, nothing elsewhere; called on every rank."""
+        """Returns the whole model's weights on rank 0, nothing elsewhere, or this rank's parts; called on every rank."""
         assert self.lightning_module is not None
+        if self.writes_parts:
+            return tensors.state_of(self.lightning_module)
         return tensors.gather(tensors.state_of(self.lightning_module), keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes this rank's part of the whole model's weights."""
         assert self.lightning_module is not None
+        pairs: list[tuple[sharded.Stored, Tensor]] = []
         for name, target in tensors.state_of(self.lightning_module).items():
             if strict or name in checkpoint["state_dict"]:
-                tensors.fill(target, checkpoint["state_dict"][name])
+                stored = checkpoint["state_dict"][name]
+                if isinstance(stored, sharded.Stored):
+                    pairs.append((stored, target))
+                else:
+                    tensors.fill(target, stored)
+        sharded.fill(pairs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole optimizer's state on rank 0, nothing elsewhere; called on every rank."""
-        return tensors.gather(getattr(optimizer, "_optimizer", optimizer).state_dict(), self.is_global_zero)
+        """Returns the whole optimizer's state on rank 0, nothing elsewhere, or this rank's parts."""
+        state = getattr(optimizer, "_optimizer", optimizer).state_dict()
+        return state if self.writes_parts else tensors.gather(state, self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes this rank's part of the whole optimizer's state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             parts = {n: tensors.parts(values, parameters[n]) for n, values in state["state"].items()}
+            rooms = [(v, parts[n][k]) for n, values in state["state"].items() for k, v in values.items()]
+            sharded.fill((stored, room) for stored, room in rooms if isinstance(stored, sharded.Stored))
             optimizer.load_state_dict({**state, "state": parts})
             _optimizers_to_device([optimizer], self.parameter_device)
 
@@ -248,6 +279,7 @@ class MeshStrategy(ParallelStrategy):
         """Ends what was started; leaves the model where it is: no rank has room for the whole."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self.checkpoint_io.teardown()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -13,6 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from core.sharded import Stored
+
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Returns the values of each parameter and buffer, in the same memory, once, by its first name."""
@@ -82,11 +84,18 @@ def part(whole: Tensor, like: Tensor) -> Tensor:
 
 
 def parts(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Returns the parts of a parameter's whole optimizer state that lie where the parameter does."""
+    """Returns the parts of a parameter's whole optimizer state that lie where the parameter does.
+
+    What is stored in a folder gets room that is not filled.
+    """
     return {name: _placed(value, parameter) for name, value in state.items()}
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
+    if isinstance(value, Stored):
+        if value.shape == parameter.shape and len(value.shape) > 0:
+            return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
+        return torch.empty(value.shape, dtype=value.dtype)
     fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
     if not (fits and isinstance(parameter, DTensor)):
         return value

@@ -7,11 +7,14 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
+from core.checkpoint import newest
 from core.errors import ConfigError
 from core.language_module import LanguageModule
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
@@ -34,11 +37,23 @@ def train(tmp_path, monkeypatch):
     """Trains 16 batches an epoch; returns the callback and the steps that were saved, in order."""
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
 
-    def run(every=2, keep=2, ckpt_path=None, callbacks=(), **options):
+    def run(
+        every=2,
+        keep=2,
+        ckpt_path=None,
+        callbacks=(),
+        io=None,
+        policy=None,
+        kind=PeriodicCheckpoint,
+        **options,
+    ):
         seed_everything(0, verbose=False)
         network = {"vocab_size": 64, "n_layer": 1, "n_head": 1, "n_embd": 8, "max_sequence_length": 16}
         module = LanguageModule(lambda: GPT(**network), CausalLM(), lambda groups: AdamW(groups, lr=0.01))
-        callback, io = PeriodicCheckpoint(every, keep, str(tmp_path / "checkpoints")), Recording()
+        callback, io = (
+            PeriodicCheckpoint(every, keep, str(tmp_path / "checkpoints"), **policy or {}),
+            io or Recording(),
+        )
         defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 2}
         quiet = {
             "enable_progress_bar": False,
@@ -48,7 +63,8 @@ def train(tmp_path, monkeypatch):
         options = {"num_sanity_val_steps": 0, **defaults, **quiet, **options}
         trainer = Trainer(callbacks=[*callbacks, callback], plugins=[io], **options)
         trainer.fit(module, ToyData(), ckpt_path=ckpt_path)
-        return callback, [int(name.removeprefix("step-").removesuffix(".ckpt")) for name in io.saved]
+        names = getattr(io, "saved", [])
+        return callback, [int(name.removeprefix("step-").removesuffix(".ckpt")) for name in names]
 
     return run
 
@@ -138,6 +154,60 @@ def test_a_resumed_run_is_bitwise_the_one_that_went_on(train, tmp_path):
         )
         resumed = torch.load(tmp_path / "checkpoints" / "step-00000020.ckpt", weights_only=True)["state_dict"]
         assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def steps_of(names):
+    return [int(name.removeprefix("step-").removesuffix(".ckpt")) for name in names]
+
+
+def test_some_are_kept_for_good(train, kept):
+    train(every=2, keep=1, max_steps=11, policy={"keep_every_n_steps": 4})
+    assert steps_of(kept()) == [4, 8, 11]
+
+
+def test_the_best_is_kept_also_by_a_run_that_goes_on(train, kept):
+    losses = {}
+
+    class Listening(Callback):
+        def on_validation_end(self, trainer, pl_module):
+            losses[trainer.global_step] = float(trainer.callback_metrics["val/loss"])
+
+    options = {"every": 100, "keep": 1, "val_check_interval": 3, "check_val_every_n_epoch": None}
+    options |= {"policy": {"keep_best": True}, "callbacks": [Listening()]}
+    callback, saved = train(max_steps=10, **options)
+    lower = [step for step in losses if all(losses[step] < losses[earlier] for earlier in range(3, step, 3))]
+    assert saved == [*lower, 10]
+    assert steps_of(kept()) == [min(losses, key=losses.get), 10]
+    assert callback.best_model_path.endswith(f"{lower[-1]}.ckpt")
+    train(max_steps=14, ckpt_path=callback.last_model_path, **options)
+    assert steps_of(kept()) == sorted({min(losses, key=losses.get), 14})
+    assert list(losses) == [3, 6, 9, 12]
+
+
+def test_checkpoints_written_in_the_background_are_there_at_the_end_and_old_ones_are_not(
+    train, kept, tmp_path
+):
+    logger = Noting()
+    callback, _ = train(every=2, keep=2, max_steps=7, io=ShardedCheckpoint(), logger=logger)
+    assert steps_of(kept()) == [6, 7]
+    assert newest(tmp_path) == Path(callback.last_model_path)
+    stalls = [step for step, figures in logger.rows if "checkpoint/stall_s" in figures]
+    assert stalls == [2, 4, 6, 7]
+
+
+class Noting(DummyLogger):
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_steps_that_are_never_saved_cannot_be_kept_for_good(number):
+    with pytest.raises(ConfigError, match="takes a multiple of every_n_steps"):
+        PeriodicCheckpoint(every_n_steps=2, keep_every_n_steps=number)
 
 
 @pytest.mark.parametrize("arguments", [{"every_n_steps": 0}, {"keep": 0}, {"keep": -2}])

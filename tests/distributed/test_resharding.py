@@ -1,0 +1,84 @@
+"""A sharded checkpoint goes on with other strategies and numbers of ranks, to the last bit of what was saved."""
+
+from functools import cache
+
+import pytest
+
+from core.checkpoint import read
+from core.testing.workshop import workshop
+from tests.distributed.same_run import fit, same_bits
+
+SAVED = 4
+
+
+def hybrid(**sizes):
+    default = {"data_shard": 1, "tensor": 1, "pipeline": 1, "schedule": "1F1B"}  # not those of the checkpoint
+    return {"class_path": "HybridParallel", "init_args": default | sizes}
+
+
+PLANS = {
+    "one process": (1, "auto"),
+    "DDP on 2": (2, {"class_path": "DDP"}),
+    "FSDP on 2": (2, {"class_path": "FSDP"}),
+    "FSDP on 4": (4, {"class_path": "FSDP"}),
+    "2 x 2": (4, hybrid(data_shard=2, tensor=2)),
+    "1 x 2": (2, hybrid(tensor=2)),
+    "pipeline of 2": (2, hybrid(pipeline=2)),
+    "V-shaped pipeline of 2": (2, hybrid(pipeline=2, schedule="ZBVZeroBubble")),
+}
+ADAM = {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-2}}}
+UNEVEN = {
+    "init_args": {"n_embd": 20, "n_head": 4, "vocab_size": 66}
+}  # no size of them divides by 4 ranks twice
+
+
+def trained(plan, name, *words):
+    ranks, strategy = PLANS[plan]
+    folder = str(workshop() / name)
+    witness = {
+        "class_path": "tests.distributed.witness.Witness",
+        "init_args": {"folder": folder, "step": SAVED},
+    }
+    trainer = {"strategy": strategy, "plugins": [{"class_path": "ShardedCheckpoint"}], "callbacks": [witness]}
+    done = fit({"trainer": trainer, "model": {**ADAM, "network": UNEVEN}}, ranks, *words, name=name)
+    assert done.code == 0, done.complaint
+    return done
+
+
+@cache
+def source(plan):
+    return trained(plan, f"from {plan}")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("FSDP on 4", "FSDP on 2"),
+        ("FSDP on 4", "one process"),
+        ("one process", "FSDP on 2"),
+        ("2 x 2", "1 x 2"),
+        ("pipeline of 2", "one process"),
+        ("pipeline of 2", "FSDP on 2"),
+        ("one process", "V-shaped pipeline of 2"),
+        pytest.param("V-shaped pipeline of 2", "2 x 2", marks=pytest.mark.slow),
+        pytest.param("2 x 2", "DDP on 2", marks=pytest.mark.slow),
+        pytest.param("DDP on 2", "pipeline of 2", marks=pytest.mark.slow),
+    ],
+)
+def test_goes_on_bit_by_bit_where_it_was_saved(before, after):
+    first = source(before)
+    saved = first.folder / "checkpoints" / f"step-{SAVED}.ckpt"
+    whole = read(first.folder / "whole.ckpt")
+    stored = read(saved)
+    assert saved.is_dir()
+    if "V" not in before:  # whose first rank has the last stage
+        assert list(stored["state_dict"]) == list(whole["state_dict"])
+    assert whole["optimizer_states"][0]["state"]
+    for part in ("state_dict", "optimizer_states"):
+        assert same_bits(stored[part], whole[part])
+    second = trained(after, f"{before} to {after}", f"--ckpt_path={saved}")
+    loaded = read(second.folder / "loaded.ckpt")
+    for part in ("state_dict", "optimizer_states"):
+        assert same_bits(loaded[part], whole[part])
+    losses = [[run.record["figures"][str(step)]["train/loss"] for step in (5, 6)] for run in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)  # Adam makes 1e-7 larger

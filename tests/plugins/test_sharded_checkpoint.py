@@ -1,0 +1,226 @@
+"""ShardedCheckpoint: whole or absent, of the step it was asked at, read without running code."""
+
+import hashlib
+import json
+import pickle
+import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+from core import sharded
+from core.checkpoint import defect, newest, read, resolve
+from core.errors import ConfigError
+from plugins.checkpoints.consolidate import consolidate
+from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
+from tests.conftest import Malicious
+from tests.distributed.same_run import same_bits
+
+LIMIT = 1_000_000
+
+
+def content(number=0.0):
+    weights = {
+        "w": torch.arange(300.0) + number,
+        "b.c": torch.ones(2, dtype=torch.bfloat16),
+        "none": torch.empty(0),
+    }
+    states = {11: {"exp_avg": torch.full((300,), number), "step": torch.tensor(number)}, 2: {"count": 3}}
+    return {
+        "pytorch-lightning_version": "2.6.6",
+        "state_dict": weights,
+        "optimizer_states": [{"state": states, "param_groups": [{"lr": 0.1, "params": [2, 11]}]}],
+        "callbacks": {"x": [1.5, None, (2, "y")]},
+        "leyden": {"config": "a: 1\n", "ranks": 1},
+    }
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Writes a checkpoint, to the end."""
+
+    def write(name="step-1.ckpt", number=0.0):
+        io = ShardedCheckpoint()
+        io.save_checkpoint(content(number), tmp_path / name)
+        io.teardown()
+        return tmp_path / name
+
+    return write
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def resign(folder):
+    """Writes manifest and marker as a forger would."""
+    names = [path.name for path in folder.iterdir() if path.name not in (sharded.MANIFEST, sharded.MARKER)]
+    manifest = json.dumps({"files": {name: sharded.checksum(folder / name) for name in names}}).encode()
+    (folder / sharded.MANIFEST).write_bytes(manifest)
+    (folder / sharded.MARKER).write_text(hashlib.sha256(manifest).hexdigest())
+
+
+@contextmanager
+def file_size_limit():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_checkpoint_comes_back_as_it_was(save):
+    found = read(save())
+    found["optimizer_states"][0]["state"] = dict(
+        sorted(found["optimizer_states"][0]["state"].items(), reverse=True)
+    )
+    assert same_bits(found, content())
+    assert list(found["state_dict"]) == ["w", "b.c", "none"]
+
+
+def test_consolidate_writes_what_one_process_would_have_written(save, tmp_path, capsys):
+    assert consolidate([str(save()), str(tmp_path / "whole.ckpt")]) == 0
+    assert same_bits(torch.load(tmp_path / "whole.ckpt", weights_only=True), content())
+    assert defect(tmp_path / "whole.ckpt") is None
+    assert "whole.ckpt" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="is there already"):
+        consolidate([str(tmp_path / "step-1.ckpt"), str(tmp_path / "whole.ckpt")])
+
+
+def test_the_snapshot_is_of_the_step_it_was_asked_at_though_training_goes_on(tmp_path):
+    """The writer is held up until ten more steps are done."""
+    model, io, gate = nn.Linear(50, 50), ShardedCheckpoint(), threading.Event()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(4, 50)).square().mean().backward()
+        optimizer.step()
+
+    def state():
+        return {
+            "state_dict": model.state_dict(),
+            "optimizer_states": [optimizer.state_dict()],
+            "counts": counts,
+        }
+
+    counts = {"steps": [1]}
+    step()
+    torch.save(state(), tmp_path / "expected.pt")
+    io._thread = ThreadPoolExecutor(1)
+    io._thread.submit(gate.wait)
+    io.save_checkpoint(state(), tmp_path / "step-1.ckpt")
+    for _ in range(10):
+        step()
+        counts["steps"].append(1)
+    assert not (tmp_path / "step-1.ckpt").exists()
+    gate.set()
+    io.wait()
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    assert same_bits(read(tmp_path / "step-1.ckpt"), expected)
+    assert not same_bits(model.state_dict(), expected["state_dict"])
+    io.save_checkpoint(state(), tmp_path / "step-11.ckpt")  # in the memory of the first
+    io.teardown()
+    assert same_bits(read(tmp_path / "step-11.ckpt")["state_dict"], model.state_dict())
+
+
+def test_saving_a_step_again_replaces_it(save):
+    save(number=1.0)
+    assert read(save(number=2.0))["state_dict"]["w"][0] == 2.0
+
+
+@pytest.mark.parametrize("name", ["complete", "manifest.json", "state.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("damage", ["gone", "flipped"])
+def test_a_folder_that_is_not_whole_is_named_and_the_one_before_is_used(name, damage, save, tmp_path, capsys):
+    earlier, later = save("step-1.ckpt"), save("step-2.ckpt")
+    assert newest(tmp_path) == resolve(str(tmp_path), tmp_path) == later
+    (later / name).unlink() if damage == "gone" else flip(later / name)
+    assert newest(tmp_path) == earlier
+    assert f"{later} is left aside: " in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"step-2\.ckpt: .*last"):
+        ShardedCheckpoint().load_checkpoint(later)
+    with pytest.raises(ConfigError, match=r"step-2\.ckpt: .*last"):
+        resolve(str(later), tmp_path)
+
+
+def test_what_a_killed_run_left_is_never_loaded_and_removed_by_the_next(save, tmp_path):
+    left = tmp_path / ".step-9.ckpt.tmp"
+    save().rename(left)
+    with pytest.raises(ConfigError, match="no whole checkpoint"):
+        newest(tmp_path)
+    save("step-2.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["state.pt", ".metadata", "__0_0.distcp", "bytes"])
+def test_code_in_a_folder_is_not_run_even_where_the_checksums_are_right(name, save, tmp_path):
+    folder, evil = save(), Malicious(tmp_path / "executed")
+    if name == "state.pt":
+        torch.save({**sharded.state(folder), "evil": evil}, folder / name)
+    elif name == ".metadata":
+        (folder / name).write_bytes(pickle.dumps(evil))
+    elif name == "__0_0.distcp":
+        (folder / name).write_bytes(pickle.dumps(evil) + (folder / name).read_bytes())
+    else:  # DCP would unpickle an entry that says it is no tensor
+        metadata = sharded._metadata(folder)
+        metadata.state_dict_metadata["state_dict.w"] = (
+            torch.distributed.checkpoint.metadata.BytesStorageMetadata()
+        )
+        place = next(value for key, value in metadata.storage_data.items() if key.fqn == "state_dict.w")
+        place.offset, place.length = 0, len(pickle.dumps(evil))
+        (folder / place.relative_path).write_bytes(pickle.dumps(evil))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    resign(folder)
+    with pytest.raises(Exception, match=r"code|Unsupported|Weights only|not a zip|failed|Invalid"):
+        read(folder)
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(asynchronous, save, tmp_path):
+    earlier, io = save(), ShardedCheckpoint(asynchronous)
+    large = {"state_dict": {"w": torch.zeros(LIMIT)}, "pytorch-lightning_version": "2.6.6"}
+
+    def fails():
+        io.save_checkpoint(large, tmp_path / "step-2.ckpt")
+        io.wait()
+
+    with file_size_limit(), pytest.raises(ConfigError) as error:
+        fails()
+    lines = str(error.value).splitlines()
+    assert "step-2.ckpt could not be written: File too large (" in lines[0]
+    assert lines[1] == f"The last good one is {earlier}."
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1.ckpt"]
+    io.save_checkpoint(content(), tmp_path / "step-3.ckpt")  # there is room again
+    io.teardown()
+    assert newest(tmp_path).name == "step-3.ckpt"
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_save_and_at_the_end(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    io = ShardedCheckpoint()
+    io.save_checkpoint(content(), tmp_path / "file" / "step-1.ckpt")
+    with pytest.raises(ConfigError, match="could not be written"):
+        io.save_checkpoint(content(), tmp_path / "step-2.ckpt")
+    io.save_checkpoint(content(), tmp_path / "file" / "step-3.ckpt")
+    with pytest.raises(ConfigError, match="could not be written"):
+        io.teardown()
+
+
+def test_the_end_says_how_long_checkpoints_held_the_run_up(save, capsys):
+    save()
+    assert "Checkpoints held training up for 0." in capsys.readouterr().out
+
+
+def test_removing_is_calm_about_what_is_gone(save, tmp_path):
+    path = save()
+    ShardedCheckpoint().remove_checkpoint(path)
+    ShardedCheckpoint().remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
