@@ -134,4 +134,4 @@ def _merge(old: list[Path], chunks: list[dict[str, Any]], new: Path) -> None:
     begin = 4 * (len(lengths) + 2)
     offsets = begin + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     header = np.array([len(lengths), *offsets], np.uint32).tobytes()
-    write_durably(new, b"".join([header, *(r[int(h[1]) :] for r, h in zip(raw, headers, strict=True))]))
+    durable.write(new, b"".join([header, *(r[int(h[1]) :] for r, h in zip(raw, headers, strict=True))]))
