@@ -179,7 +179,7 @@ def measured(
         for name in names:
             state, ratio = cost(name, options.rounds)
             rates = RATES[name] if options.rates == "all" else RATES[name][len(RATES[name]) // 2 :][:1]
-            losses = {rate: math.nan for rate in rates}
+            losses = dict.fromkeys(rates, math.nan)
             for rate in rates if options.steps else ():
                 losses[rate] = validation_loss(name, rate, options.steps, Path(folder))
             best = min(losses, key=losses.__getitem__)
