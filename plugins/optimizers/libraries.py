@@ -27,7 +27,7 @@ def library(name: str) -> Any:
 def not_on_shards(why: str, instead: str) -> dict[str, str]:
     """Returns the conflicts of an optimizer that cannot step sharded weights (DTensors)."""
     reason = f"{why}: take {instead} with sharded weights"
-    return dict.fromkeys(("ModelParallelStrategy", "FSDP", "FSDP2", "FSDPStrategy"), reason)
+    return dict.fromkeys(("ModelParallelStrategy", "FSDP", "HybridParallel", "FSDPStrategy"), reason)
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:

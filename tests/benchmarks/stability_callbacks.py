@@ -102,6 +102,7 @@ def main() -> None:
     from callbacks.skip_step import SkipStep
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", help="callbacks; none: all")
     parser.add_argument("--blocks", type=int, default=12, help="with and without, each: %(default)s")
     parser.add_argument("--block", type=int, default=5, help="steps in a block: %(default)s")
     options = parser.parse_args()
@@ -117,7 +118,9 @@ def main() -> None:
         NonFiniteGuard(),
         ExponentialMovingAverage(),
     ):
-        name = f"{type(inner).__name__}{' (adaptive)' if getattr(inner, 'method', '') == 'adaptive' else ''}"
+        name = f"{type(inner).__name__}{'-adaptive' if getattr(inner, 'method', '') == 'adaptive' else ''}"
+        if options.names and name not in options.names:
+            continue
         seconds, ratio = measure(inner, size, options.blocks, options.block)
         print(f"| {name} | {seconds:.3f} | {ratio:.3f} |", flush=True)
 
