@@ -42,6 +42,9 @@ LIGHTNING = {
 }
 """Lightning's own strategies and precisions that run on a CPU, by the name of their column."""
 
+SHORT: dict[str, dict[str, Any]] = {"BatchSizeRamp": {"start": 0.25, "tokens_until_full": 128}}
+"""Arguments for runs of a few steps, where those of the example are for longer ones."""
+
 COLUMNS = ("callbacks", "strategies", "precision")
 COMMANDS = ("commands", "datamodules")
 
@@ -66,7 +69,7 @@ def entries(*kinds: str) -> list[catalog.Entry]:
 
 def callbacks() -> list[Part]:
     """Returns the rows."""
-    return [Part(entry.name, Case(entry).overlay) for entry in entries("callbacks")]
+    return [Part(entry.name, Case(entry, SHORT.get(entry.name)).overlay) for entry in entries("callbacks")]
 
 
 def others() -> list[Part]:

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from core.pretrain_datamodule import PretrainDataModule
 from core.testing import Case
 from core.testing.workshop import text, workshop
+from tests.conformance.compatibility import SHORT
 
 ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence_length": 16,
           "position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}  # fmt: skip
@@ -31,6 +32,7 @@ KILLED = (
 def pytest_leyden_cases():
     return [
         Case("ActivationCheckpointing", {"keep": ["mm"]}),
+        Case("BatchSizeRamp", SHORT["BatchSizeRamp"]),
         Case("ActivationOffload", {"min_bytes": 0}),
         Case("BitsandbytesWeights", {"kind": "nf4"}),
         Case("BitsandbytesWeights", {"kind": "int8", "compute_dtype": "float32"}),
@@ -49,7 +51,6 @@ def pytest_leyden_cases():
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
-<<<<<<< HEAD
         Case(
             "SOAP",
             {"lr": 0.003, "precondition_frequency": 2},
@@ -59,10 +60,8 @@ def pytest_leyden_cases():
             },
         ),
         Case("ScheduleFreeAdamW", {"lr": 0.02, "warmup_steps": 2}),
-=======
         Case("ShardedCheckpoint", {"asynchronous": False}),
         Case("ShardedCheckpoint", {"asynchronous": True}, exempt=dict.fromkeys(["resumes_bitwise"], KILLED)),
->>>>>>> checkpoints
         Case("SkipStep", {"window": 3, "sigma": 2.0}),
         Case("TextSamples", {"num_samples": 1, "every_n_steps": 3, "max_new_tokens": 4}),
         Case("UnigramTokenizer", {"vocab_size": 257}),
