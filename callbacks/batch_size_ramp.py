@@ -24,7 +24,7 @@ class BatchSizeRamp(ShapeSchedule):
 
     The configured batch (`data.batch_size` rows, times `trainer.accumulate_grad_batches`, times the ranks) is the
     last. Smaller ones have smaller micro-batches and fewer of them: memory never holds more than the configured
-    micro-batch. A change of the accumulation may come some micro-batches late: Lightning steps where the number
+    micro-batch. They are rounded to whole rows on each rank, one at least. A change of the accumulation may come some micro-batches late: Lightning steps where the number
     of micro-batches in the epoch is divisible by it.
 
     Args:

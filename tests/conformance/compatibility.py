@@ -42,7 +42,9 @@ LIGHTNING = {
 }
 """Lightning's own strategies and precisions that run on a CPU, by the name of their column."""
 
-SHORT: dict[str, dict[str, Any]] = {"BatchSizeRamp": {"start": 0.25, "tokens_until_full": 128}}
+SHORT: dict[str, dict[str, Any]] = {
+    "BatchSizeRamp": {"start": 0.5, "tokens_until_full": 128, "growth": "doubling"}
+}
 """Arguments for runs of a few steps, where those of the example are for longer ones."""
 
 COLUMNS = ("callbacks", "strategies", "precision")
