@@ -65,7 +65,8 @@ class ExponentialMovingAverage(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins with the weights as they are, or with what was restored."""
         self._step = trainer.global_step
-        parameters = dict(pl_module.network.named_parameters())
+        named = pl_module.network.named_parameters()
+        parameters = {name: p for name, p in named if p.requires_grad}  # the others stay as they are
         self._averages = {name: p.detach().clone() for name, p in parameters.items()}
         for name, value in self._restored.items():
             if name in self._averages:
@@ -110,14 +111,14 @@ class ExponentialMovingAverage(Callback):
         """Evaluates the averages on the batch that the weights have just been evaluated on."""
         if self._averages and not trainer.sanity_checking:
             with self.averaged(), trainer.precision_plugin.val_step_context():
-                loss, _ = pl_module.objective.loss(pl_module.network, batch)
+                loss, _ = pl_module.compute_loss(batch)
             self._sums.add({"loss": loss})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the averages' loss."""
         if not self._averages or trainer.sanity_checking:
             return
-        means, _ = self._sums.means(lambda sums: trainer.strategy.reduce(sums, reduce_op="sum"))
+        means, _ = self._sums.means(pl_module._sum_over_ranks)
         for logger in trainer.loggers:
             logger.log_metrics({"val/ema_loss": means["loss"]}, step=trainer.global_step)
         trainer.callback_metrics["val/ema_loss"] = torch.tensor(means["loss"], dtype=torch.float64)
