@@ -46,6 +46,7 @@ class Request:
         checkpoint: The file to go on from.
         stored: The configuration in that checkpoint.
         job: What the launcher calls the job that is run, if it may start it again.
+        elsewhere: Whether the run is only checked, for machines that are not here.
     """
 
     composed: Composed
@@ -54,6 +55,7 @@ class Request:
     checkpoint: Path | None
     stored: dict[str, Any]
     job: str | None = None
+    elsewhere: bool = False
 
 
 @technique(paper=_SOURCE)
@@ -93,15 +95,17 @@ def _run(subcommand: str, arguments: list[str]) -> int:
     return 0
 
 
-def build(subcommand: str, arguments: list[str], starts: bool = False) -> Any:
+def build(subcommand: str, arguments: list[str], starts: bool = False, elsewhere: bool = False) -> Any:
     """Parses, checks and instantiates a run; returns the `core.lightning_cli.Cli` that can start it.
 
     Args:
         subcommand: fit, validate, test or predict.
         arguments: The command line after it.
         starts: Whether the run will be started, and its folder is made.
+        elsewhere: Whether it is checked for machines that are not here: neither their devices nor who launches it.
     """
     request = prepare(arguments, restarts.job() if starts and subcommand == "fit" else None)
+    request.elsewhere = elsewhere
     _quieten()
     from core.lightning_cli import Cli
 

@@ -162,7 +162,9 @@ class Cli(LightningCLI):
         devices, nodes = (
             n if isinstance(n := options[name], int) else 1 for name in ("devices", "num_nodes")
         )
-        run = Run(self.selected, config, places, str(options["accelerator"]), devices, devices * nodes)
+        elsewhere = self.request.elsewhere
+        on = str(options["accelerator"])
+        run = Run(self.selected, config, places, on, devices, devices * nodes, elsewhere)
         self.run_known = run
         try:
             with self._building():
@@ -171,8 +173,10 @@ class Cli(LightningCLI):
             preflight.check(run, str(error))
         selected = [*self.selected, *_implied(outline, self.selected)]
         processes = outline.num_devices * outline.num_nodes
-        run = Run(selected, config, places, outline.accelerator.name(), outline.num_devices, processes)
-        preflight.check(run, *launchers.faults(outline, self.selected))
+        run = Run(
+            selected, config, places, outline.accelerator.name(), outline.num_devices, processes, elsewhere
+        )
+        preflight.check(run, *(() if elsewhere else launchers.faults(outline, self.selected)))
 
     def _choose_folder(self, root: Path) -> Path:
         missing = [parent for parent in root.parents if not parent.exists()]

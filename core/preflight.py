@@ -83,7 +83,7 @@ def _asked(run: Run, item: Selected, what: str, ask: Callable[[], list[str]]) ->
 
 def _processes(run: Run) -> Iterator[str]:
     most = max(os.cpu_count() or 1, TRIAL_PROCESSES)
-    if run.accelerator == "cpu" and run.devices > most:
+    if run.accelerator == "cpu" and run.devices > most and not run.elsewhere:
         yield (
             f"{run.devices} processes on {os.cpu_count()} cores would fill the memory and wait for each other: "
             f"set --trainer.devices to {most} or less"

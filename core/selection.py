@@ -59,6 +59,7 @@ class Run:
         accelerator: "cpu", "cuda", "mps" or the name of another of Lightning's.
         devices: Processes on each machine.
         world_size: Processes altogether.
+        elsewhere: Whether it is checked for machines that are not here, whose devices are not known.
     """
 
     selected: Sequence[Selected] = ()
@@ -67,6 +68,7 @@ class Run:
     accelerator: str = "cpu"
     devices: int = 1
     world_size: int = 1
+    elsewhere: bool = False
 
     def argument(self, path: str) -> Any:
         """Returns the value at a path like "model.network.vocab_size", or None where there is none."""

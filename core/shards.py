@@ -14,6 +14,11 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
+def is_spread(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether any of them is spread over ranks."""
+    return torch.distributed.is_initialized() and any(hasattr(tensor, "to_local") for tensor in tensors)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Returns the whole of a tensor, on every rank; all ranks have to call it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

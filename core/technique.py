@@ -94,6 +94,8 @@ class Device:
 
     def missing(self, run: Run) -> str | None:
         """Returns a line that says which device the run has instead, or None."""
+        if run.elsewhere:
+            return None
         if run.accelerator != self.kind:
             return (
                 f"{self} is needed, this run is on {run.accelerator.upper()}: "

@@ -40,12 +40,18 @@ HOOKS = (
 def check(arguments: list[str]) -> int:
     """Parses, checks and builds a run without starting it; prints the selection and the order of hooks.
 
+    With --elsewhere it is checked for machines that are not here, a cluster from a laptop: as many processes as it
+    says, on whatever devices; packages are held against those that are installed here.
+
     Example:
         python -m core check --config quickstart --trainer.callbacks+=LearningRateMonitor
     """
     from core.cli import build
 
-    cli = build("fit", arguments)
+    elsewhere = "--elsewhere" in arguments
+    if elsewhere:
+        arguments = [word for word in arguments if word != "--elsewhere"] + ["--trainer.accelerator=cpu"]
+    cli = build("fit", arguments, elsewhere=elsewhere)
     print("\nHooks fire in this order:")
     for hook, names in firing_order(cli.trainer.callbacks, cli.model, cli.datamodule).items():
         print(f"  {hook:<26} {', '.join(names)}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from core.shards import is_spread, local
 from core.technique import technique
 
 
@@ -46,3 +47,11 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused or None)
         # A fused step could unscale fp16 gradients itself; Lightning must do so before, or it refuses to clip.
         self._step_supports_amp_scaling = False
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """Lets the kernel work on what this rank has: it takes whole and spread tensors only apart."""
+        found = super()._init_group(group, *lists)
+        if is_spread(group["params"]):
+            for tensors in lists:
+                tensors[:] = local(tensors)
+        return found

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from core.shards import is_spread
 from core.technique import technique
 
 
@@ -47,3 +48,9 @@ class SGD(torch.optim.SGD):
         super().__init__(params, **options, fused=fused or None)
         # As in AdamW: Lightning unscales fp16 gradients before, or it refuses to clip.
         self._step_supports_amp_scaling = False
+
+    def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
+        """Steps one by one where whole and spread tensors are together: torch's kernels take them only apart."""
+        if is_spread(group["params"]) and not all(hasattr(p, "to_local") for p in group["params"]):
+            group["fused"] = group["foreach"] = False
+        return super()._init_group(group, *lists)

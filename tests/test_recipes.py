@@ -1,0 +1,60 @@
+"""The recipes for clusters pass preflight on a laptop, have the sizes they are named for, and run shrunken."""
+
+import csv
+import math
+import re
+
+import pytest
+
+from tests.conftest import HOUSE, run_core
+
+RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's by its table 2.1
+    "gpt2_124m": 124_439_808 + 47 * 768,  # the vocabulary is rounded up from 50,257 to 50,304
+    "gpt2_1558m_fsdp": 1_557_611_200 + 47 * 1600,
+    "llama_70b_hsdp_tensor": 70_553_706_496,
+    "gpt3_175b_3d": (50257 + 2048 + 2 + 96 * 13) * 12288 + 96 * 12 * 12288**2,
+}
+FOLDER = HOUSE / "configs" / "recipes"
+
+
+def test_each_recipe_is_here():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(RECIPES)
+    assert {path.stem for path in FOLDER.glob("shrunken/*.yaml")} == {*RECIPES, "shrink"}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_passes_preflight_elsewhere(name, tmp_path):
+    done = run_core("check", "--elsewhere", f"--config=recipes/{name}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    [count] = re.findall(r"GPT: ([\d,]+) parameters", done.stdout)
+    assert int(count.replace(",", "")) == RECIPES[name]
+
+
+def test_elsewhere_sizes_are_still_held_against_each_other(tmp_path):
+    done = run_core(
+        "check", "--elsewhere", "--config=recipes/gpt3_175b_3d", "--trainer.num_nodes=100", cwd=tmp_path
+    )
+    assert done.returncode == 2
+    assert "HybridParallel" in done.stderr
+    assert "800" in done.stderr
+    assert len(done.stderr.splitlines()) <= 10
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Prepared data for all of them."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_runs_shrunken(name, cache, tmp_path):
+    done = run_core(
+        "fit", f"--config=recipes/{name}", f"--config=recipes/shrunken/{name}",
+        f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.cache_dir={cache}", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
+        losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
+    assert len(losses) == 2
+    assert all(math.isfinite(loss) and loss < 2 * math.log(512) for loss in losses)
+    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
