@@ -58,7 +58,8 @@ class PretrainDataModule(TokenDataModule):
         engine: Where documents are prepared; None: in this process.
         cache_bytes: Most bytes of shards of remote folders to keep in `cache_dir`; None: three quarters of what is
             free on its disk.
-        storage_options: Of a remote folder's client, such as {endpoint_url: ..., region_name: ...} of boto3's.
+        storage_options: Of a remote folder's client, such as {endpoint_url: ..., region_name: ...} of boto3's. They
+            are written to config.yaml: leave secrets to the environment, where the client looks for them.
 
     Batches from a remote folder are those from a copy of it here. A shard is downloaded when a row needs it, or
     ahead of that, is held against its SHA-256, and stays until others need its room; all ranks and workers of a

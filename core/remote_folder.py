@@ -139,15 +139,13 @@ class RemoteFolder:
         Raises:
             ConfigError: If it cannot be read or written, or is not what the manifest says.
         """
-        path, size = self.folder / name, self.files[name]["bytes"]
+        path = self.folder / name
         with _writing(self.folder):
             with suppress(FileNotFoundError):
                 os.utime(path)
                 return path
             with claimed(path) as stream:
                 if not path.exists():  # else another process was first
-                    stream.truncate(size)  # others reckon with it from here on
-                    self._make_room()
                     self._download(name, stream)
                     publish(stream, path)
         return path
@@ -205,18 +203,22 @@ class RemoteFolder:
         return self._downloader
 
     def _download(self, name: str, stream: IO[bytes]) -> None:
-        told, problem = self.files[name], ""
-        for _ in range(2):  # what was damaged on its way is whole the second time
+        told = self.files[name]
+        for size in (told["bytes"], 0):  # what was damaged on its way is whole the second time
+            stream.truncate(
+                size
+            )  # others reckon with the room from here on; 0: to find out how much there is
+            if size:
+                self._make_room()
             stream.seek(0)
-            self.get(name, stream)
-            size = stream.tell()
-            stream.truncate()
+            self.get(name, stream)  # in any order: where the stream stands then says nothing
             stream.seek(0)
             if hashlib.file_digest(stream, "sha256").hexdigest() == told["sha256"]:  # type: ignore[arg-type]
                 return
-            problem = "its content is not what was prepared (SHA-256)"
-            if size != told["bytes"]:
-                problem = f"it has {size:,} bytes, the manifest says {told['bytes']:,}"
+        found = stream.seek(0, os.SEEK_END)
+        problem = "its content is not what was prepared (SHA-256)"
+        if found != told["bytes"]:
+            problem = f"it has {found:,} bytes, the manifest says {told['bytes']:,}"
         raise ConfigError(f"{self.url}/{name} is damaged: {problem}. Upload it again.")
 
     def _make_room(self) -> None:

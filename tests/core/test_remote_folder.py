@@ -141,6 +141,24 @@ def test_the_first_bytes_alone(url, tmp_path, storage):
     assert storage_is_not_asked.fetch_head(name(1), 100).read_bytes() == chunk(1)[:100]
 
 
+def test_what_is_downloaded_in_parts_comes_in_order(whole, tmp_path, storage):
+    content = np.random.default_rng(1).bytes(30 << 20)
+    manifest = json.loads((whole / "manifest.json").read_text())
+    manifest["files"]["train/large.bin"] = {"bytes": len(content), "sha256": sha256(content).hexdigest()}
+    url = storage.upload(whole, "large")
+    storage.put("large/train/large.bin", content)
+    storage.put("large/manifest.json", json.dumps(manifest).encode())
+    before = len(storage.log.read_text().splitlines())
+    remote = opened(url, tmp_path, storage, limit=1 << 30)
+    assert remote.map("train/large.bin").tobytes() == content
+    asked = [line for line in storage.log.read_text().splitlines()[before:] if "large.bin" in line]
+    assert sum(" 206 " in line for line in asked) > 2
+    storage.put("large/train/large.bin", content[:-9])
+    (remote.folder / "train" / "large.bin").unlink()
+    said = complaint(lambda: remote.fetch("train/large.bin"))
+    assert "it has 31,457,271 bytes, the manifest says 31,457,280" in said
+
+
 def test_a_slow_folder_is_read_through_the_cache(whole, tmp_path, storage):
     remote = remote_of(open_remote(f"local:{whole}", tmp_path, 2 * SIZE, None))
     for number in range(4):
