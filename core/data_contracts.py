@@ -76,6 +76,10 @@ class Reader(DocumentSource):
         depend on the number of workers.
         """
 
+    def options(self) -> Mapping[str, Any]:
+        """Returns the arguments that decide what is read of a piece, such as a column's name, as JSON values."""
+        return {}
+
     @abstractmethod
     def read(self, task: Mapping[str, Any], reject: Reject) -> Iterator[pyarrow.RecordBatch]:
         """Yields a piece's documents, columns `text`, `source` and `id` (strings), always the same ones.

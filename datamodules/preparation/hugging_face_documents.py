@@ -60,8 +60,11 @@ class HuggingFaceDocuments(Reader):
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns the files' names, sizes and digests, and the columns."""
-        columns = {"text_column": self.text_column, "source_column": self.source_column}
-        return self._files.fingerprint() | columns
+        return self._files.fingerprint() | self.options()
+
+    def options(self) -> dict[str, Any]:
+        """Returns the columns."""
+        return {"text_column": self.text_column, "source_column": self.source_column}
 
     def tasks(self) -> list[dict[str, Any]]:
         """Returns groups of files."""

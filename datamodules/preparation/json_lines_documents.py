@@ -52,8 +52,11 @@ class JSONLinesDocuments(Reader):
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns the files' names, sizes and digests, and the fields."""
-        fields = {"text_field": self.text_field, "source_field": self.source_field}
-        return self._files.fingerprint() | fields
+        return self._files.fingerprint() | self.options()
+
+    def options(self) -> dict[str, Any]:
+        """Returns the fields."""
+        return {"text_field": self.text_field, "source_field": self.source_field}
 
     def tasks(self) -> list[dict[str, Any]]:
         """Returns pieces of files; see the class for what is cut."""

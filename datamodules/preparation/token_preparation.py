@@ -153,7 +153,7 @@ class TokenPreparation:
         """Returns what decides the tokens, but for the text, as JSON values."""
         return {
             "format": FORMAT,
-            "reader": {"class": _class(self.documents)},
+            "reader": {"class": _class(self.documents), **self._reader.options()},
             "stages": [_described(stage) for stage in self.stages],
             "tokenizer": {"class": _class(self.tokenizer), **self.tokenizer.fingerprint()},
             "writer": {"class": _class(self.writer), **vars(self.writer)},
@@ -258,6 +258,9 @@ class _Undivided(Reader):
         self.whole = documents
 
     def fingerprint(self) -> Mapping[str, Any]:
+        return self.whole.fingerprint()
+
+    def options(self) -> Mapping[str, Any]:
         return self.whole.fingerprint()
 
     def tasks(self) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from functools import partial
 from itertools import pairwise
 from multiprocessing import get_context
 
@@ -359,6 +360,25 @@ def test_output_of_another_configuration_is_kept_unless_told_otherwise(source, t
     prepare(source, folder, overwrite=True, tokenizer=BPETokenizer(290))
     assert manifest_of(folder)["vocab_size"] == 290
     assert (folder / "mine.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_another_field_of_the_same_files_is_another_configuration(finished, tmp_path):
+    (tmp_path / "source").mkdir()
+    rows = [{"text": text, "title": text[:40], "site": "a"} for text in texts(60)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "source" / "rows.jsonl").write_text(lines, encoding="utf-8")
+    source = tmp_path / "source"
+    folder = prepare(source, tmp_path / "out")
+    digest = manifest_of(folder)["digest"]
+    if not finished:
+        (folder / "manifest.json").unlink()
+    for options in ({"text_field": "title"}, {"source_field": "site"}):
+        [name] = options
+        with pytest.raises(ConfigError, match=rf"reader.{name}: {options[name]} \(the folder has "):
+            prepare(source, folder, reader=partial(JSONLinesDocuments, **options))
+    prepare(source, folder, reader=partial(JSONLinesDocuments, text_field="title"), overwrite=True)
+    assert manifest_of(folder)["digest"] != digest
 
 
 def test_a_changed_source_is_noticed(tmp_path):
