@@ -14,7 +14,7 @@ from core.technique import technique
 from datamodules.preparation import json_lines_documents, python_docs
 from datamodules.preparation.source_files import Piece, Row, SourceFiles, batches, opened, whole
 
-SUFFIXES = (".txt", ".md", ".jsonl")
+SUFFIXES = (".txt", ".md", *json_lines_documents.SUFFIXES)
 
 
 @technique(
@@ -24,8 +24,8 @@ SUFFIXES = (".txt", ".md", ".jsonl")
 class TextDocuments(Reader):
     """The documents of a file, of a folder and its subfolders, or of the files that a glob matches.
 
-    A .txt or .md file is one document; so is every line of a .jsonl file, which holds an object with the
-    field "text". Files are taken in the order of their names. Blank documents are left out. UTF-8 only.
+    A .txt or .md file is one document; so is every line of a .jsonl file, plain, .gz or .zst, which holds an
+    object with the field "text". Files are taken in the order of their names. Blank documents are left out. UTF-8 only.
 
     Args:
         source: A path, a glob (`corpus/**/*.md`), or "python-docs": about 2 MB of English that every
@@ -65,13 +65,13 @@ class TextDocuments(Reader):
 
 
 def _cut(path: Path, size: int, task_bytes: int) -> list[Piece]:
-    cut = json_lines_documents.cut if path.suffix.lower() == ".jsonl" else whole
+    cut = json_lines_documents.cut if path.name.lower().endswith(json_lines_documents.SUFFIXES) else whole
     return cut(path, size, task_bytes)
 
 
 def _rows(files: SourceFiles, piece: Piece, reject: Reject) -> Iterator[Row]:
     path = Path(piece["path"])
-    if path.suffix.lower() == ".jsonl":
+    if path.name.lower().endswith(json_lines_documents.SUFFIXES):
         yield from json_lines_documents.rows(files, path, piece, reject)
         return
     with opened(path) as stream:

@@ -64,6 +64,7 @@ def test_plain_and_compressed_lines_are_the_same(tmp_path, name):
     pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(name.rpartition(".")[2], bytes)
     (tmp_path / name).write_bytes(pack(data[:half]) + pack(data[half:]))
     assert texts_of(JSONLinesDocuments(str(tmp_path / name))) == TEXTS
+    assert texts_of(TextDocuments(str(tmp_path / name))) == TEXTS
 
 
 @pytest.mark.parametrize("size", [13, 40, 333, 1000, 5000])
