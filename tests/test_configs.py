@@ -56,7 +56,10 @@ def test_an_overlay_names_its_technique(path):
     assert entry.name in path.read_text(encoding="utf-8").partition("\n")[2]
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=name)
+# the recipes are for machines that are not here: tests/test_recipes.py
+@pytest.mark.parametrize(
+    "path", sorted(path for path in CONFIGS.rglob("*.yaml") if "recipes" not in path.parts), ids=name
+)
 def test_every_config_is_parsed_and_preflighted(path):
     words = ["--config=quickstart", f"--config={name(path)}"]
     done = run(["check", *words[path.name == "quickstart.yaml" :], *own_files(path)], workshop())
@@ -74,6 +77,7 @@ def prepared():
     return workshop() / "quickstart-data"
 
 
+@pytest.mark.slow  # the kit trains with each technique's example in the default tests
 @pytest.mark.parametrize("path", OVERLAYS, ids=name)
 def test_every_overlay_trains_on_the_quickstart(path, prepared):
     if missing := absent(path):

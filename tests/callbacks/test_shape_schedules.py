@@ -160,7 +160,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_no_token_is_lost_or_repeated(name, workers, fit):
     fit("run", *CASES[name], "--trainer.max_steps=12", f"--data.num_workers={workers}")
     steps = steps_of()

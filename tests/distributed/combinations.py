@@ -17,7 +17,6 @@ class Combination:
         ranks: Number of processes.
         init_args: The strategy's arguments.
         config: What is laid over the run besides, in one process too.
-        slow: Whether it is left out of the default tests.
     """
 
     strategy: str
@@ -25,10 +24,14 @@ class Combination:
     ranks: int
     init_args: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
-    slow: bool = False
 
     def __str__(self) -> str:
         return f"{self.strategy}, {self.name}, {self.ranks} ranks"
+
+    @property
+    def slow(self) -> bool:
+        """Whether it is left out of the default tests."""
+        return (self.strategy, self.name, self.ranks) not in DEFAULT
 
     @property
     def overlay(self) -> dict[str, Any]:
@@ -62,15 +65,30 @@ def pipeline(schedule: str, microbatches: int | None = None, **sizes: int) -> di
     return {"pipeline": 2, "schedule": schedule, "microbatches": microbatches} | sizes
 
 
+DEFAULT = {
+    ("DDP", "gradients averaged", 2),
+    ("FSDP", "stage 2", 2),
+    ("FSDP", "stage 3", 2),
+    ("HybridParallel", "tensor 2", 2),
+    ("HybridParallel", "tensor 2, sequence 2", 2),
+    ("HybridParallel", "data_shard 2, tensor 2, sequence 2", 4),
+    ("HybridParallel", "pipeline 2, 1F1B", 2),
+    ("HybridParallel", "pipeline 2, ZBVZeroBubble", 2),
+    ("HybridParallel", "tensor 2, pipeline 2, 1F1B", 4),
+    ("HybridParallel", "context 2, ring, documents", 2),
+    ("HybridParallel", "context 2, ulysses, documents", 2),
+}
+"""One of each kind: those that the default tests try, in some minutes; the others are slow."""
+
 COMBINATIONS = [
     Combination("DDP", "gradients averaged", 2),
-    Combination("DDP", "gradients averaged", 4, slow=True),
+    Combination("DDP", "gradients averaged", 4),
     Combination("DDP", "static_graph, bucket_mb 0.001", 2, {"static_graph": True, "bucket_mb": 0.001}),
     Combination("FSDP", "stage 3", 2),
     Combination("FSDP", "stage 2", 2, {"stage": 2}),
     Combination("FSDP", "stage 3, offload", 2, {"offload": True}),
     Combination("FSDP", "stage 3, 2 replicas of 2", 4, {"replicas": 2}),
-    Combination("FSDP", "stage 2", 4, {"stage": 2}, slow=True),
+    Combination("FSDP", "stage 2", 4, {"stage": 2}),
     Combination("HybridParallel", "data_shard 2", 2),
     Combination("HybridParallel", "tensor 2, whole head", 2, {"tensor": 2, "loss_parallel": False}),
     Combination("HybridParallel", "tensor 2", 2, {"tensor": 2}),
@@ -82,7 +100,6 @@ COMBINATIONS = [
         2,
         {"tensor": 2, "sequence": 2},
         POST_NORM,
-        slow=True,
     ),
     Combination("HybridParallel", "data_shard 2, tensor 2, sequence 2", 4, {"tensor": 2, "sequence": 2}),
     Combination(
@@ -91,10 +108,9 @@ COMBINATIONS = [
         4,
         {"data_replicate": 2, "tensor": 2},
         LLAMA,
-        slow=True,
     ),
-    Combination("HybridParallel", "data_replicate 2, data_shard 2", 4, {"data_replicate": 2}, slow=True),
-    Combination("HybridParallel", "tensor 4", 4, {"tensor": 4}, slow=True),
+    Combination("HybridParallel", "data_replicate 2, data_shard 2", 4, {"data_replicate": 2}),
+    Combination("HybridParallel", "tensor 4", 4, {"tensor": 4}),
     Combination("HybridParallel", "pipeline 2, 1F1B", 2, {"pipeline": 2}),
     Combination("HybridParallel", "pipeline 2, GPipe, 4 micro-batches", 2, pipeline("GPipe", 4)),
     Combination("HybridParallel", "pipeline 2, Interleaved1F1B", 2, pipeline("Interleaved1F1B"), LLAMA),
@@ -102,13 +118,12 @@ COMBINATIONS = [
     Combination("HybridParallel", "pipeline 2, ZBVZeroBubble", 2, pipeline("ZBVZeroBubble")),
     Combination("HybridParallel", "pipeline 2, DualPipeV", 2, pipeline("DualPipeV")),
     Combination("HybridParallel", "data_shard 2, pipeline 2, 1F1B", 4, {"pipeline": 2}),
-    Combination("HybridParallel", "data_shard 2, pipeline 2, GPipe", 4, pipeline("GPipe"), LLAMA, slow=True),
+    Combination("HybridParallel", "data_shard 2, pipeline 2, GPipe", 4, pipeline("GPipe"), LLAMA),
     Combination(
         "HybridParallel",
         "data_shard 2, pipeline 2, Interleaved1F1B",
         4,
         pipeline("Interleaved1F1B"),
-        slow=True,
     ),
     Combination(
         "HybridParallel",
@@ -122,53 +137,45 @@ COMBINATIONS = [
         "tensor 2, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", tensor=2),
-        slow=True,
     ),
     Combination(
         "HybridParallel",
         "tensor 2, pipeline 2, DualPipeV, whole head",
         4,
         pipeline("DualPipeV", tensor=2, loss_parallel=False),
-        slow=True,
     ),
     Combination(
         "HybridParallel",
         "tensor 2, sequence 2, pipeline 2, ZBVZeroBubble, whole head",
         4,
         pipeline("ZBVZeroBubble", tensor=2, sequence=2, loss_parallel=False),
-        slow=True,
     ),
     Combination(
         "HybridParallel",
         "tensor 2, sequence 2, pipeline 2, 1F1B",
         4,
         pipeline("1F1B", tensor=2, sequence=2),
-        slow=True,
     ),
     Combination(
         "HybridParallel",
         "tensor 2, sequence 2, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", tensor=2, sequence=2),
-        slow=True,
     ),
-    Combination("HybridParallel", "pipeline 4, 1F1B", 4, {"pipeline": 4}, slow=True),
+    Combination("HybridParallel", "pipeline 4, 1F1B", 4, {"pipeline": 4}),
     Combination("HybridParallel", "context 2, ring", 2, {"context": 2}),
     Combination("HybridParallel", "context 2, ring, documents", 2, {"context": 2}, LLAMA | DOCUMENTS),
     Combination("HybridParallel", "context 2, ulysses, documents", 2, ULYSSES, LLAMA | DOCUMENTS),
-    Combination("HybridParallel", "context 2, ulysses", 2, ULYSSES, slow=True),
-    Combination("HybridParallel", "context 4, ring, documents", 4, {"context": 4}, DOCUMENTS, slow=True),
+    Combination("HybridParallel", "context 2, ulysses", 2, ULYSSES),
+    Combination("HybridParallel", "context 4, ring, documents", 4, {"context": 4}, DOCUMENTS),
     Combination("HybridParallel", "data_shard 2, context 2, ring", 4, {"context": 2}),
-    Combination("HybridParallel", "tensor 2, context 2, ring", 4, {"context": 2, "tensor": 2}, slow=True),
-    Combination(
-        "HybridParallel", "context 2, ring, pipeline 2, 1F1B", 4, {"context": 2, "pipeline": 2}, slow=True
-    ),
+    Combination("HybridParallel", "tensor 2, context 2, ring", 4, {"context": 2, "tensor": 2}),
+    Combination("HybridParallel", "context 2, ring, pipeline 2, 1F1B", 4, {"context": 2, "pipeline": 2}),
     Combination(
         "HybridParallel",
         "context 2, ring, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", context=2),
         LLAMA,
-        slow=True,
     ),
 ]

@@ -240,6 +240,7 @@ def test_a_package_that_a_machine_lacks_is_named(source, tmp_path, cluster, monk
         prepare(source, tmp_path / "out", stages=stages, engine=RayEngine(cluster.address))
 
 
+@pytest.mark.slow
 def test_a_connection_of_somebody_elses_is_used_and_kept(tmp_path, cluster):
     import ray
 
@@ -252,6 +253,7 @@ def test_a_connection_of_somebody_elses_is_used_and_kept(tmp_path, cluster):
         ray.shutdown()
 
 
+@pytest.mark.slow
 def test_a_machine_that_dies_changes_no_byte(source, tmp_path, cluster):
     """The last test on the cluster, of which one node is left."""
     stage = diary(tmp_path / "diary")
