@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.cli import SECTIONS, resolve_names
+from core.cli import POSITIONS, SECTIONS, resolve_names
 from core.config_files import compose, find_config, parse_yaml, read_yaml
 from core.errors import ConfigError, nearest
 from core.named_callbacks import PATHS
@@ -149,7 +149,7 @@ def _flatten(value: Any, key: str, flat: Flat) -> None:
             _flatten(item, f"{key}.{name}".removeprefix("."), flat)
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
         _flatten_list(value, key, flat)
-    elif isinstance(value, str) and (key in PATHS or value in names):
+    elif isinstance(value, str) and (key in POSITIONS or value in names):
         flat.techniques[key] = value
     else:
         flat.values[key] = value

@@ -18,6 +18,8 @@ MODULES = {"callbacks": "callbacks", "loggers": "callbacks", "strategies": "call
 
 HIDDEN = {"trainer": {"gradient_clip_val": None}}
 
+SMALL = {"init_args": {"vocab_size": 64, "max_sequence_length": 16, "n_layer": 2, "n_head": 2, "n_embd": 8}}
+
 BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("builds_from_yaml", "callbacks", "Unbuildable", "takes window >= 1, not 0", {}),
     ("config_round_trips", "callbacks", "Opaque", "cannot be read back: clock: ", {}),
@@ -37,6 +39,8 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("gives_other_rows_in_each_step", "datamodules", "Constant", "steps (1, 2) are given the same rows", {}),
     ("validation_is_the_same_each_time", "datamodules", "Wandering", "have validation losses [", {}),
     ("returns_logits_for_each_token", "networks", "Truncating", "not (2, 1, ", {}),
+    ("stages_compute_what_forward_does", "networks", "Forgetful", "they differ by", SMALL),
+    ("attends_through_what_it_is_given", "networks", "Deaf", "0 calls of 2 blocks", SMALL),
     ("is_causal", "networks", "Peeking", "from position 1 on change the logits before it", {}),
     ("blocks_are_submodules", "networks", "Copied", "block 0 is no module", {}),
     ("starts_on_the_meta_device", "networks", "Halfway", "init_weights leaves out scale", {}),

@@ -216,6 +216,8 @@ def test_chunks_under_autocast_accumulate_in_float32(network, batch):
     assert chunked.total.item() == pytest.approx(whole.total.item(), rel=1e-5)
     expected, found = gradients(whole.mean, network), gradients(chunked.mean, network)
     for name in expected:
+        if name.endswith("k_proj.bias"):  # 0 but for rounding: it changes no attention
+            continue
         error = (found[name] - expected[name]).norm() / expected[name].norm()
         assert error < 2**-6, name  # a few roundings to bfloat16
 

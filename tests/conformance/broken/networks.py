@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from core.contracts import Network
+from plugins.networks.gpt import GPT
 
 
 class Sound(Network):
@@ -112,3 +113,18 @@ class Shared(Sound):
 
     def new_cache(self, batch_size, max_length):
         return self.kept
+
+
+class Forgetful(GPT):
+    """Adds something where it is run in parts."""
+
+    def forward_blocks(self, batch, hidden, blocks, *more):
+        found = super().forward_blocks(batch, hidden, blocks, *more)
+        return found if hidden is None else found + 1
+
+
+class Deaf(GPT):
+    """Says that it attends through another function, and does not."""
+
+    def replace_attention(self, attention):
+        return True

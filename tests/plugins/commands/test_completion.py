@@ -47,7 +47,7 @@ def words(line):
         ("fit --model.network.", ["--model.network.n_layer="], ["--model.network.self="]),
         ("fit --config quickstart --model.network.pos", ["--model.network.position="], ["--model.network.n_layer="]),
         ("fit --model.network.position=", ["--model.network.position=rotary"], []),
-        ("fit --model.optimizer.", ["--model.optimizer.lr="], ["--model.optimizer.params=", "--model.optimizer.momentum="]),
+        ("fit --model.optimizer.", ["--model.optimizer.lr="], ["--model.optimizer.params=", "--model.optimizer.n_layer="]),
         ("fit --model.optimizer=SGD --model.optimizer.", ["--model.optimizer.momentum="], ["--model.optimizer.params="]),
         ("fit --model.optimizer=torch.optim.SGD --model.optimizer.", ["--model.optimizer.nesterov="], []),
         ("fit --data=", ["--data=PretrainDataModule"], []),
@@ -232,7 +232,7 @@ def test_a_shell_completes(shell, tmp_path):
             "leyden fit --config a": "fit --config a dir/",
             "true; leyden fit --trainer.callbacks+=LossC": "fit --trainer.callbacks+=LossCurve",
             "leyden fit --trainer.callbacks+=Timer --callbacks.-Ti": "fit --trainer.callbacks+=Timer --callbacks.-Timer",
-            "leyden plugins show WarmupC": "plugins show WarmupCosine",
+            "leyden plugins show WarmupCos": "plugins show WarmupCosine",
             "python3 -m core fit --config quickstart --model.network.posit":
                 "-m core fit --config quickstart --model.network.position=",
             "python3 not": "notes.py",

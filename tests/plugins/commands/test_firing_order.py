@@ -2,7 +2,7 @@
 
 import pytest
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EarlyStopping
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
@@ -89,7 +89,10 @@ def run(tiny, tmp_path, monkeypatch, capsys):
     tiny["data"] = {"class_path": f"{__name__}.NotedData"}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    for hook in set(HOOKS) & set(vars(LanguageModule)):
+    own = {
+        hook for hook in HOOKS if getattr(LanguageModule, hook, 0) is not getattr(LightningModule, hook, 0)
+    }
+    for hook in own:
         monkeypatch.setattr(LanguageModule, hook, noting(hook, getattr(LanguageModule, hook)))
 
     def call(command, *words):

@@ -32,8 +32,8 @@ def test_arguments_come_with_type_default_and_description(shown):
     assert lines[at + 1 : at + 5] == [
         "  optimizer: Optimizer  (given by the run)",
         "      Its learning rates are the peaks.",
-        "  warmup_steps: int = 100",
-        "      Optimizer steps until the peak; 0 starts there.",
+        "  warmup_steps: int | float = 100",
+        "      Optimizer steps until the peak; below 1 a fraction of the schedule; 0 starts there.",
     ]
     assert "  total_steps: int | None = None" in lines
     assert any(line.startswith("  file       ") and "warmup_cosine.py:" in line for line in lines)
