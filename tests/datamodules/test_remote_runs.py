@@ -76,7 +76,7 @@ def test_two_ranks_share_a_cache_that_is_too_small(local, storage, config, tmp_p
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # float32 sums in another order
     kept = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin"))
     largest = max(path.stat().st_size for path in local.rglob("*.bin"))
-    assert 0 < kept <= max(2000, 2 * largest)  # what a rank reads from stays
+    assert 0 < kept <= 2000 + 2 * largest  # what each rank has mapped stays
 
 
 @pytest.mark.parametrize("workers", [0, 1])

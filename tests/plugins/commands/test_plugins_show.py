@@ -35,7 +35,7 @@ def test_arguments_come_with_type_default_and_description(shown):
         "  warmup_steps: int | float = 100",
         "      Optimizer steps until the peak; below 1 a fraction of the schedule; 0 starts there.",
     ]
-    assert "  total_steps: int | None = None" in lines
+    assert "  total_steps: int | float | None = None" in lines
     assert any(line.startswith("  file       ") and "warmup_cosine.py:" in line for line in lines)
     assert "  class      plugins.schedules.warmup_cosine.WarmupCosine" in lines
     assert any(line.startswith("  paper      SGDR, arXiv:1608.03983") for line in lines)
