@@ -163,7 +163,7 @@ def test_ranks_and_workers_only_slice_the_same_global_batches(kind, workers, wor
             assert torch.equal(one, other) or name == "document_ids"
 
 
-SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 6), st.integers(1, 3), st.integers(0, 7), st.booleans())
+SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 6), st.integers(1, 4), st.integers(0, 7), st.booleans())
 
 
 @settings(max_examples=60, deadline=None)
