@@ -61,7 +61,10 @@ def test_it_is_torchs_clipping(tmp_path, method, limit, options):
             )  # fp16 overflows
     logged = [figures["train/grad_norm"] for figures in record.figures]
     assert logged == pytest.approx(before.norms(), rel=1e-6)
-    assert (logged == pytest.approx(after.norms(), rel=1e-6)) == (limit == 1e6)
+    finite = [both for both in zip(logged, after.norms(), strict=True) if math.isfinite(both[0])]
+    assert len(finite) >= 2  # fp16 may overflow in the first step
+    same = all(norm == pytest.approx(clipped, rel=1e-6) for norm, clipped in finite)
+    assert same == (limit == 1e6)
 
 
 def zclip(norms, alpha, z, warmup, limit):

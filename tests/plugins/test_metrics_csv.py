@@ -98,6 +98,7 @@ def test_a_file_cut_off_anywhere_can_be_gone_on_with(tmp_path):
 
 
 def test_kill_9_leaves_a_file_that_reads_back(tmp_path):
+    begun, begin = os.pipe()
     for attempt in range(8):
         pid = os.fork()
         if pid == 0:
@@ -105,7 +106,10 @@ def test_kill_9_leaves_a_file_that_reads_back(tmp_path):
             for step in range(10**9):
                 logger.log_metrics({"train/loss": 1 / (step + 1)}, step)
                 logger.log_metrics({f"val/{step // 50 % 40}": 1.0}, step)  # new columns all the time
-        time.sleep(random.Random(attempt).uniform(0.05, 0.15))
+                if step == 100:
+                    os.write(begin, b".")
+        os.read(begun, 1)
+        time.sleep(random.Random(attempt).uniform(0.0, 0.1))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         steps = [int(row["step"]) for row in rows_of(tmp_path)]

@@ -189,7 +189,7 @@ def test_a_damaged_chunk_ends_the_run_with_its_name(local, storage, tmp_path, wo
     content = storage.read(key)
     storage.client.delete_object(Bucket=storage.bucket, Key=key)
     if damage == "cut":
-        storage.put(key, content[:-2])
+        storage.put(key, content[:-9])  # fewer could be zeros, which the room held for it is full of
     data = build(url, Concatenate(), storage, tmp_path, num_workers=workers)
     with pytest.raises(ConfigError) as caught:
         for _ in data.train_dataloader():
