@@ -59,8 +59,9 @@ class ExponentialMovingAverage(Callback):
         return {"averages": averages or self._restored, "updates": self._updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there, as soon as training starts."""
+        """Goes on from there, as soon as training starts, or at once where it has."""
         self._restored, self._updates = dict(state_dict["averages"]), state_dict["updates"]
+        self._take_restored()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins with the weights as they are, or with what was restored."""
@@ -68,11 +69,15 @@ class ExponentialMovingAverage(Callback):
         named = pl_module.network.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad}  # the others stay as they are
         self._averages = {name: p.detach().clone() for name, p in parameters.items()}
-        for name, value in self._restored.items():
-            if name in self._averages:
-                take(self._averages[name], value)
-        self._restored = {}
+        self._take_restored()
         self._pairs = local(self._averages.values()), local(p.detach() for p in parameters.values())
+
+    def _take_restored(self) -> None:
+        for name, average in self._averages.items():
+            if name in self._restored:
+                take(average, self._restored[name])
+        if self._averages:
+            self._restored = {}
 
     @torch.no_grad()
     def on_train_batch_end(

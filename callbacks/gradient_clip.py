@@ -84,8 +84,9 @@ class GradientClip(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with it, unless the warm-up had another length and is not over."""
         if state_dict["norms"].shape == self._norms.shape:
-            self._steps, self._norms = state_dict["steps"], state_dict["norms"]
-            self._mean, self._variance = state_dict["mean"], state_dict["variance"]
+            device, self._steps = self._norms.device, state_dict["steps"]
+            names = ("norms", "mean", "variance")
+            self._norms, self._mean, self._variance = (state_dict[name].to(device) for name in names)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Moves the statistics to the device."""

@@ -18,7 +18,8 @@ from core.technique import technique
 
 
 @technique(
-    paper="MegaScale, arXiv:2402.15627, sections 4.3 and 5.1: stragglers, and the stacks of a job that hangs"
+    paper="MegaScale, arXiv:2402.15627, sections 4.3 and 5.1: stragglers, and the stacks of a job that hangs",
+    watches=True,
 )
 class Heartbeat(Callback):
     """Names ranks that are slower than the others, and writes down all stacks when a step does not end.

@@ -29,6 +29,7 @@ Points = list[tuple[int, int, float]]
     paper="loss over tokens as in Kaplan et al., arXiv:2001.08361, figure 2; drawn with matplotlib's Agg",
     after=("Throughput",),
     maturity="stable",
+    watches=True,
 )
 class LossCurve(Callback):
     """Draws `loss_curve.png` in the run folder: at the end, when the run breaks off, and in between.

@@ -84,6 +84,7 @@ class Timeline(MemTracker):
 @technique(
     paper="ZeRO, arXiv:1910.02054, section 3 (what the classes are); torch.distributed._tools.mem_tracker",
     after=("Throughput",),
+    watches=True,
 )
 class MemoryMonitor(Callback):
     """Counts during one step what parameters, gradients, optimizer state, activations and the rest take.

@@ -23,6 +23,7 @@ from core.updates import drop_update, drops_updates
 @technique(
     paper="own work; the question is that of torch.autograd.detect_anomaly, asked only when there is reason to",
     before=("GradientClip",),
+    watches=True,
 )
 class NonFiniteGuard(Callback):
     """Stops a run whose loss or gradient norm is NaN or infinite, and names the first module that was.

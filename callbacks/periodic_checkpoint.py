@@ -16,6 +16,7 @@ from core.technique import technique
 @technique(
     paper="own work: what ModelCheckpoint does with monitor='step', and a save of the last step",
     maturity="stable",
+    watches=True,
 )
 class PeriodicCheckpoint(Checkpoint):
     """Keeps the newest checkpoints of a run, and always one of its last step.

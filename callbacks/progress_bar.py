@@ -19,7 +19,12 @@ from core.errors import ConfigError
 from core.technique import technique
 
 
-@technique(paper="rich, rich.readthedocs.io/en/stable/live.html", after=("Throughput",), maturity="stable")
+@technique(
+    paper="rich, rich.readthedocs.io/en/stable/live.html",
+    after=("Throughput",),
+    maturity="stable",
+    watches=True,
+)
 class ProgressBar(lightning_callbacks.ProgressBar):
     """Shows step, loss, validation loss, tokens per second (of `Throughput`) and the time left.
 

@@ -29,6 +29,7 @@ PRODUCTS = {
     paper="perplexity beside the unigram entropy: Shannon, Prediction and Entropy of Printed English (1951)",
     after=("LossCurve", "ProgressBar", "TextSamples", "Throughput"),
     maturity="stable",
+    watches=True,
 )
 class RunSummary(Callback):
     """Prints at the end of `fit`: losses, speed, where everything lies, and two commands to go on with.

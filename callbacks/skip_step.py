@@ -69,9 +69,10 @@ class SkipStep(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the window of a checkpoint, or, of another length, begins anew."""
-        self._skipped = torch.tensor(state_dict["skipped"])
+        device = self._history.device
+        self._skipped = torch.tensor(state_dict["skipped"], device=device)
         if state_dict["history"].shape == self._history.shape:
-            self._steps, self._history = state_dict["steps"], state_dict["history"]
+            self._steps, self._history = state_dict["steps"], state_dict["history"].to(device)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Moves the window to the device."""

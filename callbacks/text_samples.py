@@ -34,6 +34,7 @@ Sample = tuple[str, str]
     paper="top-k sampling: Fan et al., arXiv:1805.04833, section 5; temperature 0 is greedy",
     after=("Throughput",),
     maturity="stable",
+    watches=True,
 )
 class TextSamples(Callback):
     """Prints continuations of prompts and appends them to `samples.txt` in the run folder.

@@ -75,6 +75,7 @@ PRECISIONS = {
 @technique(
     paper="PaLM, arXiv:2204.02311, appendix B (MFU); peaks from the makers' datasheets, dense",
     maturity="stable",
+    watches=True,
 )
 class Throughput(Callback):
     """Logs tokens per second, milliseconds per step, MFU and peak memory, named `throughput/...`.

@@ -168,6 +168,7 @@ class Declaration:
     offers: tuple[str, ...] = ()
     api: str | None = None
     maturity: Maturity = "experimental"
+    watches: bool = False
 
 
 def technique(
@@ -181,6 +182,7 @@ def technique(
     offers: Iterable[str] = (),
     api: str | None = None,
     maturity: Maturity = "experimental",
+    watches: bool = False,
 ) -> Callable[[T], T]:
     """Declares a class (or function) as a technique.
 
@@ -201,6 +203,8 @@ def technique(
         api: The versions of the core's API (`core.API_VERSION`) that this was written for, for example
             ">=1,<2"; None: any.
         maturity: "stable" where arguments and results change only with a major version, else "experimental".
+        watches: Whether a callback only looks on (logs, draws, saves): it takes no part in trial steps, and is not
+            wound back when training goes back. Another callback's `load_state_dict` holds at once, also in mid-run.
 
     Returns:
         A decorator that returns its argument unchanged but for the recorded :class:`Declaration`.
@@ -210,7 +214,9 @@ def technique(
     """
     given: dict[str, Any] = {"needs": needs, "before": before, "after": after, "owns": owns, "offers": offers}
     lists = {name: tuple(value) if isinstance(value, Iterable) else value for name, value in given.items()}
-    declaration = Declaration(paper, conflicts=conflicts or {}, api=api, maturity=maturity, **lists)
+    declaration = Declaration(
+        paper, conflicts=conflicts or {}, api=api, maturity=maturity, watches=watches, **lists
+    )
 
     def record(target: T) -> T:
         for name, value in given.items():

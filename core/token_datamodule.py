@@ -112,6 +112,16 @@ class TokenDataModule(LightningDataModule):
             raise ConfigError("reshape_batches: there are no training batches before training begins.")
         self._training.reshape(sequence_length, batch_size)
 
+    def skip_batches(self, batches: int) -> None:
+        """Leaves out the coming training batches (micro-batches of each rank), in the middle of a run; on every rank.
+
+        Raises:
+            ConfigError: If there are no training batches yet.
+        """
+        if self._training is None:
+            raise ConfigError("skip_batches: there are no training batches before training begins.")
+        self._training.skip(batches)
+
     def epochs(self) -> dict[str, float]:
         """Returns how often the training tokens have been gone through, by the name of the source; "all": of one."""
         return self._training.epochs() if self._training is not None else {}

@@ -90,6 +90,12 @@ class TokenLoader:
         self.batches.batch_size = batch_size or self.batches.batch_size
         self._reshaped = True
 
+    def skip(self, batches: int) -> None:
+        """Leaves out the coming batches; those after them take their place in this pass."""
+        cursor, rows = self.batches.cursor, batches * self.batches.batch_size * self.batches.world_size
+        self.batches.cursor = self.batches.take(cursor, rows)[1]
+        self._reshaped = True
+
     @property
     def sampler(self) -> TokenLoader:
         """Where Lightning and DeepSpeed look for `batch_size`."""

@@ -1,0 +1,74 @@
+"""Optimizer steps that a run takes to find something out, and of which nothing is left behind."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from core import snapshots
+from core.contracts import PackedBatches
+from core.errors import ConfigError
+from core.token_datamodule import TokenDataModule
+
+
+@contextmanager
+def trial(trainer: Trainer) -> Iterator[Iterator[Tensor]]:
+    """Lends a trainer for optimizer steps on the coming batches; afterwards everything is as it was.
+
+    For `on_train_start`. Steps go through the run's strategy, precision, accumulation and those callbacks that are
+    not declared as watching; nothing is logged, saved or validated. Every rank takes part.
+
+    Args:
+        trainer: The trainer, before its first batch or between two optimizer steps.
+
+    Yields:
+        An iterator: each `next` takes one optimizer step and returns its mean loss over all label tokens, 0-d, on
+        the device. It does not end.
+
+    Raises:
+        ConfigError: If the data module is none of stored tokens.
+    """
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if not isinstance(data, TokenDataModule) or data._training is None:
+        raise ConfigError(
+            f"Trial steps go back to a position in the data, which {type(data).__name__} does not tell.\n"
+            "Train on --data=PretrainDataModule or MixtureDataModule."
+        )
+    taken, loop = snapshots.take(trainer), trainer.fit_loop.epoch_loop
+    batches, random = loop.batch_progress.state_dict(), _collect_rng_states()
+    callbacks, loggers, log_every = trainer.callbacks, trainer.loggers, trainer.log_every_n_steps  # type: ignore[attr-defined]
+    trainer.callbacks = [each for each in callbacks if not snapshots.watches(each)]  # type: ignore[attr-defined]
+    trainer.loggers, trainer.log_every_n_steps = [], sys.maxsize  # type: ignore[attr-defined]
+    try:
+        yield _steps(trainer, data._training.batches)
+    finally:
+        snapshots.put_back(trainer, taken)
+        trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
+        trainer.log_every_n_steps = log_every  # type: ignore[attr-defined]
+        loop.batch_progress.load_state_dict(batches)
+        _set_rng_states(random)
+
+
+def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
+    loop, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
+    # past the loader, whose position stays; training batches go on over the ends of epochs
+    coming = iter(batches)
+    while True:
+        for number in range(trainer.accumulate_grad_batches):
+            _, batch = next(coming)
+            batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+            loop.batch_progress.current.ready = number + 1  # by which Lightning knows when to step
+            module.on_train_batch_start(batch, number)
+            inputs = OrderedDict(batch=batch, batch_idx=number)
+            loop.automatic_optimization.run(trainer.optimizers[0], number, inputs)
+        for config in trainer.lr_scheduler_configs:
+            config.scheduler.step()  # type: ignore[call-arg]
+        loss: Any = module.step_loss
+        yield loss.clone()
