@@ -277,12 +277,13 @@ def _for_boto(options: dict[str, Any]) -> dict[str, Any]:
 
 def _cached(root: Path) -> list[tuple[int, int, Path]]:
     """Returns (when it was last asked for, bytes, path) of all chunks, also those under way; the oldest first."""
-    found = []
-    for path in [*root.glob("*/*/*.bin"), *root.glob("*/*/*.bin.tmp")]:
+    found = {}
+    # those under way first: one that takes its name between the two looks is found twice rather than never
+    for path in [*root.glob("*/*/*.bin.tmp"), *root.glob("*/*/*.bin")]:
         with suppress(FileNotFoundError):
             status = path.stat()
-            found.append((status.st_mtime_ns, status.st_size, path))
-    return sorted(found)
+            found[str(path).removesuffix(".tmp")] = (status.st_mtime_ns, status.st_size, path)
+    return sorted(found.values())
 
 
 @contextmanager

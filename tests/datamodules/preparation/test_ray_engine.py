@@ -25,7 +25,7 @@ from core.errors import ConfigError
 from core.preflight import check
 from core.selection import Run, selection
 from datamodules.preparation import source_files
-from datamodules.preparation.ray_engine import RayEngine
+from datamodules.preparation.ray_engine import RayEngine, _private
 from tests.conftest import HOUSE, run_core
 from tests.datamodules.preparation.corpus import contents, corpus, prepare
 
@@ -59,7 +59,9 @@ def cluster():
     hidden = folder / "hidden"
     for name in ("home", "hidden"):
         (folder / name).mkdir()
-    environment = {**os.environ, "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "MARK": MARK,
+    # Ray reads the token once in a process: it is that of a cluster which this process may have had before
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _private()["RAY_AUTH_TOKEN"]}
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "MARK": MARK,
                    "HOME": str(folder / "home"), "PYTHONPATH": str(HOUSE)}  # fmt: skip
     address = f"127.0.0.1:{free_port()}"
     hide = ["unshare", "-m", "sh", "-c", f'mount -t tmpfs none {hidden} && exec "$@"', "sh"]
