@@ -100,7 +100,7 @@ def run_core(*arguments: Any, cwd: Path = HOUSE, **environment: str) -> subproce
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

@@ -18,7 +18,7 @@ import yaml
 from core import checkpoint
 
 HOUSE = Path(__file__).resolve().parent.parent
-KILLS, STEPS = 20, 700
+STEPS = 700
 
 CONFIG = {
     "base": str(HOUSE / "configs" / "defaults.yaml"),
@@ -104,9 +104,9 @@ def kill_at_a_random_moment(folder: Path, process: subprocess.Popen, chance: ran
     process.wait()
 
 
-def killed_run(folder: Path, config: Path, workers: int) -> int:
+def killed_run(folder: Path, config: Path, workers: int, most: int) -> int:
     chance, kills = random.Random(workers), 0
-    while kills < KILLS:
+    while kills < most:
         process = start(folder, config, workers, resume=kills > 0)
         kill_at_a_random_moment(folder, process, chance)
         kills += 1
@@ -115,7 +115,8 @@ def killed_run(folder: Path, config: Path, workers: int) -> int:
 
 
 @pytest.mark.timeout(900)
-def test_twenty_kills_change_no_bit(tmp_path):
+@pytest.mark.parametrize("most", [6, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_change_no_bit(tmp_path, most):
     write_documents(tmp_path / "documents")
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
@@ -124,8 +125,8 @@ def test_twenty_kills_change_no_bit(tmp_path):
 
     killed = {workers: tmp_path / f"killed{workers}" for workers in (0, 2)}
     with ThreadPoolExecutor() as pool:
-        counts = list(pool.map(lambda workers: killed_run(killed[workers], config, workers), killed))
-    assert counts == [KILLS, KILLS]
+        counts = list(pool.map(lambda workers: killed_run(killed[workers], config, workers, most), killed))
+    assert counts == [most, most]
 
     expected_rows = rows(whole)
     expected = checkpoint.read(checkpoint.newest(whole))

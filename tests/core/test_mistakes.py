@@ -235,7 +235,7 @@ def mutated(draw):
     return config
 
 
-@settings(max_examples=500, deadline=None, derandomize=True, database=None,
+@settings(max_examples=200, deadline=None, derandomize=True, database=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
 @given(config=mutated())
 def test_no_mutation_of_a_valid_config_ends_in_a_traceback(config, capsys, tmp_path, monkeypatch):
