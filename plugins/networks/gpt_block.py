@@ -58,7 +58,8 @@ class Attention(nn.Module):
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.append(k, v)
-        causal = mask is None and q.shape[2] == k.shape[2]
+        # without a cache a constant: compiled with lengths that vary, the comparison would be none
+        causal = mask is None and (cache is None or q.shape[2] == k.shape[2])
         dropout, grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         y = self.attend(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
         return self.o_proj(y.transpose(1, 2).flatten(2))

@@ -172,6 +172,21 @@ def test_no_token_is_lost_or_repeated(name, workers, fit):
     assert shapes[-1] == (4, 32) or "intermittent" in " ".join(CASES[name])
 
 
+@pytest.mark.parametrize("dynamic", [None, False])
+def test_a_compiled_network_is_compiled_at_most_once_for_each_length(dynamic, fit):
+    words = ["--trainer.limit_val_batches=0", "--model.network=tests.callbacks.compiled_gpt.CompiledGPT"]
+    words += ["--model.network.dynamic=" + ("null" if dynamic is None else "false")]
+    fit("run", *GROWING, "--trainer.callbacks.keep=batch", *words, "--trainer.max_steps=12")
+    lengths = {ids.shape[1] for _, ids, _, _ in steps_of()}
+    from tests.callbacks.compiled_gpt import CompiledGPT
+
+    assert len(lengths) == 8
+    if dynamic is None:
+        assert CompiledGPT.graphs == 2  # for one length, then for all
+    else:
+        assert CompiledGPT.graphs == len(lengths)
+
+
 def test_what_the_ramp_trains_on_is_what_it_says(fit):
     fit("run", *CASES["ramp, doubling"], "--trainer.max_steps=12")
     taken, sizes = 0, []
