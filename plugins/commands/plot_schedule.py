@@ -84,20 +84,29 @@ def simulate(cli: Any) -> list[Step]:
     total, tokens = cli.trainer.max_steps, 0
     if total < 1:
         raise ConfigError("The run has no length in steps: set --trainer.max_steps.")
-    written = cli.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]["lr"]
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=float(written))
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = cli.model.build_optimizer([weight])
+    if not (
+        warms_up := "scheduled_lr" in optimizer.param_groups[0]
+    ):  # schedule-free ones warm up by themselves
+        optimizer = torch.optim.SGD([weight], lr=float(optimizer.param_groups[0]["lr"]))
+    group = optimizer.param_groups[0]
     schedule = cli.model.build_lr_scheduler(optimizer) if cli.model.build_lr_scheduler else None
     if hasattr(schedule, "bind"):
         schedule.bind(total)
-    optimizer.step()  # torch's schedules complain where none was made
+    if not warms_up:
+        optimizer.step()  # torch's schedules complain where none was made
     steps, every = [], -(-total // MAX_ROWS)
     for number in range(1, total + 1):
         rows, length, factor = shape(cli, number - 1, tokens)
         if hasattr(schedule, "begin_step"):
             schedule.begin_step(rows * length)
         tokens += rows * length
+        if warms_up:
+            optimizer.step()
         if number % every == 0 or number in (1, total):
-            rate = float(optimizer.param_groups[0]["lr"]) * factor
+            rate = float(group["scheduled_lr" if warms_up else "lr"]) * factor
             steps.append(Step(number, tokens, rate, rows * length, length))
         if schedule is not None:
             schedule.step()

@@ -68,6 +68,20 @@ def test_schedules_of_torch_and_none_at_all(plot):
     assert {float(row["learning_rate"]) for row in rows} == {0.01}
 
 
+def test_an_optimizer_that_warms_up_by_itself(plot, tiny):
+    pytest.importorskip("schedulefree")
+    init_args = {"lr": 0.02, "warmup_steps": 4}
+    tiny["model"] |= {
+        "optimizer": {"class_path": "ScheduleFreeAdamW", "init_args": init_args},
+        "lr_scheduler": None,
+    }
+    code, _, rows = plot()
+    assert code == 0
+    assert [float(row["learning_rate"]) for row in rows] == pytest.approx(
+        [0.005, 0.01, 0.015, 0.02, 0.02, 0.02]
+    )
+
+
 def test_of_a_long_run_some_steps_are_kept(plot):
     code, told, rows = plot("--trainer.max_steps=12000")
     assert code == 0
