@@ -19,7 +19,12 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-WAYS = ("no checkpoint", "ShardedCheckpoint, asynchronous", "ShardedCheckpoint, waited for", "AtomicCheckpoint")
+WAYS = (
+    "no checkpoint",
+    "ShardedCheckpoint, asynchronous",
+    "ShardedCheckpoint, waited for",
+    "AtomicCheckpoint",
+)
 
 
 class Turns(Callback):
@@ -40,12 +45,16 @@ class Turns(Callback):
         from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
         from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 
-        self.ways = dict(zip(WAYS[1:], (ShardedCheckpoint(), ShardedCheckpoint(False), AtomicCheckpoint()), strict=True))
+        self.ways = dict(
+            zip(WAYS[1:], (ShardedCheckpoint(), ShardedCheckpoint(False), AtomicCheckpoint()), strict=True)
+        )
         for io in list(self.ways.values())[:2]:
             if trainer.world_size > 1:
                 io.connect()
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Begins a block."""
         number, step = divmod(trainer.global_step, self.block)
         if step:
@@ -95,8 +104,17 @@ def main() -> int:
     from core.testing.workshop import workshop, write_config
 
     folder = workshop() / "stall"
-    turns = {"class_path": f"{__spec__.name}.Turns", "init_args": {"folder": str(folder), "block": options.block}}
-    network = {"vocab_size": 64, "n_layer": 4, "n_head": 4, "n_embd": options.width, "max_sequence_length": 16}
+    turns = {
+        "class_path": f"{__spec__.name}.Turns",
+        "init_args": {"folder": str(folder), "block": options.block},
+    }
+    network = {
+        "vocab_size": 64,
+        "n_layer": 4,
+        "n_head": 4,
+        "n_embd": options.width,
+        "max_sequence_length": 16,
+    }
     values = {
         "seed_everything": 0,
         "trainer": {
