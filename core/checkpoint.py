@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import _get_rank
 
 from core import catalog, sharded
 from core.config_files import parse_yaml, read_yaml
@@ -27,7 +28,8 @@ def defect(path: Path) -> str | None:
     has none, and each member carries a CRC-32, so that a damaged one is found.
     """
     if sharded.is_sharded(path):
-        return sharded.defect(path)
+        # Of the ranks that a launcher has started none need read all: they share the reading when they load.
+        return sharded.defect(path, sharded.ALL if _get_rank() is None else sharded.NONE)
     try:
         with zipfile.ZipFile(path) as archive:
             if bad := archive.testzip():

@@ -164,7 +164,7 @@ class Cli(LightningCLI):
         )
         elsewhere = self.request.elsewhere
         on = str(options["accelerator"])
-        run = Run(self.selected, config, places, on, devices, devices * nodes, elsewhere)
+        run = Run(self.selected, config, places, on, devices, devices * nodes, elsewhere, self.only)
         self.run_known = run
         try:
             with self._building():
@@ -172,10 +172,9 @@ class Cli(LightningCLI):
         except ConfigError as error:
             preflight.check(run, str(error))
         selected = [*self.selected, *_implied(outline, self.selected)]
-        processes = outline.num_devices * outline.num_nodes
-        run = Run(
-            selected, config, places, outline.accelerator.name(), outline.num_devices, processes, elsewhere
-        )
+        devices, on = outline.num_devices, outline.accelerator.name()
+        processes = devices * outline.num_nodes
+        run = Run(selected, config, places, on, devices, processes, elsewhere, self.only)
         preflight.check(run, *(() if elsewhere else launchers.faults(outline, self.selected)))
 
     def _choose_folder(self, root: Path) -> Path:

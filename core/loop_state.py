@@ -12,7 +12,8 @@ def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int, accumulated
 
     Lightning 2.6 counts an epoch as done when `max_steps` or a signal ends the run within it: resumed, it would
     begin the next one, with other random numbers, or stop at `max_epochs`. Of a run that ended with an epoch it
-    would count one more without a batch. What a callback saves after a batch is understood: that form is taken.
+    would count one more without a batch; of one saved with a validation, one of the loggers' steps too few. What a
+    callback saves after a batch is understood: that form is taken.
 
     Args:
         trainer: The trainer that saves.
@@ -24,12 +25,13 @@ def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int, accumulated
     state["accumulated"] = accumulated
     for progress in state["epoch_progress"].values():
         progress.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
-    batches = state["epoch_loop.batch_progress"]
-    ended = trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+    batches, loop = state["epoch_loop.batch_progress"], trainer.fit_loop.epoch_loop
+    ended = loop._num_ready_batches_reached()
     if ended and batches["current"]["completed"] == batches["current"]["ready"]:
         for progress in (batches["current"], batches["total"]):
             progress["completed"] -= 1
-        state["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1  # which it adds again
+    will_count = batches["total"]["completed"] < batches["total"]["ready"] and not loop._should_accumulate()
+    state["epoch_loop.state_dict"]["_batches_that_stepped"] = trainer.global_step - will_count
 
 
 def rescale(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

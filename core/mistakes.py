@@ -13,6 +13,7 @@ import re
 import traceback
 import typing
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from core import signatures
@@ -163,8 +164,16 @@ def told_by_lightning(error: Exception) -> str | None:
     """Returns what the user has to mend, where Lightning found that out in mid-run; None for other errors."""
     from lightning.fabric.utilities.exceptions import MisconfigurationException
 
+    from core.sharded import is_sharded
+
     if isinstance(error, MisconfigurationException):
         return str(error)
+    if isinstance(error, IsADirectoryError) and is_sharded(folder := Path(str(error.filename))):
+        return (
+            f"{folder} is a folder of ranks' parts, which only our checkpoint plugins read:\n"
+            "put AtomicCheckpoint or ShardedCheckpoint into trainer.plugins, or make a single file of it:\n"
+            f"python -m core consolidate {folder} whole.ckpt"
+        )
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     place = frame.f_globals.get("__name__"), frame.f_code.co_name
     if place == ("lightning.pytorch.loops.fit_loop", "setup_data"):  # val_check_interval above the batches

@@ -36,7 +36,7 @@ TRIAL_PROCESSES = 8
 def check(run: Run, *faults: str) -> None:
     """Raises one ConfigError with every problem of a run, the `faults` that are already known among them."""
     checks: tuple[Callable[[Run], Iterator[str]], ...] = (
-        _versions, _needs, _processes, _numbers, _conflicts, _duplicates, _owners, _circles, _arguments,
+        _versions, _needs, _processes, _numbers, _conflicts, _duplicates, _rivals, _owners, _circles, _arguments,
     )  # fmt: skip
     lines = [*faults, *(line for kind in checks for line in kind(run))]
     problems = [" ".join(line.split()) for line in lines]
@@ -123,6 +123,20 @@ def _duplicates(run: Run) -> Iterator[str]:
         if len(found) > 1:
             where = f" ({', '.join(filter(None, found))})" if any(found) else ""
             yield f"{name} stands {len(found)} times in trainer.callbacks{where}; keep one."
+
+
+def _rivals(run: Run) -> Iterator[str]:
+    from lightning.fabric.plugins import CheckpointIO, Precision
+
+    for base, part in ((CheckpointIO, "writes its checkpoints"), (Precision, "decides on its precision")):
+        plugins = [item for item in run.selected if item.key.startswith("trainer.plugins")]
+        found = [item for item in plugins if isinstance(item.target, type) and issubclass(item.target, base)]
+        if len(found) > 1:
+            names = " and ".join(map(run.named, found))
+            yield (
+                f"{names} stand in trainer.plugins, and one {part} of a run: keep one. In YAML "
+                f"`plugins: {{{found[0].name}: null, {found[-1].name}: {{}}}}` puts the last in place of the first"
+            )
 
 
 def _owners(run: Run) -> Iterator[str]:

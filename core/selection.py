@@ -60,6 +60,7 @@ class Run:
         devices: Processes on each machine.
         world_size: Processes altogether.
         elsewhere: Whether it is checked for machines that are not here, whose devices are not known.
+        command: What is done: fit, validate, test or predict.
     """
 
     selected: Sequence[Selected] = ()
@@ -69,6 +70,7 @@ class Run:
     devices: int = 1
     world_size: int = 1
     elsewhere: bool = False
+    command: str = "fit"
 
     def argument(self, path: str) -> Any:
         """Returns the value at a path like "model.network.vocab_size", or None where there is none."""

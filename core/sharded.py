@@ -31,6 +31,9 @@ STATE, METADATA, MANIFEST, MARKER = "state.pt", ".metadata", "manifest.json", "c
 ORDER = "state_dict_order"
 """Key in the small file: the names of all weights, in the order of the model."""
 
+ALL, NONE = slice(None), slice(0)
+"""Which files with tensors are read to see whether a checkpoint is whole."""
+
 _DCP = "torch.distributed.checkpoint."
 _PLAIN = {
     ("torch", "Size"),
@@ -129,8 +132,14 @@ def checksum(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def defect(folder: Path) -> str | None:
-    """Returns why a folder is no whole checkpoint, or None if every byte is as it was written."""
+def defect(folder: Path, read: slice = ALL) -> str | None:
+    """Returns why a folder is no whole checkpoint, or None if every byte that is read is as it was written.
+
+    Args:
+        folder: The checkpoint.
+        read: Which of the files with tensors are read, in the order of their names; of the others the sizes are
+            compared. `slice(rank, None, ranks)` is one rank's share.
+    """
     try:
         marker = (folder / MARKER).read_text(encoding="ascii").strip()
         content = (folder / MANIFEST).read_bytes()
@@ -140,37 +149,45 @@ def defect(folder: Path) -> str | None:
         return f"its {MARKER} or {MANIFEST} cannot be read"
     if hashlib.sha256(content).hexdigest() != marker:
         return f"{MANIFEST} is damaged"
-    files = sorted((p.name, p.stat().st_mtime_ns, p.stat().st_size) for p in folder.iterdir())
-    return _defect(folder, content, tuple(files))
-
-
-@cache  # a run looks for its checkpoint, then loads it
-def _defect(folder: Path, manifest: bytes, changed: tuple[tuple[str, int, int], ...]) -> str | None:
-    from core.checkpoint import defect as defect_of_file
-
     try:
-        files: dict[str, dict[str, Any]] = json.loads(manifest)["files"]
-        for name, expected in files.items():
-            if Path(name).name != name:
-                return f"{MANIFEST} names {name}, which lies elsewhere"
-            if not (folder / name).is_file():
-                return f"{name} is missing"
-            if checksum(folder / name) != expected:
-                return f"{name} is damaged"
-        if not {STATE, METADATA} <= files.keys():
-            return f"{MANIFEST} names no {STATE} or {METADATA}"
-        metadata = _metadata(folder)
-        used = {place.relative_path for place in metadata.storage_data.values()}
+        return _defect(folder, json.loads(content)["files"], read)
     except pickle.UnpicklingError as error:
         return f"{METADATA} holds more than places of tensors ({error}), which could run code"
     except Exception:  # pickle and json raise a dozen kinds on what is no manifest or metadata
         return f"{MANIFEST} or {METADATA} cannot be read"
+
+
+def _defect(folder: Path, files: Mapping[str, Mapping[str, Any]], read: slice) -> str | None:
+    from core.checkpoint import defect as defect_of_file
+
+    small = {STATE, METADATA}
+    whole = {*small, *sorted(files.keys() - small)[read]}
+    for name, expected in files.items():
+        path = folder / name
+        if Path(name).name != name:
+            return f"{MANIFEST} names {name}, which lies elsewhere"
+        if not path.is_file():
+            return f"{name} is missing"
+        found = path.stat()
+        if found.st_size != expected["bytes"]:
+            return f"{name} is damaged"
+        if name in whole and _checksum(path, found.st_mtime_ns, found.st_size) != expected:
+            return f"{name} is damaged"
+    if not small <= files.keys():
+        return f"{MANIFEST} names no {STATE} or {METADATA}"
+    metadata = _metadata(folder)
+    used = {place.relative_path for place in metadata.storage_data.values()}
     if unknown := used - files.keys():
         return f"{METADATA} names {min(unknown)}, which {MANIFEST} does not"
     if any(not hasattr(entry, "size") for entry in metadata.state_dict_metadata.values()):
         return f"{METADATA} has entries that are no tensors, which could run code"
     reason = defect_of_file(folder / STATE)
     return f"{STATE}: {reason}" if reason else None
+
+
+@cache  # a run looks for its checkpoint, then loads it
+def _checksum(path: Path, changed_ns: int, size: int) -> dict[str, Any]:
+    return checksum(path)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -193,13 +210,7 @@ def _metadata(folder: Path) -> Any:
 
 
 def outline(folder: Path) -> dict[str, Any]:
-    """Returns a checkpoint without its tensors: in their place stands where they are stored.
-
-    Raises:
-        ConfigError: If the folder is not whole.
-    """
-    if reason := defect(folder):
-        raise ConfigError(f"{folder}: {reason}. --ckpt_path last finds the newest whole checkpoint.")
+    """Returns a checkpoint that is known to be whole, without its tensors: in their place stands where they are."""
     entries = _metadata(folder).state_dict_metadata.items()
     described = {key: Stored(folder, key, entry.size, entry.properties.dtype) for key, entry in entries}
     return join(described, state(folder))
@@ -217,7 +228,12 @@ def read(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     Args:
         folder: The checkpoint.
         optimizers: Whether to read the optimizers' states; left out, they are empty.
+
+    Raises:
+        ConfigError: If the folder is not whole.
     """
+    if reason := defect(folder):
+        raise ConfigError(f"{folder}: {reason}. --ckpt_path last finds the newest whole checkpoint.")
     found = outline(folder)
     pairs: list[tuple[Stored, Tensor]] = []
 

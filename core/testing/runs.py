@@ -38,12 +38,14 @@ class Run:
         code: Its exit code; negative: the signal that ended it.
         printed: What it wrote to stdout.
         complaint: The end of what it wrote, for messages.
+        codes: The exit code of each rank; None of one that did not end by itself after another had failed.
     """
 
     folder: Path
     code: int
     printed: str
     complaint: str
+    codes: tuple[int | None, ...] = ()
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -91,8 +93,9 @@ def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = 
     codes = _wait(children, timeout)
     printed = Path(f"{outputs[0]}.out").read_text(encoding="utf-8", errors="replace")
     complaint = "\n".join(filter(None, map(_end, outputs)))
-    require(codes, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
-    return Run(folder, next((code for code in codes if code), 0), printed, complaint)
+    done = None not in codes or any(codes)
+    require(done, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
+    return Run(folder, next((code for code in codes if code), 0), printed, complaint, tuple(codes))
 
 
 def elsewhere(function: Callable[..., Any], *arguments: Any) -> None:
@@ -118,11 +121,11 @@ def _end(output: Path) -> str:
     return ""
 
 
-def _wait(children: Sequence[Any], timeout: float) -> list[int]:
+def _wait(children: Sequence[Any], timeout: float) -> list[int | None]:
     """Waits for all and kills those that take too long, or that wait for one that failed.
 
     Returns:
-        The exit codes of those that ended by themselves; none if that took too long.
+        The exit code of each; None of one that was killed here.
     """
     end, alive = monotonic() + timeout, list(children)
     while alive and monotonic() < end:
@@ -130,13 +133,13 @@ def _wait(children: Sequence[Any], timeout: float) -> list[int]:
         if any(child.exitcode for child in children):
             end = min(end, monotonic() + GRACE_SECONDS)
         alive = [child for child in alive if child.exitcode is None]
-    codes = [child.exitcode for child in children if child.exitcode is not None]
+    codes = [child.exitcode for child in children]
     for child in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)  # with the workers of its loaders
         child.kill()
         child.join()
-    return codes if len(codes) == len(children) or any(codes) else []
+    return codes
 
 
 @cache

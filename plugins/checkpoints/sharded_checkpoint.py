@@ -61,10 +61,15 @@ class ShardedCheckpoint(AtomicCheckpoint):
         """Writes the checkpoint of a whole model; called on rank 0."""
         self._begin(checkpoint, Path(path), None)
 
+    def connect(self) -> None:
+        """Lets the ranks meet for the background, where messages must not get between those of training.
+
+        Called on every rank as the run starts: of one that dies while they meet, the others notice nothing.
+        """
+        self._group = dist.new_group(backend="gloo")
+
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Writes what this rank has of a checkpoint; called on every rank."""
-        if self._group is None:  # for the background: messages must not get between those of training
-            self._group = dist.new_group(backend="gloo")
         self._begin(checkpoint, Path(path), self._group)
 
     def _begin(self, checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
@@ -118,8 +123,9 @@ class ShardedCheckpoint(AtomicCheckpoint):
                 self._thread.shutdown()
                 self._thread = None
         if self._stalls and (not dist.is_initialized() or dist.get_rank() == 0):
-            longest = f"{max(self._stalls):.3f} s at most, {sum(self._stalls):.3f} s in all"
-            print(f"Checkpoints held training up for {longest} ({len(self._stalls)} written).", flush=True)
+            most, total = max(self._stalls) * 1e3, sum(self._stalls) * 1e3
+            told = f"{most:,.1f} ms at most, {total:,.1f} ms in all ({len(self._stalls)} written)"
+            print(f"Checkpoints held training up for {told}.", flush=True)
         self._stalls.clear()
 
 

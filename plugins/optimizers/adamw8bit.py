@@ -11,7 +11,7 @@ from plugins.optimizers.libraries import library, not_on_shards, unwrapped
 @technique(
     paper="8-bit optimizers via block-wise quantization, arXiv:2110.02861; bitsandbytes",
     needs=(Package("bitsandbytes>=0.48"),),
-    conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "AdamW"),
+    conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "TorchaoAdamW8bit or AdamW"),
 )
 class AdamW8bit(library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
     """AdamW whose two moments are stored in 8 bits each, in blocks of 256 with a scale of their own.

@@ -9,8 +9,8 @@ from typing import Any
 from core.errors import ConfigError
 
 
-def library(name: str) -> Any:
-    """Imports an optional package.
+def library(name: str, extra: str = "optimizers") -> Any:
+    """Imports an optional package, or a module of it, which an extra of leyden's installs.
 
     Raises:
         ConfigError: If it is not installed; with the pip line.
@@ -21,7 +21,8 @@ def library(name: str) -> Any:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{name} is not installed: pip install 'leyden[optimizers]'") from error
+        package = name.partition(".")[0]
+        raise ConfigError(f"{package} is not installed: pip install 'leyden[{extra}]'") from error
 
 
 def not_on_shards(why: str, instead: str) -> dict[str, str]:

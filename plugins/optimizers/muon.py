@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from core.parameter_groups import hidden_matrices
+from core.shards import is_spread, whole
 from core.technique import technique
 
 
@@ -52,7 +54,7 @@ class Muon(Optimizer):
         own = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
         self._parts: list[Optimizer] = []
         if matrices:
-            self._parts.append(torch.optim.Muon(matrices, **shared, **own))
+            self._parts.append(_Matrices(matrices, **shared, **own))
         if rest:
             self._parts.append(torch.optim.AdamW(rest, **shared, betas=tuple(betas), eps=eps, fused=True))
         super().__init__([group for part in self._parts for group in part.param_groups], shared)
@@ -80,6 +82,37 @@ class Muon(Optimizer):
         for part in self._parts:
             part.step()
         return loss
+
+
+class _Matrices(torch.optim.Muon):
+    """Orthogonalises a matrix that is spread over ranks as a whole, one at a time, on each of them.
+
+    torch's own sends a message for each of 15 products, and adds up parts of them in bfloat16: five iterations
+    make a rounding up to 480 times larger, and weights were 0.5% off one process's after three steps.
+    """
+
+    def _init_group(self, group: Any, *lists: Any) -> bool:
+        """Steps the spread matrices, and leaves the others to torch."""
+        super()._init_group(group, *lists)
+        for parameter, gradient, momentum in zip(*lists, strict=True):
+            if is_spread([parameter]):
+                _step_spread(group, parameter, gradient, momentum)
+        rest = [index for index, parameter in enumerate(lists[0]) if not is_spread([parameter])]
+        for tensors in lists:
+            tensors[:] = [tensors[index] for index in rest]
+        return False  # none is complex
+
+
+def _step_spread(group: dict[str, Any], parameter: Any, gradient: Tensor, momentum: Tensor) -> None:
+    from torch.distributed.tensor import distribute_tensor
+    from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
+
+    momentum.lerp_(gradient, 1 - group["momentum"])
+    ahead = whole(gradient.lerp(momentum, group["momentum"]))
+    update = _zeropower_via_newtonschulz(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
+    own = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+    parameter.add_(own, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
 
 
 def _split(params: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -50,7 +50,8 @@ class SGD(torch.optim.SGD):
         self._step_supports_amp_scaling = False
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Steps one by one where whole and spread tensors are together: torch's kernels take them only apart."""
-        if is_spread(group["params"]) and not all(hasattr(p, "to_local") for p in group["params"]):
-            group["fused"] = group["foreach"] = False
+        """Steps spread weights without the fused kernel, which does not take them; together if of one mesh."""
+        if is_spread(group["params"]):
+            meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
+            group["fused"], group["foreach"] = False, len(meshes) == 1
         return super()._init_group(group, *lists)

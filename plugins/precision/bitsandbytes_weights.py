@@ -12,10 +12,16 @@ from core.contracts import Network
 from core.technique import Package, technique
 from plugins.precision.layers import linear_layers, run_device
 
+SPREADING = ("FSDP", "HybridParallel", "ModelParallelStrategy", "FSDPStrategy")
+"""Strategies under which most ranks build the network without values."""
+
 
 @technique(
     paper="QLoRA, arXiv:2305.14314, section 3 (nf4, fp4); LLM.int8(), arXiv:2208.07339 (int8)",
     needs=[Package("bitsandbytes>=0.50")],
+    conflicts=dict.fromkeys(
+        SPREADING, "weights are quantised before they are spread, which needs DDP or one device"
+    ),
 )
 class BitsandbytesWeights(MixedPrecision):
     """Keeps the weights of linear layers in 4 or 8 bits, frozen; everything else trains in bf16-mixed.
@@ -33,7 +39,7 @@ class BitsandbytesWeights(MixedPrecision):
         compute_dtype: Of products and activations.
 
     Raises:
-        ConfigError: If no layer has such a name; in the first step, if the network was built on the meta device.
+        ConfigError: If no layer has such a name.
 
     Example:
         trainer:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 NO_SCALER = "pipeline above 1 differentiates before a loss can be scaled, which fp16 needs: take bf16"
 
+NO_PREDICT = "predict takes pipeline 1 and context 1, with which it goes on from the same checkpoint"
+
 
 def sizes_of(given: Mapping[str, Any]) -> MeshSizes:
     """Returns the sizes among the strategy's arguments."""
@@ -30,6 +32,9 @@ def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     yield from wrong
     if given["sequence"] not in (1, given["tensor"]):
         yield f"sequence is {given['sequence']}; it is 1, or {given['tensor']} as tensor"
+    for name in ("pipeline", "context"):
+        if run.command == "predict" and given[name] > 1:
+            yield f"{name} is {given[name]}, and {NO_PREDICT}"
     if given["expert"] > 1:
         yield f"expert is {given['expert']}, and no network has experts yet: set it to 1"
     network = None if wrong else _network(run)

@@ -184,8 +184,6 @@ class HybridParallel(MeshStrategy):
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a prediction step, of whose result each rank has the whole."""
-        if self.pipeline is not None or self.context is not None:
-            raise ConfigError("HybridParallel: predict takes pipeline 1 and context 1.")
         found = super().predict_step(*args, **kwargs)
         return found.full_tensor() if isinstance(found, DTensor) else found
 

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from core import sharded
 from core.errors import ConfigError
-from plugins.strategies import gradients, tensors
+from plugins.strategies import gradients, shared_check, tensors
 from plugins.strategies.shared_scaler import SharedScaler
 
 
@@ -105,6 +105,8 @@ class MeshStrategy(ParallelStrategy):
         device = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         self.connect_mesh()
+        if connect := getattr(self.checkpoint_io, "connect", None):
+            connect()
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
@@ -236,9 +238,11 @@ class MeshStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint; of one that is a folder, no tensors yet, of which each rank will read its parts."""
-        if sharded.is_sharded(Path(checkpoint_path)):
-            return sharded.outline(Path(checkpoint_path))
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        path = Path(self.broadcast(str(checkpoint_path)))  # rank 0 may have passed over one that is damaged
+        if not sharded.is_sharded(path):
+            return super().load_checkpoint(path, weights_only)
+        shared_check.check(path)
+        return sharded.outline(path)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the whole model's weights on rank 0, nothing elsewhere, or this rank's parts; called on every rank."""

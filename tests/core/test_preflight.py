@@ -5,6 +5,7 @@ import os
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.plugins import CheckpointIO, Precision
 
 from core import preflight
 from core.errors import ConfigError
@@ -36,6 +37,19 @@ def problems(*selected, faults=(), **run):
 def test_a_selection_without_problems_passes():
     selected = [chosen("A"), chosen("B"), chosen("C", conflicts={"D": "reasons"}, owns=("learning_rate",))]
     assert preflight.check(Run(selected)) is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "one"),
+    [(CheckpointIO, "one writes its checkpoints"), (Precision, "one decides on its precision")],
+)
+def test_of_two_plugins_for_the_same_thing_one_is_to_be_kept(kind, one):
+    pair = [chosen(n, f"trainer.plugins.{i}", type(n, (kind,), {})) for i, n in enumerate(("Old", "New"))]
+    advice = "In YAML `plugins: {Old: null, New: {}}` puts the last in place of the first"
+    assert problems(*pair)[1:] == [
+        f"- Old and New stand in trainer.plugins, and {one} of a run: keep one. {advice}"
+    ]
+    assert preflight.check(Run(pair[:1])) is None
 
 
 # -- needs, versions, processes ----------------------------------------------------------------------

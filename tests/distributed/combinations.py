@@ -162,6 +162,9 @@ COMBINATIONS = [
         4,
         pipeline("ZBVZeroBubble", tensor=2, sequence=2),
     ),
+    Combination(
+        "HybridParallel", "data_shard 2, tensor 2, pipeline 2, 1F1B", 8, {"tensor": 2, "pipeline": 2}
+    ),
     Combination("HybridParallel", "pipeline 4, 1F1B", 4, {"pipeline": 4}),
     Combination("HybridParallel", "context 2, ring", 2, {"context": 2}),
     Combination("HybridParallel", "context 2, ring, documents", 2, {"context": 2}, LLAMA | DOCUMENTS),

@@ -1,5 +1,8 @@
 """However a run of two ranks ends, its sharded checkpoints are whole or not there."""
 
+import os
+import shutil
+
 import pytest
 
 from core.__main__ import main
@@ -8,15 +11,16 @@ from core.testing.workshop import workshop
 from tests.distributed.same_run import fit, same_bits
 
 
-def ended(how):
+def ended(how, name=None):
+    name = name or f"ends with {how}"
     arguments = {"every_n_steps": 2, "dirpath": "${run_folder}/periodic"}
     callbacks = [
         {"class_path": "PeriodicCheckpoint", "init_args": arguments},
         {"class_path": "tests.distributed.endings.Ends", "init_args": {"step": 3, "how": how}},
     ]
     trainer = {"strategy": "FSDP", "plugins": ["ShardedCheckpoint"], "callbacks": callbacks}
-    done = fit({"trainer": trainer}, 2, name=f"ends with {how}")
-    folder = workshop() / f"ends with {how}" / "periodic"
+    done = fit({"trainer": trainer}, 2, name=name)
+    folder = workshop() / name / "periodic"
     return done, folder
 
 
@@ -44,3 +48,22 @@ def test_a_run_folder_is_consolidated(tmp_path):
     assert main(["consolidate", str(folder), str(output)]) == 0
     assert same_bits(read(output), read(newest_one))
     assert next(iter(read(output)["state_dict"])) == "network.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_damage_that_one_rank_reads_is_told_by_all(rank):
+    _, folder = ended("exception", f"to be damaged {rank}")
+    before, damaged = folder / "step-00000000.ckpt", folder / "step-00000002.ckpt"
+    shutil.copytree(damaged, before)
+    os.utime(before, (0, 0))
+    part = damaged / f"__{rank}_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    trainer = {"strategy": "FSDP", "plugins": ["ShardedCheckpoint"]}
+    done = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name=f"damaged {rank}")
+    assert done.codes == (2, 2)
+    assert (
+        f"{damaged}: {part.name} is damaged.\nGo on from the one before: --ckpt_path {before}"
+        in done.complaint
+    )

@@ -19,6 +19,7 @@ from plugins.optimizers.paged_adamw8bit import PagedAdamW8bit
 from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from plugins.optimizers.sgd import SGD
 from plugins.optimizers.soap import SOAP
+from plugins.optimizers.torchao_adamw8bit import TorchaoAdamW8bit
 
 STEPS, LR, DECAY, EPS = 6, 0.02, 0.3, 1e-8
 SHAPES = [(6, 4), (5,)]
@@ -34,6 +35,7 @@ ALL = [
     ScheduleFreeAdamW,
     SGD,
     SOAP,
+    TorchaoAdamW8bit,
 ]
 
 
@@ -159,7 +161,7 @@ def test_six_steps_are_those_of_the_formula(build, formula, state, rounding):
         assert (one - start).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("kind", [AdamW8bit, PagedAdamW8bit, Lion8bit])
+@pytest.mark.parametrize("kind", [AdamW8bit, PagedAdamW8bit, Lion8bit, TorchaoAdamW8bit])
 def test_small_tensors_have_the_plain_formula(kind):
     """Below 4,096 elements bitsandbytes keeps the state in float32."""
     formula, state = (lion, ["m"]) if kind is Lion8bit else (adamw, ["m", "v"])

@@ -124,6 +124,19 @@ def test_a_network_without_values_is_refused_when_it_is_used():
         network.layers[0].mlp.up_proj(torch.zeros(1, 16))
 
 
+def test_strategies_that_begin_without_values_are_refused_before_a_process_starts():
+    words = [
+        "check",
+        "--config=quickstart",
+        "--config=techniques/bitsandbytes_weights",
+        "--trainer.devices=2",
+    ]
+    done = run_core(*words, "--trainer.strategy=FSDP")
+    assert done.returncode == 2
+    assert "BitsandbytesWeights" in done.stderr
+    assert "weights are quantised before they are spread, which needs DDP or one device" in done.stderr
+
+
 def test_text_is_generated_from_quantised_weights(tmp_path):
     """`generate` builds the network as it was trained; the whole way through the command line."""
     words = ["--config=quickstart", "--config=techniques/bitsandbytes_weights", f"--data.source={text()}"]

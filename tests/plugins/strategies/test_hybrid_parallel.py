@@ -48,6 +48,16 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(ranks, sizes, more
     assert told in done.complaint, done.complaint
 
 
+@pytest.mark.parametrize("size", ["pipeline", "context"])
+def test_predict_says_before_it_starts_that_it_takes_no_stages_and_no_parts_of_sequences(size):
+    values = merge(merge(deepcopy(CONFIG), hybrid(**{size: 2})), {"trainer": {"devices": 2}})
+    config = write_config("predict", values)
+    for command, code in {"predict": 2, "validate": 0}.items():
+        done = run([command, f"--config={config}"], workshop() / f"{command} with {size}", ranks=2)
+        assert done.code == code, done.complaint
+        assert (f"{size} is 2, and predict takes pipeline 1 and context 1" in done.complaint) is bool(code)
+
+
 def test_an_unknown_schedule_is_told_with_the_known_ones():
     values = merge(deepcopy(CONFIG), hybrid(schedule="1F2B"))
     done = run(["check", f"--config={write_config('unknown', values)}"], workshop())

@@ -1,0 +1,30 @@
+"""Whether a checkpoint that is a folder is whole, found out by all ranks together: none reads all of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from core import sharded
+from core.errors import ConfigError
+
+
+def check(folder: Path) -> None:
+    """Reads this rank's share of the files; called on every rank.
+
+    Raises:
+        ConfigError: On every rank, if one of them found a file damaged.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found: list[str | None] = [None] * ranks
+    dist.all_gather_object(found, sharded.defect(folder, slice(rank, None, ranks)))
+    if reason := next(filter(None, found), None):
+        ages = {path.stat().st_mtime_ns: path for path in folder.parent.glob("*.ckpt")}
+        before = [age for age in sorted(ages) if age < folder.stat().st_mtime_ns]
+        advice = (
+            f"Go on from the one before: --ckpt_path {ages[before[-1]]}"
+            if before
+            else "There is none before it."
+        )
+        raise ConfigError(f"{folder}: {reason}.\n{advice}")

@@ -1,0 +1,93 @@
+"""Kills a rank of a run at a moment that was drawn before, or as soon as a file of a checkpoint is there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class Progress(Callback):
+    """Notes this rank's process, and each number of steps that are done and, where it was due, saved.
+
+    Args:
+        folder: Where to write.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        (self.folder / f"pid.{trainer.global_rank}").write_text(str(os.getpid()), encoding="utf-8")
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        with open(self.folder / f"progress.{trainer.global_rank}", "a", encoding="utf-8") as file:
+            file.write(f"{trainer.global_step}\n")
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When to kill whom.
+
+    Attributes:
+        rank: Who.
+        batches: So many batches this rank begins before.
+        delay_s: So much later.
+        sees: And as soon as a checkpoint that is being written has a file of this name; "": as soon as it is there
+            itself; None: at once.
+    """
+
+    rank: int
+    batches: int
+    delay_s: float
+    sees: str | None = None
+
+
+def steps_done(folder: Path, rank: int) -> list[int]:
+    """Returns the steps that a rank had done and saved at the start of each of its batches."""
+    path = folder / f"progress.{rank}"
+    return [int(line) for line in path.read_text(encoding="utf-8").split()] if path.exists() else []
+
+
+@contextmanager
+def killer(folder: Path, moment: Moment) -> Iterator[list[float]]:
+    """Kills while the body runs the ranks; yields a list that has the time (`time.monotonic`) once it is done."""
+    for old in [*folder.glob("pid.*"), *folder.glob("progress.*")]:
+        old.unlink()
+    over, killed = threading.Event(), list[float]()
+    thread = threading.Thread(target=_watch, args=(folder, moment, over, killed))
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+def _watch(folder: Path, moment: Moment, over: threading.Event, killed: list[float]) -> None:
+    while len(steps_done(folder, moment.rank)) < moment.batches:
+        if over.wait(0.002):
+            return
+    time.sleep(moment.delay_s)
+    while moment.sees is not None and not _is_there(folder / "checkpoints", moment.sees):
+        if over.is_set():
+            return
+    os.kill(int((folder / f"pid.{moment.rank}").read_text(encoding="utf-8")), signal.SIGKILL)
+    killed.append(time.monotonic())
+
+
+def _is_there(checkpoints: Path, name: str) -> bool:
+    try:
+        with os.scandir(checkpoints) as entries:
+            written = [entry.path for entry in entries if entry.name.endswith(".ckpt.tmp")]
+    except FileNotFoundError:
+        return False
+    return any(os.path.exists(os.path.join(path, name) if name else path) for path in written)

@@ -1,0 +1,127 @@
+"""kill -9 of one rank at random moments, also in the middle of a checkpoint: nothing that was saved is lost, no bit changes.
+
+The job is started again as a launcher would, on as many ranks as before, and finds its last checkpoint by itself.
+"""
+
+import random
+import time
+from copy import deepcopy
+
+import pytest
+
+from core.checkpoint import of_folder, read
+from core.config_files import merge
+from core.testing.runs import GRACE_SECONDS, run
+from core.testing.workshop import workshop, write_config
+from tests.distributed.killing import Moment, killer, steps_done
+from tests.distributed.same_run import CONFIG, same_bits
+
+EVERY = 2
+FOLDER = ("", "__0_0.distcp", ".metadata", "state.pt", "manifest.json")
+"""What a checkpoint that is a folder has as it is being written, in this order; "" is the folder itself."""
+FILE = ("",)
+
+FSDP, DDP = {"class_path": "FSDP"}, {"class_path": "DDP"}
+TENSOR = {"class_path": "HybridParallel", "init_args": {"tensor": 2}}
+ASYNCHRONOUS, WAITED_FOR = "ShardedCheckpoint", "AtomicCheckpoint"
+
+
+def fit(name, ranks, strategy, plugin, steps):
+    """Starts the job, or starts it again."""
+    folder = workshop() / name
+    folder.mkdir(exist_ok=True)
+    callbacks = [
+        {"class_path": "core.testing.recorder.Recorder", "init_args": {"folder": str(folder)}},
+        {"class_path": "tests.distributed.killing.Progress", "init_args": {"folder": str(folder)}},
+        {"class_path": "PeriodicCheckpoint", "init_args": {"every_n_steps": EVERY}},
+    ]
+    trainer = {
+        "devices": ranks, "strategy": strategy, "plugins": [{"class_path": plugin}], "callbacks": callbacks, "max_steps": steps,
+        "default_root_dir": str(folder), "val_check_interval": 24, "limit_val_batches": 1,
+    }  # fmt: skip
+    model = {
+        "network": {"init_args": {"n_layer": 2, "dropout": 0.1}},
+        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}},
+    }
+    values = merge(deepcopy(CONFIG), {"trainer": trainer, "model": model})
+    return run(["fit", f"--config={write_config(name, values)}"], folder, ranks=ranks)
+
+
+def moments(ranks, kills, writes, names, seed):
+    """Draws so many moments, so many of them within the writing of a checkpoint, every second of those of rank 0."""
+    chance = random.Random(seed)
+    drawn = []
+    for number in range(kills):
+        writing = number < writes
+        rank = chance.randrange(
+            1 if writing and number % 2 else 0, 1 if writing and number % 2 == 0 else ranks
+        )
+        name = chance.choice(names) if writing else None
+        drawn.append(Moment(rank, chance.randint(2, 9), chance.uniform(0.0, 0.03), name))
+    chance.shuffle(drawn)
+    return drawn
+
+
+def killed_again_and_again(ranks, strategy, plugin, drawn, steps):
+    """Kills a rank at each of the moments, and lets the job go on to its end; returns the last run of it."""
+    name = f"killed-{ranks}-{strategy['class_path']}-{plugin}-{len(drawn)}"
+    folder, saved, cut_off = workshop() / name, 0, 0
+    folder.mkdir()
+    behind = EVERY if plugin == ASYNCHRONOUS else 0  # what is written in the background may be cut off
+    for moment in drawn:
+        with killer(folder, moment) as killed:
+            done = fit(name, ranks, strategy, plugin, steps)
+        assert killed, f"the run was over before {moment}: {done.complaint}"
+        assert done.codes[moment.rank] == -9
+        assert 0 not in done.codes
+        assert None not in done.codes, f"a rank hangs {GRACE_SECONDS} s after {moment}"
+        print(f"{moment}: codes {done.codes}, all over after {time.monotonic() - killed[0]:.2f} s")
+        steps_seen = steps_done(folder, moment.rank)
+        assert steps_seen[0] == saved
+        assert last_step(folder) >= max(saved, steps_seen[-1] // EVERY * EVERY - behind)
+        saved = last_step(folder)
+        cut_off += any((folder / "checkpoints").glob(".*.ckpt.tmp"))
+    done = fit(name, ranks, strategy, plugin, steps)
+    assert done.code == 0, done.complaint
+    assert cut_off, "no kill was within the writing of a checkpoint"
+    return done
+
+
+def last_step(folder):
+    found = of_folder(folder)
+    return int(found.stem.removeprefix("step-")) if found else 0
+
+
+def assert_same(found, expected):
+    assert expected.code == 0, expected.complaint
+    assert found.record["losses"] == expected.record["losses"]
+    assert found.record["figures"] == expected.record["figures"]
+    one, other = (
+        read(run.folder / "checkpoints" / f"step-{run.record['steps']:08d}.ckpt") for run in (found, expected)
+    )
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        assert same_bits(one[part], other[part]), part
+
+
+def test_three_kills_change_no_bit():
+    whole = fit("whole", 2, FSDP, ASYNCHRONOUS, 24)
+    drawn = [*moments(2, 2, 1, FOLDER, seed=0), Moment(0, 3, 0.0, "__0_0.distcp")]
+    assert_same(killed_again_and_again(2, FSDP, ASYNCHRONOUS, drawn, 24), whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "plugin", "names"),
+    [
+        (2, FSDP, ASYNCHRONOUS, FOLDER),
+        (2, DDP, WAITED_FOR, FILE),
+        (4, TENSOR, ASYNCHRONOUS, FOLDER),
+        (4, FSDP, WAITED_FOR, FILE),
+    ],
+    ids=["2 ranks, folders", "2 ranks, files", "4 ranks, folders", "4 ranks, files"],
+)
+def test_ten_kills_change_no_bit(ranks, strategy, plugin, names):
+    whole = fit(f"whole {ranks} {plugin}", ranks, strategy, plugin, 80)
+    drawn = moments(ranks, 10, 5, names, seed=ranks)
+    assert_same(killed_again_and_again(ranks, strategy, plugin, drawn, 80), whole)

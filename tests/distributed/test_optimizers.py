@@ -1,0 +1,167 @@
+"""Every optimizer steps spread weights as one process steps whole ones, or preflight names another one."""
+
+import re
+import socket
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from core import catalog
+from core.config_files import merge
+from core.shards import whole
+from core.testing.case import Case
+from plugins.optimizers.muon import Muon
+from plugins.optimizers.torchao_adamw8bit import (
+    BLOCK,
+    MOMENTS,
+    TorchaoAdamW8bit,
+    get_qmap_signed,
+    get_qmap_unsigned,
+)
+from plugins.strategies.tensors import gather, parts
+from tests.distributed.combinations import LLAMA
+from tests.distributed.same_run import TOLERANCE, fit, one_process, same_bits, weights_apart
+
+HYBRID = {"class_path": "HybridParallel", "init_args": {"data_shard": 2, "tensor": 2}}
+STRATEGIES = {"FSDP": (2, {"class_path": "FSDP"}), "data_shard 2, tensor 2": (4, HYBRID)}
+OPTIMIZERS = sorted(e.name for e in catalog.entries() if e.kind == "optimizers" and e.package == "leyden")
+DEFAULT = {("SGD", "FSDP"), ("TorchaoAdamW8bit", "FSDP")}
+BOUNDS = {"Muon": 2.0**-8, "TorchaoAdamW8bit": 1e-3}
+"""Of weights. TorchaoAdamW8bit: where rounding falls to the next code, a moment is 2% off, a step 1e-5. Muon rounds to bfloat16: a gradient's 1e-7 makes that 2^-9 for some numbers, which five iterations make up
+to 480 times larger where singular values are small; it steps from the same numbers to the same bits, see below."""
+
+
+def overlay(name):
+    """Three steps without weights whose gradients are 0 but for rounding, which Adam makes steps of."""
+    values = merge({"trainer": {"max_steps": 3}}, deepcopy(LLAMA))
+    if "8bit" in name:  # whose smaller tensors are not quantised
+        merge(values, {"model": {"network": {"init_args": {"n_embd": 128, "n_layer": 1}}}})
+    return merge(values, deepcopy(Case(name, kind="optimizers").overlay))
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param(name, strategy, marks=[pytest.mark.slow] * ((name, strategy) not in DEFAULT))
+        for name in OPTIMIZERS
+        for strategy in STRATEGIES
+    ],
+)
+def test_steps_are_those_of_one_process(name, strategy):
+    ranks, chosen = STRATEGIES[strategy]
+    alone = overlay(name)
+    found = fit(alone | {"trainer": alone["trainer"] | {"strategy": chosen}}, ranks)
+    if found.code == 2:
+        instead = re.search(
+            rf"{name} .* and .* exclude each other.*: take (.*) with sharded weights", found.complaint
+        )
+        assert set(instead[1].split(" or ")) <= set(OPTIMIZERS)
+        return
+    expected = one_process(alone)
+    assert found.code == 0, found.complaint
+    assert found.record["figures"].keys() == expected.record["figures"].keys() == {"1", "2", "3"}
+    for step, figures in expected.record["figures"].items():
+        assert found.record["figures"][step]["train/loss"] == pytest.approx(
+            figures["train/loss"], rel=TOLERANCE
+        )
+    assert weights_apart(found, expected) < BOUNDS.get(name, TOLERANCE)
+
+
+def _stepped(kind, place, shapes, state=None, steps=range(3)):
+    """Returns an optimizer and its parameters after some steps; `place` makes parts of tensors."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [torch.nn.Parameter(place(torch.randn(shape, generator=generator))) for shape in shapes]
+    optimizer = kind(parameters, lr=0.1)
+    if state is not None:
+        optimizer.load_state_dict(state(parameters))
+    for step in steps:
+        generator.manual_seed(step + 1)
+        for parameter in parameters:
+            parameter.grad = place(torch.randn(parameter.shape, generator=generator))
+        optimizer.step()
+    return optimizer, [whole(parameter.detach()) for parameter in parameters]
+
+
+def _rank(rank, port, folder, case):
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    found = case(init_device_mesh("cpu", (2,)))
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+    dist.destroy_process_group()
+
+
+def on_two_ranks(folder, case):
+    """Returns what a function returns on rank 0."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_rank, (port, folder, case), 2)
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+def _muon(mesh):
+    return [
+        _stepped(Muon, lambda tensor, dim=dim: distribute_tensor(tensor, mesh, [Shard(dim)]), [(5, 8)])[1]
+        for dim in (0, 1)
+    ]
+
+
+def test_muon_steps_a_spread_matrix_to_the_same_bits(tmp_path):
+    expected = _stepped(Muon, lambda tensor: tensor, [(5, 8)])[1]
+    assert same_bits(on_two_ranks(tmp_path, _muon), [expected, expected])
+
+
+EVEN, UNEVEN = [(96, 128), (7,)], [(97, 256)]
+
+
+def _torchao(mesh):
+    def place(tensor):
+        return distribute_tensor(tensor, mesh, [Shard(0)])
+
+    found = {}
+    for name, shapes in {"even": EVEN, "uneven": UNEVEN}.items():
+        optimizer, weights = _stepped(TorchaoAdamW8bit, place, shapes)
+        state = gather(optimizer.state_dict(), keep=True)
+
+        def parted(parameters, state=state):
+            return {**state, "state": {n: parts(own, parameters[n]) for n, own in state["state"].items()}}
+
+        again = _stepped(TorchaoAdamW8bit, place, shapes, parted, range(0))[0]
+        found[name] = [weights, state, gather(again.state_dict(), keep=True)]
+    alone = _stepped(TorchaoAdamW8bit, lambda tensor: tensor, UNEVEN)[0].state_dict()["state"]
+
+    def cut(parameters):
+        return {**optimizer.state_dict(), "state": {n: parts(own, parameters[n]) for n, own in alone.items()}}
+
+    found["cut"] = gather(_stepped(TorchaoAdamW8bit, place, UNEVEN, cut, range(0))[0].state_dict(), keep=True)
+    return found
+
+
+def test_torchao_keeps_what_one_process_would_on_any_number_of_ranks(tmp_path):
+    found = on_two_ranks(tmp_path, _torchao)
+    alone, weights = _stepped(TorchaoAdamW8bit, lambda tensor: tensor, EVEN)
+    state = alone.state_dict()
+    assert state["state"][0]["exp_avg_codes"].dtype == torch.uint8
+    assert same_bits(found["even"], [weights, state, state])
+    # a row more on one rank than on the other: whole moments there, of which one process makes 8 bits again
+    spread, again = found["uneven"][1:]
+    assert spread["state"][0]["exp_avg"].dtype == torch.float32
+    assert same_bits(again, spread)
+    alone = _stepped(TorchaoAdamW8bit, lambda tensor: tensor, UNEVEN)[0].state_dict()
+    taken = _stepped(TorchaoAdamW8bit, lambda tensor: tensor, UNEVEN, lambda _: spread, range(0))[
+        0
+    ].state_dict()
+    for name in MOMENTS:
+        own, theirs = (_moment(state["state"][0], name) for state in (alone, taken))
+        torch.testing.assert_close(own, theirs, rtol=0.2, atol=float(own.abs().max()) / 50)
+        torch.testing.assert_close(found["cut"]["state"][0][name], own, rtol=1e-6, atol=0)
+
+
+def _moment(state, name):
+    values = torch.tensor(get_qmap_signed() if name == "exp_avg" else get_qmap_unsigned())
+    blocks = values[state[f"{name}_codes"].int()].view(-1, BLOCK) * state[f"{name}_scales"].view(-1, 1)
+    return blocks.view_as(state[f"{name}_codes"])
