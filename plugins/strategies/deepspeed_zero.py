@@ -32,7 +32,7 @@ BUCKET = 200_000_000
 FORMATS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
-class EngineOptimizer:
+class EngineOptimizer(Optimizer):
     """What Lightning sees of DeepSpeed's optimizer: gradients stay with DeepSpeed, and wait for one factor.
 
     Attributes:
@@ -40,17 +40,18 @@ class EngineOptimizer:
         factor: What the gradients of this step will be multiplied by, 0-d; None: 1.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any) -> None:  # not torch's, which would make groups and states of its own
         self.engine, self.zero = engine, engine.optimizer
+        self.defaults = self.zero.optimizer.defaults
         self.factor: Tensor | None = None
 
-    @property
+    @property  # type: ignore[override]
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the run's own optimizer."""
         groups: list[dict[str, Any]] = self.zero.optimizer.param_groups
         return groups
 
-    @property
+    @property  # type: ignore[override]
     def state(self) -> Any:
         """The states of the run's own optimizer, by flat parts."""
         return self.zero.optimizer.state
@@ -273,7 +274,9 @@ class DeepSpeedZero(MeshStrategy):
         zero = self.zero
         norms = [zero.scaled_global_norm()] if self.stage < 3 else zero._get_norm_groups()
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        norm = torch.where(torch.stack(norms).min() < 0, torch.nan, norm)  # DeepSpeed's word for inf and NaN is -1
+        norm = torch.where(
+            torch.stack(norms).min() < 0, torch.nan, norm
+        )  # DeepSpeed's word for inf and NaN is -1
         factor = self._stepped.factor
         return norm / zero.loss_scale * (1.0 if factor is None else factor.to(norm.device))
 
@@ -285,7 +288,7 @@ class DeepSpeedZero(MeshStrategy):
 
     @cached_property
     def _owners(self) -> dict[int, int]:
-        """id of a parameter or buffer -> the rank that writes it into a folder; about as much for each."""
+        """Id of a parameter or buffer -> the rank that writes it into a folder; about as much for each."""
         tensors = list({id(t): t for t in state_of(self.lightning_module).values()}.values())
         sizes = [int(getattr(t, "ds_numel", t.numel())) for t in tensors]
         ends = torch.tensor(sizes).cumsum(0) - 1
@@ -302,7 +305,9 @@ class DeepSpeedZero(MeshStrategy):
         for name, tensor in state_of(self.lightning_module).items():
             if id(tensor) not in seen:
                 value = zero_state.whole_weight(tensor, self.zero)
-                seen[id(tensor)] = value.to("cpu", copy=value.device.type == "cpu") if self._keeps(tensor) else None
+                seen[id(tensor)] = (
+                    value.to("cpu", copy=value.device.type == "cpu") if self._keeps(tensor) else None
+                )
             if seen[id(tensor)] is not None:
                 found[name] = seen[id(tensor)]
         return found

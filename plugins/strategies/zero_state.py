@@ -39,8 +39,8 @@ def whole_weight(tensor: Tensor, zero: Any) -> Tensor:
         tensor: Parameter or buffer.
         zero: DeepSpeed's optimizer; None where nothing is trained.
     """
-    from deepspeed.utils import safe_get_full_fp32_param
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param
 
     if zero is not None and tensor.requires_grad:
         full: Tensor = safe_get_full_fp32_param(tensor)
@@ -54,8 +54,8 @@ def whole_weight(tensor: Tensor, zero: Any) -> Tensor:
 @torch.no_grad()
 def put_weight(tensor: Tensor, value: Tensor, zero: Any) -> None:
     """Fills a parameter or buffer from a whole one; called on every rank, and then `spread_weights`."""
-    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
     if zero is None or not tensor.requires_grad:
         with GatheredParameters([tensor] if is_cut(tensor) else [], modifier_rank=0):
@@ -149,7 +149,9 @@ def put_states(zero: Any, stage: int, numbers: Mapping[int, int], states: Mappin
     parts = _parts(zero, stage) if states else []
     for group, flat, parameters in parts:
         zero.optimizer.state[flat] = {
-            name: torch.zeros_like(flat, requires_grad=False) if _is_stored_cut(value) else _scalar(value, group, flat)
+            name: torch.zeros_like(flat, requires_grad=False)
+            if _is_stored_cut(value)
+            else _scalar(value, group, flat)
             for name, value in states[numbers[id(parameters[0])]].items()
         }
     _link(zero, stage)
