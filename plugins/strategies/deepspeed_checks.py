@@ -21,7 +21,6 @@ CONFLICTS = {
     "take GradientClip, method adaptive",
     "NonFiniteGuard": "it runs a step again outside of DeepSpeed's engine, which by itself drops a step whose "
     "gradient norm is not finite",
-    "MemoryMonitor": "DeepSpeed gives parameters other memory in each step, which torch's tracker cannot follow",
 }
 ELEMENTWISE = (torch.optim.Adam, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 """Optimizers that treat every weight by itself, as flat parts of many weights require; AdamW is an Adam."""

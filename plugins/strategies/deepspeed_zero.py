@@ -305,9 +305,7 @@ class DeepSpeedZero(MeshStrategy):
         for name, tensor in state_of(self.lightning_module).items():
             if id(tensor) not in seen:
                 value = zero_state.whole_weight(tensor, self.zero)
-                seen[id(tensor)] = (
-                    value.to("cpu", copy=value.device.type == "cpu") if self._keeps(tensor) else None
-                )
+                seen[id(tensor)] = value.cpu() if self._keeps(tensor) else None
             if seen[id(tensor)] is not None:
                 found[name] = seen[id(tensor)]
         return found
@@ -352,7 +350,13 @@ def _deepspeed(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("DeepSpeed").setLevel(
+        logging.ERROR
+    )  # it warns of optimizers that it has not tried itself
+    if (chosen := deepspeed.get_accelerator().device_name()) != device:
+        raise ConfigError(
+            f"DeepSpeed was set up for {chosen}, this run is on {device}: set DS_ACCELERATOR={device}."
+        )
     # All-reduces for inference in shared memory, which DeepSpeed would compile for half a minute on a CPU.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -43,12 +43,23 @@ def whole_weight(tensor: Tensor, zero: Any) -> Tensor:
     from deepspeed.utils import safe_get_full_fp32_param
 
     if zero is not None and tensor.requires_grad:
-        full: Tensor = safe_get_full_fp32_param(tensor)
+        full: Tensor = safe_get_full_fp32_param(tensor) if _shared(tensor, zero) else _own(tensor, zero)
         return full
     if not is_cut(tensor):
         return tensor.detach()
     with GatheredParameters([tensor]):
         return tensor.detach().clone()
+
+
+def _shared(parameter: Tensor, zero: Any) -> bool:
+    return not is_cut(parameter) or zero.swap_optimizer or dist.get_world_size() > 1
+
+
+def _own(parameter: Any, zero: Any, name: str | None = None) -> Tensor:
+    """Returns what one rank has whole in stage 3, where it lies: on the host there is no room for two of it."""
+    part, _ = zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=True, optim_state_key=name)
+    whole: Tensor = part[: parameter.ds_numel].view(parameter.ds_shape)
+    return whole
 
 
 @torch.no_grad()
@@ -111,27 +122,28 @@ def whole_states(
         numbers: id of a parameter -> its number in the optimizer of one process.
         keep: Whether this rank is to have the states of a parameter.
     """
-    from deepspeed.utils import safe_get_full_optimizer_state
-
     states: dict[int, dict[str, Any]] = {}
     _link(zero, stage)
     for _, flat, parameters in _parts(zero, stage):
         own = zero.optimizer.state.get(flat, {})
         for parameter in parameters if own else ():
-            found = {
-                name: safe_get_full_optimizer_state(parameter, name) if _is_cut_too(value) else value
-                for name, value in own.items()
-            }
+            found = {name: _whole_state(parameter, zero, name, value) for name, value in own.items()}
             if keep(parameter):
-                states[numbers[id(parameter)]] = {
-                    name: value.to("cpu", copy=not _is_cut_too(value)) if isinstance(value, Tensor) else value
-                    for name, value in found.items()
-                }
+                on_host = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in found.items()}
+                states[numbers[id(parameter)]] = on_host
     return dict(sorted(states.items()))
 
 
-def _is_cut_too(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim > 0  # counts of steps have no dimension
+def _whole_state(parameter: Tensor, zero: Any, name: str, value: Any) -> Any:
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    if not isinstance(value, Tensor) or value.ndim == 0:  # a count of steps, which is that of all
+        return value
+    return (
+        safe_get_full_optimizer_state(parameter, name)
+        if _shared(parameter, zero)
+        else _own(parameter, zero, name)
+    )
 
 
 @torch.no_grad()
