@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,7 +144,7 @@ class DeepSpeedZero(MeshStrategy):
         assert dist.group.WORLD is not None
         self.loss_group = dist.group.WORLD
         os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed finds its device by it
-        deepspeed = _deepspeed(self.root_device.type)
+        deepspeed = deepspeed_checks.library(self.root_device.type)
         deepspeed.init_distributed(dist.get_backend(), timeout=self.timeout, dist_init_required=False)
 
     @property
@@ -343,20 +342,3 @@ def _cast(module: LightningModule, format: torch.dtype) -> None:
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(format)
-
-
-def _deepspeed(device: str) -> Any:
-    """Imports DeepSpeed for a kind of device."""
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(
-        logging.ERROR
-    )  # it warns of optimizers that it has not tried itself
-    if (chosen := deepspeed.get_accelerator().device_name()) != device:
-        raise ConfigError(
-            f"DeepSpeed was set up for {chosen}, this run is on {device}: set DS_ACCELERATOR={device}."
-        )
-    # All-reduces for inference in shared memory, which DeepSpeed would compile for half a minute on a CPU.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed

@@ -1,4 +1,4 @@
-"""A callback that makes the gradient of one optimizer step NaN and tells whether the weights changed."""
+"""A callback that makes the gradients of some optimizer steps NaN."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 
-class PoisonedStep(Callback):
-    """Prints `CHANGED [...]`: for each optimizer step whether it changed the weights.
+class PoisonedSteps(Callback):
+    """Makes what the last block passes on going backward NaN.
 
     Args:
-        step: The optimizer step, from 1, in which the gradient of the last norm is NaN.
+        start: The optimizer step, from 1, from which on it does so.
     """
 
-    def __init__(self, step: int) -> None:
-        self.step, self._before, self.changed = step, torch.zeros(0), list[bool]()
+    def __init__(self, start: int) -> None:
+        self.start = start
 
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        weight = pl_module.network.layers[0].mlp.up_proj.weight
-        if not len(self._before):
-            weight.register_hook(self._poison)
-        self._before = weight.detach().clone()
-        self._now = trainer.global_step + 1
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        def poison(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            bad = torch.is_grad_enabled() and trainer.global_step + 1 >= self.start
+            return _Poison.apply(output, bad)
 
-    def _poison(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        return gradient * torch.nan if self._now == self.step else None
+        pl_module.network.blocks[-1].register_forward_hook(poison)
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        weight = pl_module.network.layers[0].mlp.up_proj.weight
-        if trainer.global_step == self._now:
-            self.changed.append(not torch.equal(weight, self._before))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        print(f"CHANGED {self.changed}", flush=True)
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, bad: bool) -> torch.Tensor:
+        ctx.bad = bad
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return (gradient * torch.nan if ctx.bad else gradient), None
