@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.errors import ConfigError, nearest
+from core.errors import nearest
+from plugins.strategies.deepspeed_engine import library
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected
@@ -27,27 +27,6 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.SGD, torch.optim.NAdam, torch.optim
 """Optimizers that treat every weight by itself, as flat parts of many weights require; AdamW is an Adam."""
 FORMATS = {None: 32, "32": 32, "32-true": 32, "bf16": "bf16", "bf16-mixed": "bf16", "16": 16, "16-mixed": 16}
 COMPILED = "deepspeed.ops."
-
-
-def library(device: str) -> Any:
-    """Imports DeepSpeed for a kind of device.
-
-    Raises:
-        ConfigError: If it is set up for another one.
-    """
-    os.environ.setdefault("DS_ACCELERATOR", device)
-    import deepspeed
-
-    logging.getLogger("DeepSpeed").setLevel(
-        logging.ERROR
-    )  # it warns of optimizers that it has not tried itself
-    if (chosen := deepspeed.get_accelerator().device_name()) != device:
-        raise ConfigError(
-            f"DeepSpeed is set up for {chosen}, this run is on {device}: set DS_ACCELERATOR={device}."
-        )
-    # Sums for inference in shared memory, which it would compile for half a minute on a CPU.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed
 
 
 def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from core.errors import ConfigError
 from core.technique import Package, technique
-from plugins.strategies import deepspeed_checks, zero_state
+from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
+from plugins.strategies.deepspeed_engine import EngineOptimizer
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.tensors import state_of
 
@@ -26,48 +27,6 @@ if TYPE_CHECKING:
     from core.selection import Run, Selected
 
 Place = Literal["none", "cpu", "nvme"]
-BUCKET = 200_000_000
-"""Elements that travel together at most, as in Lightning; DeepSpeed takes that much memory at once."""
-FORMATS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
-
-
-class EngineOptimizer(Optimizer):
-    """What Lightning sees of DeepSpeed's optimizer: gradients stay with DeepSpeed, and wait for one factor.
-
-    Attributes:
-        zero: DeepSpeed's optimizer around that of the run.
-        factor: What the gradients of this step will be multiplied by, 0-d; None: 1.
-    """
-
-    def __init__(self, engine: Any) -> None:  # not torch's, which would make groups and states of its own
-        self.engine, self.zero = engine, engine.optimizer
-        self.defaults = self.zero.optimizer.defaults
-        self.factor: Tensor | None = None
-
-    @property  # type: ignore[override]
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the run's own optimizer."""
-        groups: list[dict[str, Any]] = self.zero.optimizer.param_groups
-        return groups
-
-    @property  # type: ignore[override]
-    def state(self) -> Any:
-        """The states of the run's own optimizer, by flat parts."""
-        return self.zero.optimizer.state
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: DeepSpeed gives gradients up after each step."""
-
-    def step(self, closure: Callable[[], Any]) -> Any:
-        """Runs forward, backward and hooks, then steps: gradients are divided by a loss scale there, once."""
-        self.factor = None
-        result = closure()
-        zero = self.zero
-        if self.factor is not None:
-            zero.override_loss_scale(zero.loss_scale / float(self.factor))
-        self.engine.step()
-        zero.custom_loss_scaler = False
-        return result
 
 
 @technique(
@@ -144,7 +103,7 @@ class DeepSpeedZero(MeshStrategy):
         assert dist.group.WORLD is not None
         self.loss_group = dist.group.WORLD
         os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed finds its device by it
-        deepspeed = deepspeed_checks.library(self.root_device.type)
+        deepspeed = deepspeed_engine.library(self.root_device.type)
         deepspeed.init_distributed(dist.get_backend(), timeout=self.timeout, dist_init_required=False)
 
     @property
@@ -160,40 +119,6 @@ class DeepSpeedZero(MeshStrategy):
     def parallelize(self, module: LightningModule) -> None:
         """Does nothing: DeepSpeed cuts up parameters that have their values."""
 
-    def _config(self, module: LightningModule) -> dict[str, Any]:
-        elements = sum(p.numel() for p in module.parameters())
-        bucket = min(BUCKET, elements + elements % 2)
-        cuda = self.root_device.type == "cuda"
-        zero: dict[str, Any] = {
-            "stage": self.stage,
-            "overlap_comm": cuda and self.stage == 3,
-            "reduce_bucket_size": bucket,
-            "allgather_bucket_size": bucket,
-        }
-        shared = {"nvme_path": self.nvme_path, "pin_memory": cuda}
-        if self.offload_optimizer != "none":
-            zero["offload_optimizer"] = {"device": self.offload_optimizer, **shared}
-        if self.offload_parameters != "none":
-            zero["offload_param"] = {"device": self.offload_parameters, **shared}
-        if self.stage == 3:
-            zero["stage3_param_persistence_threshold"] = self.persistence_threshold
-        config = {
-            "train_micro_batch_size_per_gpu": 1,  # for figures of DeepSpeed's own alone
-            "gradient_accumulation_steps": 1,  # each micro-batch's place is told: `block_backward_sync`
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,  # torch's fused kernels step on the CPU as well
-            "zero_optimization": zero,
-        }
-        if self._format == torch.bfloat16:
-            config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
-        elif self._format == torch.float16:
-            config |= {"fp16": {"enabled": True}}
-        return config
-
-    @property
-    def _format(self) -> torch.dtype:
-        return FORMATS.get(str(self.precision_plugin.precision), torch.float32)
-
     # -- the model --------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
@@ -201,37 +126,44 @@ class DeepSpeedZero(MeshStrategy):
         super().setup(trainer)
         module = self.lightning_module
         assert module is not None
-        config, fitting = self._config(module), trainer.state.fn == TrainerFn.FITTING
-        optimizer = self.optimizers[0] if fitting else None
+        format = deepspeed_engine.FORMATS.get(str(self.precision_plugin.precision), torch.float32)
+        optimizer = self.optimizers[0] if trainer.state.fn == TrainerFn.FITTING else None
         groups = optimizer.param_groups if optimizer is not None else []
-        parameters = [p for group in groups for p in group["params"]]
         self._counts = [len(group["params"]) for group in groups]
-        self.numbers = {id(p): number for number, p in enumerate(parameters)}
-        if self.stage == 3:
-            self._cut(module, config)
-        if fitting or self.stage == 3:
-            import deepspeed
-
-            self.model = deepspeed.initialize(
-                model=module, optimizer=optimizer, config=config, dist_init_required=False
-            )[0]
+        self.numbers = {id(p): n for n, p in enumerate(p for group in groups for p in group["params"])}
+        deepspeed_engine.cast(module, format)
+        if self.stage == 3 or optimizer is not None:
+            self._start_engine(module, optimizer, format)
         else:
-            _cast(module, self._format)
             module.to(self.root_device)
-        if fitting:
-            self.zero = self.model.optimizer
-            self.optimizers = [EngineOptimizer(self.model)]  # type: ignore[list-item]
         module._device = self.root_device
 
-    def _cut(self, module: LightningModule, config: dict[str, Any]) -> None:
-        """Cuts up one parameter after another: the device need not have room for all at once."""
+    def _start_engine(
+        self, module: LightningModule, optimizer: Optimizer | None, format: torch.dtype
+    ) -> None:
         import deepspeed
 
-        _cast(module, self._format)
-        deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=self._format)
-        for buffer in module.buffers():
-            buffer.data = buffer.data.to(self.root_device)
-        module.register_state_dict_post_hook(zero_state.tell_whole_shapes)
+        config = deepspeed_engine.configuration(
+            module,
+            self.root_device.type,
+            format,
+            self.stage,
+            self.persistence_threshold,
+            offload_optimizer=self.offload_optimizer,
+            offload_param=self.offload_parameters,
+            nvme_path=self.nvme_path,
+        )
+        if self.stage == 3:  # one parameter after another: the device need not have room for all at once
+            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=format)
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(self.root_device)
+            module.register_state_dict_post_hook(deepspeed_state.tell_whole_shapes)
+        self.model = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config, dist_init_required=False
+        )[0]
+        if optimizer is not None:
+            self.zero = self.model.optimizer
+            self.optimizers = [EngineOptimizer(self.model, self.stage)]
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -269,15 +201,8 @@ class DeepSpeedZero(MeshStrategy):
         self._stepped.factor = factor if before is None else before * factor
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
-        """Returns the norm, a 0-d tensor, of the gradients of the whole model, times the factor; NaN if not finite."""
-        zero = self.zero
-        norms = [zero.scaled_global_norm()] if self.stage < 3 else zero._get_norm_groups()
-        norm = torch.linalg.vector_norm(torch.stack(norms))
-        norm = torch.where(
-            torch.stack(norms).min() < 0, torch.nan, norm
-        )  # DeepSpeed's word for inf and NaN is -1
-        factor = self._stepped.factor
-        return norm / zero.loss_scale * (1.0 if factor is None else factor.to(norm.device))
+        """Returns the norm, a 0-d tensor, of the gradients of the whole model; infinite where one is not finite."""
+        return self._stepped.gradient_norm()
 
     def clip_gradients(self, optimizer: Any, clip: float | None = None, algorithm: str | None = None) -> None:
         """Has the step scale gradients to a norm of at most `clip`."""
@@ -303,7 +228,7 @@ class DeepSpeedZero(MeshStrategy):
         found, seen = {}, {}
         for name, tensor in state_of(self.lightning_module).items():
             if id(tensor) not in seen:
-                value = zero_state.whole_weight(tensor, self.zero)
+                value = deepspeed_state.whole_weight(tensor, self.zero)
                 seen[id(tensor)] = value.cpu() if self._keeps(tensor) else None
             if seen[id(tensor)] is not None:
                 found[name] = seen[id(tensor)]
@@ -314,10 +239,10 @@ class DeepSpeedZero(MeshStrategy):
         assert self.lightning_module is not None
         for name, tensor in state_of(self.lightning_module).items():
             if strict or name in checkpoint["state_dict"]:
-                value = zero_state.read(checkpoint["state_dict"][name])
-                zero_state.put_weight(tensor, value.to(self.root_device), self.zero)
+                value = deepspeed_state.read(checkpoint["state_dict"][name])
+                deepspeed_state.put_weight(tensor, value.to(self.root_device), self.zero)
         if self.zero is not None:
-            zero_state.spread_weights(self.zero, self.stage)
+            deepspeed_state.spread_weights(self.zero, self.stage)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the whole optimizer's state on rank 0, or each parameter's on the rank that writes it."""
@@ -326,7 +251,7 @@ class DeepSpeedZero(MeshStrategy):
             numbers = list(range(first, first + count))
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
             first += count
-        state = zero_state.whole_states(self.zero, self.stage, self.numbers, self._keeps)
+        state = deepspeed_state.whole_states(self.zero, self.stage, self.numbers, self._keeps)
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -334,11 +259,4 @@ class DeepSpeedZero(MeshStrategy):
         [saved] = checkpoint["optimizer_states"]
         for group, own in zip(self._stepped.param_groups, saved["param_groups"], strict=True):
             group.update({name: value for name, value in own.items() if name != "params"})
-        zero_state.put_states(self.zero, self.stage, self.numbers, saved["state"])
-
-
-def _cast(module: LightningModule, format: torch.dtype) -> None:
-    """Makes floating parameters of that format, one at a time; buffers stay as they are."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(format)
+        deepspeed_state.put_states(self.zero, self.stage, self.numbers, saved["state"])
