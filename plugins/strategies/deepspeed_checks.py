@@ -99,8 +99,7 @@ def _precision(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
             f"{run.named(item)} keeps weights in formats of its own, DeepSpeed in its: take "
             "--trainer.precision=32-true or bf16-mixed"
         )
-    word = run.argument("trainer.precision")
-    word = None if word is None else str(word)
+    word = _word(run)
     place = run.place("trainer.precision")
     told = f"precision {word}{f' ({place})' if place else ''}"
     if word not in FORMATS:
@@ -109,6 +108,11 @@ def _precision(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"{told} is refused by DeepSpeed on a CPU: take bf16-mixed or 32-true"
     elif FORMATS[word] == "bf16" and given["stage"] == 1 and given["offload_optimizer"] == "none":
         yield f"stage 1 would add up gradients in bfloat16 under {told}: take stage 2, which adds them in float32"
+
+
+def _word(run: Run) -> str | None:
+    word = run.argument("trainer.precision")
+    return None if word is None else str(word)
 
 
 def _techniques(run: Run, stage: int) -> Iterator[str]:
@@ -122,7 +126,7 @@ def _techniques(run: Run, stage: int) -> Iterator[str]:
     ):
         yield f"trainer.gradient_clip_algorithm value {value}"
     average = by_name.get("ExponentialMovingAverage")
-    if average and (stage == 3 or FORMATS.get(run.argument("trainer.precision"), 32) != 32):
+    if average and (stage == 3 or FORMATS.get(_word(run)) != 32):
         yield (
             f"{run.named(average)} averages whole weights in float32, which the network has here in stages 1 and 2 "
             "with --trainer.precision=32-true alone"

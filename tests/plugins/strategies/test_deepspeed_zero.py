@@ -7,7 +7,8 @@ from copy import deepcopy
 import pytest
 
 from core import preflight, selection
-from core.checkpoint import read
+from core.__main__ import main
+from core.checkpoint import read, resolve
 from core.config_files import merge
 from core.errors import ConfigError
 from core.testing.runs import run
@@ -98,6 +99,23 @@ def test_validate_computes_what_the_run_did(whole, stage):
     assert found.code == 0, found.complaint
     expected = whole.record["figures"]["6"]["val/loss"]
     assert float(re.search(r"val/loss\D+([\d.]+)", found.printed)[1]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_folder_of_parts_is_consolidated_and_gone_on_from(tmp_path):
+    first = done(zero(3, {"plugins": ["ShardedCheckpoint"]}) | ADAM, 2)
+    parts, whole = first.folder / "checkpoints" / "step-4.ckpt", tmp_path / "whole.ckpt"
+    assert {path.name[:4] for path in parts.glob("*.distcp")} == {"__0_", "__1_"}
+    assert main(["consolidate", str(parts), str(whole)]) == 0
+    alone = {"trainer": {"strategy": "auto", "plugins": ["AtomicCheckpoint"]}}
+    second = done(alone | ADAM, 1, f"--ckpt_path={whole}", name="consolidated")
+    losses = [[found.record["figures"][step]["train/loss"] for step in "56"] for found in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)  # Adam makes 1e-7 larger
+
+
+def test_what_deepspeed_itself_wrote_is_not_read(tmp_path):
+    (tmp_path / "zero_to_fp32.py").touch()
+    with pytest.raises(ConfigError, match="written by DeepSpeed itself, in pickles, which may run code"):
+        resolve(str(tmp_path), tmp_path)
 
 
 # -- formats -----------------------------------------------------------------------------------------
@@ -236,6 +254,13 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(overlay, more, tol
     errors = (workshop() / "output.0.err").read_text()
     assert [line for line in told if line not in errors] == [], errors
     assert len(errors.splitlines()) <= 10
+
+
+def test_lightnings_own_strategy_is_refused():
+    values = merge(deepcopy(CONFIG), {"trainer": {"strategy": "deepspeed_stage_2"}})
+    found = run(["check", f"--config={write_config('lightnings', values)}"], workshop())
+    assert found.code == 2
+    assert "take --trainer.strategy=DeepSpeedZero" in found.complaint
 
 
 def test_nvme_says_what_is_missing_here(tmp_path):
