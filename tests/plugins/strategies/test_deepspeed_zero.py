@@ -29,6 +29,7 @@ from tests.plugins.strategies.test_fsdp import shapes
 ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
 ALL_OFF = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
 NOTHING_OFF = {"offload_optimizer": "none", "offload_parameters": "none"}
+AT_ONCE = {"class_path": "ShardedCheckpoint", "init_args": {"asynchronous": False}}
 ALONE = {"trainer": {"strategy": "auto"}}  # what is not written is taken from the checkpoint
 
 
@@ -76,7 +77,7 @@ def test_one_process_goes_on_from_it_and_the_other_way_round():
         (zero(2, {"precision": "bf16-mixed"}) | ADAM, 2),
         pytest.param(zero(3, {"precision": "bf16-mixed"}, **ALL_OFF) | ADAM, 1, marks=pytest.mark.slow),
         pytest.param(zero(1) | ADAM, 4, marks=pytest.mark.slow),
-        pytest.param(zero(3, {"plugins": ["ShardedCheckpoint"]}) | ADAM, 4, marks=pytest.mark.slow),
+        pytest.param(zero(3, {"plugins": [AT_ONCE]}) | ADAM, 4, marks=pytest.mark.slow),
     ],
     ids=["stage 3", "bf16", "bf16, stage 3", "stage 1 on 4", "sharded on 4"],
 )
