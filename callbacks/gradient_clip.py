@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from core.errors import ConfigError, nearest
+from core.loss_ranks import scale_gradients
 from core.shards import gradients, local
 from core.technique import technique
 
@@ -97,8 +98,8 @@ class GradientClip(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Clips."""
-        own = local(gradients(optimizer))
         if self.method == "value":
+            own = local(gradients(optimizer))
             if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
                 pl_module.gradient_norm(optimizer)  # to be logged as it is now
             torch._foreach_clamp_min_(own, -self.limit)
@@ -108,7 +109,7 @@ class GradientClip(Callback):
         scale = torch.ones_like(norm) if self.limit is None else self.limit / (norm + EPS)
         if self.method == "adaptive":
             scale = torch.minimum(scale, self._usual(norm) / (norm + EPS))
-        torch._foreach_mul_(own, scale.clamp(max=1.0))
+        scale_gradients(trainer, optimizer, scale.clamp(max=1.0))
 
     def _usual(self, norm: Tensor) -> Tensor:
         """Returns what ZClip makes of a norm, and takes it into the statistics."""

@@ -190,5 +190,9 @@ def _printable(text: str) -> str:
 def _is_sharded(trainer: Trainer, network: torch.nn.Module) -> bool:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
         return True
+    if any(
+        p.numel() == 0 for p in network.parameters()
+    ):  # DeepSpeed's, which are elsewhere between their uses
+        return True
     module = sys.modules.get("torch.distributed.tensor")  # not loaded: there is no DTensor
     return module is not None and any(isinstance(p, module.DTensor) for p in network.parameters())

@@ -106,6 +106,11 @@ def resolve(name: str, root: Path) -> Path:
     if name == "last":
         return newest(root, siblings=True)
     if path.is_dir() and not sharded.is_sharded(path):
+        if (path / "zero_to_fp32.py").is_file():
+            raise ConfigError(
+                f"{path} was written by DeepSpeed itself, in pickles, which may run code: it is not read.\n"
+                "What a run with the strategy DeepSpeedZero writes is taken everywhere."
+            )
         return newest(path)
     if reason := defect(path):
         beside = (

@@ -16,11 +16,10 @@ from core.building import changed
 from core.checkpoint import check_weights
 from core.contracts import Network, Objective, TokenSum, check_fit
 from core.loop_state import rescale, settle
-from core.loss_ranks import gradient_norm, group_of, place_of, sum_over
+from core.loss_ranks import gradient_norm, group_of, place_of, scale_gradients, sum_over
 from core.parameter_groups import parameter_groups
 from core.scheduling import ScheduleClock, prefer_written, scaled_rates, written_settings
 from core.seeding import mix, seed_generators
-from core.shards import gradients, local
 from core.stopping import StopSignals
 from core.token_sums import TokenSums, named, wide
 from core.updates import keep_updates
@@ -177,8 +176,7 @@ class LanguageModule(AveragedWeights):
         tokens = tokens.clamp(min=1)
         self.step_loss = total / tokens
         parts = self.trainer.accumulate_grad_batches * place_of(self.trainer)[1]
-        if own := local(gradients(optimizer)):
-            torch._foreach_mul_(own, (GRADIENT_TOKENS * parts / tokens.to(torch.float32)).to(own[0].device))
+        scale_gradients(self.trainer, optimizer, GRADIENT_TOKENS * parts / tokens.to(torch.float32))
 
     def configure_gradient_clipping(
         self, optimizer: Optimizer, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None

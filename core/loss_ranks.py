@@ -2,18 +2,20 @@
 
 A strategy under which several ranks work on the same tokens offers `loss_group`, the process group of those that
 have different ones: losses are summed over it, gradients averaged over it. One that spreads gradients offers
-`gradient_norm(optimizer)` and `clip_gradients(optimizer, limit, algorithm)`. Without them all ranks have
-different tokens and every rank has whole gradients.
+`gradient_norm(optimizer)` and `clip_gradients(optimizer, limit, algorithm)`, one that does not show them
+`scale_gradients(optimizer, factor)` as well. Without them all ranks have different tokens and every rank has whole
+gradients.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from core.shards import gradients, total_norm
+from core.shards import gradients, local, total_norm
 
 
 def group_of(trainer: Trainer) -> Any:
@@ -42,3 +44,11 @@ def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
         norm: Tensor = norm_of(optimizer)
         return norm
     return total_norm(gradients(optimizer))
+
+
+def scale_gradients(trainer: Trainer, optimizer: Any, factor: Tensor) -> None:
+    """Multiplies all gradients by a 0-d factor."""
+    if (scale := getattr(trainer.strategy, "scale_gradients", None)) is not None:
+        scale(optimizer, factor)
+    elif own := local(gradients(optimizer)):
+        torch._foreach_mul_(own, factor.to(own[0].device))

@@ -28,6 +28,13 @@ LEAST = {
     "trainer.log_every_n_steps": 1,
 }
 """Numbers that Lightning takes as they are, and fails on, if at all, in mid-run."""
+REPLACED = {
+    "DeepSpeedStrategy": (
+        "DeepSpeedZero",
+        "Lightning's shows gradients to nobody, who would weigh them by tokens",
+    ),
+}
+"""What of Lightning's trains wrongly, in silence: what to take instead, and why."""
 MESSAGE_PROBLEMS = 8
 TRIAL_PROCESSES = 8
 """So many processes are let run on however few cores: enough to try out any combination of strategies."""
@@ -36,7 +43,8 @@ TRIAL_PROCESSES = 8
 def check(run: Run, *faults: str) -> None:
     """Raises one ConfigError with every problem of a run, the `faults` that are already known among them."""
     checks: tuple[Callable[[Run], Iterator[str]], ...] = (
-        _versions, _needs, _processes, _numbers, _conflicts, _duplicates, _rivals, _owners, _circles, _arguments,
+        _versions, _needs, _processes, _numbers, _replaced, _conflicts, _duplicates, _rivals, _owners, _circles,
+        _arguments,
     )  # fmt: skip
     lines = [*faults, *(line for kind in checks for line in kind(run))]
     problems = [" ".join(line.split()) for line in lines]
@@ -96,6 +104,13 @@ def _numbers(run: Run) -> Iterator[str]:
         if isinstance(value, int | float) and not least <= value < math.inf:
             place = run.place(path)
             yield f"{f'{place}: ' if place else ''}{path} is {value}, not a finite number from {least} upwards"
+
+
+def _replaced(run: Run) -> Iterator[str]:
+    for item in run.selected:
+        if item.name in REPLACED and item.kind == "-":
+            instead, why = REPLACED[item.name]
+            yield f"{run.named(item)}: take --trainer.strategy={instead}: {why}"
 
 
 def _conflicts(run: Run) -> Iterator[str]:

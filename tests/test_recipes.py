@@ -12,6 +12,7 @@ RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's b
     "gpt2_124m": 124_439_808 + 47 * 768,  # the vocabulary is rounded up from 50,257 to 50,304
     "gpt2_1558m_fsdp": 1_557_611_200 + 47 * 1600,
     "llama_70b_hsdp_tensor": 70_553_706_496,
+    "gpt3_13b_zero3_offload": (50257 + 2048 + 2 + 40 * 13) * 5120 + 40 * 12 * 5120**2,
     "gpt3_175b_3d": (50257 + 2048 + 2 + 96 * 13) * 12288 + 96 * 12 * 12288**2,
 }
 FOLDER = HOUSE / "configs" / "recipes"

@@ -38,6 +38,16 @@ def pytest_leyden_cases():
         Case("Float8", {"recipe": "tensorwise", "layers": ["layers.*.mlp.*"]}),
         Case("FP16Mixed", {"init_scale": 131072.0}, config=FUSED),
         Case("Adafactor", exempt={"idle_costs_nothing": "torch's reads norms on the host"}),
+        Case(
+            "DeepSpeedZero",
+            {"stage": 2, "offload_optimizer": "cpu"},
+            exempt={"idle_costs_nothing": "DeepSpeed reads the norm on the host in each step"},
+        ),
+        Case(
+            "DeepSpeedZero",
+            {"stage": 3, "persistence_threshold": 20},
+            exempt={"idle_costs_nothing": "DeepSpeed reads the norm on the host in each step"},
+        ),
         Case("CausalLM", {}),
         Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
         Case("GPT", ROTARY),

@@ -60,6 +60,15 @@ DOCUMENTS = {"data": {"init_args": {"documents": True}}}
 ULYSSES = {"context": 2, "context_method": "ulysses"}
 
 
+CHECKPOINTED = {"trainer": {"callbacks": [{"class_path": "ActivationCheckpointing"}]}}
+OFFLOADED = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    """Returns the arguments of a ZeRO stage, whose third cuts up the smallest parameter of a tiny network, too."""
+    return {"stage": stage, "persistence_threshold": 0} | more
+
+
 def pipeline(schedule: str, microbatches: int | None = None, **sizes: int) -> dict[str, Any]:
     """Returns the arguments of a pipeline of two ranks."""
     return {"pipeline": 2, "schedule": schedule, "microbatches": microbatches} | sizes
@@ -67,6 +76,9 @@ def pipeline(schedule: str, microbatches: int | None = None, **sizes: int) -> di
 
 DEFAULT = {
     ("DDP", "gradients averaged", 2),
+    ("DeepSpeedZero", "stage 1", 2),
+    ("DeepSpeedZero", "stage 2, optimizer on the CPU", 2),
+    ("DeepSpeedZero", "stage 3, parameters and optimizer on the CPU", 2),
     ("FSDP", "stage 2", 2),
     ("FSDP", "stage 3", 2),
     ("HybridParallel", "tensor 2", 2),
@@ -84,6 +96,21 @@ COMBINATIONS = [
     Combination("DDP", "gradients averaged", 2),
     Combination("DDP", "gradients averaged", 4),
     Combination("DDP", "static_graph, bucket_mb 0.001", 2, {"static_graph": True, "bucket_mb": 0.001}),
+    Combination("DeepSpeedZero", "stage 1", 2, zero(1)),
+    Combination("DeepSpeedZero", "stage 1, optimizer on the CPU", 2, zero(1, offload_optimizer="cpu")),
+    Combination("DeepSpeedZero", "stage 2", 2, zero(2)),
+    Combination("DeepSpeedZero", "stage 2", 4, zero(2)),
+    Combination("DeepSpeedZero", "stage 2, optimizer on the CPU", 2, zero(2, offload_optimizer="cpu")),
+    Combination("DeepSpeedZero", "stage 3", 2, zero(3)),
+    Combination("DeepSpeedZero", "stage 3", 4, zero(3)),
+    Combination(
+        "DeepSpeedZero", "stage 3, small parameters whole", 2, zero(3, persistence_threshold=64), LLAMA
+    ),
+    Combination("DeepSpeedZero", "stage 3, blocks recomputed", 2, zero(3), CHECKPOINTED),
+    Combination(
+        "DeepSpeedZero", "stage 3, parameters and optimizer on the CPU", 2, zero(3, **OFFLOADED), DOCUMENTS
+    ),
+    Combination("DeepSpeedZero", "stage 3, parameters and optimizer on the CPU", 1, zero(3, **OFFLOADED)),
     Combination("FSDP", "stage 3", 2),
     Combination("FSDP", "stage 2", 2, {"stage": 2}),
     Combination("FSDP", "stage 3, offload", 2, {"offload": True}),

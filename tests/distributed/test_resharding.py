@@ -16,11 +16,19 @@ def hybrid(**sizes):
     return {"class_path": "HybridParallel", "init_args": default | sizes}
 
 
+def zero(**arguments):
+    default = {"offload_optimizer": "none", "offload_parameters": "none", "persistence_threshold": 0}
+    return {"class_path": "DeepSpeedZero", "init_args": default | arguments}
+
+
 PLANS = {
     "one process": (1, "auto"),
     "DDP on 2": (2, {"class_path": "DDP"}),
     "FSDP on 2": (2, {"class_path": "FSDP"}),
     "FSDP on 4": (4, {"class_path": "FSDP"}),
+    "ZeRO-2 on 2": (2, zero(stage=2)),
+    "ZeRO-3 on 2": (2, zero(stage=3, offload_optimizer="cpu", offload_parameters="cpu")),
+    "ZeRO-3 on 4": (4, zero(stage=3)),
     "2 x 2": (4, hybrid(data_shard=2, tensor=2)),
     "1 x 2": (2, hybrid(tensor=2)),
     "pipeline of 2": (2, hybrid(pipeline=2)),
@@ -58,6 +66,12 @@ def source(plan):
         pytest.param("one process", "FSDP on 2", marks=pytest.mark.slow),
         ("2 x 2", "1 x 2"),
         ("pipeline of 2", "one process"),
+        ("ZeRO-3 on 2", "one process"),
+        ("ZeRO-3 on 2", "ZeRO-2 on 2"),
+        pytest.param("ZeRO-2 on 2", "ZeRO-3 on 4", marks=pytest.mark.slow),
+        pytest.param("ZeRO-3 on 4", "FSDP on 2", marks=pytest.mark.slow),
+        pytest.param("FSDP on 2", "ZeRO-3 on 2", marks=pytest.mark.slow),
+        pytest.param("ZeRO-2 on 2", "pipeline of 2", marks=pytest.mark.slow),
         pytest.param("pipeline of 2", "FSDP on 2", marks=pytest.mark.slow),
         pytest.param("one process", "V-shaped pipeline of 2", marks=pytest.mark.slow),
         pytest.param("V-shaped pipeline of 2", "2 x 2", marks=pytest.mark.slow),

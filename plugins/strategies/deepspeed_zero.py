@@ -1,0 +1,262 @@
+"""DeepSpeed's ZeRO: optimizer states, gradients and parameters spread over the ranks, or moved to the host."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from core.errors import ConfigError
+from core.technique import Package, technique
+from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
+from plugins.strategies.deepspeed_engine import EngineOptimizer
+from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.tensors import state_of
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
+
+Place = Literal["none", "cpu", "nvme"]
+
+
+@technique(
+    paper="ZeRO, arXiv:1910.02054; ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; deepspeed",
+    needs=(Package("deepspeed>=0.19,<0.20", extra="deepspeed"),),
+    conflicts=deepspeed_checks.CONFLICTS,
+)
+class DeepSpeedZero(MeshStrategy):
+    """Spreads optimizer states, gradients and parameters over the ranks, and moves them to CPU memory or NVMe.
+
+    The optimizer is the run's own, stepping flat parts; a step whose gradient norm is not finite changes nothing.
+    Under `bf16-mixed` the network is kept in bfloat16 as a whole and the optimizer's weights in float32.
+    Checkpoints are those of a single process, gathered on rank 0 or, with `ShardedCheckpoint`, dealt out among
+    the ranks: a run goes on from them under any strategy on any number of ranks, and from theirs under this one.
+
+    Args:
+        stage: 1 spreads optimizer states, 2 gradients too, 3 parameters as well.
+        offload_optimizer: Where optimizer states are and step: "none" is the device, "cpu", "nvme" (stage 3).
+        offload_parameters: Where parameters wait for their use, in stage 3.
+        nvme_path: A folder on the NVMe disk.
+        persistence_threshold: In stage 3, parameters of at most so many elements stay whole on each rank.
+        timeout_minutes: How long a rank waits for the others before it gives up.
+
+    Raises:
+        ConfigError: If a number is out of its range.
+
+    Example:
+        trainer:
+          strategy:
+            class_path: DeepSpeedZero
+            init_args: {stage: 2}
+    """
+
+    def __init__(
+        self,
+        stage: Literal[1, 2, 3] = 2,
+        offload_optimizer: Place = "none",
+        offload_parameters: Place = "none",
+        nvme_path: str | None = None,
+        persistence_threshold: int = 100_000,
+        timeout_minutes: float = 30.0,
+    ) -> None:
+        super().__init__(timeout_minutes)
+        if persistence_threshold < 0:
+            raise ConfigError(
+                f"DeepSpeedZero: persistence_threshold is {persistence_threshold}; it must be at least 0."
+            )
+        self.stage, self.nvme_path, self.persistence_threshold = stage, nvme_path, persistence_threshold
+        self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
+        self.zero: Any = None
+        self.numbers: dict[int, int] = {}
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields what of the arguments, the precision, the optimizer and the machine does not fit."""
+        yield from deepspeed_checks.misfits(run, own.arguments)
+
+    # -- processes --------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Leaves formats to DeepSpeed: no autocast, no scaler."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None
+        if plugin is not None:
+            self._precision_plugin = Precision()
+            self._precision_plugin.precision = plugin.precision  # type: ignore[assignment]
+
+    def connect_mesh(self) -> None:
+        """Hands the connected processes to DeepSpeed."""
+        assert dist.group.WORLD is not None
+        self.loss_group = dist.group.WORLD
+        os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed finds its device by it
+        deepspeed = deepspeed_engine.library(self.root_device.type)
+        deepspeed.init_distributed(dist.get_backend(), timeout=self.timeout, dist_init_required=False)
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each rank reads rows of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def parameter_device(self) -> torch.device:
+        """The CPU, until DeepSpeed takes the parameters."""
+        return torch.device("cpu")
+
+    def parallelize(self, module: LightningModule) -> None:
+        """Does nothing: DeepSpeed cuts up parameters that have their values."""
+
+    # -- the model --------------------------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """Gives every rank rank 0's weights, then module and optimizer to DeepSpeed."""
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        format = deepspeed_engine.FORMATS.get(str(self.precision_plugin.precision), torch.float32)
+        optimizer = self.optimizers[0] if trainer.state.fn == TrainerFn.FITTING else None
+        groups = optimizer.param_groups if optimizer is not None else []
+        self._counts = [len(group["params"]) for group in groups]
+        self.numbers = {id(p): n for n, p in enumerate(p for group in groups for p in group["params"])}
+        deepspeed_engine.cast(module, format)
+        if self.stage == 3 or optimizer is not None:
+            self._start_engine(module, optimizer, format)
+        else:
+            module.to(self.root_device)
+        module._device = self.root_device
+
+    def _start_engine(
+        self, module: LightningModule, optimizer: Optimizer | None, format: torch.dtype
+    ) -> None:
+        import deepspeed
+
+        config = deepspeed_engine.configuration(
+            module,
+            self.root_device.type,
+            format,
+            self.stage,
+            self.persistence_threshold,
+            offload_optimizer=self.offload_optimizer,
+            offload_param=self.offload_parameters,
+            nvme_path=self.nvme_path,
+        )
+        if self.stage == 3:  # one parameter after another: the device need not have room for all at once
+            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=format)
+            for buffer in module.buffers():
+                buffer.data = buffer.data.to(self.root_device)
+            module.register_state_dict_post_hook(deepspeed_state.tell_whole_shapes)
+        self.model = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=config, dist_init_required=False
+        )[0]
+        if optimizer is not None:
+            self.zero = self.model.optimizer
+            self.optimizers = [EngineOptimizer(self.model, self.stage)]
+
+    # -- steps ------------------------------------------------------------------------------------
+
+    @contextmanager
+    def step_context(self) -> Iterator[None]:
+        """Leaves inference mode: parameters that are gathered there could not be trained later."""
+        training = torch.is_grad_enabled()
+        with torch.inference_mode(False), torch.set_grad_enabled(training):
+            yield
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Tells DeepSpeed that more micro-batches of the step follow."""
+        self.model.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self.model.set_gradient_accumulation_boundary(True)
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Lets DeepSpeed differentiate, which averages gradients over the ranks."""
+        self.pre_backward(closure_loss)
+        self.model.backward(closure_loss, scale_wrt_gas=False)  # Lightning has divided
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @property
+    def _stepped(self) -> EngineOptimizer:
+        stepped: Any = self.optimizers[0]
+        return stepped
+
+    def scale_gradients(self, optimizer: Any, factor: Tensor) -> None:
+        """Has the step multiply all gradients by a 0-d factor, and by those given before."""
+        before = self._stepped.factor
+        self._stepped.factor = factor if before is None else before * factor
+
+    def gradient_norm(self, optimizer: Any) -> Tensor:
+        """Returns the norm, a 0-d tensor, of the gradients of the whole model; infinite where one is not finite."""
+        return self._stepped.gradient_norm()
+
+    def clip_gradients(self, optimizer: Any, clip: float | None = None, algorithm: str | None = None) -> None:
+        """Has the step scale gradients to a norm of at most `clip`."""
+        self.zero.clip_grad = float(clip or 0.0)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    @cached_property
+    def _owners(self) -> dict[int, int]:
+        """Id of a parameter or buffer -> the rank that writes it into a folder; about as much for each."""
+        tensors = list({id(t): t for t in state_of(self.lightning_module).values()}.values())
+        sizes = [int(getattr(t, "ds_numel", t.numel())) for t in tensors]
+        ends = torch.tensor(sizes).cumsum(0) - 1
+        share = ends.double() / max(sum(sizes), 1)
+        return {id(t): int(part * self.world_size) for t, part in zip(tensors, share.tolist(), strict=True)}
+
+    def _keeps(self, tensor: Tensor) -> bool:
+        return self.global_rank == (self._owners[id(tensor)] if self.writes_parts else 0)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the whole weights on rank 0, or on the rank that writes each; called on every rank."""
+        assert self.lightning_module is not None
+        found, seen = {}, {}
+        for name, tensor in state_of(self.lightning_module).items():
+            if id(tensor) not in seen:
+                value = deepspeed_state.whole_weight(tensor, self.zero)
+                seen[id(tensor)] = value.cpu() if self._keeps(tensor) else None
+            if seen[id(tensor)] is not None:
+                found[name] = seen[id(tensor)]
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Takes this rank's parts of the whole weights."""
+        assert self.lightning_module is not None
+        for name, tensor in state_of(self.lightning_module).items():
+            if strict or name in checkpoint["state_dict"]:
+                value = deepspeed_state.read(checkpoint["state_dict"][name])
+                deepspeed_state.put_weight(tensor, value.to(self.root_device), self.zero)
+        if self.zero is not None:
+            deepspeed_state.spread_weights(self.zero, self.stage)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Returns the whole optimizer's state on rank 0, or each parameter's on the rank that writes it."""
+        groups, first = [], 0
+        for group, count in zip(self._stepped.param_groups, self._counts, strict=True):
+            numbers = list(range(first, first + count))
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+            first += count
+        state = deepspeed_state.whole_states(self.zero, self.stage, self.numbers, self._keeps)
+        return {"state": state, "param_groups": groups}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Takes this rank's part of the whole optimizer's state."""
+        [saved] = checkpoint["optimizer_states"]
+        for group, own in zip(self._stepped.param_groups, saved["param_groups"], strict=True):
+            group.update({name: value for name, value in own.items() if name != "params"})
+        deepspeed_state.put_states(self.zero, self.stage, self.numbers, saved["state"])

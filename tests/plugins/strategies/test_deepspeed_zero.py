@@ -1,0 +1,310 @@
+"""DeepSpeedZero beyond the table: formats, checkpoints, what else touches gradients, refusals."""
+
+import math
+import re
+from copy import deepcopy
+
+import pytest
+
+from core import preflight, selection
+from core.__main__ import main
+from core.checkpoint import read, resolve
+from core.config_files import merge
+from core.errors import ConfigError
+from core.testing.runs import run
+from core.testing.workshop import workshop, write_config
+from tests.conftest import run_core
+from tests.distributed.same_run import (
+    CLIP,
+    CONFIG,
+    TOLERANCE,
+    differences,
+    fit,
+    one_process,
+    same_bits,
+    weights_apart,
+)
+from tests.plugins.strategies.test_fsdp import shapes
+
+ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
+ALL_OFF = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
+NOTHING_OFF = {"offload_optimizer": "none", "offload_parameters": "none"}
+AT_ONCE = {"class_path": "ShardedCheckpoint", "init_args": {"asynchronous": False}}
+ALONE = {"trainer": {"strategy": "auto"}}  # what is not written is taken from the checkpoint
+
+
+def zero(stage=3, more=None, **init_args):
+    default = {"stage": stage, "persistence_threshold": 0}
+    return {
+        "trainer": {"strategy": {"class_path": "DeepSpeedZero", "init_args": default | init_args}}
+        | (more or {})
+    }
+
+
+def done(overlay, ranks, *words, **named):
+    """Returns a run that was not to fail."""
+    found = fit(overlay, ranks, *words, **named)
+    assert found.code == 0, found.complaint
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return done(zero(3, **ALL_OFF) | ADAM, 2)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_that_of_a_single_process(whole):
+    one, other = whole.checkpoint(), one_process(ADAM).checkpoint()
+    for part in ("state_dict", "optimizer_states", "lr_schedulers"):
+        assert repr(shapes(one[part])) == repr(shapes(other[part]))
+
+
+def test_one_process_goes_on_from_it_and_the_other_way_round():
+    expected = one_process({})
+    source = done(zero(2), 2).folder / "checkpoints" / "step-4.ckpt"
+    assert weights_apart(done(ALONE, 1, f"--ckpt_path={source}", name="zero-to-one"), expected) < TOLERANCE
+    source = expected.folder / "checkpoints" / "step-4.ckpt"
+    assert weights_apart(done(zero(3), 2, f"--ckpt_path={source}", name="one-to-zero"), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("overlay", "ranks"),
+    [
+        (zero(3, **ALL_OFF) | ADAM, 2),
+        (zero(2, {"precision": "bf16-mixed"}) | ADAM, 2),
+        pytest.param(zero(3, {"precision": "bf16-mixed"}, **ALL_OFF) | ADAM, 1, marks=pytest.mark.slow),
+        pytest.param(zero(1) | ADAM, 4, marks=pytest.mark.slow),
+        pytest.param(zero(3, {"plugins": [AT_ONCE]}) | ADAM, 4, marks=pytest.mark.slow),
+    ],
+    ids=["stage 3", "bf16", "bf16, stage 3", "stage 1 on 4", "sharded on 4"],
+)
+def test_killed_and_resumed_it_is_bitwise_the_same(overlay, ranks):
+    expected = done(overlay, ranks)
+    name = f"killed {expected.folder.name}"
+    assert fit(overlay, ranks, kill_at=5, name=name).code == -9
+    path = workshop() / name / "checkpoints" / "step-4.ckpt"
+    found = done(overlay, ranks, f"--ckpt_path={path}", name=f"{name} resumed").checkpoint()
+    for part in ("state_dict", "optimizer_states"):
+        assert same_bits(found[part], expected.checkpoint()[part])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_validate_computes_what_the_run_did(whole, stage):
+    path = whole.folder / "checkpoints" / "step-6.ckpt"
+    config = write_config("validate", merge(deepcopy(CONFIG), zero(stage, **NOTHING_OFF)))
+    words = [f"--config={config}", f"--ckpt_path={path}", "--trainer.devices=2"]
+    found = run(["validate", *words], whole.folder, ranks=2)
+    assert found.code == 0, found.complaint
+    expected = whole.record["figures"]["6"]["val/loss"]
+    assert float(re.search(r"val/loss\D+([\d.]+)", found.printed)[1]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_folder_of_parts_is_consolidated_and_gone_on_from(tmp_path):
+    first = done(zero(3, {"plugins": ["ShardedCheckpoint"]}) | ADAM, 2)
+    parts, whole = first.folder / "checkpoints" / "step-4.ckpt", tmp_path / "whole.ckpt"
+    assert {path.name[:4] for path in parts.glob("*.distcp")} == {"__0_", "__1_"}
+    assert main(["consolidate", str(parts), str(whole)]) == 0
+    alone = {"trainer": {"strategy": "auto", "plugins": ["AtomicCheckpoint"]}}
+    second = done(alone | ADAM, 1, f"--ckpt_path={whole}", name="consolidated")
+    losses = [[found.record["figures"][step]["train/loss"] for step in "56"] for found in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)  # Adam makes 1e-7 larger
+
+
+def test_what_deepspeed_itself_wrote_is_not_read(tmp_path):
+    (tmp_path / "zero_to_fp32.py").touch()
+    with pytest.raises(ConfigError, match="written by DeepSpeed itself, in pickles, which may run code"):
+        resolve(str(tmp_path), tmp_path)
+
+
+# -- formats -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlay", [zero(2), zero(3)], ids=["stage 2", "stage 3"])
+def test_bfloat16_rounds_as_it_should_and_the_optimizers_weights_are_float32(overlay):
+    found = done(merge(deepcopy(overlay), {"trainer": {"precision": "bf16-mixed"}}), 2)
+    apart = differences(found, one_process({}))
+    assert 2**-13 < apart["gradient norm"] < 2**-5, (
+        apart
+    )  # all of the network rounds to 2^-9, not its blocks alone
+    weight = found.checkpoint()["state_dict"]["network.layers.0.mlp.up_proj.weight"]
+    assert not same_bits(weight, weight.bfloat16().float())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+@pytest.mark.parametrize("init_args", [{"stage": 2}, {"stage": 3}, {"stage": 3, **ALL_OFF}], ids=str)
+def test_on_a_gpu_it_is_near_the_cpu(precision, init_args):
+    on_gpu = {"accelerator": "gpu", "precision": precision}
+    apart = differences(done(zero(more=on_gpu, **init_args), 1), one_process({}))
+    assert max(apart.values()) < {"16-mixed": 2**-6, "bf16-mixed": 2**-4, "32-true": 1e-4}[precision], apart
+
+
+# -- what touches gradients and weights ------------------------------------------------------------------
+
+
+CLIPPED = {
+    "gradient_clip_val": None,
+    "callbacks": [{"class_path": "GradientClip", "init_args": {"limit": CLIP}}],
+}
+
+
+@pytest.mark.parametrize("init_args", [{}, {"method": "adaptive", "warmup_steps": 3, "z": 0.5}], ids=str)
+def test_gradients_are_clipped_by_a_callback(init_args):
+    clip = {"class_path": "GradientClip", "init_args": {"limit": CLIP} | init_args}
+    more = {"gradient_clip_val": None, "callbacks": [clip]}
+    apart = differences(done(zero(3, more), 2), one_process({"trainer": more}))
+    assert max(apart.values()) <= TOLERANCE, apart
+
+
+def test_weights_are_averaged_in_stage_2():
+    more = {"callbacks": [{"class_path": "ExponentialMovingAverage", "init_args": {"decay": 0.9}}]}
+    found, expected = (
+        r.record["figures"]["6"]["val/ema_loss"]
+        for r in (done(zero(2, more), 2), one_process({"trainer": more}))
+    )
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("more", "init_args"),
+    [({}, {"stage": 1}), ({}, {"stage": 2, "offload_optimizer": "cpu"}), (CLIPPED, {"stage": 3})],
+    ids=str,
+)
+def test_steps_whose_gradients_are_not_finite_change_nothing(more, init_args):
+    poison = {"class_path": "tests.distributed.poison.PoisonedSteps", "init_args": {"start": 5}}
+    more = merge(deepcopy(more), {"callbacks": [poison, *more.get("callbacks", [])]})
+    found = done(zero(more=more, **init_args), 2)
+    before, after = (read(found.folder / "checkpoints" / f"step-{step}.ckpt") for step in (4, 6))
+    assert same_bits(after["state_dict"], before["state_dict"])
+    states = [saved["optimizer_states"][0]["state"] for saved in (after, before)]
+    assert states[0]
+    assert same_bits(*states)
+    norms = [figures["train/grad_norm"] for figures in found.record["figures"].values()]
+    assert [math.isinf(norm) for norm in norms] == [False] * 4 + [True] * 2
+
+
+@pytest.mark.slow  # a minute of compiling
+def test_deepspeeds_own_adam_steps_where_it_is_named():
+    own = {
+        "class_path": "deepspeed.ops.adam.DeepSpeedCPUAdam",
+        "init_args": {"lr": 0.01, "weight_decay": 0.1},
+    }
+    found = run_core_fit({**zero(2, offload_optimizer="cpu"), "model": {"optimizer": own}})
+    torchs = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}}
+    assert weights_apart(found, one_process({"model": {"optimizer": torchs}})) < 1e-4
+
+
+def run_core_fit(overlay):
+    found = fit(overlay, 1, name="compiled")
+    assert found.code == 0, found.complaint
+    return found
+
+
+# -- refusals ----------------------------------------------------------------------------------------
+
+ADAPTIVE = {"class_path": "GradientClip", "init_args": {"method": "value"}}
+REFUSED = [
+    (
+        zero(2, {"precision": "16-mixed"}, offload_parameters="nvme", offload_optimizer="nvme"),
+        {"model": {"optimizer": {"class_path": "Muon", "init_args": {"lr": 0.1}}}},
+        [
+            "offload_parameters is nvme, and stage 2 leaves parameters whole on the device: set stage to 3",
+            "offload_optimizer is nvme, for which stage has to be 3, not 2",
+            "nvme_path is missing: name a folder on the NVMe disk",
+            "Muon (refused.yaml:",
+            "cannot step flat parts of many weights, as ZeRO has them: take AdamW, SGD, or deepspeed.ops.adam",
+            "precision 16-mixed (refused.yaml:",
+            "is refused by DeepSpeed on a CPU: take bf16-mixed or 32-true",
+        ],
+    ),
+    (
+        zero(3, {"gradient_clip_algorithm": "value", "callbacks": ["SkipStep", "ExponentialMovingAverage"]}),
+        ADAM,
+        [
+            "DeepSpeed steps the optimizer by itself",
+            "trainer.gradient_clip_algorithm value clips single numbers of gradients",
+            "averages whole weights in float32, which the network has here in stages 1 and 2",
+        ],
+    ),
+    (
+        zero(1, {"precision": "bf16-mixed", "gradient_clip_val": None, "callbacks": [ADAPTIVE, "NonFiniteGuard"]}),
+        {"model": {"optimizer": {"class_path": "AdamW8bit", "init_args": {"lr": 0.1}}}},
+        [
+            "stage 1 would add up gradients in bfloat16",
+            "method value, clips single numbers of gradients",
+            "it runs a step again outside of DeepSpeed's engine",
+            "AdamW8bit (refused.yaml:",
+        ],
+    ),
+    (zero(2, {"precision": "bf16-true"}), {}, ["is none of DeepSpeed's: take 32-true or bf16-mixed"]),
+    (zero(2, {"plugins": [{"class_path": "Float8"}]}), {}, ["keeps weights in formats of its own"]),
+    (zero(4), {}, ["stage", "4"]),
+    (zero(3, offload_parameters="disk"), {}, ["disk", "nvme"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overlay", "more", "told"), REFUSED, ids=lambda value: str(value)[-40:])
+def test_what_does_not_fit_is_refused_before_a_process_starts(overlay, more, told):
+    values = merge(merge(deepcopy(CONFIG), deepcopy(overlay)), deepcopy(more))
+    values["trainer"] |= {"devices": 2}
+    found = run(["check", f"--config={write_config('refused', values)}"], workshop())
+    assert found.code == 2
+    errors = (workshop() / "output.0.err").read_text()
+    assert [line for line in told if line not in errors] == [], errors
+    assert len(errors.splitlines()) <= 10
+
+
+def test_lightnings_own_strategy_is_refused():
+    values = merge(deepcopy(CONFIG), {"trainer": {"strategy": "deepspeed_stage_2"}})
+    found = run(["check", f"--config={write_config('lightnings', values)}"], workshop())
+    assert found.code == 2
+    assert "take --trainer.strategy=DeepSpeedZero" in found.complaint
+
+
+def test_nvme_says_what_is_missing_here(tmp_path):
+    import deepspeed
+
+    if deepspeed.ops.__compatible_ops__.get("async_io"):
+        pytest.skip("libaio is here")
+    values = merge(deepcopy(CONFIG), zero(3, offload_optimizer="nvme", nvme_path=str(tmp_path / "fast")))
+    (tmp_path / "fats").mkdir()
+    found = run(["check", f"--config={write_config('nvme', values)}"], workshop())
+    assert found.code == 2
+    assert f"nvme_path is {tmp_path}/fast, which is no folder. Did you mean fats?" in found.complaint
+    assert (
+        "nvme needs libaio, whose library and headers are not found: apt install libaio-dev"
+        in found.complaint
+    )
+
+
+def test_without_a_compiler_what_would_be_compiled_is_refused():
+    own = {"class_path": "deepspeed.ops.adam.DeepSpeedCPUAdam", "init_args": {"lr": 0.01}}
+    values = merge(deepcopy(CONFIG), {**zero(2, offload_optimizer="cpu"), "model": {"optimizer": own}})
+    found = run_core("check", f"--config={write_config('compiler', values)}", CXX="no-such-compiler")
+    assert found.returncode == 2
+    assert "there is no C++ compiler (no-such-compiler): apt install g++, or take AdamW" in found.stderr
+    assert len(found.stderr.splitlines()) <= 10
+
+
+def test_without_deepspeed_the_pip_line_is_told(monkeypatch):
+    from importlib import metadata
+
+    from plugins.strategies.deepspeed_zero import DeepSpeedZero
+
+    real = metadata.version
+
+    def without(name):
+        if name == "deepspeed":
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", without)
+    path = "plugins.strategies.deepspeed_zero.DeepSpeedZero"
+    chosen = selection.describe("trainer.strategy", DeepSpeedZero, path)
+    with pytest.raises(
+        ConfigError, match=re.escape("deepspeed is not installed: pip install 'leyden[deepspeed]'")
+    ):
+        preflight.check(selection.Run([chosen]))
