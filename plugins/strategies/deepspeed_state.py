@@ -5,7 +5,8 @@ DeepSpeed's own checkpoints are pickles for one stage and one number of ranks: n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -86,9 +87,21 @@ def spread_weights(zero: Any, stage: int) -> None:
         return
     zero._partition_all_parameters()
     for number in range(len(zero.fp16_groups)):
-        zero._reassign_or_swap_out_partitioned_parameters(number)
+        with _at_hand(zero, number):
+            zero._reassign_or_swap_out_partitioned_parameters(number)
     if zero.persistent_parameters:  # they are whole on every rank between steps, too
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+
+
+@contextmanager
+def _at_hand(zero: Any, number: int) -> Iterator[None]:
+    """Fetches from NVMe what is stepped as one flat part, if it is there, and brings it back."""
+    swapped = getattr(zero, "swap_optimizer", False) and zero._swappable_optimizer_subgroup(number)
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_in(number)
+    yield
+    if swapped:
+        zero._optimizer_states_and_gradient_swap_out(number)
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
@@ -156,26 +169,27 @@ def put_states(zero: Any, stage: int, numbers: Mapping[int, int], states: Mappin
         numbers: id of a parameter -> its number in `states`.
         states: Number -> name -> value, which may not have been read.
     """
-    from deepspeed.utils import safe_set_full_optimizer_state, safe_set_local_optimizer_state
+    for number, (group, flat, parameters) in enumerate(_parts(zero, stage) if states else ()):
+        with _at_hand(zero, number):
+            zero.optimizer.state[flat] = own = {
+                name: torch.zeros_like(flat, requires_grad=False)
+                if _is_stored_cut(value)
+                else _scalar(value, group, flat)
+                for name, value in states[numbers[id(parameters[0])]].items()
+            }
+            for parameter in parameters:
+                saved = states[numbers[id(parameter)]]
+                for name in filter(lambda name: _is_stored_cut(saved[name]), saved):
+                    _put_state(zero, stage, parameter, own[name], read(saved[name]))
 
-    parts = _parts(zero, stage) if states else []
-    for group, flat, parameters in parts:
-        zero.optimizer.state[flat] = {
-            name: torch.zeros_like(flat, requires_grad=False)
-            if _is_stored_cut(value)
-            else _scalar(value, group, flat)
-            for name, value in states[numbers[id(parameters[0])]].items()
-        }
-    _link(zero, stage)
-    for _, _, parameters in parts:
-        for parameter in parameters:
-            for name, value in states[numbers[id(parameter)]].items():
-                if not _is_stored_cut(value):
-                    continue
-                if stage < 3:
-                    safe_set_full_optimizer_state(parameter, read(value), name)
-                else:
-                    safe_set_local_optimizer_state(parameter, _own_part(read(value), parameter), name)
+
+def _put_state(zero: Any, stage: int, parameter: Any, flat: Tensor, value: Tensor) -> None:
+    if stage == 3:
+        _, start, size = zero.grad_position[zero.get_param_id(parameter)]
+        flat[start : start + size] = _own_part(value, parameter)
+    elif (place := parameter._hp_mapping) is not None:  # else no part of it is this rank's
+        own, there = place.lp_fragment_address, place.hp_fragment_address
+        flat[there.start :][: there.numel] = value.flatten()[own.start :][: own.numel]
 
 
 def _link(zero: Any, stage: int) -> None:

@@ -203,6 +203,26 @@ def run_core_fit(overlay):
     return found
 
 
+@pytest.mark.slow  # some minutes of compiling
+def test_on_nvme_it_is_bitwise_what_it_is_in_memory(tmp_path):
+    import deepspeed
+
+    if not deepspeed.ops.__compatible_ops__.get("async_io"):
+        pytest.skip("libaio is not here")
+    wide = {
+        "model": {**ADAM["model"], "network": {"init_args": {"n_embd": 192}}}
+    }  # under 1 MiB nothing is moved
+    expected = done(zero(3, **ALL_OFF) | wide, 1)
+    on_disk = zero(3, offload_optimizer="nvme", offload_parameters="nvme", nvme_path=str(tmp_path)) | wide
+    first = done(on_disk, 1)
+    path = first.folder / "checkpoints" / "step-4.ckpt"
+    second = done(on_disk, 1, f"--ckpt_path={path}", name="resumed from nvme")
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+    for found in (first, second):
+        for part in ("state_dict", "optimizer_states"):
+            assert same_bits(found.checkpoint()[part], expected.checkpoint()[part])
+
+
 # -- refusals ----------------------------------------------------------------------------------------
 
 ADAPTIVE = {"class_path": "GradientClip", "init_args": {"method": "value"}}
