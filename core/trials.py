@@ -15,18 +15,39 @@ from torch import Tensor
 from core import snapshots
 from core.contracts import PackedBatches
 from core.errors import ConfigError
+from core.selection import Run
 from core.token_datamodule import TokenDataModule
+
+DATA = "Train on --data=PretrainDataModule or MixtureDataModule"
+STRATEGIES = "take --trainer.strategy=DDP, FSDP or HybridParallel"
+
+
+def misfits(run: Run) -> Iterator[str]:
+    """Yields, for a technique's `preflight`, with what of a run trial steps do not work."""
+    data: Any = next((item.target for item in run.selected if item.key == "data"), TokenDataModule)
+    if isinstance(data, type) and not issubclass(data, TokenDataModule):
+        yield f"its trial steps go back to a position in the data, which {data.__name__} does not tell: {DATA}"
+    strategy = run.argument("trainer.strategy")
+    if isinstance(strategy, str) and strategy.startswith("deepspeed"):
+        yield f"its trial steps put the optimizer's state back, which DeepSpeed keeps to itself: {STRATEGIES}"
+    if run.argument("trainer.strategy.compression") == "powersgd":
+        yield (
+            "its trial steps cannot put back what PowerSGD left out of gradients: take --trainer.strategy.compression="
+            "none for this run"
+        )
 
 
 @contextmanager
-def trial(trainer: Trainer) -> Iterator[Iterator[Tensor]]:
+def trial(trainer: Trainer, hold_schedules: bool = False) -> Iterator[Iterator[Tensor]]:
     """Lends a trainer for optimizer steps on the coming batches; afterwards everything is as it was.
 
-    For `on_train_start`. Steps go through the run's strategy, precision, accumulation and those callbacks that are
-    not declared as watching; nothing is logged, saved or validated. Every rank takes part.
+    For `on_train_start` and `on_train_epoch_start`. Steps go through the run's strategy, precision, accumulation and
+    those callbacks that are not declared as watching; nothing is logged, saved or validated. Every rank takes part.
 
     Args:
         trainer: The trainer, before its first batch or between two optimizer steps.
+        hold_schedules: Whether schedules have no say, so that a step's rates are those that the caller sets in the
+            optimizer's groups before it.
 
     Yields:
         An iterator: each `next` takes one optimizer step and returns its mean loss over all label tokens, 0-d, on
@@ -38,17 +59,21 @@ def trial(trainer: Trainer) -> Iterator[Iterator[Tensor]]:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, TokenDataModule) or data._training is None:
         raise ConfigError(
-            f"Trial steps go back to a position in the data, which {type(data).__name__} does not tell.\n"
-            "Train on --data=PretrainDataModule or MixtureDataModule."
+            f"Trial steps go back to a position in the data, which {type(data).__name__} does not tell.\n{DATA}."
         )
     taken, loop = snapshots.take(trainer), trainer.fit_loop.epoch_loop
     batches, random = loop.batch_progress.state_dict(), _collect_rng_states()
     callbacks, loggers, log_every = trainer.callbacks, trainer.loggers, trainer.log_every_n_steps  # type: ignore[attr-defined]
     trainer.callbacks = [each for each in callbacks if not snapshots.watches(each)]  # type: ignore[attr-defined]
     trainer.loggers, trainer.log_every_n_steps = [], sys.maxsize  # type: ignore[attr-defined]
+    module: Any = trainer.lightning_module
+    clock, schedules = module._clock, trainer.lr_scheduler_configs
+    if hold_schedules:
+        module._clock, trainer.strategy.lr_scheduler_configs = None, []
     try:
         yield _steps(trainer, data._training.batches)
     finally:
+        module._clock, trainer.strategy.lr_scheduler_configs = clock, schedules
         snapshots.put_back(trainer, taken)
         trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
         trainer.log_every_n_steps = log_every  # type: ignore[attr-defined]
