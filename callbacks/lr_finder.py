@@ -19,7 +19,7 @@ from core import durable
 from core.errors import ConfigError
 from core.scheduling import rebuild_at, resume_at, set_rates
 from core.technique import technique
-from core.trials import STRATEGIES, misfits, trial
+from core.trials import NOT_UNDONE, misfits, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -48,10 +48,7 @@ class Curve(NamedTuple):
 
 @technique(
     paper="the range test: Smith, arXiv:1506.01186, section 3.3; steepest slope and minimum/10 as in fastai's lr_find",
-    conflicts={
-        "LearningRateFinder": "both would set the learning rate",
-        "DeepSpeedZero": f"its trial steps put the optimizer's state back, which DeepSpeed keeps to itself: {STRATEGIES}",
-    },
+    conflicts=NOT_UNDONE | {"LearningRateFinder": "both would set the learning rate"},
     after=("BatchSizeFinder", "RandomRestart"),
 )
 class LRFinder(Callback):

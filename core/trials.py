@@ -19,7 +19,11 @@ from core.selection import Run
 from core.token_datamodule import TokenDataModule
 
 DATA = "Train on --data=PretrainDataModule or MixtureDataModule"
-STRATEGIES = "take --trainer.strategy=DDP, FSDP or HybridParallel"
+NOT_UNDONE = dict.fromkeys(
+    ("DeepSpeedZero", "DeepSpeedStrategy"),
+    "its trial steps put the optimizer's state back, which DeepSpeed keeps to itself: take --trainer.strategy=FSDP",
+)
+"""For `@technique(conflicts=...)`: strategies under which trial steps cannot be undone."""
 
 
 def misfits(run: Run) -> Iterator[str]:
@@ -27,9 +31,6 @@ def misfits(run: Run) -> Iterator[str]:
     data: Any = next((item.target for item in run.selected if item.key == "data"), TokenDataModule)
     if isinstance(data, type) and not issubclass(data, TokenDataModule):
         yield f"its trial steps go back to a position in the data, which {data.__name__} does not tell: {DATA}"
-    strategy = run.argument("trainer.strategy")
-    if isinstance(strategy, str) and strategy.startswith("deepspeed"):
-        yield f"its trial steps put the optimizer's state back, which DeepSpeed keeps to itself: {STRATEGIES}"
     if run.argument("trainer.strategy.compression") == "powersgd":
         yield (
             "its trial steps cannot put back what PowerSGD left out of gradients: take --trainer.strategy.compression="
@@ -56,24 +57,43 @@ def trial(trainer: Trainer, hold_schedules: bool = False) -> Iterator[Iterator[T
     Raises:
         ConfigError: If the data module is none of stored tokens.
     """
+    batches = training_batches(trainer)
+    module: Any = trainer.lightning_module
+    clock, schedules = module._clock, trainer.lr_scheduler_configs
+    with undone(trainer):
+        try:
+            if hold_schedules:
+                module._clock, trainer.strategy.lr_scheduler_configs = None, []
+            yield _steps(trainer, batches)
+        finally:
+            module._clock, trainer.strategy.lr_scheduler_configs = clock, schedules
+
+
+def training_batches(trainer: Trainer) -> PackedBatches:
+    """Returns what training batches are made of, whose own position an iteration does not change.
+
+    Raises:
+        ConfigError: If the data module is none of stored tokens.
+    """
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, TokenDataModule) or data._training is None:
         raise ConfigError(
             f"Trial steps go back to a position in the data, which {type(data).__name__} does not tell.\n{DATA}."
         )
+    return data._training.batches
+
+
+@contextmanager
+def undone(trainer: Trainer) -> Iterator[None]:
+    """Undoes what is done to the training meanwhile; nothing is logged, and callbacks that watch are not called."""
     taken, loop = snapshots.take(trainer), trainer.fit_loop.epoch_loop
     batches, random = loop.batch_progress.state_dict(), _collect_rng_states()
     callbacks, loggers, log_every = trainer.callbacks, trainer.loggers, trainer.log_every_n_steps  # type: ignore[attr-defined]
     trainer.callbacks = [each for each in callbacks if not snapshots.watches(each)]  # type: ignore[attr-defined]
     trainer.loggers, trainer.log_every_n_steps = [], sys.maxsize  # type: ignore[attr-defined]
-    module: Any = trainer.lightning_module
-    clock, schedules = module._clock, trainer.lr_scheduler_configs
-    if hold_schedules:
-        module._clock, trainer.strategy.lr_scheduler_configs = None, []
     try:
-        yield _steps(trainer, data._training.batches)
+        yield
     finally:
-        module._clock, trainer.strategy.lr_scheduler_configs = clock, schedules
         snapshots.put_back(trainer, taken)
         trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]
         trainer.log_every_n_steps = log_every  # type: ignore[attr-defined]
