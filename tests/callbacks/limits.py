@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import resource
 from typing import Any
 
 from lightning.pytorch import Callback
 
 from core import memory_limits
+
+M_MMAP_THRESHOLD = -3
+"""Of mallopt: from so many bytes on an allocation is mapped, and unmapped when it is given up."""
 
 
 class Less(Callback):
@@ -29,5 +33,34 @@ class Less(Callback):
             resource.setrlimit(resource.RLIMIT_DATA, (most, self.before[1]))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Takes it away."""
+        resource.setrlimit(resource.RLIMIT_DATA, self.before)
+
+
+class Squeeze(Callback):
+    """Lets a rank run out of memory in the middle of a run.
+
+    Args:
+        limit: Bytes that it may have from then on beyond those that it holds.
+        step: Optimizer steps before that.
+        batch: Which micro-batch of the step.
+        rank: Which rank.
+    """
+
+    def __init__(self, limit: int, step: int, batch: int = 0, rank: int = 0) -> None:
+        self.limit, self.at = limit, (step, batch, rank)
+        ctypes.CDLL(None).mallopt(
+            M_MMAP_THRESHOLD, 1 << 16
+        )  # tensors give their memory back, so that it counts
+        self.before = resource.getrlimit(resource.RLIMIT_DATA)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Sets the limit."""
+        if self.at == (trainer.global_step, batch_idx % trainer.accumulate_grad_batches, trainer.global_rank):
+            memory_limits.give_back()
+            most = memory_limits.held_bytes() + self.limit
+            resource.setrlimit(resource.RLIMIT_DATA, (most, self.before[1]))
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Takes it away."""
         resource.setrlimit(resource.RLIMIT_DATA, self.before)
