@@ -98,7 +98,7 @@ class OOMGuard(Callback):
             self._most = memory_limits.held_bytes() + self.memory_limit
         loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         loop._make_closure = lambda kwargs, optimizer, number: Closure(
-            lambda: self._gradients(trainer, optimizer, kwargs["batch"], number)
+            lambda: self._gradients(trainer, optimizer, kwargs["batch"], kwargs["batch_idx"])
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

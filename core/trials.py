@@ -104,15 +104,16 @@ def undone(trainer: Trainer) -> Iterator[None]:
 def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
     loop, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
     # past the loader, whose position stays; training batches go on over the ends of epochs
-    coming = iter(batches)
+    coming, index = iter(batches), loop.batch_progress.current.ready
     while True:
         for number in range(trainer.accumulate_grad_batches):
             _, batch = next(coming)
             batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
             loop.batch_progress.current.ready = number + 1  # by which Lightning knows when to step
             module.on_train_batch_start(batch, number)
-            inputs = OrderedDict(batch=batch, batch_idx=number)
+            inputs = OrderedDict(batch=batch, batch_idx=index)  # from which random numbers are derived
             loop.automatic_optimization.run(trainer.optimizers[0], number, inputs)
+            index += 1
         for config in trainer.lr_scheduler_configs:
             config.scheduler.step()  # type: ignore[call-arg]
         loss: Any = module.step_loss
