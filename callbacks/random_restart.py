@@ -62,7 +62,7 @@ class RandomRestart(Callback):
         trainer:
           callbacks+:
             - class_path: RandomRestart
-              init_args: {seeds: 3, num_steps: 2}
+              init_args: {seeds: 4, num_steps: 50}
     """
 
     def __init__(self, seeds: int = 4, num_steps: int = 50) -> None:
