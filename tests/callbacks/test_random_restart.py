@@ -9,6 +9,7 @@ import pytest
 from callbacks.random_restart import RandomRestart, _score, draw
 from core.errors import ConfigError
 from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
+from tests.distributed.same_run import same_bits
 
 RESTART = callback("RandomRestart", seeds=4, num_steps=3)
 DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}},
@@ -54,6 +55,26 @@ def test_a_resumed_run_goes_on_with_the_seed():
     assert state_of(whole, "RandomRestart")["seed"] != 5  # from which dropout would draw otherwise
     fit(*usual, code=-9, kill_at=5, name="random-restart-killed")
     ended_alike(fit(*usual, words=("--ckpt_path=last",), name="random-restart-killed"), whole)
+
+
+def callbacks(*overlays):
+    return {
+        "trainer": {"callbacks": [one for overlay in overlays for one in overlay["trainer"]["callbacks"]]}
+    }
+
+
+def test_others_begin_with_the_best_seed():
+    average, finder = (
+        callback("ExponentialMovingAverage"),
+        callback("LRFinder", num_steps=12, min_rate=1e-3, then="use"),
+    )
+    found = fit(seed(5), callbacks(average, finder, RESTART))  # in any order
+    best, rate = state_of(found, "RandomRestart")["seed"], state_of(found, "LRFinder")["rate"]
+    expected = fit(seed(best), average, {"model": {"optimizer": {"init_args": {"lr": rate}}}})
+    ended_alike(found, expected)
+    name = "ExponentialMovingAverage"
+    assert best != 5
+    assert same_bits(state_of(found, name), state_of(expected, name))
 
 
 ROTARY = {"model": {"network": {"init_args": {"position": "rotary", "tie_embeddings": False, "bias": False}}}}
