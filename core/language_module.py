@@ -27,7 +27,7 @@ from core.updates import keep_updates
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
 
-FREQUENT = {"_current_fx_name", "logging_step", "_epoch", "step_loss", "_step_sums", "_norm"}
+FREQUENT = {"_current_fx_name", "logging_step", "_epoch", "step_loss", "_step_sums", "_norm", "in_parts"}
 """Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
@@ -60,6 +60,7 @@ class LanguageModule(AveragedWeights):
         tokens_seen: Label tokens of all ranks since the start of the run, as of the last logged step.
         step_loss: Mean loss over all label tokens of the optimizer step, of all ranks; 0-d, on the device. From
             `on_before_optimizer_step` of the step on.
+        in_parts: Whether a callback computes micro-batches in parts, each with a `training_step`.
         rate_factors: Who -> what the schedule's learning rates are multiplied by, in the coming steps.
     """
 
@@ -75,12 +76,11 @@ class LanguageModule(AveragedWeights):
         parameter_options: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
-        self.build_network = network
-        self.objective = objective
+        self.build_network, self.objective = network, objective
         self.build_optimizer = optimizer
         self.build_lr_scheduler = lr_scheduler
         self.decay_embeddings, self.parameter_options = decay_embeddings, parameter_options or {}
-        self.logging_step = False
+        self.logging_step = self.in_parts = False
         self.tokens_seen = 0
         self._window = TokenSums()
         self._validation = TokenSums()
@@ -123,7 +123,7 @@ class LanguageModule(AveragedWeights):
             self._clock.count(batch)
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Returns what backward starts from: the mean, or the sum over a constant where it is weighed later."""
+        """Returns what backward starts from: the mean, or, where it is weighed later, the sum over a constant."""
         self.logging_step = False
         self._epoch = self.current_epoch
         seed_generators(mix(self._seed, self._epoch, batch_idx, place_of(self.trainer)[0]), self.device)
@@ -140,7 +140,7 @@ class LanguageModule(AveragedWeights):
     @property
     def _weighs_later(self) -> bool:
         # Only then is the number of label tokens of the step unknown at the time of backward.
-        return self.trainer.accumulate_grad_batches > 1 or place_of(self.trainer)[1] > 1
+        return self.in_parts or self.trainer.accumulate_grad_batches > 1 or place_of(self.trainer)[1] > 1
 
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any] | None = None

@@ -46,6 +46,8 @@ def rescale(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """
     state, now = checkpoint["loops"]["fit_loop"], trainer.accumulate_grad_batches
     accumulated, batches = state.get("accumulated", now), state["epoch_loop.batch_progress"]
+    if batches["current"]["ready"] % accumulated == 0:
+        state["accumulated"] = now
     for progress in (batches["current"], batches["total"]):
         if progress["ready"] % accumulated == 0:  # else it was saved in the middle of a step
             more = progress["ready"] // accumulated * now - progress["ready"]

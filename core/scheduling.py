@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -93,6 +93,46 @@ def prefer_written(
         group.update(own)
         if scheduler is not None and not isinstance(scheduler, Schedule):
             group["lr"] = rate  # torch's schedules derive the next rate from the present one
+
+
+def set_rates(groups: Iterable[dict[str, Any]], rate: float, main: float, written: Iterable[float]) -> None:
+    """Sets learning rates as they are where the optimizer's is another: those of groups of their own go with it.
+
+    Args:
+        groups: The settings of each group.
+        rate: The optimizer's, now.
+        main: The optimizer's, as written.
+        written: The groups', as written.
+    """
+    for group, own in zip(groups, written, strict=True):
+        group["lr"] = rate if own == main else own / main * rate
+
+
+def rebuild_at(trainer: Any, rate: float) -> None:
+    """Builds optimizer and schedule anew, on every rank, as if the optimizer had been configured with this rate.
+
+    Before the first optimizer step.
+    """
+    module, loop = trainer.lightning_module, trainer.fit_loop
+    configured, loader = module.build_optimizer, loop._combined_loader
+
+    def build(groups: Any) -> Optimizer:
+        optimizer: Optimizer = configured(groups)
+        own = optimizer.param_groups
+        set_rates(own, rate, optimizer.defaults["lr"], [group["lr"] for group in own])
+        return optimizer
+
+    module.build_optimizer = build
+    trainer.strategy.setup_optimizers(trainer)
+    loop._combined_loader = loader  # which building a schedule takes away
+
+
+def resume_at(trainer: Any, rate: float) -> None:
+    """Makes a resumed run go on at such a rate; for `on_train_start` of a callback, on every rank."""
+    groups = trainer.lightning_module._user_groups
+    set_rates(groups, rate, trainer.optimizers[0].defaults["lr"], [group["lr"] for group in groups])
+    for config in trainer.lr_scheduler_configs:
+        config.scheduler.base_lrs = [group["lr"] for group in groups]
 
 
 @contextmanager

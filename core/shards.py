@@ -19,6 +19,13 @@ def is_spread(tensors: Sequence[Tensor]) -> bool:
     return torch.distributed.is_initialized() and any(hasattr(tensor, "to_local") for tensor in tensors)
 
 
+def reshard(module: nn.Module) -> None:
+    """Gives back what FSDP still keeps gathered, as after a validation: parameters are this rank's parts again."""
+    for inner in module.modules():
+        if (give_back := getattr(inner, "reshard", None)) is not None:
+            give_back()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Returns the whole of a tensor, on every rank; all ranks have to call it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

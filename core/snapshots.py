@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
+from core.shards import reshard
 from core.technique import declaration_of
 
 Snapshot = dict[str, Any]
@@ -77,6 +78,7 @@ def put_back(trainer: Trainer, snapshot: Snapshot) -> None:
 
 def _tensors(trainer: Trainer) -> Iterator[Tensor]:
     module = trainer.lightning_module
+    reshard(module)
     yield from module.parameters()
     yield from module.buffers()
 

@@ -27,6 +27,12 @@ class TokenSums:
             else:
                 self._sums[name] = (wide(total.detach()), wide(tokens.detach()))
 
+    def copy(self) -> TokenSums:
+        """Returns sums of their own that are the same now."""
+        other = TokenSums()
+        other._sums = {name: (total.clone(), tokens.clone()) for name, (total, tokens) in self._sums.items()}
+        return other
+
     def means(self, reduce: Callable[[Tensor], Tensor]) -> tuple[dict[str, float], int]:
         """Returns the means and the number of tokens behind "loss", and starts again at zero.
 

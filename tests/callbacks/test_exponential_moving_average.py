@@ -10,6 +10,7 @@ from core.errors import ConfigError
 from core.language_module import LanguageModule
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
+from tests.callbacks.token_runs import callback, fit, strategy
 from tests.core.test_language_module import trainer
 from tests.toy import ToyData
 
@@ -74,6 +75,18 @@ def test_its_loss_is_that_of_a_network_with_the_averages_and_the_weights_stay(tm
     trained.network.load_state_dict(trained.network.state_dict() | average.state_dict()["averages"])
     [again] = trainer(tmp_path, limit_val_batches=2).validate(trained, datamodule=ToyData(), verbose=False)
     assert figures["val/ema_loss"] == pytest.approx(again["val/loss"], rel=1e-6)  # which is logged in float32
+
+
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_under_fsdp_its_loss_is_that_of_one_process(sanity):
+    usual = callback("ExponentialMovingAverage", decay=0.9), {"trainer": {"val_check_interval": 4}}
+    rows = {"data": {"init_args": {"batch_size": 2}}}
+    checked = {"trainer": {**strategy("FSDP")["trainer"], "num_sanity_val_steps": sanity}}
+    found, expected = fit(*usual, rows, checked, ranks=2), fit(*usual)
+    for step in "246":
+        one, other = found.record["figures"][step], expected.record["figures"][step]
+        assert one["val/ema_loss"] == pytest.approx(other["val/ema_loss"], rel=1e-6)
+        assert one["val/ema_loss"] != pytest.approx(other["val/loss"], rel=1e-6)
 
 
 def test_with_decay_0_it_is_the_weights(tmp_path):

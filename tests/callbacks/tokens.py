@@ -13,13 +13,14 @@ from datamodules.packing.concatenate import Concatenate
 class StoredTokens(TokenDataModule):
     """Rows of a folder that TokenShards wrote, without a tokenizer."""
 
-    tokenizer_json, vocab_size, end_of_text_id, train_tokens = "{}", 8192, 0, 8001
+    tokenizer_json, end_of_text_id, train_tokens = "{}", 0, 8001
 
     def __init__(
-        self, folder: str, sequence_length: int, batch_size: int, shuffle: bool, num_workers: int = 0
-    ) -> None:
+        self, folder: str, sequence_length: int, batch_size: int, shuffle: bool, num_workers: int = 0,
+        vocab_size: int = 8192,
+    ) -> None:  # fmt: skip
         super().__init__(sequence_length, batch_size, shuffle, 0, num_workers)
-        self.folder = Path(folder)
+        self.folder, self.vocab_size = Path(folder), vocab_size
 
     def packed(self, split: str, **order: Any) -> PackedBatches:
         return Concatenate().batches(self.folder / split, **order)

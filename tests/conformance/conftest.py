@@ -54,11 +54,13 @@ def pytest_leyden_cases():
         Case("GPT", SINUSOIDAL),
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
+        Case("LRFinder", SHORT["LRFinder"]),
         Case("MixtureDataModule", mixture()),
         Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
+        Case("RandomRestart", SHORT["RandomRestart"]),
         Case(
             "SOAP",
             {"lr": 0.003, "precondition_frequency": 2},

@@ -1,0 +1,209 @@
+"""The largest micro-batch that memory has room for."""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+
+from core import memory_limits
+from core.errors import ConfigError
+from core.loop_state import rescale
+from core.technique import technique
+from core.trials import misfits, training_batches, undone
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
+
+
+@technique(
+    paper="doubling and bisection as in Lightning's BatchSizeFinder, over the divisors of the batch",
+    owns=("batch_size",),
+    conflicts=memory_limits.GATHERING
+    | {"GradientAccumulationScheduler": "both would decide how many micro-batches a step takes"},
+    before=("LRFinder", "RandomRestart"),
+)
+class BatchSizeFinder(Callback):
+    """Finds the largest micro-batch that fits, before the run starts; the batch of a step stays as it is configured.
+
+    That batch (`data.batch_size` rows, times `trainer.accumulate_grad_batches`) is then cut into as few micro-batches
+    as memory allows, all of the same size. The run is bitwise the one with these numbers in its configuration, and
+    so is a resumed one: what counts micro-batches there (`trainer.val_check_interval`) counts the new ones. A try is a step on full rows, forward, backward and update, with the optimizer's state there;
+    out of memory it ends, and what it held is given back. Everything is put back as it was.
+
+    On several ranks (DDP) each tries without talking to the others, and then all agree on what fits everywhere:
+    none waits for one that ran out. Validation takes micro-batches of the same size.
+
+    Args:
+        memory_limit: On a CPU: bytes that a step may take beyond what the process holds when the search begins.
+
+    Raises:
+        ConfigError: If `memory_limit` is below 1, or not even a single row fits.
+
+    Example:
+        trainer:
+          accelerator: cpu
+          callbacks+:
+            - class_path: BatchSizeFinder
+              init_args: {memory_limit: 2000000000}
+    """
+
+    def __init__(self, memory_limit: int | None = None) -> None:
+        memory_limits.check_limit("BatchSizeFinder", memory_limit)
+        self.memory_limit = memory_limit
+        self._found: int | None = None
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields what it cannot try, or not limit."""
+        yield from memory_limits.misfits(run, own.arguments.get("memory_limit"))
+        yield from misfits(run)
+        if run.argument("trainer.strategy.static_graph"):
+            yield "DDP would take its first try for the static graph: set --trainer.strategy.static_graph=false"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the rows of a micro-batch on each rank."""
+        return {"batch_size": self._found}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes them over."""
+        self._found = state_dict["batch_size"]
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Sets what was found before a resumed run builds anything on it."""
+        found = checkpoint["callbacks"].get(self.state_key, {}).get("batch_size")
+        if found and trainer.state.fn == "fit":
+            sizes = divisors(_rows(trainer))  # of other rows, perhaps, on other ranks
+            self._set(trainer, sizes[bisect_right(sizes, found) - 1])
+            rescale(trainer, checkpoint)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Searches, and sets what was found before a run builds anything else on it."""
+        if trainer.ckpt_path:
+            return
+        trainer.fit_loop.setup_data()
+        sizes = divisors(_rows(trainer))
+        attempt = Attempt(trainer, self.memory_limit)
+        with undone(trainer):
+            found = largest(sizes, attempt)
+        trainer.fit_loop._combined_loader = None  # it is built when the run begins, with the rows of then
+        if found is None:
+            length = trainer.datamodule.sequence_length  # type: ignore[attr-defined]
+            raise ConfigError(
+                f"BatchSizeFinder: memory has no room for a step on a single row of {length:,} tokens.\n"
+                "Shorten --data.sequence_length, add ActivationCheckpointing, or spread the model: "
+                "--trainer.strategy=FSDP."
+            )
+        self._found = found
+        self._set(trainer, found)
+        trainer.strategy.setup_optimizers(trainer)  # schedules know how many steps an epoch has
+        trainer.fit_loop._combined_loader = None
+        if trainer.is_global_zero:
+            over = next((size for size in sizes if size > found), None)
+            print(
+                f"BatchSizeFinder: {found} rows fit{f', {over} do not' if over else ''}. Micro-batches of a step, on "
+                f"each rank: {trainer.accumulate_grad_batches} x {found} rows.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _set(self, trainer: Trainer, batch_size: int) -> None:
+        rows = _rows(trainer)
+        trainer.datamodule.batch_size = batch_size  # type: ignore[attr-defined]
+        trainer.accumulate_grad_batches = rows // batch_size
+
+
+class Attempt:
+    """Tries whether a micro-batch fits; called on every rank, it answers the same on each.
+
+    Args:
+        trainer: Its optimizer, weights and gradients are changed.
+        limit: Bytes that a try may take beyond what the process holds now; None: what there is.
+    """
+
+    def __init__(self, trainer: Trainer, limit: int | None) -> None:
+        self.trainer, self.optimizer = trainer, trainer.optimizers[0]
+        self.rows = _rows(trainer)
+        batches = training_batches(trainer)
+        self.batch = widened(next(iter(batches))[1], batches.sequence_length)
+        self.limit = None if limit is None else memory_limits.held_bytes() + limit
+        self.first = True
+
+    def __call__(self, size: int) -> bool:
+        """Returns whether `size` rows fit on every rank."""
+        fits = self._fits(size) and (not self.first or self._fits(size))  # now with the optimizer's state
+        self.first = False
+        self.optimizer.zero_grad()
+        memory_limits.give_back()
+        failed = torch.tensor(float(not fits), device=self.trainer.strategy.root_device)
+        if self.trainer.world_size > 1:
+            failed = self.trainer.strategy.reduce(failed, reduce_op="sum")
+        return not bool(failed)
+
+    def _fits(self, size: int) -> bool:
+        self.optimizer.zero_grad()
+        try:
+            with memory_limits.limited(self.limit):
+                self._step(size)
+        except Exception as error:
+            if not memory_limits.is_out_of_memory(error):
+                raise
+            return False
+        return True
+
+    def _step(self, size: int) -> None:
+        """Takes a step without talking to other ranks: past DDP's forward, its hooks do nothing."""
+        trainer, module = self.trainer, self.trainer.lightning_module
+        rows = torch.arange(size) % len(self.batch["input_ids"])
+        batch = {name: values[rows] for name, values in self.batch.items()}
+        batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+        for number in range(min(self.rows // size, 2)):  # the second finds gradients there
+            with trainer.precision_plugin.train_step_context():
+                loss: Any = module.training_step(batch, number)
+            loss.backward()
+        self.optimizer.step()
+
+
+def widened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+    """Returns a batch with rows of full length: packings may pad them to less."""
+    columns = torch.arange(length) % batch["input_ids"].shape[1]
+    return {name: values[:, columns] for name, values in batch.items()}
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors, rising."""
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def largest(sizes: list[int], fits: Callable[[int], bool]) -> int | None:
+    """Returns the largest that fits, or None: about doubles it until one does not, then bisects.
+
+    Args:
+        sizes: Rising; what is larger than one that does not fit does not fit either.
+        fits: Tries one.
+    """
+    good, bad, at = -1, len(sizes), 0
+    while at < bad:
+        if not fits(sizes[at]):
+            bad = at
+            break
+        good = at
+        at = max(bisect_right(sizes, 2 * sizes[at]) - 1, at + 1)
+    while bad - good > 1:
+        middle = (good + bad) // 2
+        good, bad = (middle, bad) if fits(sizes[middle]) else (good, middle)
+    return sizes[good] if good >= 0 else None
+
+
+def _rows(trainer: Trainer) -> int:
+    """Returns the rows of an optimizer step on each rank."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    return int(data.batch_size * trainer.accumulate_grad_batches)

@@ -1,0 +1,185 @@
+"""Going on with smaller micro-batches when memory runs out in the middle of a run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from torch import Tensor
+
+from core import memory_limits
+from core.errors import ConfigError
+from core.seeding import mix
+from core.shards import gradients
+from core.technique import technique
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
+
+DDP_OPTIONS = {
+    "static_graph": (True, "false"),
+    "find_unused_parameters": (True, "false"),
+    "compression": ("bf16", "fp16", "powersgd", "none"),
+}
+"""Option of DDP's -> the values with which gradients cannot be averaged behind backward, and one with which they can."""
+
+
+@technique(
+    paper="gradient accumulation in place of memory, as in Composer's automatic microbatching",
+    conflicts=memory_limits.GATHERING,
+    before=("LRFinder", "RandomRestart"),
+    after=("BatchSizeFinder",),
+)
+class OOMGuard(Callback):
+    """Halves the micro-batch and repeats the step when its forward or backward runs out of memory.
+
+    From then on each micro-batch is computed in twice as many parts, one after the other, whose gradients add up: an
+    accumulation inside of the accumulation. The batch of a step, the order of tokens, the schedule and all counts
+    stay as they are. Gradients of the step so far are dropped, and all its micro-batches computed again, so that
+    nothing is lost or counted twice; a run that had begun with the smaller parts gives the same but for rounding.
+    Checkpoints know the parts. A single row that does not fit ends the run, and so does an update or a validation.
+
+    On several ranks (DDP) each cuts up its own micro-batches: ranks talk to each other behind backward only, so that
+    they wait for the one that repeats, for as long as that takes. Gradients are averaged then, not meanwhile.
+
+    Args:
+        memory_limit: On a CPU: bytes that forward and backward may take beyond what the process holds when training
+            starts.
+
+    Raises:
+        ConfigError: If `memory_limit` is below 1, or a single row does not fit.
+
+    Example:
+        trainer:
+          accelerator: cpu
+          callbacks+:
+            - class_path: OOMGuard
+              init_args: {memory_limit: 2000000000}
+    """
+
+    def __init__(self, memory_limit: int | None = None) -> None:
+        memory_limits.check_limit("OOMGuard", memory_limit)
+        self.memory_limit = memory_limit
+        self.parts = 1
+        self._most: int | None = None
+        self._step: list[tuple[Any, int]] = []
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields what it cannot limit, or average."""
+        yield from memory_limits.misfits(run, own.arguments.get("memory_limit"))
+        for name, (*bad, good) in DDP_OPTIONS.items():
+            if (value := run.argument(f"trainer.strategy.{name}")) in bad:
+                yield (
+                    f"it averages gradients behind backward, where DDP does not know {name}={value}: set "
+                    f"--trainer.strategy.{name}={good}"
+                )
+        word = run.argument("trainer.strategy")
+        if isinstance(word, str) and "find_unused_parameters_true" in word:
+            yield "it averages all gradients on all ranks: take --trainer.strategy=DDP, without unused parameters"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the parts of a micro-batch."""
+        return {"parts": self.parts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on with as many."""
+        self.parts = state_dict["parts"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Takes the place of what computes the gradients of a micro-batch."""
+        if self.memory_limit is not None:
+            self._most = memory_limits.held_bytes() + self.memory_limit
+        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        loop._make_closure = lambda kwargs, optimizer, number: Closure(
+            lambda: self._gradients(trainer, optimizer, kwargs["batch"], kwargs["batch_idx"])
+        )
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gives the place back."""
+        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
+        self._step = []
+
+    def _gradients(self, trainer: Trainer, optimizer: Any, batch: Any, number: int) -> ClosureResult:
+        """Adds the gradients of a micro-batch to those of the step, however often it takes."""
+        module: Any = trainer.lightning_module
+        if number % trainer.accumulate_grad_batches == 0:
+            self._step, self._window, module.in_parts = [], module._window.copy(), self.parts > 1
+        self._step.append((batch, number))
+        todo = self._step[-1:]
+        while (loss := self._attempt(trainer, optimizer, todo)) is None:
+            self._halve(trainer, batch)
+            optimizer.zero_grad()
+            module._window, module._step_sums, module.in_parts = self._window.copy(), None, True
+            memory_limits.give_back()
+            todo = self._step
+        if trainer.world_size > 1 and not trainer.fit_loop._should_accumulate():
+            _average(gradients(optimizer), trainer.world_size)
+        return ClosureResult(loss)
+
+    def _attempt(self, trainer: Trainer, optimizer: Any, todo: list[tuple[Any, int]]) -> Tensor | None:
+        """Computes micro-batches of the step; returns the loss of the last, or None: out of memory."""
+        try:
+            with memory_limits.limited(self._most):
+                for batch, number in todo:
+                    loss = self._micro_batch(trainer, optimizer, batch, number)
+        except Exception as error:
+            if not memory_limits.is_out_of_memory(error):
+                raise
+            return None  # with the error the graph is given up, which its traceback holds
+        return loss
+
+    def _micro_batch(self, trainer: Trainer, optimizer: Any, batch: Any, number: int) -> Tensor:
+        loop, total = trainer.fit_loop.epoch_loop.automatic_optimization, None
+        for part, rows in enumerate(split(batch, self.parts)):
+            # Past DDP's forward, which might wait for other ranks. Each part draws random numbers of its own.
+            index = mix(number, part) if part else number
+            with trainer.precision_plugin.train_step_context():
+                output: Any = trainer.lightning_module.training_step(rows, index)
+            if not part and (zero := loop._make_zero_grad_fn(number, optimizer)):
+                zero()
+            loss = output / trainer.accumulate_grad_batches
+            total = loss.detach().clone() if total is None else total + loss.detach()
+            trainer.strategy.backward(loss, optimizer)
+        assert total is not None
+        return total
+
+    def _halve(self, trainer: Trainer, batch: Any) -> None:
+        rows = len(batch["input_ids"])
+        now = -(-rows // self.parts)
+        if now == 1:
+            raise ConfigError(
+                f"OOMGuard: out of memory in step {trainer.global_step + 1}, on rank {trainer.global_rank}, with a single "
+                f"row of {batch['input_ids'].shape[1]:,} tokens.\nShorten --data.sequence_length, add "
+                "ActivationCheckpointing, or spread the model: --trainer.strategy=FSDP."
+            )
+        self.parts *= 2
+        print(
+            f"OOMGuard: out of memory in step {trainer.global_step + 1}, on rank {trainer.global_rank}: micro-batches of "
+            f"{rows} rows are computed in parts of {-(-rows // self.parts)}, not {now}, from now on.",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def split(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
+    """Returns a batch in so many parts of about as many rows; in single rows where there are fewer."""
+    if parts == 1:
+        return [batch]
+    parts = min(parts, len(batch["input_ids"]))
+    names, values = zip(*batch.items(), strict=True)
+    cut = zip(*(torch.tensor_split(value, parts) for value in values), strict=True)
+    return [dict(zip(names, part, strict=True)) for part in cut]
+
+
+def _average(tensors: list[Tensor], ranks: int) -> None:
+    torch._foreach_div_(tensors, ranks)
+    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    for work in works:
+        work.wait()

@@ -1,0 +1,104 @@
+"""The search finds the largest divisor that fits, under a limit that allocations really meet."""
+
+import pytest
+
+from callbacks.batch_size_finder import BatchSizeFinder, divisors, largest
+from core.errors import ConfigError
+from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
+
+MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}},
+                   "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 2}}}}  # fmt: skip
+LIMIT = 21_000_000
+"""Bytes with which 4 rows of 12 fit, and 6 do not."""
+
+ENDLESS = 2_000_000_000
+
+
+def shape(batch_size, accumulated, **data):
+    return {"trainer": {"accumulate_grad_batches": accumulated, "max_steps": 3, "val_check_interval": 1},
+            "data": {"init_args": {"batch_size": batch_size, "sequence_length": 96, **data}}}  # fmt: skip
+
+
+def finder(limit=LIMIT):
+    return callback("BatchSizeFinder", memory_limit=limit)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(LIMIT, 4), (ENDLESS, 12)])
+def test_the_run_after_it_is_the_run_with_these_numbers(limit, rows):
+    found = fit(MODEL, shape(2, 6), finder(limit))
+    assert state_of(found, "BatchSizeFinder") == {"batch_size": rows}
+    ended_alike(found, fit(MODEL, shape(rows, 12 // rows)))
+    assert f"{rows} rows fit" in found.complaint
+
+
+def test_epochs_and_schedules_are_those_of_these_numbers():
+    # 83 rows are 7 steps of 6 + 6 rows with a rest, or one of 12 rows without
+    epochs = {"trainer": {"max_epochs": 2, "max_steps": -1, "limit_train_batches": 1.0, "val_check_interval": 1.0,
+                          "check_val_every_n_epoch": 1}}  # fmt: skip
+    found = fit(MODEL, shape(6, 2), epochs, finder(ENDLESS))
+    ended_alike(found, fit(MODEL, shape(12, 1), epochs))
+
+
+def test_a_resumed_run_goes_on_with_them():
+    usual = (MODEL, shape(2, 6), finder())
+    longer = {"trainer": {"max_steps": 6, "val_check_interval": 9}}
+    whole = fit(*usual, longer)
+    fit(*usual, longer, code=-9, kill_at=5, name="batch-size-finder-killed")
+    found = fit(*usual, longer, words=("--ckpt_path=last",), name="batch-size-finder-killed")
+    ended_alike(found, whole)
+    assert "BatchSizeFinder:" not in found.complaint  # it does not search again
+
+
+def test_all_ranks_take_what_fits_on_each():
+    parts = MODEL, strategy("DDP"), shape(2, 6)
+    less = {"class_path": "tests.callbacks.limits.Less", "init_args": {"rank": 1, "limit": LIMIT}}
+    both = {"trainer": {"callbacks": [less, *finder(ENDLESS)["trainer"]["callbacks"]]}}
+    found = fit(*parts, both, ranks=2)
+    assert state_of(found, "BatchSizeFinder") == {"batch_size": 4}
+    ended_alike(found, fit(MODEL, strategy("DDP"), shape(4, 3), ranks=2))
+
+
+def test_a_row_that_does_not_fit_ends_the_run():
+    done = fit(MODEL, shape(2, 6), finder(500_000), code=2)
+    assert "no room for a step on a single row of 96 tokens" in done.complaint
+    assert len(done.complaint.splitlines()) <= 10
+
+
+@pytest.mark.parametrize("number", [1, 7, 12, 64, 90])
+def test_the_search_finds_the_largest_divisor_that_fits(number):
+    sizes = divisors(number)
+    assert sizes == [each for each in range(1, number + 1) if number // each * each == number]
+    for most in range(number + 2):
+        tried = []
+        expected = max((size for size in sizes if size <= most), default=None)
+        assert (
+            largest(sizes, lambda size, most=most, tried=tried: tried.append(size) or size <= most)
+            == expected
+        )
+        assert len(set(tried)) == len(tried)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([finder(None)], "memory_limit is needed on a CPU"),
+        ([finder(0)], "a memory_limit from 1 byte upwards"),
+        ([finder(), strategy("FSDP")], "would leave the others waiting for ever"),
+        ([finder(), strategy("DDP", static_graph=True)], "static_graph=false"),
+        ([finder(), {"data": {"class_path": "tests.toy.ToyData", "init_args": {}}}], "which ToyData does not tell"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_run(parts, said):
+    done = fit(*parts, code=2)
+    assert said in done.complaint
+    assert len(done.complaint.splitlines()) <= 10
+
+
+def test_two_owners_of_the_batch_are_refused():
+    both = {"trainer": {"callbacks": [{"class_path": "BatchSizeRamp"}, *finder()["trainer"]["callbacks"]]}}
+    assert "would both control the batch size" in fit(both, code=2).complaint
+
+
+def test_the_limit_is_in_bytes():
+    with pytest.raises(ConfigError, match="from 1 byte upwards"):
+        BatchSizeFinder(-1)

@@ -1,0 +1,118 @@
+"""A run that would die goes on in smaller parts, loses nothing, and is the run that had them from the start."""
+
+import pytest
+import torch
+
+from callbacks.oom_guard import OOMGuard, split
+from core.errors import ConfigError
+from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
+from tests.distributed.same_run import weights_apart
+
+ENDLESS = 2_000_000_000
+MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}}}}
+SQUEEZE = {"limit": 10_000_000, "step": 2}
+"""8 rows of 96 tokens need 13 million bytes, 4 rows less than 8."""
+
+
+def shape(batch_size, accumulated, **trainer):
+    return {"trainer": {"accumulate_grad_batches": accumulated, **trainer},
+            "data": {"init_args": {"batch_size": batch_size, "sequence_length": 96}}}  # fmt: skip
+
+
+def squeezed(guard=True, **options):
+    squeeze = {"class_path": "tests.callbacks.limits.Squeeze", "init_args": SQUEEZE | options}
+    own = callback("OOMGuard", memory_limit=ENDLESS)["trainer"]["callbacks"]
+    return {"trainer": {"callbacks": [squeeze, *(own if guard else [])]}}
+
+
+def is_the_same_run(found, expected):
+    """Asserts that two runs differ by rounding alone, which 6 steps in float32 let grow to 1e-5."""
+    assert found.record["steps"] == expected.record["steps"]
+    for step, figures in expected.record["figures"].items():
+        assert found.record["figures"][step] == pytest.approx(
+            figures, rel=1e-5
+        )  # tokens and rates among them
+    assert weights_apart(found, expected) < 1e-5
+
+
+def test_a_run_that_would_die_goes_on():
+    dead = fit(MODEL, shape(8, 1), squeezed(guard=False), code=1)
+    assert "can't allocate memory" in dead.complaint
+    found = fit(MODEL, shape(8, 1), squeezed())
+    assert state_of(found, "OOMGuard") == {"parts": 2}
+    is_the_same_run(found, fit(MODEL, shape(4, 2, val_check_interval=12)))
+    assert (
+        "out of memory in step 3, on rank 0: micro-batches of 8 rows are computed in parts of 4, not 8"
+        in found.complaint
+    )
+
+
+@pytest.mark.parametrize("batch", [0, 1, 2])
+def test_a_step_is_repeated_whole(batch):
+    found = fit(MODEL, shape(8, 3, val_check_interval=18), squeezed(batch=batch))
+    assert state_of(found, "OOMGuard") == {"parts": 2}
+    is_the_same_run(found, fit(MODEL, shape(4, 6, val_check_interval=36)))
+
+
+def test_without_a_shortage_it_is_the_run_without_it():
+    parts = MODEL, shape(8, 2)
+    ended_alike(fit(*parts, callback("OOMGuard", memory_limit=ENDLESS)), fit(*parts))
+
+
+DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}}}}
+
+
+def test_a_resumed_run_goes_on_in_parts():
+    usual = MODEL, DROPOUT, shape(8, 2, val_check_interval=5), squeezed(step=1)
+    whole = fit(*usual)
+    fit(*usual, code=-9, kill_at=5, name="oom-guard-killed")
+    found = fit(*usual, words=("--ckpt_path=last",), name="oom-guard-killed")
+    ended_alike(found, whole)
+    assert "OOMGuard: out of memory" not in found.complaint
+
+
+@pytest.mark.parametrize("batch", [0, 1])
+def test_one_of_two_ranks_runs_out(batch):
+    parts = MODEL, strategy("DDP"), shape(8, 2)
+    found = fit(*parts, squeezed(rank=1, batch=batch), ranks=2)
+    assert state_of(found, "OOMGuard") == {"parts": 1}  # rank 0's
+    is_the_same_run(found, fit(*parts, ranks=2))
+
+
+def test_a_row_that_does_not_fit_ends_the_run():
+    done = fit(MODEL, shape(4, 1), squeezed(limit=500_000), code=2)
+    assert "with a single row of 96 tokens" in done.complaint
+    assert "in parts of 1, not 2" in done.complaint
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
+def test_parts_are_all_rows_in_their_order(parts):
+    batch = {"input_ids": torch.arange(24).view(6, 4), "labels": -torch.arange(24).view(6, 4)}
+    cut = split(batch, parts)
+    assert len(cut) == min(parts, 6)
+    for name, values in batch.items():
+        assert torch.equal(torch.cat([part[name] for part in cut]), values)
+    assert max(len(part["labels"]) for part in cut) == -(-6 // len(cut))
+
+
+def test_the_limit_is_in_bytes():
+    with pytest.raises(ConfigError, match="from 1 byte upwards"):
+        OOMGuard(0)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([callback("OOMGuard")], "memory_limit is needed on a CPU"),
+        ([squeezed(), strategy("HybridParallel")], "would leave the others waiting for ever"),
+        ([squeezed(), strategy("DDP", compression="bf16")], "--trainer.strategy.compression=none"),
+        (
+            [squeezed(), {"trainer": {"strategy": "ddp_find_unused_parameters_true"}}],
+            "averages all gradients",
+        ),
+    ],
+)
+def test_mistakes_in_a_run(parts, said):
+    done = fit(*parts, code=2)
+    assert said in done.complaint
+    assert len(done.complaint.splitlines()) <= 10

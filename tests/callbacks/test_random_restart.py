@@ -1,0 +1,127 @@
+"""The run that goes on is the one with the best seed, bit by bit, under every kind of strategy."""
+
+import csv
+import math
+
+import numpy as np
+import pytest
+
+from callbacks.random_restart import RandomRestart, _score, draw
+from core.errors import ConfigError
+from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
+from tests.distributed.same_run import same_bits
+
+RESTART = callback("RandomRestart", seeds=4, num_steps=3)
+DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}},
+                     "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 2}}}}  # fmt: skip
+
+
+def seed(number):
+    return {"seed_everything": number}
+
+
+def losses_of(found):
+    with (found.folder / "random_restart.csv").open() as file:
+        header, *rows = list(csv.reader(file))
+    return header, np.array(rows, dtype=float)
+
+
+@pytest.mark.parametrize("first", [0, 5])
+def test_the_run_is_that_of_the_best_seed(first):
+    found = fit(DROPOUT, seed(first), RESTART)
+    header, table = losses_of(found)
+    assert header == ["step", *(f"loss of seed {first + k} (nats/token)" for k in range(4))]
+    assert table[:, 0].tolist() == [1, 2, 3]
+    best = state_of(found, "RandomRestart")["seed"]
+    assert best == first + int(np.argmin(table[-1, 1:]))
+    expected = fit(DROPOUT, seed(best))
+    ended_alike(found, expected)
+    figures = expected.record["figures"].values()
+    assert [figure["train/loss"] for figure in figures][:3] == table[:, 1 + best - first].tolist()
+    assert (found.folder / "random_restart.png").read_bytes().startswith(b"\x89PNG")
+    assert f"seed {best} is the best" in found.complaint
+
+
+def test_another_seed_than_the_first_is_taken_too():
+    found = {
+        state_of(fit(DROPOUT, seed(first), RESTART), "RandomRestart")["seed"] - first for first in (0, 5)
+    }
+    assert found - {0}
+
+
+def test_a_resumed_run_goes_on_with_the_seed():
+    usual = DROPOUT, seed(5), RESTART
+    whole = fit(*usual)
+    assert state_of(whole, "RandomRestart")["seed"] != 5  # from which dropout would draw otherwise
+    fit(*usual, code=-9, kill_at=5, name="random-restart-killed")
+    ended_alike(fit(*usual, words=("--ckpt_path=last",), name="random-restart-killed"), whole)
+
+
+def callbacks(*overlays):
+    return {
+        "trainer": {"callbacks": [one for overlay in overlays for one in overlay["trainer"]["callbacks"]]}
+    }
+
+
+def test_others_begin_with_the_best_seed():
+    average, finder = (
+        callback("ExponentialMovingAverage"),
+        callback("LRFinder", num_steps=12, min_rate=1e-3, then="use"),
+    )
+    found = fit(seed(5), callbacks(average, finder, RESTART))  # in any order
+    best, rate = state_of(found, "RandomRestart")["seed"], state_of(found, "LRFinder")["rate"]
+    expected = fit(seed(best), average, {"model": {"optimizer": {"init_args": {"lr": rate}}}})
+    ended_alike(found, expected)
+    name = "ExponentialMovingAverage"
+    assert best != 5
+    assert same_bits(state_of(found, name), state_of(expected, name))
+
+
+ROTARY = {"model": {"network": {"init_args": {"position": "rotary", "tie_embeddings": False, "bias": False}}}}
+RANKS = {
+    "DDP": (strategy("DDP"), DROPOUT),
+    "FSDP": (strategy("FSDP"),),
+    "tensor": (strategy("HybridParallel", tensor=2), ROTARY),
+    "pipeline": (strategy("HybridParallel", pipeline=2),),
+}
+
+
+@pytest.mark.parametrize("name", [*list(RANKS)[:3], pytest.param("pipeline", marks=pytest.mark.slow)])
+def test_two_ranks_go_on_with_the_best_seed(name):
+    found = fit(*RANKS[name], RESTART, ranks=2)
+    best = state_of(found, "RandomRestart")["seed"]
+    assert best == int(np.argmin(losses_of(found)[1][-1, 1:]))
+    ended_alike(found, fit(*RANKS[name], seed(best), ranks=2))
+
+
+def test_the_least_loss_of_the_last_tenth_wins():
+    curves = {3: [4.0] * 18 + [3.0, 1.0], 4: [5.0] * 18 + [1.5, 1.5], 5: [1.0] * 18 + [2.0, float("nan")]}
+    assert {seed: _score(losses) for seed, losses in curves.items()} == {3: 2.0, 4: 1.5, 5: math.inf}
+    [axes] = draw(curves, 4).axes
+    assert [line.get_label() for line in axes.lines][-1] == "seed 4 (best): 1.500"
+
+
+# Mistakes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"seeds": 1}, {"num_steps": 0}])
+def test_mistakes(options):
+    with pytest.raises(ConfigError, match="seeds from 2 and num_steps from 1 upwards"):
+        RandomRestart(**options)
+
+
+WILD = {"model": {"optimizer": {"init_args": {"lr": 1e30}}}, "trainer": {"gradient_clip_val": None}}
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ([callback("RandomRestart", num_steps=7)], "num_steps is 7, the whole run only 6 steps long"),
+        ([RESTART, {"data": {"class_path": "tests.toy.ToyData", "init_args": {}}}], "which ToyData does not tell"),
+        ([RESTART, WILD], "from no seed the loss stayed finite"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_run(parts, said):
+    done = fit(*parts, code=2)
+    assert said in done.complaint
+    assert len(done.complaint.splitlines()) <= 10
