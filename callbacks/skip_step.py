@@ -54,6 +54,7 @@ class SkipStep(Callback):
         if window < 2 or not sigma > 0:
             raise ConfigError(f"SkipStep takes window >= 2 and sigma > 0, not {window} and {sigma}.")
         self._window = OutlierWindow(2, window, sigma)  # loss, gradient norm
+        self._began = False
         self._skipped = torch.zeros((), dtype=torch.int64)
 
     @classmethod
@@ -70,6 +71,7 @@ class SkipStep(Callback):
         """Goes on with the window of a checkpoint, or, of another length, begins anew."""
         self._skipped = torch.tensor(state_dict["skipped"], device=self._skipped.device)
         self._window.load_state_dict(state_dict)
+        self._began = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Moves the window to the device."""
@@ -85,11 +87,11 @@ class SkipStep(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Decides about the step."""
-        figures = self._window.stack(pl_module.step_loss, pl_module.gradient_norm(optimizer))
-        outlier, _ = self._window.take(figures)
-        if self._window.steps > 1:
+        outlier, _, _ = self._window.take(pl_module.step_loss, pl_module.gradient_norm(optimizer))
+        if self._began:
             drop_update(optimizer, outlier)
             self._skipped += outlier
+        self._began = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

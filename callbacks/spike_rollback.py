@@ -161,10 +161,10 @@ class SpikeRollback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Judges the step, on the device."""
-        figures = self._window.stack(pl_module.step_loss, pl_module.gradient_norm(optimizer))
+        loss, norm = pl_module.step_loss, pl_module.gradient_norm(optimizer)
+        outlier, figures, limits = self._window.take(loss, norm)
         if self._scaled:
-            figures[1] = torch.where(figures[1].isfinite(), figures[1], self._window.last()[1])
-        outlier, limits = self._window.take(figures)
+            outlier = outlier & (figures[1].isfinite() | ~figures[0].isfinite())
         now = torch.cat((figures.new_full((1,), self._unseen), figures, limits))
         self._first = torch.where(self._first[0].isfinite() | ~outlier, self._first, now)
         self._unseen += 1
@@ -195,8 +195,10 @@ class SpikeRollback(Callback):
         """Returns whether the host looks behind this step; all ranks come to the same."""
         if logging_step or trainer.received_sigterm or trainer.global_step == trainer.max_steps:
             return True
-        loop, step = trainer.fit_loop.epoch_loop, trainer.global_step
-        if loop._num_ready_batches_reached() or loop._should_check_val_fx(loop._data_fetcher):
+        loop, step = trainer.fit_loop, trainer.global_step
+        if loop.epoch_loop._num_ready_batches_reached() or loop.epoch_loop._should_check_val_fx(
+            loop._data_fetcher
+        ):
             return True
         # ours, and Lightning's ModelCheckpoint
         every = (

@@ -57,8 +57,10 @@ class SnapshotRing:
         """Takes a snapshot, between two optimizer steps, after removing those that are not needed beside it."""
         self._place = f"rank{trainer.global_rank}-of-{trainer.world_size}"
         step = trainer.global_step
-        while len(self) > 1 and self._entries[1].step <= step + 1 - self.reach:
-            del self._entries[0]
+        later = [*(entry.step for entry in self._entries[1:]), step]
+        self._entries = [
+            entry for entry, after in zip(self._entries, later, strict=False) if after > step + 1 - self.reach
+        ]
         self._number += 1
         snapshot: snapshots.Snapshot | None = snapshots.take(trainer)
         if self.folder is not None:
