@@ -72,6 +72,8 @@ class ExponentialMovingAverage(Callback):
         self._averages = {name: p.detach().clone() for name, p in parameters.items()}
         self._take_restored()
         self._pairs = local(self._averages.values()), local(p.detach() for p in parameters.values())
+        modules = pl_module, *pl_module.network.modules()
+        self._gathering = [module for module in modules if hasattr(module, "reshard")]
 
     def _take_restored(self) -> None:
         for name, average in self._averages.items():
@@ -98,12 +100,19 @@ class ExponentialMovingAverage(Callback):
         averages, weights = self._pairs
         with torch.no_grad():
             own = [weight.clone() for weight in weights]
-            torch._foreach_copy_(weights, averages)
+            self._change(weights, averages)
         try:
             yield
         finally:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, own)
+            self._change(weights, own)
+
+    @torch.no_grad()
+    def _change(self, weights: list[Tensor], values: list[Tensor]) -> None:
+        torch._foreach_copy_(weights, values)
+        for (
+            module
+        ) in self._gathering:  # under FSDP: the next forward is not to find what the last one gathered
+            module.reshard()
 
     def on_validation_batch_end(
         self,
@@ -116,9 +125,10 @@ class ExponentialMovingAverage(Callback):
     ) -> None:
         """Evaluates the averages on the batch that the weights have just been evaluated on."""
         if self._averages and not trainer.sanity_checking:
-            with self.averaged(), trainer.precision_plugin.val_step_context():
-                loss, _ = pl_module.compute_loss(batch)
-            self._sums.add({"loss": loss})
+            own, pl_module._validation = pl_module._validation, self._sums
+            with self.averaged():  # as the strategy runs a validation step, with sums of our own
+                trainer.strategy.validation_step(batch, batch_idx)
+            pl_module._validation = own
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the averages' loss."""
