@@ -220,9 +220,9 @@ def test_gradients_that_overflow_in_fp16_are_no_spike(train):
 @pytest.mark.parametrize(
     ("save", "steps", "seen"), [({}, [7], 10), ({"every_n_steps": 8}, [7], 8), ({}, [13], 14)]
 )
-def test_the_host_looks_before_a_checkpoint_and_the_end_of_the_run(train, save, steps, seen):
+def test_the_host_looks_before_a_checkpoint_and_the_end_of_the_run(train, tmp_path, save, steps, seen):
     """Figures are logged every 5 steps; else nothing is saved before a rollback that has seen the spike."""
-    saver = [PeriodicCheckpoint(**save, dirpath="checkpoints")] if save else []
+    saver = [PeriodicCheckpoint(**save, dirpath=str(tmp_path / "checkpoints"))] if save else []
     found = train(SpikeRollback(**SMALL), poison(*steps), *saver, log_every_n_steps=5)
     assert [told["seen_at_step"] for told in found.told] == [seen]
 
