@@ -107,6 +107,7 @@ class SpikeRollback(Callback):
         self.rollbacks: list[dict[str, Any]] = []
         self._window = OutlierWindow(2, window, sigma)
         self._first, self._unseen = torch.tensor(NONE), 0  # spike, steps since the last look
+        self._scaled = False
         self._ring = SnapshotRing(rewind_steps)
         self._restored: dict[str, Any] = {}
 
@@ -154,7 +155,9 @@ class SpikeRollback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Takes the first snapshot, once every callback has begun."""
-        if not self._ring and not self._unseen and not batch_idx % trainer.accumulate_grad_batches:
+        if self._ring or batch_idx % trainer.accumulate_grad_batches:
+            return
+        if not bool(self._first[0].isfinite()):  # else it was resumed in the middle of a spike
             self._ring.add(trainer)
 
     def on_before_optimizer_step(
@@ -195,10 +198,8 @@ class SpikeRollback(Callback):
         """Returns whether the host looks behind this step; all ranks come to the same."""
         if logging_step or trainer.received_sigterm or trainer.global_step == trainer.max_steps:
             return True
-        loop, step = trainer.fit_loop, trainer.global_step
-        if loop.epoch_loop._num_ready_batches_reached() or loop.epoch_loop._should_check_val_fx(
-            loop._data_fetcher
-        ):
+        loop, fetcher, step = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, trainer.global_step
+        if loop._num_ready_batches_reached() or loop._should_check_val_fx(fetcher):
             return True
         # ours, and Lightning's ModelCheckpoint
         every = (

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import torch
@@ -108,7 +109,7 @@ class SnapshotRing:
     def _fits(self, trainer: Trainer, number: int) -> bool:
         try:
             snapshot = self._read(number)
-        except (OSError, RuntimeError, ValueError):
+        except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError):
             return False
         own = local([*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()])
         return [t.shape for t in snapshot["tensors"]] == [t.shape for t in own]
