@@ -36,8 +36,8 @@ class LossCurve(Callback):
 
     Light: the training loss of each logged step; dark: its running mean; dots: validation; dashed:
     the entropy of the validation text under token frequencies alone (`unigram_loss` of the data module),
-    which a model that uses no context cannot beat. The curve is part of the checkpoint, so that a resumed
-    run draws the whole of it.
+    which a model that uses no context cannot beat; red: steps that training has gone back behind. The curve is
+    part of the checkpoint, so that a resumed run draws the whole of it.
 
     Args:
         every_n_validations: Draw after every so many validations; 0: only at the end.
@@ -145,11 +145,15 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    steps, tokens, losses = np.array([p for p in training if np.isfinite(p[2])], dtype=float).T
+    points = np.array([p for p in training if np.isfinite(p[2])], dtype=float)
+    stays = counts(points[:, 0])
+    for rewound in np.split(points, np.flatnonzero(np.diff(stays)) + 1)[int(stays[0]) :: 2]:
+        axes.plot(rewound[:, 1], rewound[:, 2], color="tab:red", alpha=0.7, linewidth=0.8)
+    steps, tokens, losses = points[stays].T
     axes.plot(tokens, losses, color="tab:blue", alpha=0.35, linewidth=0.8)
     axes.plot(tokens, running_mean(losses), color="tab:blue", linewidth=1.8, label="training (running mean)")
     if validation:
-        _, at, values = np.array(validation, dtype=float).T
+        _, at, values = _that_count(validation).T
         label = f"validation (last {values[-1]:.3f}, perplexity {np.exp(values[-1]):.1f})"
         axes.plot(at, values, color="tab:orange", marker="o", markersize=4, linewidth=1.5, label=label)
     if unigram is not None:
@@ -158,7 +162,7 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
     if tokens[-1] >= 100 * tokens[0] > 0:
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    if losses.min() > 0 and losses.max() > 20 * losses.min():
+    if points[:, 2].min() > 0 and points[:, 2].max() > 20 * points[:, 2].min():
         axes.set_yscale("log")
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_xlabel("label tokens seen")
@@ -169,6 +173,18 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
     axes.legend(frameon=False)
     _add_steps(axes, steps, tokens)
     return figure
+
+
+def counts(steps: np.ndarray) -> np.ndarray:
+    """Returns of each step whether it counts, (n,): it does not where training went back behind it later."""
+    earliest_after = np.minimum.accumulate(np.append(steps, np.inf)[::-1])[::-1][1:]
+    return steps < earliest_after
+
+
+def _that_count(points: Points) -> np.ndarray:
+    """Returns the points that count, (n, 3)."""
+    array = np.array(points, dtype=float)
+    return array[counts(array[:, 0])]
 
 
 def _add_steps(axes: Axes, steps: np.ndarray, tokens: np.ndarray) -> None:

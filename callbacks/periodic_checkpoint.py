@@ -89,6 +89,8 @@ class PeriodicCheckpoint(Checkpoint):
     ) -> None:
         """Saves when a multiple of `every_n_steps` is complete; a step with a validation waits for it."""
         step = trainer.global_step
+        if step < self._saved_step:
+            self._go_back(step)
         self._due = step % self.every_n_steps == 0 and step not in (self._saved_step, trainer.max_steps)
         loop = trainer.fit_loop
         if self._due and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
@@ -125,6 +127,12 @@ class PeriodicCheckpoint(Checkpoint):
         """Goes on from there."""
         self._best, self.best_model_path = state_dict["best"], state_dict["path"]
 
+    def _go_back(self, step: int) -> None:
+        """Training has gone back to a step: those saved behind it come again, and overwrite what was saved."""
+        self._saved_step = 0
+        if self.best_model_path and _step_of(Path(self.best_model_path)) > step:
+            self._best, self.best_model_path = float("inf"), ""
+
     def _save(self, trainer: Trainer, step: int) -> None:
         self._due = False
         path = self._path(step)
@@ -143,10 +151,14 @@ class PeriodicCheckpoint(Checkpoint):
         if not trainer.is_global_zero or self.keep < 0:
             return
         for old in _by_age(Path(self.dirpath))[: -self.keep]:
-            step = int(old.stem.removeprefix("step-"))
+            step = _step_of(old)
             for_good = self.keep_every_n_steps and step % self.keep_every_n_steps == 0
             if not for_good and old.name != Path(self.best_model_path).name:
                 trainer.strategy.remove_checkpoint(old)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step-"))
 
 
 def _by_age(folder: Path) -> list[Path]:

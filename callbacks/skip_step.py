@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
 from core.errors import ConfigError
+from core.outliers import OutlierWindow
 from core.technique import Feature, technique
 from core.updates import drop_update, drops_updates
 
@@ -52,9 +53,8 @@ class SkipStep(Callback):
     def __init__(self, window: int = 128, sigma: float = 6.0) -> None:
         if window < 2 or not sigma > 0:
             raise ConfigError(f"SkipStep takes window >= 2 and sigma > 0, not {window} and {sigma}.")
-        self.window, self.sigma = window, sigma
-        self._steps = 0
-        self._history = torch.zeros(2, window)  # losses, gradient norms
+        self._window = OutlierWindow(2, window, sigma)  # loss, gradient norm
+        self._began = False
         self._skipped = torch.zeros((), dtype=torch.int64)
 
     @classmethod
@@ -65,14 +65,13 @@ class SkipStep(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the window."""
-        return {"steps": self._steps, "history": self._history.cpu(), "skipped": int(self._skipped)}
+        return self._window.state_dict() | {"skipped": int(self._skipped)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with the window of a checkpoint, or, of another length, begins anew."""
-        device = self._history.device
-        self._skipped = torch.tensor(state_dict["skipped"], device=device)
-        if state_dict["history"].shape == self._history.shape:
-            self._steps, self._history = state_dict["steps"], state_dict["history"].to(device)
+        self._skipped = torch.tensor(state_dict["skipped"], device=self._skipped.device)
+        self._window.load_state_dict(state_dict)
+        self._began = True
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Moves the window to the device."""
@@ -81,27 +80,18 @@ class SkipStep(Callback):
             raise ConfigError(
                 f"SkipStep: {names} cannot drop an update on the device: take AdamW or SGD, fused."
             )
-        self._history = self._history.to(pl_module.device)
+        self._window.to(pl_module.device)
         self._skipped = self._skipped.to(pl_module.device)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Decides about the step."""
-        figures = torch.stack((pl_module.step_loss.float(), pl_module.gradient_norm(optimizer).float()))
-        finite, slot = figures.isfinite(), self._steps % self.window
-        noted = torch.where(finite, figures, self._history[:, slot - 1])
-        outlier = ~finite.all()
-        if self._steps >= self.window:
-            deviation, mean = torch.std_mean(self._history, dim=1)
-            limit = mean + self.sigma * deviation
-            outlier |= (noted > limit).any()
-            noted = torch.minimum(noted, limit)
-        self._history[:, slot] = noted
-        if self._steps:
+        outlier, _, _ = self._window.take(pl_module.step_loss, pl_module.gradient_norm(optimizer))
+        if self._began:
             drop_update(optimizer, outlier)
             self._skipped += outlier
-        self._steps += 1
+        self._began = True
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

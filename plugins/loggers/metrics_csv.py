@@ -36,7 +36,8 @@ class MetricsCSV(Logger):
 
     A resumed run goes on in the same file: when its first training figures come, the rows from that
     step on, which a killed run had written beyond its last checkpoint, give way. Evaluation figures
-    wait for training figures, so that `validate` and `test` change nothing.
+    wait for training figures, so that `validate` and `test` change nothing. Where training goes back to an earlier
+    step (`SpikeRollback`), the rows behind that step give way too.
 
     Args:
         save_dir: The folder of `metrics.csv`; the run folder by default.
@@ -105,6 +106,14 @@ class MetricsCSV(Logger):
         for step, metrics in self._waiting:
             self._add(step, metrics)
         self._waiting.clear()
+
+    @rank_zero_only
+    def go_back(self, step: int) -> None:
+        """Drops the rows behind a step that training has gone back to."""
+        self._waiting = [(at, metrics) for at, metrics in self._waiting if at <= step]
+        if self._file is not None:
+            rows = [row for row in _read(self.path)[1] if int(row["step"]) <= step]
+            self._rewrite(self._columns, rows)
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -3,7 +3,8 @@
     python -m tests.benchmarks.stability_callbacks
 
 One run of `fit`, in blocks of a few steps with and without the callback in turn; CPU time of the process, so that
-other programs on the machine count less. The ratio is the median over neighbouring blocks. The run clips by norm
+other programs on the machine count less. The ratio is the median over neighbouring blocks; figures are logged at the end of each. What a
+snapshot of SpikeRollback takes stands below, as a share of the steps between two. The run clips by norm
 without the callback too (`gradient_clip_val`), but where GradientClip takes its place.
 """
 
@@ -18,9 +19,29 @@ import time
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from tests.benchmarks.loop_overhead import SIZES, batches_of
+
+
+class Batches(LightningDataModule):
+    """Random batches, which can be skipped.
+
+    Args:
+        batches: The batches.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        super().__init__()
+        self.batches = batches
+
+    def train_dataloader(self) -> Any:
+        """Returns the batches."""
+        return torch.utils.data.DataLoader(self.batches, batch_size=None)
+
+    def skip_batches(self, batches: int) -> None:
+        """Says that there was a spike, which there should not be."""
+        raise RuntimeError("a spike in a benchmark")
 
 
 class Alternate(Callback):
@@ -34,7 +55,7 @@ class Alternate(Callback):
     def __init__(self, inner: Callback, block: int) -> None:
         self.inner, self.block = inner, block
         self.seconds: dict[bool, list[float]] = {True: [], False: []}
-        self.on = True
+        self.on, self.snapshot_s = True, 0.0
 
     def on_fit_start(self, *args: Any) -> None:
         """Passes it on."""
@@ -86,12 +107,22 @@ def measure(inner: Callback, size: dict[str, Any], blocks: int, block: int) -> t
             accelerator="cpu", devices=1, max_steps=2 * blocks * block, callbacks=[alternate], logger=False,
             gradient_clip_val=None if own else 1.0, enable_model_summary=False, enable_progress_bar=False,
             enable_checkpointing=False, num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=folder,
-            profiler=NoProfiler(), log_every_n_steps=10,
+            profiler=NoProfiler(), log_every_n_steps=block,
         )  # fmt: skip
-        trainer.fit(module, torch.utils.data.DataLoader(batches_of(size), batch_size=None))
+        trainer.fit(module, datamodule=Batches(batches_of(size)))
+        if type(inner).__name__ == "SpikeRollback":
+            begin = time.process_time()
+            inner._ring.add(trainer)
+            alternate.snapshot_s = time.process_time() - begin
     with_it, without = (alternate.seconds[on][1:] for on in (True, False))
     ratios = [a / b for a, b in zip(with_it, without, strict=True)]
-    return statistics.median(without), statistics.median(ratios)
+    usual = statistics.median(without)
+    if alternate.snapshot_s:
+        share = alternate.snapshot_s / usual / inner.snapshot_every_n_steps
+        print(
+            f"a snapshot: {alternate.snapshot_s:.3f} CPU s, {share:.2%} of {inner.snapshot_every_n_steps} steps"
+        )
+    return usual, statistics.median(ratios)
 
 
 def main() -> None:
@@ -100,6 +131,7 @@ def main() -> None:
     from callbacks.gradient_clip import GradientClip
     from callbacks.non_finite_guard import NonFiniteGuard
     from callbacks.skip_step import SkipStep
+    from callbacks.spike_rollback import SpikeRollback
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="callbacks; none: all")
@@ -116,6 +148,7 @@ def main() -> None:
         GradientClip(),
         GradientClip("adaptive"),
         NonFiniteGuard(),
+        SpikeRollback(),
         ExponentialMovingAverage(),
     ):
         name = f"{type(inner).__name__}{'-adaptive' if getattr(inner, 'method', '') == 'adaptive' else ''}"

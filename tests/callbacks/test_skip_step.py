@@ -43,15 +43,15 @@ class Spikes(Callback):
 def by_the_rule(figures, window, sigma):
     history, skipped = [], []
     for step, now in enumerate(np.array(figures)):
-        noted = np.where(np.isfinite(now), now, history[-1] if history else 0)
-        bad = not np.isfinite(now).all() and step > 0
-        if step >= window:
+        bad = not np.isfinite(now).all()
+        if not bad and len(history) >= window:
             last = np.array(history[-window:])
             limit = last.mean(0) + sigma * last.std(0, ddof=1)
-            bad |= bool((noted > limit).any())
-            noted = np.minimum(noted, limit)
-        history.append(noted)
-        skipped += [step] * bad
+            bad = bool((now > limit).any())
+            now = np.minimum(now, limit)
+        if np.isfinite(now).all():
+            history.append(now)
+        skipped += [step] * (bad and step > 0)
     return skipped
 
 

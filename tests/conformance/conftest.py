@@ -21,6 +21,18 @@ TOKENS = dict.fromkeys(
 )
 
 
+ROLLBACK = {
+    "window": 3,
+    "sigma": 3.0,
+    "rewind_steps": 1,
+    "skip_batches": 2,
+    "retries": 9,
+    "snapshot_every_n_steps": 1,
+}
+"""A window so narrow that the few steps of a test hold rollbacks."""
+
+SHIFTED = {"idle_costs_nothing": "after a rollback a validation falls on the steps that are watched"}
+
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
 
@@ -73,6 +85,9 @@ def pytest_leyden_cases():
         Case("ShardedCheckpoint", {"asynchronous": False}),
         Case("ShardedCheckpoint", {"asynchronous": True}, exempt=dict.fromkeys(["resumes_bitwise"], KILLED)),
         Case("SkipStep", {"window": 3, "sigma": 2.0}),
+        Case("SpikeRollback", {}),
+        Case("SpikeRollback", ROLLBACK, exempt=SHIFTED),
+        Case("SpikeRollback", ROLLBACK | {"on_disk": True}, exempt=SHIFTED),
         Case("TextSamples", {"num_samples": 1, "every_n_steps": 3, "max_new_tokens": 4}),
         Case(
             "TorchaoAdamW8bit", tolerance=1e-4

@@ -1,0 +1,79 @@
+"""A rollback on several real gloo ranks is the one of a single process, however weights are spread."""
+
+import json
+
+import pytest
+
+from core.testing.case import tiny, with_text
+from core.testing.runs import run
+from core.testing.workshop import workshop, write_config
+from tests.distributed.same_run import weights_apart
+
+TOLERANCE = 1e-5
+"""Relative, in float32: sums of a few hundred terms in another order (6e-8 each), which 8 steps let grow."""
+
+STEP = 8 * 16
+"""Tokens of an optimizer step, of all ranks and micro-batches."""
+
+GUARD = {
+    "window": 3, "sigma": 50.0, "rewind_steps": 2, "skip_batches": 5, "snapshot_every_n_steps": 2, "rate_factor": 0.5,
+}  # fmt: skip
+
+
+def fit(name, ranks=1, readers=1, strategy=None, **guard):
+    """Trains 8 steps, the fifth of which is spoilt, on `ranks`, of which `readers` have different rows."""
+    folder = workshop() / f"rollback-{name}"
+    spoilt = {"first": 4 * STEP, "last": 5 * STEP, "gradient": 1e4}
+    record, saver = {"folder": str(folder)}, {"folder": str(folder), "save_at": 4}
+    callbacks = [
+        {"class_path": "core.testing.recorder.Recorder", "init_args": record},
+        {"class_path": "tests.callbacks.poison.Poison", "init_args": spoilt},
+        {"class_path": "SpikeRollback", "init_args": GUARD | guard},
+        {"class_path": "ExponentialMovingAverage", "init_args": {"decay": 0.9}},
+        {"class_path": "core.testing.recorder.Saver", "init_args": saver},
+    ]
+    trainer = {
+        "devices": ranks, "strategy": strategy or "auto", "default_root_dir": str(folder), "callbacks": callbacks,
+        "log_every_n_steps": 2, "accumulate_grad_batches": 2, "limit_train_batches": 1.0,
+        "plugins": [{"class_path": "AtomicCheckpoint"}],
+    }  # fmt: skip
+    network = {"init_args": {"n_layer": 2, "max_sequence_length": 16}}
+    data = {"init_args": {"batch_size": 4 // readers}}
+    values = with_text(tiny([{"trainer": trainer, "model": {"network": network}, "data": data}]), {})
+    done = run(["fit", f"--config={write_config(f'rollback-{name}', values)}"], folder, ranks=ranks)
+    assert done.code == 0, done.complaint
+    return done, json.loads((folder / "spike_rollbacks.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return fit("one-process")
+
+
+@pytest.mark.parametrize(
+    ("name", "readers", "init_args", "on_disk"),
+    [
+        ("DDP", 2, {}, False),
+        ("FSDP", 2, {"stage": 3}, True),
+        ("FSDP", 2, {"stage": 2}, False),
+        ("HybridParallel", 1, {"tensor": 2}, True),
+        ("HybridParallel", 1, {"pipeline": 2}, False),
+    ],
+    ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
+)
+def test_a_rollback_is_that_of_one_process(name, readers, init_args, on_disk, one_process):
+    expected, [rollback] = one_process
+    assert (rollback["step"], rollback["seen_at_step"], rollback["rewound_to_step"]) == (5, 6, 2)
+    label = "-".join(map(str, (name, *init_args, *init_args.values())))
+    strategy = {"class_path": name, "init_args": init_args}
+    found, [told] = fit(label, 2, readers, strategy, on_disk=on_disk)
+    assert told == pytest.approx(rollback, rel=TOLERANCE)
+    for step, figures in expected.record["figures"].items():
+        for figure, value in figures.items():
+            assert found.record["figures"][step][figure] == pytest.approx(value, rel=TOLERANCE), (
+                step,
+                figure,
+            )
+    assert weights_apart(found, expected) < TOLERANCE
+    if on_disk:
+        assert len({path.name.split(".")[1] for path in (found.folder / "snapshots").iterdir()}) == 2
