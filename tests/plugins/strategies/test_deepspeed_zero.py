@@ -188,19 +188,18 @@ def test_steps_whose_gradients_are_not_finite_change_nothing(more, init_args):
 
 @pytest.mark.slow  # a minute of compiling
 def test_deepspeeds_own_adam_steps_where_it_is_named():
-    own = {
-        "class_path": "deepspeed.ops.adam.DeepSpeedCPUAdam",
-        "init_args": {"lr": 0.01, "weight_decay": 0.1},
-    }
-    found = run_core_fit({**zero(2, offload_optimizer="cpu"), "model": {"optimizer": own}})
-    torchs = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.01, "weight_decay": 0.1}}
-    assert weights_apart(found, one_process({"model": {"optimizer": torchs}})) < 1e-4
+    from deepspeed.ops.op_builder import CPUAdamBuilder
 
-
-def run_core_fit(overlay):
-    found = fit(overlay, 1, name="compiled")
-    assert found.code == 0, found.complaint
-    return found
+    CPUAdamBuilder().load()  # for the runs below, which have less time
+    values = {"lr": 0.01, "weight_decay": 0.1}
+    own, torchs = (
+        {"model": {"optimizer": {"class_path": name, "init_args": values}}}
+        for name in ("deepspeed.ops.adam.DeepSpeedCPUAdam", "torch.optim.AdamW")
+    )
+    found = done(zero(2, offload_optimizer="cpu") | own, 1)
+    assert "DeepSpeedCPUAdam" in found.printed
+    apart = differences(found, one_process(torchs))
+    assert max(apart["loss"], apart["gradient norm"]) < 1e-4, apart  # Adam makes 1e-7 larger
 
 
 @pytest.mark.slow  # some minutes of compiling
