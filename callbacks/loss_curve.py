@@ -147,8 +147,10 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
     axes = figure.add_subplot()
     points = np.array([p for p in training if np.isfinite(p[2])], dtype=float)
     stays = counts(points[:, 0])
-    for rewound in np.split(points, np.flatnonzero(np.diff(stays)) + 1)[int(stays[0]) :: 2]:
-        axes.plot(rewound[:, 1], rewound[:, 2], color="tab:red", alpha=0.7, linewidth=0.8)
+    lines = np.split(points, np.flatnonzero(np.diff(stays)) + 1)
+    for number, line in enumerate(lines[int(stays[0]) :: 2]):
+        label = None if number else "gone back behind"
+        axes.plot(*line[:, 1:].T, ".-", color="tab:red", alpha=0.7, linewidth=0.8, markersize=3, label=label)
     steps, tokens, losses = points[stays].T
     axes.plot(tokens, losses, color="tab:blue", alpha=0.35, linewidth=0.8)
     axes.plot(tokens, running_mean(losses), color="tab:blue", linewidth=1.8, label="training (running mean)")

@@ -33,7 +33,7 @@ class Builder:
     def __init__(self) -> None:
         self.failed: tuple[Any, Exception] | None = None
 
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Returns what the class returns."""
         try:
             return target(*args, **kwargs)

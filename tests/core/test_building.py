@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core import __main__
+from core.building import Builder
 from tests.core.test_language_module import fit as fit_module
 from tests.core.test_language_module import module, uneven_batches
 
@@ -149,3 +150,10 @@ def test_what_a_change_refuses_is_found_before_anything_is_prepared(fit):
         "Float8: no linear layer of GPT is named 'layers.0.mlp.up'. Did you mean layers.0.mlp.up_proj?"
         in told
     )
+
+
+def test_arguments_may_have_any_name():
+    def made(**options):
+        return options
+
+    assert Builder()(made, target=1, self=2) == {"target": 1, "self": 2}

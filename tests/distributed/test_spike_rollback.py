@@ -20,10 +20,10 @@ GUARD = {
 }  # fmt: skip
 
 
-def fit(name, ranks=1, readers=1, strategy=None, **guard):
-    """Trains 8 steps, the fifth of which is spoilt, on `ranks`, of which `readers` have different rows."""
+def start(name, ranks=1, readers=1, strategy=None, last=5, gradient=1e4, **guard):
+    """Trains 8 steps, spoilt from the fifth to the `last`, on `ranks`, of which `readers` have different rows."""
     folder = workshop() / f"rollback-{name}"
-    spoilt = {"first": 4 * STEP, "last": 5 * STEP, "gradient": 1e4}
+    spoilt = {"first": 4 * STEP, "last": last * STEP, "gradient": gradient}
     record, saver = {"folder": str(folder)}, {"folder": str(folder), "save_at": 4}
     callbacks = [
         {"class_path": "core.testing.recorder.Recorder", "init_args": record},
@@ -40,9 +40,14 @@ def fit(name, ranks=1, readers=1, strategy=None, **guard):
     network = {"init_args": {"n_layer": 2, "max_sequence_length": 16}}
     data = {"init_args": {"batch_size": 4 // readers}}
     values = with_text(tiny([{"trainer": trainer, "model": {"network": network}, "data": data}]), {})
-    done = run(["fit", f"--config={write_config(f'rollback-{name}', values)}"], folder, ranks=ranks)
+    return run(["fit", f"--config={write_config(f'rollback-{name}', values)}"], folder, ranks=ranks)
+
+
+def fit(name, *arguments, **guard):
+    """Trains; returns the run and what the rollbacks' file tells."""
+    done = start(name, *arguments, **guard)
     assert done.code == 0, done.complaint
-    return done, json.loads((folder / "spike_rollbacks.json").read_text(encoding="utf-8"))
+    return done, json.loads((done.folder / "spike_rollbacks.json").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +82,10 @@ def test_a_rollback_is_that_of_one_process(name, readers, init_args, on_disk, on
     assert weights_apart(found, expected) < TOLERANCE
     if on_disk:
         assert len({path.name.split(".")[1] for path in (found.folder / "snapshots").iterdir()}) == 2
+
+
+def test_when_tries_are_used_up_all_ranks_stop_as_for_other_mistakes():
+    done = start("stop", 2, 2, {"class_path": "DDP"}, last=99, gradient=float("nan"), retries=2)
+    assert done.code == 2
+    assert "It was gone back 2 times already (retries)" in done.complaint
+    assert len(json.loads((done.folder / "spike_rollbacks.json").read_text(encoding="utf-8"))) == 2
