@@ -119,6 +119,8 @@ def _optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 def _put_back_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
     for group, own in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for name in group.keys() - own.keys() - {"params"}:  # some count their steps there, from the first on
+            del group[name]
         group.update(deepcopy(own))
     for parameter, state in zip(_parameters(optimizer), saved["state"], strict=True):
         if not state:  # it had made no step yet

@@ -17,8 +17,10 @@ from core.errors import ConfigError
 from core.trials import trial
 from datamodules.preparation.token_shards import TokenShards
 from plugins.optimizers.adamw import AdamW
+from plugins.optimizers.ademamix import AdEMAMix
 from plugins.optimizers.muon import Muon
 from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
+from plugins.optimizers.soap import SOAP
 from plugins.schedules.warmup_cosine import WarmupCosine
 from tests.callbacks.tokens import StoredTokens
 from tests.core.test_language_module import VOCAB, fit, module, tiny_gpt, trainer, uneven_batches
@@ -99,6 +101,19 @@ def test_a_trial_leaves_nothing_behind(train, dropout, precision):
     assert losses == plain
     assert same(after, end)
     assert tried == plain[:5]  # on the same batches, at the same rates, with the same random numbers
+
+
+@pytest.mark.parametrize("optimizer", [AdEMAMix, Muon, ScheduleFreeAdamW, SOAP])
+def test_a_trial_before_the_first_step_is_not_counted_by_the_optimizer(train, optimizer):
+    def look_ahead(trainer):
+        with trial(trainer) as steps:
+            for _ in range(3):
+                next(steps)
+
+    plain, end = train(optimizer=optimizer)
+    losses, after = train(look_ahead, optimizer=optimizer)
+    assert losses == plain
+    assert same(after, end)
 
 
 @pytest.mark.parametrize("optimizer", [AdamW, Muon, ScheduleFreeAdamW])
