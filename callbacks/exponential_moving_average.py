@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from core.errors import ConfigError
-from core.shards import local, take, whole
+from core.loss_ranks import loss_of
+from core.shards import local, reshard, take, whole
 from core.technique import technique
 from core.token_sums import TokenSums
 
@@ -92,17 +93,19 @@ class ExponentialMovingAverage(Callback):
         torch._foreach_lerp_(*self._pairs, weight)
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Lends the averages to the network."""
+    def averaged(self, module: LightningModule) -> Iterator[None]:
+        """Lends the averages to the network of a module."""
         averages, weights = self._pairs
         with torch.no_grad():
             own = [weight.clone() for weight in weights]
             torch._foreach_copy_(weights, averages)
+        reshard(module)
         try:
             yield
         finally:
             with torch.no_grad():
                 torch._foreach_copy_(weights, own)
+            reshard(module)
 
     def on_validation_batch_end(
         self,
@@ -115,8 +118,8 @@ class ExponentialMovingAverage(Callback):
     ) -> None:
         """Evaluates the averages on the batch that the weights have just been evaluated on."""
         if self._averages and not trainer.sanity_checking:
-            with self.averaged(), trainer.precision_plugin.val_step_context():
-                loss, _ = pl_module.compute_loss(batch)
+            with self.averaged(pl_module), trainer.precision_plugin.val_step_context():
+                loss = loss_of(trainer, pl_module, batch)
             self._sums.add({"loss": loss})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

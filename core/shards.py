@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,6 +36,14 @@ def take(target: Tensor, value: Tensor) -> None:
         value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
     with torch.no_grad():
         target.copy_(value)
+
+
+def reshard(module: nn.Module) -> None:
+    """Gives up what FSDP has gathered: it goes on with weights that were changed where they are spread."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nothing is gathered
+    for inner in module.modules() if fsdp is not None else ():
+        if isinstance(inner, fsdp.FSDPModule):
+            inner.reshard()
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
