@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from core.errors import ConfigError
+from core.loss_ranks import loss_of
 from core.shards import local, reshard, take, whole
 from core.technique import technique
 from core.token_sums import TokenSums
@@ -66,7 +67,7 @@ class ExponentialMovingAverage(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins with the weights as they are, or with what was restored."""
         self._step = trainer.global_step
-        reshard(pl_module)
+        reshard(pl_module)  # after a sanity check whole weights are here
         named = pl_module.network.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad}  # the others stay as they are
         self._averages = {name: p.detach().clone() for name, p in parameters.items()}
@@ -93,19 +94,19 @@ class ExponentialMovingAverage(Callback):
         torch._foreach_lerp_(*self._pairs, weight)
 
     @contextmanager
-    def averaged(self, pl_module: LightningModule) -> Iterator[None]:
-        """Lends the averages to the network."""
+    def averaged(self, module: LightningModule) -> Iterator[None]:
+        """Lends the averages to the network of a module."""
         averages, weights = self._pairs
-        reshard(pl_module)  # what is gathered already would not be gathered anew
         with torch.no_grad():
             own = [weight.clone() for weight in weights]
             torch._foreach_copy_(weights, averages)
+        reshard(module)
         try:
             yield
         finally:
-            reshard(pl_module)
             with torch.no_grad():
                 torch._foreach_copy_(weights, own)
+            reshard(module)
 
     def on_validation_batch_end(
         self,
@@ -118,10 +119,9 @@ class ExponentialMovingAverage(Callback):
     ) -> None:
         """Evaluates the averages on the batch that the weights have just been evaluated on."""
         if self._averages and not trainer.sanity_checking:
-            sums, pl_module._validation = pl_module._validation, self._sums
-            with self.averaged(pl_module):
-                trainer.strategy.validation_step(batch, batch_idx)
-            pl_module._validation = sums
+            with self.averaged(pl_module), trainer.precision_plugin.val_step_context():
+                loss = loss_of(trainer, pl_module, batch)
+            self._sums.add({"loss": loss})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the averages' loss."""

@@ -3,18 +3,21 @@
 A strategy under which several ranks work on the same tokens offers `loss_group`, the process group of those that
 have different ones: losses are summed over it, gradients averaged over it. One that spreads gradients offers
 `gradient_norm(optimizer)` and `clip_gradients(optimizer, limit, algorithm)`, one that does not show them
-`scale_gradients(optimizer, factor)` as well. Without them all ranks have different tokens and every rank has whole
+`scale_gradients(optimizer, factor)` as well. One that gathers weights for the forward of the whole module offers
+`run_as_forward(name, *args)`, which calls a method of the module as that. Without them all ranks have different tokens and every rank has whole
 gradients.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
+from core.contracts import TokenSum
 from core.shards import gradients, local, total_norm
 
 
@@ -36,6 +39,13 @@ def sum_over(trainer: Trainer, values: Tensor) -> Tensor:
         return values
     total: Tensor = trainer.strategy.reduce(values, group=group_of(trainer), reduce_op="sum")
     return total
+
+
+def loss_of(trainer: Trainer, module: Any, batch: Mapping[str, Tensor]) -> TokenSum:
+    """Returns the loss of a batch, for a callback: where no step of Lightning's runs."""
+    run = getattr(trainer.strategy, "run_as_forward", None)
+    loss: TokenSum = (run("compute_loss", batch) if run else module.compute_loss(batch))[0]
+    return loss
 
 
 def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,13 +18,6 @@ def local(tensors: Iterable[Tensor]) -> list[Tensor]:
 def is_spread(tensors: Sequence[Tensor]) -> bool:
     """Returns whether any of them is spread over ranks."""
     return torch.distributed.is_initialized() and any(hasattr(tensor, "to_local") for tensor in tensors)
-
-
-def reshard(module: nn.Module) -> None:
-    """Gives back what FSDP still keeps gathered, as after a validation: parameters are this rank's parts again."""
-    for inner in module.modules():
-        if (give_back := getattr(inner, "reshard", None)) is not None:
-            give_back()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -42,6 +36,16 @@ def take(target: Tensor, value: Tensor) -> None:
         value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
     with torch.no_grad():
         target.copy_(value)
+
+
+def reshard(module: nn.Module) -> None:
+    """Gives up what FSDP has gathered: it goes on with weights that were changed where they are spread."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nothing is gathered
+    if fsdp is None:
+        return
+    for inner in module.modules():
+        if isinstance(inner, fsdp.FSDPModule):
+            inner.reshard()
 
 
 def gradients(optimizer: Any) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.mesh_strategy import MeshStrategy, scales_losses
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected
@@ -76,7 +76,12 @@ class FSDP(MeshStrategy):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that the ranks cannot be dealt out to the replicas."""
+        """Yields that the ranks cannot be dealt out to the replicas, or that gradients in fp16 are not scaled."""
+        if own.arguments.get("param_format") == "fp16" and not scales_losses(run):
+            yield (
+                "param_format is fp16, in which small gradients become zero unless the loss is scaled: add "
+                "--trainer.precision=16-mixed, or take bf16"
+            )
         replicas = own.arguments.get("replicas", 1)
         if replicas > 0 and run.world_size % replicas:
             fits = [number for number in range(1, run.world_size + 1) if run.world_size % number == 0]

@@ -9,6 +9,7 @@ import torch
 
 from plugins.strategies import context_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
+from plugins.strategies.mesh_strategy import scales_losses
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout
 
 if TYPE_CHECKING:
@@ -67,9 +68,12 @@ def _pipeline_misfits(
             f"schedule {given['schedule']} computes gradients of weights apart from those of inputs, and sharded "
             "data parallelism loses some of them: take data_replicate for data_shard, or Interleaved1F1B"
         )
-    if "16" in str(run.argument("trainer.precision")) and "bf16" not in str(
-        run.argument("trainer.precision")
-    ):
+    if any(item.name == "MemoryMonitor" for item in run.selected):
+        yield (
+            "pipeline above 1 runs forward and backward of several micro-batches by turns, which MemoryMonitor does "
+            "not tell apart: leave it out (--callbacks.-MemoryMonitor)"
+        )
+    if scales_losses(run) or str(run.argument("trainer.precision")) == "16-true":
         yield NO_SCALER
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,17 @@ from core import sharded
 from core.errors import ConfigError
 from plugins.strategies import gradients, shared_check, tensors
 from plugins.strategies.shared_scaler import SharedScaler
+
+if TYPE_CHECKING:
+    from core.selection import Run
+
+
+def scales_losses(run: Run) -> bool:
+    """Returns whether the run's precision has a scaler of losses, for gradients in fp16."""
+    chosen = any(
+        item.name == "FP16Mixed" or item.arguments.get("precision") == "16-mixed" for item in run.selected
+    )
+    return chosen or str(run.argument("trainer.precision")) in ("16", "16-mixed")
 
 
 class MeshStrategy(ParallelStrategy):
@@ -177,30 +188,30 @@ class MeshStrategy(ParallelStrategy):
         """What surrounds each step besides the precision."""
         return nullcontext()
 
-    def _run(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # As the forward of the whole module: what is no block's is gathered for as long as it takes.
+    def run_as_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of the module as its forward: what is no block's is gathered for as long as it takes."""
         with self.step_context():
             return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a training step as the module's forward."""
         with self.precision_plugin.train_step_context():
-            return self._run("training_step", *args, **kwargs)
+            return self.run_as_forward("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a validation step as the module's forward."""
         with self.precision_plugin.val_step_context():
-            return self._run("validation_step", *args, **kwargs)
+            return self.run_as_forward("validation_step", *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a test step as the module's forward."""
         with self.precision_plugin.test_step_context():
-            return self._run("test_step", *args, **kwargs)
+            return self.run_as_forward("test_step", *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a prediction step as the module's forward."""
         with self.precision_plugin.predict_step_context():
-            return self._run("predict_step", *args, **kwargs)
+            return self.run_as_forward("predict_step", *args, **kwargs)
 
     # -- gradients --------------------------------------------------------------------------------
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core.sharded import Stored
+from core.shards import reshard
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -107,9 +107,7 @@ def _placed(value: Any, parameter: Tensor) -> Any:
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers that checkpoints hold, sharded ones as such."""
-    for inner in module.modules():
-        if isinstance(inner, FSDPModule):
-            inner.reshard()
+    reshard(module)
     return module.state_dict(keep_vars=True)
 
 

@@ -112,3 +112,9 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused():
     done = fit(fsdp(replicas=3), 2)
     assert done.code == 2
     assert "replicas is 3, which does not divide 2 ranks; [1, 2] do" in done.complaint
+
+
+def test_gradients_in_fp16_that_nothing_scales_are_refused():
+    done = fit(fsdp(param_format="fp16"), 2)
+    assert done.code == 2
+    assert "param_format is fp16, in which small gradients become zero" in done.complaint

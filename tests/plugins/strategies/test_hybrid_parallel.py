@@ -32,6 +32,8 @@ REFUSED = [
     (2, {"tensor": 2, "sequence": 2, "context": 1}, {"data": TOY["data"] | {"init_args": {"sequence_length": 15}}},
      "sequence is 2, which does not divide the 15 tokens"),
     (2, {"pipeline": 2}, {"trainer": {"precision": "16-true"}}, "pipeline above 1 differentiates before a loss"),
+    (2, {"pipeline": 2}, {"trainer": {"plugins": ["FP16Mixed"]}}, "pipeline above 1 differentiates before a loss"),
+    (2, {"pipeline": 2}, {"trainer": {"callbacks": ["MemoryMonitor"]}}, "which MemoryMonitor does not tell apart"),
 ]  # fmt: skip
 
 
