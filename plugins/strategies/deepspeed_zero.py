@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -77,6 +77,7 @@ class DeepSpeedZero(MeshStrategy):
         self.stage, self.nvme_path, self.persistence_threshold = stage, nvme_path, persistence_threshold
         self.offload_optimizer, self.offload_parameters = offload_optimizer, offload_parameters
         self.zero: Any = None
+        self._inner: Optimizer | None = None
         self.numbers: dict[int, int] = {}
 
     @classmethod
@@ -127,7 +128,7 @@ class DeepSpeedZero(MeshStrategy):
         module = self.lightning_module
         assert module is not None
         format = deepspeed_engine.FORMATS.get(str(self.precision_plugin.precision), torch.float32)
-        optimizer = self.optimizers[0] if trainer.state.fn == TrainerFn.FITTING else None
+        optimizer = self._inner
         groups = optimizer.param_groups if optimizer is not None else []
         self._counts = [len(group["params"]) for group in groups]
         self.numbers = {id(p): n for n, p in enumerate(p for group in groups for p in group["params"])}
@@ -137,6 +138,14 @@ class DeepSpeedZero(MeshStrategy):
         else:
             module.to(self.root_device)
         module._device = self.root_device
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Builds the run's own optimizer, which only DeepSpeed is to have.
+
+        Lightning's wrapper would inherit its destructor: DeepSpeed's own optimizers lose their kernel with that.
+        """
+        assert self.lightning_module is not None
+        [self._inner], self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
 
     def _start_engine(
         self, module: LightningModule, optimizer: Optimizer | None, format: torch.dtype
