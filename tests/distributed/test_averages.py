@@ -16,9 +16,7 @@ def test_the_loss_of_the_averages_is_that_of_one_process(strategy, init_args):
     chosen = {"strategy": {"class_path": strategy, "init_args": init_args}}
     found = fit({"trainer": chosen | AVERAGED}, 2)
     assert found.code == 0, found.complaint
-    figures, expected = (
-        run.record["figures"]["6"] for run in (found, one_process({"trainer": AVERAGED}))
-    )
+    figures, expected = (run.record["figures"]["6"] for run in (found, one_process({"trainer": AVERAGED})))
     # that of the weights, which a block that was gathered before would give, is 1e-2 away
     assert abs(expected["val/ema_loss"] / expected["val/loss"] - 1) > 1e-4
     assert figures["val/ema_loss"] == pytest.approx(expected["val/ema_loss"], rel=1e-6)
