@@ -258,7 +258,11 @@ def _quieten() -> None:
     """Silences hints of Lightning's that do not apply here: the loaders and paths are ours."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    for message in (".*does not have many workers.*", ".*Checkpoint directory .* exists and is not empty.*"):
+    for message in (
+        ".*does not have many workers.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*sync_dist=True.*",  # figures are sums over all ranks already
+    ):
         warnings.filterwarnings("ignore", message)
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -40,8 +40,8 @@ def take(target: Tensor, value: Tensor) -> None:
 
 def reshard(module: nn.Module) -> None:
     """Gives up what FSDP has gathered: it goes on with weights that were changed where they are spread."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # not loaded: nothing is gathered
-    if fsdp is None:
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nothing is gathered
         return
     for inner in module.modules():
         if isinstance(inner, fsdp.FSDPModule):

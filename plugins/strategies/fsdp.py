@@ -15,7 +15,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.strategies.mesh_strategy import MeshStrategy, scales_losses
+from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.shared_scaler import scales_losses
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

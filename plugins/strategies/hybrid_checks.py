@@ -9,8 +9,8 @@ import torch
 
 from plugins.strategies import context_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
-from plugins.strategies.mesh_strategy import scales_losses
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout
+from plugins.strategies.shared_scaler import scales_losses
 
 if TYPE_CHECKING:
     from core.contracts import Network

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,17 +29,6 @@ from core import sharded
 from core.errors import ConfigError
 from plugins.strategies import gradients, shared_check, tensors
 from plugins.strategies.shared_scaler import SharedScaler
-
-if TYPE_CHECKING:
-    from core.selection import Run
-
-
-def scales_losses(run: Run) -> bool:
-    """Returns whether the run's precision has a scaler of losses, for gradients in fp16."""
-    chosen = any(
-        item.name == "FP16Mixed" or item.arguments.get("precision") == "16-mixed" for item in run.selected
-    )
-    return chosen or str(run.argument("trainer.precision")) in ("16", "16-mixed")
 
 
 class MeshStrategy(ParallelStrategy):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,6 +13,9 @@ from torch.optim import Optimizer
 
 from plugins.strategies import gradients
 from plugins.strategies.tensors import local
+
+if TYPE_CHECKING:
+    from core.selection import Run
 
 
 class SharedScaler(GradScaler):
@@ -46,3 +51,11 @@ class SharedScaler(GradScaler):
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
+
+
+def scales_losses(run: Run) -> bool:
+    """Returns whether the run's precision has a scaler of losses, for gradients in fp16."""
+    chosen = any(
+        item.name == "FP16Mixed" or item.arguments.get("precision") == "16-mixed" for item in run.selected
+    )
+    return chosen or str(run.argument("trainer.precision")) in ("16", "16-mixed")
