@@ -237,9 +237,7 @@ def test_the_check_of_the_broken_package_shows_what_is_wrong(capsys):
     assert told.endswith("5 checked, 5 broken.\n")
 
 
-@pytest.mark.parametrize(
-    "package", [pytest.param(name, marks=pytest.mark.slow) for name in SOUND]
-)
+@pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.slow) for name in SOUND])
 def test_its_own_tests_and_the_kit_pass(package, sources, site):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--leyden-package", package],
