@@ -127,7 +127,8 @@ def test_every_class_that_fulfils_a_contract_is_registered(paths):
         if inspect.isclass(member) and issubclass(member, BASES) and not inspect.isabstract(member)
     }
     assert "callbacks.periodic_checkpoint.PeriodicCheckpoint" in fulfilling
-    assert not fulfilling - paths
+    made_by_a_strategy = {"plugins.strategies.deepspeed_engine.EngineOptimizer"}  # nobody names it
+    assert fulfilling - paths == made_by_a_strategy
 
 
 @pytest.mark.parametrize(("kind", "name", "value"), registered(), ids=lambda part: part)
