@@ -93,7 +93,7 @@ def cast(module: nn.Module, format: torch.dtype) -> None:
             parameter.data = parameter.data.to(format)
 
 
-class _EngineOptimizer(Optimizer):
+class EngineOptimizer(Optimizer):
     """What Lightning sees of DeepSpeed's optimizer: gradients stay with DeepSpeed, and wait for one factor.
 
     Attributes:

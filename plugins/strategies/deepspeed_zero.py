@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
-from plugins.strategies.deepspeed_engine import _EngineOptimizer
+from plugins.strategies.deepspeed_engine import EngineOptimizer
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.tensors import state_of
 
@@ -172,7 +172,7 @@ class DeepSpeedZero(MeshStrategy):
         )[0]
         if optimizer is not None:
             self.zero = self.model.optimizer
-            self.optimizers = [_EngineOptimizer(self.model, self.stage)]
+            self.optimizers = [EngineOptimizer(self.model, self.stage)]
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ class DeepSpeedZero(MeshStrategy):
         return closure_loss
 
     @property
-    def _stepped(self) -> _EngineOptimizer:
+    def _stepped(self) -> EngineOptimizer:
         stepped: Any = self.optimizers[0]
         return stepped
 
