@@ -337,7 +337,7 @@ def test_with_snapshots_on_disk_a_signal_after_a_spike_does_not_change_the_run(t
         train(*callbacks("ended"), folder="ended", then={9: end}, plugins=[AtomicCheckpoint()])
     saved = tmp_path / "ended/checkpoints/step-00000009.ckpt"
     found = train(*callbacks("ended"), folder="ended", ckpt_path=saved, plugins=[AtomicCheckpoint()])
-    assert found.told == whole.told  # also at which step the spike was seen, and so which batches came after it
+    assert found.told == whole.told  # seen at the same step, too
     assert found.losses == whole.losses[9:]
     assert same(found.end, whole.end)
 
