@@ -196,8 +196,12 @@ class SpikeRollback(Callback):
 
     def _looks(self, trainer: Trainer, logging_step: bool) -> bool:
         """Returns whether the host looks behind this step; all ranks come to the same."""
-        if logging_step or trainer.received_sigterm or trainer.global_step == trainer.max_steps:
+        if logging_step or trainer.global_step == trainer.max_steps:
             return True
+        if (
+            trainer.received_sigterm
+        ):  # snapshots in memory end here; those on disk wait for the look that was to come
+            return not self.on_disk
         loop, fetcher, step = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, trainer.global_step
         if loop._num_ready_batches_reached() or loop._should_check_val_fx(fetcher):
             return True

@@ -13,6 +13,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
@@ -320,6 +321,25 @@ def test_a_resumed_run_is_bitwise_the_one_that_did_not_stop(train, tmp_path, on_
     assert same(found.guard["window"], whole.guard["window"])
     if len(found.losses) > 10:
         assert found.told == whole.told
+
+
+def test_with_snapshots_on_disk_a_signal_after_a_spike_does_not_change_the_run(train, tmp_path):
+    def end(trainer):
+        trainer._signal_connector.received_sigterm = True
+
+    def callbacks(folder):
+        guard = SpikeRollback(**SMALL | {"on_disk": True})
+        saver = PeriodicCheckpoint(4, dirpath=str(tmp_path / folder / "checkpoints"))
+        return [guard, poison(9), saver, *shaping()]
+
+    whole = train(*callbacks("whole"), folder="whole", plugins=[AtomicCheckpoint()])
+    with pytest.raises(SIGTERMException):
+        train(*callbacks("ended"), folder="ended", then={9: end}, plugins=[AtomicCheckpoint()])
+    saved = tmp_path / "ended/checkpoints/step-00000009.ckpt"
+    found = train(*callbacks("ended"), folder="ended", ckpt_path=saved, plugins=[AtomicCheckpoint()])
+    assert found.told == whole.told  # seen at the same step, too
+    assert found.losses == whole.losses[9:]
+    assert same(found.end, whole.end)
 
 
 def test_files_of_snapshots_are_those_that_the_ring_and_two_checkpoints_need(train, tmp_path):
