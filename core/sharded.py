@@ -6,6 +6,7 @@ step-00000100.ckpt/
   state.pt                         the rest: loops, callbacks, data position, configuration
   manifest.json                    size and SHA-256 of each of those
   complete                         SHA-256 of the manifest; written last
+  damaged                          what ranks found wrong that read it together; nobody takes it for whole then
 
 A checkpoint may come from a stranger: reading it runs no code.
 """
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 
-STATE, METADATA, MANIFEST, MARKER = "state.pt", ".metadata", "manifest.json", "complete"
+STATE, METADATA, MANIFEST, MARKER, DAMAGED = "state.pt", ".metadata", "manifest.json", "complete", "damaged"
 ORDER = "state_dict_order"
 """Key in the small file: the names of all weights, in the order of the model."""
 
@@ -140,6 +141,8 @@ def defect(folder: Path, read: slice = ALL) -> str | None:
         read: Which of the files with tensors are read, in the order of their names; of the others the sizes are
             compared. `slice(rank, None, ranks)` is one rank's share.
     """
+    if read == NONE and (folder / DAMAGED).is_file():
+        return (folder / DAMAGED).read_text(encoding="utf-8")
     try:
         marker = (folder / MARKER).read_text(encoding="ascii").strip()
         content = (folder / MANIFEST).read_bytes()

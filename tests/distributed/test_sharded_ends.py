@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from core import sharded
 from core.__main__ import main
 from core.checkpoint import defect, newest, read
 from core.testing.workshop import workshop
@@ -67,3 +68,8 @@ def test_damage_that_one_rank_reads_is_told_by_all(rank):
         f"{damaged}: {part.name} is damaged.\nGo on from the one before: --ckpt_path {before}"
         in done.complaint
     )
+    # a launcher that starts the job again finds it noted, and goes on from the one before
+    looked = sharded.defect(damaged, sharded.NONE), sharded.defect(before, sharded.NONE)
+    assert looked == (f"{part.name} is damaged", None)
+    again = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name=f"damaged again {rank}")
+    assert f"{damaged}: {part.name} is damaged" in again.complaint
