@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from core import snapshots
@@ -56,6 +57,7 @@ def trial(trainer: Trainer, hold_schedules: bool = False) -> Iterator[Iterator[T
 
     Raises:
         ConfigError: If the data module is none of stored tokens.
+        SIGTERMException: By the iterator, after a step in which a signal told the run to end.
     """
     batches = training_batches(trainer)
     module: Any = trainer.lightning_module
@@ -116,5 +118,7 @@ def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
             index += 1
         for config in trainer.lr_scheduler_configs:
             config.scheduler.step()  # type: ignore[call-arg]
+        if trainer.received_sigterm and trainer.world_size == 1:  # of several ranks their launcher ends all
+            raise SIGTERMException
         loss: Any = module.step_loss
         yield loss.clone()

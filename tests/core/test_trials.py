@@ -1,5 +1,7 @@
 """Snapshots put the training back bit by bit; trial steps leave nothing behind."""
 
+import os
+import signal
 from contextlib import suppress
 
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
@@ -147,6 +150,25 @@ def test_a_trial_that_fails_leaves_nothing_behind(train):
 
     plain, end = train()
     losses, after = train(fail)
+    assert losses == plain
+    assert same(after, end)
+
+
+def test_sigterm_ends_a_trial_after_its_step(train):
+    seen = []
+
+    def signalled(trainer):
+        before = snapshots.take(trainer)
+        with pytest.raises(SIGTERMException), trial(trainer) as steps:  # noqa: PT012
+            for number, _ in enumerate(steps):
+                seen.append(number)
+                os.kill(os.getpid(), signal.SIGTERM)
+        assert same(snapshots.take(trainer), before)
+        trainer._signal_connector.received_sigterm = False
+
+    plain, end = train()
+    losses, after = train(signalled)
+    assert seen == [0]
     assert losses == plain
     assert same(after, end)
 
