@@ -34,8 +34,9 @@ class BatchSizeFinder(Callback):
 
     That batch (`data.batch_size` rows, times `trainer.accumulate_grad_batches`) is then cut into as few micro-batches
     as memory allows, all of the same size. The run is bitwise the one with these numbers in its configuration, and
-    so is a resumed one: what counts micro-batches there (`trainer.val_check_interval`) counts the new ones. A try is a step on full rows, forward, backward and update, with the optimizer's state there;
-    out of memory it ends, and what it held is given back. Everything is put back as it was.
+    so is a resumed one: what counts micro-batches there (`trainer.val_check_interval`) counts the new ones. A try is
+    a step on full rows, forward, backward and update, with the optimizer's state there; out of memory it ends, and
+    what it held is given back. Everything is put back as it was.
 
     On several ranks (DDP) each tries without talking to the others, and then all agree on what fits everywhere:
     none waits for one that ran out. Validation takes micro-batches of the same size.

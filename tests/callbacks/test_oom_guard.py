@@ -47,7 +47,9 @@ def test_a_run_that_would_die_goes_on():
     )
 
 
-@pytest.mark.parametrize("batch", [0, 1, 2])
+@pytest.mark.parametrize(
+    "batch", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_a_step_is_repeated_whole(batch):
     found = fit(MODEL, shape(8, 3, val_check_interval=18), squeezed(batch=batch))
     assert state_of(found, "OOMGuard") == {"parts": 2}
@@ -71,7 +73,7 @@ def test_a_resumed_run_goes_on_in_parts():
     assert "OOMGuard: out of memory" not in found.complaint
 
 
-@pytest.mark.parametrize("batch", [0, 1])
+@pytest.mark.parametrize("batch", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_one_of_two_ranks_runs_out(batch):
     parts = MODEL, strategy("DDP"), shape(8, 2)
     found = fit(*parts, squeezed(rank=1, batch=batch), ranks=2)
