@@ -125,7 +125,7 @@ class SpikeRollback(Callback):
             "first": self._first.cpu().clone(),
             "unseen": self._unseen,
             "rollbacks": list(self.rollbacks),
-            "ring": self._ring.state_dict(),
+            "ring": self._ring.state_dict() if self._ring else self._restored,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -342,6 +342,14 @@ def test_with_snapshots_on_disk_a_signal_after_a_spike_does_not_change_the_run(t
     assert same(found.end, whole.end)
 
 
+def test_trial_steps_before_a_resumed_run_do_not_lose_its_snapshots():
+    resumed = SpikeRollback(on_disk=True)
+    ring = {"number": 7, "entries": [[6, 100], [7, 150]]}
+    resumed.load_state_dict(SpikeRollback().state_dict() | {"ring": ring})
+    resumed.load_state_dict(resumed.state_dict())  # as `core.trials` does, before training starts
+    assert resumed.state_dict()["ring"] == ring
+
+
 def test_files_of_snapshots_are_those_that_the_ring_and_two_checkpoints_need(train, tmp_path):
     numbers = []
 
