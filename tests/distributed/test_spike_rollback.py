@@ -20,11 +20,14 @@ GUARD = {
 }  # fmt: skip
 
 
-def start(name, ranks=1, readers=1, strategy=None, last=5, gradient=1e4, **guard):
+ON_TWO = {"ranks": 2, "readers": 2}
+
+
+def start(name, *words, ranks=1, readers=1, strategy=None, last=5, gradient=1e4, kill_at=None, **guard):
     """Trains 8 steps, spoilt from the fifth to the `last`, on `ranks`, of which `readers` have different rows."""
     folder = workshop() / f"rollback-{name}"
     spoilt = {"first": 4 * STEP, "last": last * STEP, "gradient": gradient}
-    record, saver = {"folder": str(folder)}, {"folder": str(folder), "save_at": 4}
+    record, saver = {"folder": str(folder), "kill_at": kill_at}, {"folder": str(folder), "save_at": 4}
     callbacks = [
         {"class_path": "core.testing.recorder.Recorder", "init_args": record},
         {"class_path": "tests.callbacks.poison.Poison", "init_args": spoilt},
@@ -40,12 +43,12 @@ def start(name, ranks=1, readers=1, strategy=None, last=5, gradient=1e4, **guard
     network = {"init_args": {"n_layer": 2, "max_sequence_length": 16}}
     data = {"init_args": {"batch_size": 4 // readers}}
     values = with_text(tiny([{"trainer": trainer, "model": {"network": network}, "data": data}]), {})
-    return run(["fit", f"--config={write_config(f'rollback-{name}', values)}"], folder, ranks=ranks)
+    return run(["fit", f"--config={write_config(f'rollback-{name}', values)}", *words], folder, ranks=ranks)
 
 
-def fit(name, *arguments, **guard):
+def fit(name, *words, **options):
     """Trains; returns the run and what the rollbacks' file tells."""
-    done = start(name, *arguments, **guard)
+    done = start(name, *words, **options)
     assert done.code == 0, done.complaint
     return done, json.loads((done.folder / "spike_rollbacks.json").read_text(encoding="utf-8"))
 
@@ -71,7 +74,7 @@ def test_a_rollback_is_that_of_one_process(name, readers, init_args, on_disk, on
     assert (rollback["step"], rollback["seen_at_step"], rollback["rewound_to_step"]) == (5, 6, 2)
     label = "-".join(map(str, (name, *init_args, *init_args.values())))
     strategy = {"class_path": name, "init_args": init_args}
-    found, [told] = fit(label, 2, readers, strategy, on_disk=on_disk)
+    found, [told] = fit(label, ranks=2, readers=readers, strategy=strategy, on_disk=on_disk)
     assert told == pytest.approx(rollback, rel=TOLERANCE)
     for step, figures in expected.record["figures"].items():
         for figure, value in figures.items():
@@ -85,7 +88,18 @@ def test_a_rollback_is_that_of_one_process(name, readers, init_args, on_disk, on
 
 
 def test_when_tries_are_used_up_all_ranks_stop_as_for_other_mistakes():
-    done = start("stop", 2, 2, {"class_path": "DDP"}, last=99, gradient=float("nan"), retries=2)
+    done = start("stop", **ON_TWO, strategy={"class_path": "DDP"}, last=99, gradient=float("nan"), retries=2)
     assert done.code == 2
     assert "It was gone back 2 times already (retries)" in done.complaint
     assert len(json.loads((done.folder / "spike_rollbacks.json").read_text(encoding="utf-8"))) == 2
+
+
+def test_a_resumed_run_takes_up_the_snapshots_of_every_rank():
+    options = {**ON_TWO, "strategy": {"class_path": "FSDP"}, "on_disk": True}
+    expected, told = fit("whole", **options)
+    killed = start("killed", **options, kill_at=5)  # after the spike, before it is seen
+    assert killed.code == -9, killed.complaint
+    found, again = fit("killed", "--ckpt_path=last", **options)
+    assert again == told
+    assert found.record["losses"] == expected.record["losses"]
+    assert weights_apart(found, expected) == 0
