@@ -121,11 +121,15 @@ class MeshStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Sums or averages a tensor over a group, in place; by default over all ranks."""
+        """Averages a tensor over a group, or what else `reduce_op` says, in place; by default over all ranks."""
         if not isinstance(tensor, Tensor):
             return tensor
-        dist.all_reduce(tensor, group=group)
-        if reduce_op in ("mean", "avg", dist.ReduceOp.AVG):
+        averages = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)  # gloo has no average of its own
+        name = "SUM" if averages or reduce_op is None else reduce_op
+        dist.all_reduce(
+            tensor, getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else name, group
+        )
+        if averages:
             tensor.copy_(tensor / dist.get_world_size(group))
         return tensor
 

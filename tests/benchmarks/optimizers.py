@@ -32,6 +32,7 @@ RATES: dict[str, tuple[float, ...]] = {
     "AdamW": (2e-3, 4e-3, 8e-3),
     "AdamW8bit": (2e-3, 4e-3, 8e-3),
     "PagedAdamW8bit": (4e-3,),
+    "TorchaoAdamW8bit": (4e-3,),
     "Lion": (3e-4, 6e-4, 1.2e-3),
     "Lion8bit": (3e-4, 6e-4, 1.2e-3),
     "Adafactor": (0.02, 0.04, 0.08),
@@ -80,7 +81,9 @@ def state_bytes(stepped: Any) -> int:
     found: dict[int, int] = {}
 
     def walk(value: Any) -> None:
-        if isinstance(value, torch.Tensor):
+        if hasattr(value, "__tensor_flatten__"):  # torchao's, made of others
+            walk([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+        elif isinstance(value, torch.Tensor):
             found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
         elif isinstance(value, dict):
             for item in value.values():

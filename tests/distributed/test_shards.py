@@ -14,8 +14,11 @@ from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
 from core import shards, updates
 from plugins.optimizers.adamw import AdamW
+from plugins.strategies.mesh_strategy import MeshStrategy
 
 RANKS = 2
+REDUCED = {"sum": [3.0, 10.0], "mean": [1.5, 5.0], "max": [2.0, 5.0], "min": [1.0, 5.0]}
+"""What (1, 5) and (2, 5) come to."""
 
 
 def network():
@@ -28,12 +31,13 @@ def backward(net, factor):
     (factor * net(rows).square().sum()).backward()  # the same rows on each rank: the mean is that of one
 
 
-class Module:
+class Module(nn.Module):
     """What a callback needs of the module."""
 
     device = torch.device("cpu")
 
     def __init__(self, net):
+        super().__init__()
         self.network = net
 
     def gradient_norm(self, optimizer):
@@ -43,7 +47,7 @@ class Module:
 class Trainer:
     """What a callback needs of the trainer."""
 
-    global_step, log_every_n_steps = 0, 10
+    global_step, log_every_n_steps, strategy = 0, 10, None
 
 
 def computed(net, method):
@@ -91,6 +95,10 @@ def of_rank(rank, port, folder):
             fully_shard(net)
             assert isinstance(net[0].weight, DTensor)
             found[method] = computed(net, method)
+        found["reduced"] = {
+            name: MeshStrategy.reduce(None, torch.tensor([1.0 + rank, 5.0]), reduce_op=name)
+            for name in REDUCED
+        }
         torch.save(found, folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -104,6 +112,11 @@ def found(tmp_path_factory):
         port = free.getsockname()[1]
     torch.multiprocessing.spawn(of_rank, (port, folder), RANKS)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+def test_strategies_reduce_as_they_are_told(found):
+    for rank in found:
+        assert {name: value.tolist() for name, value in rank["reduced"].items()} == REDUCED
 
 
 @pytest.mark.parametrize("method", ["norm", "value", "adaptive"])
