@@ -47,7 +47,12 @@ def cache(tmp_path_factory):
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+BY_DEFAULT = {"gpt2_1558m_fsdp", "gpt3_175b_3d"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in RECIPES]
+)
 def test_a_recipe_runs_shrunken(name, cache, tmp_path):
     done = run_core(
         "fit", f"--config=recipes/{name}", f"--config=recipes/shrunken/{name}",
