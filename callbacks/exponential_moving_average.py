@@ -57,11 +57,12 @@ class ExponentialMovingAverage(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole averages, on the host."""
         averages = {name: whole(value).cpu() for name, value in self._averages.items()}
-        return {"averages": averages or self._restored, "updates": self._updates}
+        return {"averages": averages or self._restored, "updates": self._updates, "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there, as soon as training starts, or at once where it has."""
         self._restored, self._updates = dict(state_dict["averages"]), state_dict["updates"]
+        self._step = state_dict.get("step", 0)
         self._take_restored()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -296,7 +296,6 @@ def test_arguments_that_do_not_go_together_are_refused(words, expected, check):
         ["--trainer.max_steps=3"],
         ["--model.lr_scheduler.total_steps=6"],
         ["--trainer.max_steps=50", "--model.lr_scheduler.total_steps=5"],  # the rate stays at its end
-        ["--trainer.callbacks+=BatchSizeFinder", "--trainer.accumulate_grad_batches=2"],
         ["--trainer.max_steps=1"],  # one step is a trial
         ["--trainer.max_steps=-1", "--trainer.max_epochs=1"],  # its length is known later
         ["--trainer.max_steps=2", "--trainer.fast_dev_run=true"],
