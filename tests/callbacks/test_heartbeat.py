@@ -42,6 +42,7 @@ class StandStill(Callback):
             time.sleep(6)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(tmp_path):
     words = [
         "--trainer.callbacks+=Heartbeat",

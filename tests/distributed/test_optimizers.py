@@ -141,6 +141,7 @@ def _torchao(mesh):
     return found
 
 
+@pytest.mark.slow
 def test_torchao_keeps_what_one_process_would_on_any_number_of_ranks(tmp_path):
     found = on_two_ranks(tmp_path, _torchao)
     alone, weights = _stepped(TorchaoAdamW8bit, lambda tensor: tensor, EVEN)
