@@ -48,6 +48,7 @@ def terminal():
 def on_terminal(make_trainer, module, data, tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr("rich._console", None)  # the console of this process remembers that it had colours
     interrupt = signal.getsignal(signal.SIGINT)
 
     def run(*callbacks, function="fit", raises=None, **options):

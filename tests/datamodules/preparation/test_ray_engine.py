@@ -29,7 +29,7 @@ from datamodules.preparation.ray_engine import RayEngine, _private
 from tests.conftest import HOUSE, run_core
 from tests.datamodules.preparation.corpus import contents, corpus, prepare
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(300)
 
 CPUS = 1, 2
@@ -61,6 +61,7 @@ def cluster():
         (folder / name).mkdir()
     # Ray reads the token once in a process: it is that of a cluster which this process may have had before
     os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": _private()["RAY_AUTH_TOKEN"]}
+    ray._raylet.Config.initialize("")  # it has read the mode when it was imported
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "MARK": MARK,
                    "HOME": str(folder / "home"), "PYTHONPATH": str(HOUSE)}  # fmt: skip
     address = f"127.0.0.1:{free_port()}"
