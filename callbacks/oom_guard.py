@@ -95,7 +95,7 @@ class OOMGuard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Takes the place of what computes the gradients of a micro-batch."""
         if self.memory_limit is not None:
-            self._most = memory_limits.held_bytes() + self.memory_limit
+            self._most = memory_limits.ceiling(self.memory_limit)
         loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         loop._make_closure = lambda kwargs, optimizer, number: Closure(
             lambda: self._gradients(trainer, optimizer, kwargs["batch"], kwargs["batch_idx"])

@@ -50,6 +50,12 @@ def held_bytes() -> int:
     return int(re.findall(r"^VmData:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
 
 
+def ceiling(limit: int) -> int:
+    """Returns, for :func:`limited`, so many bytes beyond what is held once what nobody uses is given back."""
+    give_back()
+    return held_bytes() + limit
+
+
 @contextmanager
 def limited(most: int | None) -> Iterator[None]:
     """Lets this process have so much private memory at most: beyond it allocations fail, as a device's do (Linux).

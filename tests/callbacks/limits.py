@@ -14,7 +14,14 @@ M_MMAP_THRESHOLD = -3
 """Of mallopt: from so many bytes on an allocation is mapped, and unmapped when it is given up."""
 
 
-class Less(Callback):
+class Counted(Callback):
+    """Maps tensors each by itself: room in the heap, which other tests of this process have left, would not count."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+
+
+class Less(Counted):
     """Gives one rank less memory than the others while a search goes on.
 
     Args:
@@ -23,13 +30,14 @@ class Less(Callback):
     """
 
     def __init__(self, rank: int, limit: int) -> None:
+        super().__init__()
         self.rank, self.limit = rank, limit
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Sets the limit."""
         self.before = resource.getrlimit(resource.RLIMIT_DATA)
         if trainer.global_rank == self.rank:
-            most = memory_limits.held_bytes() + self.limit
+            most = memory_limits.ceiling(self.limit)
             resource.setrlimit(resource.RLIMIT_DATA, (most, self.before[1]))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -37,7 +45,7 @@ class Less(Callback):
         resource.setrlimit(resource.RLIMIT_DATA, self.before)
 
 
-class Squeeze(Callback):
+class Squeeze(Counted):
     """Lets a rank run out of memory in the middle of a run.
 
     Args:
@@ -48,17 +56,14 @@ class Squeeze(Callback):
     """
 
     def __init__(self, limit: int, step: int, batch: int = 0, rank: int = 0) -> None:
+        super().__init__()
         self.limit, self.at = limit, (step, batch, rank)
-        ctypes.CDLL(None).mallopt(
-            M_MMAP_THRESHOLD, 1 << 16
-        )  # tensors give their memory back, so that it counts
         self.before = resource.getrlimit(resource.RLIMIT_DATA)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Sets the limit."""
         if self.at == (trainer.global_step, batch_idx % trainer.accumulate_grad_batches, trainer.global_rank):
-            memory_limits.give_back()
-            most = memory_limits.held_bytes() + self.limit
+            most = memory_limits.ceiling(self.limit)
             resource.setrlimit(resource.RLIMIT_DATA, (most, self.before[1]))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
