@@ -44,6 +44,13 @@ class Batches(LightningDataModule):
         raise RuntimeError("a spike in a benchmark")
 
 
+SWITCHES = {
+    "OOMGuard": ("on_train_start", "on_train_end"),
+    "StochasticDepth": ("on_fit_start", "on_fit_end"),
+}
+"""Hooks that switch a callback on and off; others do their work in the hooks of a step."""
+
+
 class Alternate(Callback):
     """Passes hooks on to a callback in every second block of steps, and times the blocks.
 
@@ -85,7 +92,10 @@ class Alternate(Callback):
         if trainer.global_step % self.block == 0:
             now = time.process_time()
             self.seconds[self.on].append((now - self.begin) / self.block)
-            self.on, self.begin = not self.on, time.process_time()
+            self.on = not self.on
+            if switch := SWITCHES.get(type(self.inner).__name__):
+                getattr(self.inner, switch[not self.on])(trainer, args[0])
+            self.begin = time.process_time()
 
 
 def measure(inner: Callback, size: dict[str, Any], blocks: int, block: int) -> tuple[float, float]:
@@ -130,8 +140,10 @@ def main() -> None:
     from callbacks.exponential_moving_average import ExponentialMovingAverage
     from callbacks.gradient_clip import GradientClip
     from callbacks.non_finite_guard import NonFiniteGuard
+    from callbacks.oom_guard import OOMGuard
     from callbacks.skip_step import SkipStep
     from callbacks.spike_rollback import SpikeRollback
+    from callbacks.stochastic_depth import StochasticDepth
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("names", nargs="*", help="callbacks; none: all")
@@ -150,6 +162,8 @@ def main() -> None:
         NonFiniteGuard(),
         SpikeRollback(),
         ExponentialMovingAverage(),
+        OOMGuard(memory_limit=8 << 30),
+        StochasticDepth(),
     ):
         name = f"{type(inner).__name__}{'-adaptive' if getattr(inner, 'method', '') == 'adaptive' else ''}"
         if options.names and name not in options.names:

@@ -15,10 +15,10 @@ def test_a_row_is_its_input_or_has_the_block_divided_by_what_stays():
     x, out = torch.randn(1000, 3, 5, dtype=torch.float64), torch.randn(1000, 3, 5, dtype=torch.float64)
     found = drop_block(x, out, 0.3)
     left_out = (found == x).flatten(1).all(1)
-    torch.testing.assert_close(found[~left_out], (x + (out - x) / 0.7)[~left_out], rtol=1e-15, atol=0)
+    torch.testing.assert_close(found[~left_out], (x + (out - x) / 0.7)[~left_out], rtol=1e-14, atol=1e-15)
     # binomial: 300 +- 14.5
     assert 240 < left_out.sum() < 360
-    assert torch.equal(drop_block(x, out, 0.0), x + (out - x))
+    assert torch.equal(drop_block(x, out, 0.0), out)
 
 
 def test_the_expectation_is_the_block():
@@ -26,6 +26,15 @@ def test_the_expectation_is_the_block():
     x, out = torch.zeros(200_000, 1), torch.ones(200_000, 1)
     # standard error of the mean: sqrt(0.25 / 0.75 / 200,000) = 0.0013
     assert drop_block(x, out, 0.25).mean().item() == pytest.approx(1, abs=0.006)
+
+
+def test_the_expectation_is_the_block_in_bfloat16_too():
+    torch.manual_seed(0)
+    x, out = torch.zeros(400_000, 1, dtype=torch.bfloat16), torch.ones(400_000, 1, dtype=torch.bfloat16)
+    found = drop_block(x, out, 0.02).float()
+    assert found.unique().tolist() == [0, 1.0234375]  # not 1.0204: the mean of that many would be 1.003
+    # standard error of the mean: sqrt(0.0234 / 400,000) = 0.00024
+    assert found.mean().item() == pytest.approx(1, abs=0.001)
 
 
 class Counting(nn.Module):
