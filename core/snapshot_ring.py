@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch import Trainer
 
 from core import durable, snapshots
-from core.shards import local
 
 
 class Entry(NamedTuple):
@@ -111,8 +110,7 @@ class SnapshotRing:
             snapshot = self._read(number)
         except (OSError, EOFError, RuntimeError, ValueError, UnpicklingError):
             return False
-        own = local([*trainer.lightning_module.parameters(), *trainer.lightning_module.buffers()])
-        return [t.shape for t in snapshot["tensors"]] == [t.shape for t in own]
+        return [t.shape for t in snapshot["tensors"]] == [t.shape for t in snapshots.tensors(trainer)]
 
     def _read(self, number: int) -> snapshots.Snapshot:
         found: snapshots.Snapshot = torch.load(self._path(number), weights_only=True, mmap=True)

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from core.shards import reshard
+from core.shards import local, reshard
 from core.technique import declaration_of
 
 Snapshot = dict[str, Any]
@@ -34,7 +34,7 @@ def take(trainer: Trainer) -> Snapshot:
     return _copied(
         {
             "step": trainer.global_step,
-            "tensors": [_own(tensor) for tensor in _tensors(trainer)],
+            "tensors": tensors(trainer),
             "optimizers": [_optimizer_state(optimizer) for optimizer in trainer.optimizers],
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
@@ -58,8 +58,8 @@ def put_back(trainer: Trainer, snapshot: Snapshot) -> None:
     """
     module: Any = trainer.lightning_module
     with torch.no_grad():
-        for tensor, value in zip(_tensors(trainer), snapshot["tensors"], strict=True):
-            _own(tensor).copy_(value, non_blocking=True)
+        for tensor, value in zip(tensors(trainer), snapshot["tensors"], strict=True):
+            tensor.copy_(value, non_blocking=True)
     for optimizer, state in zip(trainer.optimizers, snapshot["optimizers"], strict=True):
         _put_back_optimizer(optimizer, state)
         optimizer.zero_grad()
@@ -76,17 +76,15 @@ def put_back(trainer: Trainer, snapshot: Snapshot) -> None:
         module._clock._positions = snapshot["positions"]
 
 
-def _tensors(trainer: Trainer) -> Iterator[Tensor]:
+def tensors(trainer: Trainer) -> list[Tensor]:
+    """Returns what this rank holds of parameters and buffers; no copies."""
     module = trainer.lightning_module
     reshard(module)
-    yield from module.parameters()
-    yield from module.buffers()
+    return local(tensor.detach() for tensor in (*module.parameters(), *module.buffers()))
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor."""
-    own: Tensor = tensor.detach()
-    return own.to_local() if hasattr(own, "to_local") else own
+    return local([tensor.detach()])[0]
 
 
 def _callbacks(trainer: Trainer) -> Iterator[tuple[str, Callback]]:

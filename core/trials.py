@@ -17,6 +17,7 @@ from core import snapshots
 from core.contracts import PackedBatches
 from core.errors import ConfigError
 from core.selection import Run
+from core.stopping import StopSignals
 from core.token_datamodule import TokenDataModule
 
 DATA = "Train on --data=PretrainDataModule or MixtureDataModule"
@@ -25,6 +26,12 @@ NOT_UNDONE = dict.fromkeys(
     "its trial steps put the optimizer's state back, which DeepSpeed keeps to itself: take --trainer.strategy=FSDP",
 )
 """For `@technique(conflicts=...)`: strategies under which trial steps cannot be undone."""
+
+
+def say(trainer: Trainer, who: object, text: str) -> None:
+    """Prints what a callback has found out, or is about to, to stderr; once, not on each rank."""
+    if trainer.is_global_zero:
+        print(f"{type(who).__name__}: {text}", file=sys.stderr, flush=True)
 
 
 def misfits(run: Run) -> Iterator[str]:
@@ -57,7 +64,7 @@ def trial(trainer: Trainer, hold_schedules: bool = False) -> Iterator[Iterator[T
 
     Raises:
         ConfigError: If the data module is none of stored tokens.
-        SIGTERMException: By the iterator, after a step in which a signal told the run to end.
+        SIGTERMException: By the iterator, on all ranks, after a step in which a signal told one of them to end.
     """
     batches = training_batches(trainer)
     module: Any = trainer.lightning_module
@@ -104,7 +111,11 @@ def undone(trainer: Trainer) -> Iterator[None]:
 
 
 def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
-    loop, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
+    module: Any = trainer.lightning_module
+    loop = trainer.fit_loop.epoch_loop
+    signals: Any = module.stop_signals
+    if signals is None or signals.trainer is not trainer:  # they are made when every callback has begun
+        signals = module.stop_signals = StopSignals(trainer)
     # past the loader, whose position stays; training batches go on over the ends of epochs
     coming, index = iter(batches), loop.batch_progress.current.ready
     while True:
@@ -118,7 +129,8 @@ def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
             index += 1
         for config in trainer.lr_scheduler_configs:
             config.scheduler.step()  # type: ignore[call-arg]
-        if trainer.received_sigterm and trainer.world_size == 1:  # of several ranks their launcher ends all
+        signals.heed(True, trainer.strategy.reduce, module.device)  # the caller waits for the loss anyway
+        if trainer.received_sigterm:
             raise SIGTERMException
         loss: Any = module.step_loss
         yield loss.clone()

@@ -90,6 +90,18 @@ def test_two_ranks_go_on_with_the_best_seed(name):
     ended_alike(found, fit(*RANKS[name], seed(best), ranks=2))
 
 
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_sigterm_to_one_rank_ends_the_trial_on_both(rank):
+    terminate = {
+        "class_path": "tests.callbacks.terminate.Terminate",
+        "init_args": {"rank": rank, "forward": 3},
+    }
+    both = callbacks({"trainer": {"callbacks": [terminate]}}, RESTART)
+    done = fit(strategy("DDP"), both, ranks=2, code=143, name=f"restart-sigterm-{rank}")
+    assert not (done.folder / "random_restart.csv").exists()
+    assert done.codes == (143, 143)
+
+
 def test_the_least_loss_of_the_last_tenth_wins():
     curves = {3: [4.0] * 18 + [3.0, 1.0], 4: [5.0] * 18 + [1.5, 1.5], 5: [1.0] * 18 + [2.0, float("nan")]}
     assert {seed: _score(losses) for seed, losses in curves.items()} == {3: 2.0, 4: 1.5, 5: math.inf}
