@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from core import memory_limits
 from core.errors import ConfigError
 from core.loop_state import rescale
 from core.technique import technique
-from core.trials import misfits, training_batches, undone
+from core.trials import misfits, say, training_batches, undone
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected
@@ -107,14 +106,13 @@ class BatchSizeFinder(Callback):
         self._set(trainer, found)
         trainer.strategy.setup_optimizers(trainer)  # schedules know how many steps an epoch has
         trainer.fit_loop._combined_loader = None
-        if trainer.is_global_zero:
-            over = next((size for size in sizes if size > found), None)
-            print(
-                f"BatchSizeFinder: {found} rows fit{f', {over} do not' if over else ''}. Micro-batches of a step, on "
-                f"each rank: {trainer.accumulate_grad_batches} x {found} rows.",
-                file=sys.stderr,
-                flush=True,
-            )
+        over = next((size for size in sizes if size > found), None)
+        say(
+            trainer,
+            self,
+            f"{found} rows fit{f', {over} do not' if over else ''}. Micro-batches of a step, on each rank: "
+            f"{trainer.accumulate_grad_batches} x {found} rows.",
+        )
 
     def _set(self, trainer: Trainer, batch_size: int) -> None:
         rows = _rows(trainer)
@@ -135,7 +133,7 @@ class Attempt:
         self.rows = _rows(trainer)
         batches = training_batches(trainer)
         self.batch = widened(next(iter(batches))[1], batches.sequence_length)
-        self.limit = None if limit is None else memory_limits.held_bytes() + limit
+        self.limit = None if limit is None else memory_limits.ceiling(limit)
         self.first = True
 
     def __call__(self, size: int) -> bool:

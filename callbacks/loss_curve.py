@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from core import durable
+from core import pictures
 from core.errors import ConfigError
 from core.technique import technique
 
@@ -121,11 +121,7 @@ class LossCurve(Callback):
         path = Path(trainer.default_root_dir) / "loss_curve.png"
         unigram = getattr(trainer.datamodule, "unigram_loss", None)
         figure = draw(self._training, self._validation, unigram, title=path.parent.name)
-        try:
-            with durable.replacing(path) as temporary:
-                figure.savefig(temporary, format="png", dpi=150)
-        except OSError as error:  # no reason to lose a run
-            rank_zero_warn(f"{path} could not be written: {error}")
+        pictures.save(figure, path)
 
 
 def draw(training: Points, validation: Points, unigram: float | None, title: str) -> Figure:
@@ -137,13 +133,9 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
         unigram: Entropy of the validation text under token frequencies, in nats per token, if known.
         title: What stands above, before the last losses.
     """
-    # not at the top: the import takes half a second, and pyplot would look for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(8, 5)
     axes = figure.add_subplot()
     points = np.array([p for p in training if np.isfinite(p[2])], dtype=float)
     stays = counts(points[:, 0])
@@ -170,8 +162,7 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
     axes.set_xlabel("label tokens seen")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title(f"{title}: loss over tokens", loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.tidy(axes)
     axes.legend(frameon=False)
     _add_steps(axes, steps, tokens)
     return figure

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,11 +14,11 @@ import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from core import durable
+from core import durable, pictures
 from core.errors import ConfigError
 from core.scheduling import rebuild_at, resume_at, set_rates
 from core.technique import technique
-from core.trials import NOT_UNDONE, misfits, trial
+from core.trials import NOT_UNDONE, misfits, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,8 +122,10 @@ class LRFinder(Callback):
             return
         self._check_length(trainer)
         configured = trainer.optimizers[0].defaults["lr"]
-        _say(
-            trainer, f"{self.num_steps} trial steps at rates from {self.min_rate:g} to {self.max_rate:g} ..."
+        say(
+            trainer,
+            self,
+            f"{self.num_steps} trial steps at rates from {self.min_rate:g} to {self.max_rate:g} ...",
         )
         curve = measured(*self._measure(trainer))
         steepest, tenth = suggestions(curve)
@@ -142,8 +143,9 @@ class LRFinder(Callback):
             else "no rate lowers the loss"
         )
         goes_on = {"keep": f"The run goes on at {configured:g}", "use": "The run goes on at that rate"}
-        _say(
+        say(
             trainer,
+            self,
             f"{found}; configured {configured:g}. {goes_on.get(self.then, 'The run ends here')}. The curve: "
             f"{Path(trainer.default_root_dir) / 'lr_finder.png'}",
         )
@@ -211,11 +213,6 @@ def suggestions(curve: Curve) -> tuple[float | None, float | None]:
     return float(curve.rates[at]), float(curve.rates[int(np.argmin(curve.smooth))]) / 10
 
 
-def _say(trainer: Trainer, text: str) -> None:
-    if trainer.is_global_zero:
-        print(f"LRFinder: {text}", file=sys.stderr, flush=True)
-
-
 def _write(
     folder: Path, curve: Curve, steepest: float | None, tenth: float | None, configured: float
 ) -> None:
@@ -228,17 +225,12 @@ def _write(
     )
     durable.write(folder / "lr_finder.csv", table.getvalue())
     figure = draw(curve, steepest, tenth, configured)
-    with durable.replacing(folder / "lr_finder.png") as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+    pictures.save(figure, folder / "lr_finder.png")
 
 
 def draw(curve: Curve, steepest: float | None, tenth: float | None, configured: float) -> Figure:
     """Draws the losses over the rates, with what is suggested and what is configured."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(8, 5)
     axes = figure.add_subplot()
     axes.plot(curve.rates, curve.losses, color="tab:blue", alpha=0.35, linewidth=0.8, label="loss of a step")
     axes.plot(curve.rates, curve.smooth, color="tab:blue", linewidth=1.8, label="smoothed")
@@ -254,7 +246,6 @@ def draw(curve: Curve, steepest: float | None, tenth: float | None, configured: 
     axes.set_xlabel("learning rate")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("learning-rate range test", loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.tidy(axes)
     axes.legend(frameon=False)
     return figure

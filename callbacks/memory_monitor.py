@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from core import durable
+from core import pictures
 from core.errors import ConfigError
 from core.technique import technique
 
@@ -153,11 +152,7 @@ class MemoryMonitor(Callback):
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
         path = Path(trainer.default_root_dir) / f"memory_step_{trainer.global_step}.png"
         figure = draw(sizes, backward, f"{path.parent.name}: memory during step {trainer.global_step}")
-        try:
-            with durable.replacing(path) as temporary:
-                figure.savefig(temporary, format="png", dpi=150)
-        except OSError as error:  # no reason to lose a run
-            rank_zero_warn(f"{path} could not be written: {error}")
+        pictures.save(figure, path)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stops counting where a step breaks off."""
@@ -183,15 +178,10 @@ def draw(sizes: np.ndarray, backward: np.ndarray, title: str) -> Figure:
         backward: (operators,), whether each belongs to a backward pass.
         title: What stands above.
     """
-    # not at the top: the import takes half a second, and pyplot would look for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     total = sizes.sum(1)
     peak = int(total.argmax())
     shown = np.unique(np.append(np.arange(0, len(sizes), -(-len(sizes) // MAX_POINTS)), peak))
-    figure = Figure(figsize=(9, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(9, 5)
     axes = figure.add_subplot()
     labels = [
         f"{name.replace('_', ' ')} (at most {most:,.1f})"
@@ -210,7 +200,7 @@ def draw(sizes: np.ndarray, backward: np.ndarray, title: str) -> Figure:
     axes.set_xlabel("operators since the step began")
     axes.set_ylabel("MiB")
     axes.set_title(title, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.tidy(axes, grid=False)
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure

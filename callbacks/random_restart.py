@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,12 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 
-from core import durable
+from core import durable, pictures
 from core.building import changed
 from core.errors import ConfigError
 from core.shards import reshard, take
 from core.technique import technique
-from core.trials import NOT_UNDONE, misfits, trial
+from core.trials import NOT_UNDONE, misfits, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -95,7 +94,7 @@ class RandomRestart(Callback):
             pl_module._seed = pl_module._seed if self._seed is None else self._seed
             return
         first = pl_module._seed
-        _say(trainer, f"{self.seeds} seeds from {first} on, {self.num_steps} trial steps each ...")
+        say(trainer, self, f"{self.seeds} seeds from {first} on, {self.num_steps} trial steps each ...")
         curves = {seed: self._curve(trainer, seed) for seed in range(first, first + self.seeds)}
         scores = {seed: _score(losses) for seed, losses in curves.items()}
         best = min(scores, key=scores.__getitem__)
@@ -109,8 +108,9 @@ class RandomRestart(Callback):
         begin(trainer, best)
         self._seed = best
         told = ", ".join(f"{seed}: {score:.4f}" for seed, score in scores.items())
-        _say(
+        say(
             trainer,
+            self,
             f"seed {best} is the best; loss of each in nats per token: {told}. The run begins with it.",
         )
 
@@ -155,11 +155,6 @@ def _score(losses: list[float]) -> float:
     return mean if math.isfinite(mean) else math.inf
 
 
-def _say(trainer: Trainer, text: str) -> None:
-    if trainer.is_global_zero:
-        print(f"RandomRestart: {text}", file=sys.stderr, flush=True)
-
-
 def _write(folder: Path, curves: dict[int, list[float]], best: int) -> None:
     table = io.StringIO()
     rows = csv.writer(table, lineterminator="\n")
@@ -169,18 +164,14 @@ def _write(folder: Path, curves: dict[int, list[float]], best: int) -> None:
     )
     durable.write(folder / "random_restart.csv", table.getvalue())
     figure = draw(curves, best)
-    with durable.replacing(folder / "random_restart.png") as temporary:
-        figure.savefig(temporary, format="png", dpi=150)
+    pictures.save(figure, folder / "random_restart.png")
 
 
 def draw(curves: dict[int, list[float]], best: int) -> Figure:
     """Draws the losses from each seed on, by step, the best in colour."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(8, 5)
     axes = figure.add_subplot()
     for seed, losses in sorted(curves.items(), key=lambda item: item[0] == best):
         style: dict[str, Any] = {"color": "0.6", "linewidth": 1.0}
@@ -192,7 +183,6 @@ def draw(curves: dict[int, list[float]], best: int) -> Figure:
     axes.set_xlabel("optimizer steps")
     axes.set_ylabel("loss (nats per token)")
     axes.set_title("the same batches from several seeds", loc="left")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.tidy(axes)
     axes.legend(frameon=False)
     return figure

@@ -125,7 +125,7 @@ class Transform(ABC):
 
     A stage that has to see all documents first (for duplicates, say) sets `surveys`: then :meth:`survey` is
     called once for each piece of the source, in any process, :meth:`conclude` once with all that they
-    found, and :meth:`learn` in each process before it applies the stage.
+    found, and :meth:`learn` in each process before it applies the stage. Others leave these three alone.
 
     Attributes:
         version: Raised whenever the same options give another result; part of the data's cache key.

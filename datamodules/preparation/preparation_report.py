@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core import durable
+from core import durable, pictures
 from core.prepared import read_manifest
 
 FILES = ("report.md", "report.json", "lengths.png")
@@ -68,16 +67,11 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
 
 
 def _picture(lengths: Mapping[str, int]) -> bytes:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
     exponents = range(min(map(int, lengths)), max(map(int, lengths)) + 1)
-    figure = Figure(figsize=(7, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(7, 3.5)
     axes = figure.add_subplot()
     axes.bar(range(len(exponents)), [lengths.get(str(key), 0) for key in exponents], width=0.9)
     axes.set_xticks(range(len(exponents)), [f"{2**key:,}" for key in exponents], rotation=45)
     axes.set(xlabel="tokens in a document, from this number on", ylabel="documents")
-    target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=120, metadata={"Software": None})
-    return target.getvalue()
+    return pictures.as_png(figure)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow
 
+from core.contracts import DocumentSource, Reader
 from core.errors import ConfigError, nearest
 
 LEAST, MOST, PARTS = 1 << 20, 1 << 30, 64
@@ -111,6 +112,30 @@ def batches(rows: Iterable[Row]) -> Iterator[pyarrow.RecordBatch]:
             held, size = [], 0
     if held:
         yield _batch(held)
+
+
+class Undivided(Reader):
+    """A document source of one piece."""
+
+    def __init__(self, documents: DocumentSource) -> None:
+        self.whole = documents
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """That of the whole."""
+        return self.whole.fingerprint()
+
+    def options(self) -> Mapping[str, Any]:
+        """The same: there is nothing to list."""
+        return self.whole.fingerprint()
+
+    def tasks(self) -> list[dict[str, Any]]:
+        """Returns a single one."""
+        return [{"fingerprint": dict(self.whole.fingerprint())}]
+
+    def read(self, task: Mapping[str, Any], reject: Any) -> Iterator[Any]:
+        """Yields all documents."""
+        name = type(self.whole).__name__
+        return batches((text, name, str(number)) for number, text in enumerate(self.whole.documents()))
 
 
 def _batch(rows: list[Row]) -> pyarrow.RecordBatch:

@@ -23,7 +23,7 @@ from core.technique import technique
 from datamodules.preparation.engine_worker import over_tasks
 from datamodules.preparation.manifest import FORMAT, Totals, write_manifest
 from datamodules.preparation.preparation_task import JSONEncoder, Pipeline, PreparationTask, Tally, text_hash
-from datamodules.preparation.source_files import batches
+from datamodules.preparation.source_files import Undivided
 from datamodules.preparation.survey_task import survey
 
 PARTS, TOKENIZER, VOCABULARY = "parts", "tokenizer.json", "vocabulary.json"
@@ -167,7 +167,7 @@ class TokenPreparation:
 
     @cached_property
     def _reader(self) -> Reader:
-        return self.documents if isinstance(self.documents, Reader) else _Undivided(self.documents)
+        return self.documents if isinstance(self.documents, Reader) else Undivided(self.documents)
 
     def _pipeline(self, conclusions: dict[int, Path]) -> Pipeline:
         return Pipeline(self._reader, self.stages, conclusions, self.max_reject_fraction == 0)
@@ -249,26 +249,6 @@ def build(
     return TokenPreparation(
         documents, tokenizer, writer, validation_fraction, stages, max_reject_fraction, engine
     )
-
-
-class _Undivided(Reader):
-    """A document source of one piece."""
-
-    def __init__(self, documents: DocumentSource) -> None:
-        self.whole = documents
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        return self.whole.fingerprint()
-
-    def options(self) -> Mapping[str, Any]:
-        return self.whole.fingerprint()
-
-    def tasks(self) -> list[dict[str, Any]]:
-        return [{"fingerprint": dict(self.whole.fingerprint())}]
-
-    def read(self, task: Mapping[str, Any], reject: Any) -> Iterator[Any]:
-        name = type(self.whole).__name__
-        return batches((text, name, str(number)) for number, text in enumerate(self.whole.documents()))
 
 
 def _class(stage: Any) -> str:

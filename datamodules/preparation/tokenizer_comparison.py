@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core import pictures
 from core.contracts import DocumentSource, Tokenizer
 
 if TYPE_CHECKING:
@@ -199,12 +199,7 @@ def notes(samples: Mapping[str, Sample], length: int) -> str:
 
 def draw_png(measured: Sequence[Measured], length: int) -> bytes:
     """Returns bars for each figure of the table, a colour for each tokenizer, as a PNG file."""
-    # not at the top: the import takes half a second, and pyplot would look for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 2.4 + 0.7 * len(measured)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(11, 2.4 + 0.7 * len(measured))
     panels = figure.subplots(2, 3, sharey=True).flat
     names = [one.name for one in measured]
     _bars(next(panels), names, [one.bytes_per_token for one in measured], "bytes per token", "{:.2f}")
@@ -221,9 +216,7 @@ def draw_png(measured: Sequence[Measured], length: int) -> bytes:
     _bars(
         next(panels), names, [100 * one.used / one.vocab_size for one in measured], "ids used (%)", "{:.1f}"
     )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+    return pictures.as_png(figure)
 
 
 def _bars(axes: Axes, names: Sequence[str], values: Sequence[float], title: str, shown: str) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import html
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core import pictures
 from plugins.commands.config import Flat
 
 if TYPE_CHECKING:
@@ -70,18 +70,13 @@ class Run:
 
 def draw(runs: Sequence[Run]) -> Figure:
     """Draws training above validation loss, over tokens and, where a run measured it, over time."""
-    # not at the top: the import takes half a second, and pyplot would look for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     slowest = max((run.training.seconds[-1] for run in runs if run.timed), default=0.0)
     unit, divisor = ("h", 3600) if slowest > 3 * 3600 else ("min", 60) if slowest > 300 else ("s", 1)
     columns = [("tokens", "label tokens seen", 1)]
     if slowest:
         columns.append(("seconds", f"training time ({unit})", divisor))
     kinds = ["training", "validation"] if any(len(run.validation.losses) for run in runs) else ["training"]
-    figure = Figure(figsize=(5.6 * len(columns), 0.6 + 3.6 * len(kinds)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(5.6 * len(columns), 0.6 + 3.6 * len(kinds))
     grid = figure.subplots(len(kinds), len(columns), sharex="col", sharey="row", squeeze=False)
     for row, kind in zip(grid, kinds, strict=True):
         for axes, (abscissa, label, divide_by) in zip(row, columns, strict=True):
@@ -136,17 +131,14 @@ def _style(axes: Axes, label: str) -> None:
 
     axes.set_xlabel(label)
     axes.label_outer()
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
+    pictures.tidy(axes)
     if "tokens" in label:
         axes.xaxis.set_major_formatter(EngFormatter())
 
 
 def draw_png(runs: Sequence[Run]) -> bytes:
     """Returns the picture of :func:`draw` as a PNG file."""
-    buffer = io.BytesIO()
-    draw(runs).savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
+    return pictures.as_png(draw(runs))
 
 
 def as_markdown(results: Rows, differences: Rows, notes: str) -> str:

@@ -7,7 +7,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core import durable
+from core import durable, pictures
 from core.cli import build
 from core.errors import ConfigError
 from core.technique import technique
@@ -57,11 +57,10 @@ def plot_schedule(arguments: list[str]) -> int:
     options, rest = parser.parse_known_args(arguments)
     steps = simulate(build("fit", rest))
     folder, last = Path(options.output), steps[-1]
-    picture = io.BytesIO()
-    draw(steps).savefig(picture, format="png", dpi=150)
+    picture = pictures.as_png(draw(steps))
     try:
         durable.write(folder / "schedule.csv", as_csv(steps))
-        durable.write(folder / "schedule.png", picture.getvalue())
+        durable.write(folder / "schedule.png", picture)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be written: {durable.reason(error)}. Choose another --output."
@@ -143,13 +142,9 @@ def as_csv(steps: list[Step]) -> str:
 
 def draw(steps: list[Step]) -> Figure:
     """Draws three curves over the tokens, one above the other."""
-    # not at the top: the import takes half a second, and pyplot would look for a display
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(8, 7)
     panels = figure.subplots(3, 1, sharex=True, height_ratios=(2, 1, 1))
     curves = {
         "learning_rate": ("learning rate", "tab:blue"),
@@ -162,8 +157,7 @@ def draw(steps: list[Step]) -> Figure:
         axes.stairs([getattr(step, name) for step in steps], ends, baseline=None, color=color, linewidth=1.8)
         axes.set_ylim(bottom=0, top=1.1 * max(getattr(step, name) for step in steps) or 1)
         axes.set_ylabel(label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
+        pictures.tidy(axes)
         if name != "learning_rate":
             axes.yaxis.set_major_formatter(EngFormatter())
     panels[-1].xaxis.set_major_formatter(EngFormatter())

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import yaml
 
-from core import catalog
+from core import catalog, pictures
 
 RATES: dict[str, tuple[float, ...]] = {
     "AdamW": (2e-3, 4e-3, 8e-3),
@@ -149,11 +149,8 @@ def validation_loss(name: str, rate: float, steps: int, folder: Path) -> float:
 
 def draw(rows: list[tuple[str, float, float, float, float]], path: Path) -> None:
     """Draws the three figures of each optimizer as bars."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = pictures.new_figure(12, 4.5)
     names = [row[0] for row in rows][::-1]
     titles = (
         "state (bytes per parameter)",
@@ -165,7 +162,7 @@ def draw(rows: list[tuple[str, float, float, float, float]], path: Path) -> None
         axes.barh(names, values, color=("tab:blue", "tab:orange", "tab:green")[index])
         axes.bar_label(axes.containers[0], fmt="%.3g" if index < 2 else "%.3f", padding=3)
         axes.set_title(title, fontsize=10, loc="left")
-        axes.spines[["top", "right"]].set_visible(False)
+        pictures.tidy(axes, grid=False)
         if index == 1:
             axes.set_xscale("log")
         axes.margins(x=0.18)
