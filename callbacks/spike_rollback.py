@@ -247,7 +247,7 @@ class SpikeRollback(Callback):
         )
         if tries > self.retries or not self._ring:
             why = (
-                f"It was gone back {self.retries} times already (retries)"
+                f"The run has gone back as often as it may (retries: {self.retries})"
                 if self._ring
                 else "There is no snapshot to go back to: the run was resumed in the middle of a spike"
             )

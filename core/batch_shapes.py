@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from core.selection import Run
+
+_LOOKS = 20_000
+"""At so many steps of a run, evenly spread, the shapes are looked up before it."""
 
 
 class Shape(NamedTuple):
@@ -115,3 +121,19 @@ class ShapeSchedule(Callback, ABC):
     def _most_rows(self, wanted: Shape) -> int:
         assert self._full is not None
         return self._full.sequence_length * self._full.batch_size // wanted.sequence_length
+
+
+def shapes_of(run: Run) -> Iterator[tuple[str, set[Shape]]]:
+    """Yields, for a technique's `preflight`, each schedule's name and the shapes that steps of the run will have."""
+    sizes = [run.argument(path) for path in ("data.sequence_length", "data.batch_size", "trainer.max_steps")]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return
+    length, rows, steps = sizes
+    full = Shape(length, rows, run.argument("trainer.accumulate_grad_batches") or 1)
+    for item in run.selected:
+        if isinstance(item.target, type) and issubclass(item.target, ShapeSchedule):
+            schedule, tokens, shapes = item.target(**item.arguments), 0, set()
+            for step in range(0, steps, stride := -(-steps // _LOOKS)):
+                shapes.add(shape := schedule.shape(step, tokens, steps, full))
+                tokens += shape[0] * shape[1] * shape[2] * run.world_size * stride
+            yield item.name, shapes

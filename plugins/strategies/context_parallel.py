@@ -51,18 +51,18 @@ class ContextParallel:
             ConfigError: If T cannot be divided.
         """
         rows, length = batch["input_ids"].shape
-        pieces = self.ranks * (2 if self.method == "ring" else 1)
-        if length % pieces:
+        cuts = pieces(self.ranks, self.method)
+        if length % cuts:
             raise ConfigError(
-                f"HybridParallel: context is {self.ranks}; {self.method} takes sequences of a multiple of {pieces} "
+                f"HybridParallel: context is {self.ranks}; {self.method} takes sequences of a multiple of {cuts} "
                 f"tokens, not {length}."
             )
         own = torch.arange(length, device=batch["input_ids"].device)
         if self.method == "ring":
-            chunks = own.chunk(pieces)
-            own = torch.cat((chunks[self.rank], chunks[pieces - 1 - self.rank]))
+            chunks = own.chunk(cuts)
+            own = torch.cat((chunks[self.rank], chunks[cuts - 1 - self.rank]))
         else:
-            own = own.chunk(pieces)[self.rank]
+            own = own.chunk(cuts)[self.rank]
         self.documents = batch.get("document_ids")
         parts = {name: value[:, own] for name, value in batch.items() if name != "document_ids"}
         return {"position_ids": own.expand(rows, -1)} | parts
@@ -95,15 +95,20 @@ class ContextParallel:
         return _tokens_for_heads(y, self.group)
 
 
+def pieces(size: int, method: Method) -> int:
+    """Returns how many parts of one length a sequence is cut into: for `ring`, each rank has two."""
+    return size * (2 if method == "ring" else 1)
+
+
 def misfits(network: Network, size: int, tensor: int, method: Method, length: int | None) -> Iterator[str]:
     """Yields why sequences of a network cannot be cut up over so many ranks."""
-    name, pieces = type(network).__name__, size * (2 if method == "ring" else 1)
+    name, cuts = type(network).__name__, pieces(size, method)
     if not network.replace_attention(F.scaled_dot_product_attention):
         yield f"{name} does not let its attention be replaced: set context to 1"
-    if length and length % pieces:
-        fits = length + -length % pieces
+    if length and length % cuts:
+        fits = length + -length % cuts
         yield (
-            f"context is {size}; {method} takes a multiple of {pieces} tokens, and data.sequence_length is {length}: "
+            f"context is {size}; {method} takes a multiple of {cuts} tokens, and data.sequence_length is {length}: "
             f"set it to {fits}"
         )
     heads = network.attention_heads

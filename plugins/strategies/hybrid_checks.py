@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core.batch_shapes import shapes_of
 from plugins.strategies import context_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout
@@ -48,10 +50,32 @@ def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     if given["context"] > 1:
         method = given["context_method"]
         yield from context_parallel.misfits(network, given["context"], given["tensor"], method, length)
+        if run.argument("model.network.dropout") and run.command == "fit":
+            yield f"context is {given['context']}, which takes attention without dropout: set model.network.dropout to 0"
     if given["sequence"] > 1 and length and (share := length // given["context"]) % given["sequence"]:
         yield f"sequence is {given['sequence']}, which does not divide the {share} tokens of a context rank"
     if given["pipeline"] > 1:
         yield from _pipeline_misfits(run, given, network, sizes.of(run.world_size))
+    yield from _schedule_misfits(run, given)
+
+
+def _schedule_misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields which batches of a schedule of lengths or batch sizes cannot be cut up."""
+    tokens = given["context"] * given["sequence"]
+    if given["context"] > 1:
+        tokens = math.lcm(tokens, context_parallel.pieces(given["context"], given["context_method"]))
+    layout = Layout(given["schedule"], given["pipeline"], 0)
+    rows = (given["microbatches"] or layout.stages) if given["pipeline"] > 1 else 1
+    for name, shapes in shapes_of(run):
+        lengths = sorted({shape.sequence_length for shape in shapes if shape.sequence_length % tokens})
+        sizes = sorted({shape.batch_size for shape in shapes if shape.batch_size % rows})
+        if lengths:
+            yield (
+                f"rows are cut into {tokens} parts, and {name} makes some of {lengths[0]} tokens: set its start, stages "
+                f"and multiple to multiples of {tokens}"
+            )
+        if sizes:
+            yield f"microbatches is {rows}, which does not divide the batches of {sizes[0]} rows that {name} makes"
 
 
 def _pipeline_misfits(

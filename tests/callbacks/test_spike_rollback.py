@@ -257,7 +257,7 @@ def test_tries_are_counted_in_one_trouble_and_begin_anew_behind_it(train):
 def test_when_tries_are_used_up_the_run_stops(train):
     guard = SpikeRollback(**SMALL | {"skip_batches": 0, "retries": 2})
     with pytest.raises(
-        ConfigError, match=r"gone back 2 times already \(retries\).*lower learning rate"
+        ConfigError, match=r"gone back as often as it may \(retries: 2\).*lower learning rate"
     ) as error:
         train(guard, poison(7, 40))
     assert str(error.value).count("\n") < 10

@@ -90,7 +90,7 @@ def test_a_rollback_is_that_of_one_process(name, readers, init_args, on_disk, on
 def test_when_tries_are_used_up_all_ranks_stop_as_for_other_mistakes():
     done = start("stop", **ON_TWO, strategy={"class_path": "DDP"}, last=99, gradient=float("nan"), retries=2)
     assert done.code == 2
-    assert "It was gone back 2 times already (retries)" in done.complaint
+    assert "The run has gone back as often as it may (retries: 2)" in done.complaint
     assert len(json.loads((done.folder / "spike_rollbacks.json").read_text(encoding="utf-8"))) == 2
 
 

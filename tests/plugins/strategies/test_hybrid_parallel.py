@@ -9,6 +9,15 @@ from core.testing.runs import run
 from core.testing.workshop import workshop, write_config
 from tests.distributed.same_run import CONFIG, TOLERANCE, fit, one_process, same_bits, weights_apart
 
+ROWS = {"data": {"class_path": "tests.toy.ToyData", "init_args": {"sequence_length": 64, "batch_size": 8}}}
+
+
+def scheduled(name, **init_args):
+    """Returns 20 steps of 8 rows of 64 tokens, whose shape follows a schedule."""
+    trainer = {"max_steps": 20, "callbacks": [{"class_path": name, "init_args": init_args}]}
+    return {**ROWS, "trainer": trainer, "model": {"network": {"init_args": {"max_sequence_length": 64}}}}
+
+
 TOY = {"data": {"class_path": "tests.toy.ToyData", "init_args": {"sequence_length": 14, "batch_size": 4}}}
 REFUSED = [
     (4, {"tensor": 2, "data_shard": 1}, {}, "tensor 2 is 2 ranks, this run has 4"),
@@ -28,6 +37,13 @@ REFUSED = [
         "schedule DualPipeV computes gradients of weights apart from those of inputs",
     ),
     (2, {"context": 2}, TOY, "context is 2; ring takes a multiple of 4 tokens, and data.sequence_length is 14"),
+    (2, {"context": 2}, {"model": {"network": {"init_args": {"dropout": 0.1}}}}, "context is 2, which takes attention without"),
+    (2, {"context": 2}, scheduled("SequenceLengthSchedule", start=6, multiple=2, duration=10),
+     "rows are cut into 4 parts, and SequenceLengthSchedule makes some of 6 tokens"),
+    (2, {"tensor": 2, "sequence": 2}, scheduled("SequenceLengthSchedule", start=9, duration=10),
+     "rows are cut into 2 parts, and SequenceLengthSchedule makes some of 9 tokens"),
+    (2, {"pipeline": 2}, scheduled("BatchSizeRamp", start=0.125, tokens_until_full=4000),
+     "microbatches is 2, which does not divide the batches of 3 rows that BatchSizeRamp makes"),
     (8, {"context": 8, "context_method": "ulysses"}, {}, "does not divide the 4 attention heads of GPT: take"),
     (2, {"tensor": 2, "sequence": 2, "context": 1}, {"data": TOY["data"] | {"init_args": {"sequence_length": 15}}},
      "sequence is 2, which does not divide the 15 tokens"),
@@ -48,6 +64,22 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(ranks, sizes, more
     done = run(["check", f"--config={write_config('refused', values)}"], workshop())
     assert done.code == 2
     assert told in done.complaint, done.complaint
+
+
+@pytest.mark.parametrize(
+    ("sizes", "schedule"),
+    [
+        ({"context": 2}, scheduled("SequenceLengthSchedule", duration=10)),
+        ({"pipeline": 2}, scheduled("SequenceLengthSchedule", duration=10, growth="doubling")),
+        ({"pipeline": 2}, scheduled("BatchSizeRamp", start=0.25, tokens_until_full=4000, growth="doubling")),
+    ],
+    ids=str,
+)
+def test_schedules_whose_shapes_can_be_cut_up_are_let_through(sizes, schedule):
+    values = merge(merge(deepcopy(CONFIG), hybrid(**sizes)), deepcopy(schedule))
+    merge(values, {"trainer": {"devices": 2}})
+    done = run(["check", f"--config={write_config('let-through', values)}"], workshop())
+    assert done.code == 0, done.complaint
 
 
 @pytest.mark.parametrize("size", ["pipeline", "context"])
