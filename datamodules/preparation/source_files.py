@@ -114,26 +114,25 @@ def batches(rows: Iterable[Row]) -> Iterator[pyarrow.RecordBatch]:
         yield _batch(held)
 
 
-class Undivided(Reader):
-    """A document source of one piece."""
+def undivided(documents: DocumentSource) -> Reader:
+    """Returns a reader of a single task: a document source that cannot be cut up."""
+    return _Undivided(documents)
 
+
+class _Undivided(Reader):
     def __init__(self, documents: DocumentSource) -> None:
         self.whole = documents
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """That of the whole."""
         return self.whole.fingerprint()
 
     def options(self) -> Mapping[str, Any]:
-        """The same: there is nothing to list."""
         return self.whole.fingerprint()
 
     def tasks(self) -> list[dict[str, Any]]:
-        """Returns a single one."""
         return [{"fingerprint": dict(self.whole.fingerprint())}]
 
     def read(self, task: Mapping[str, Any], reject: Any) -> Iterator[Any]:
-        """Yields all documents."""
         name = type(self.whole).__name__
         return batches((text, name, str(number)) for number, text in enumerate(self.whole.documents()))
 

@@ -23,7 +23,7 @@ from core.technique import technique
 from datamodules.preparation.engine_worker import over_tasks
 from datamodules.preparation.manifest import FORMAT, Totals, write_manifest
 from datamodules.preparation.preparation_task import JSONEncoder, Pipeline, PreparationTask, Tally, text_hash
-from datamodules.preparation.source_files import Undivided
+from datamodules.preparation.source_files import undivided
 from datamodules.preparation.survey_task import survey
 
 PARTS, TOKENIZER, VOCABULARY = "parts", "tokenizer.json", "vocabulary.json"
@@ -167,7 +167,7 @@ class TokenPreparation:
 
     @cached_property
     def _reader(self) -> Reader:
-        return self.documents if isinstance(self.documents, Reader) else Undivided(self.documents)
+        return self.documents if isinstance(self.documents, Reader) else undivided(self.documents)
 
     def _pipeline(self, conclusions: dict[int, Path]) -> Pipeline:
         return Pipeline(self._reader, self.stages, conclusions, self.max_reject_fraction == 0)
