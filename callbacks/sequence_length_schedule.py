@@ -104,17 +104,15 @@ class SequenceLengthSchedule(ShapeSchedule):
 
     def length(self, step: int, growing: int, full: int) -> int:
         """Returns the tokens in a row of a step, counted from 0, of which `growing` have shorter rows than `full`."""
-        lengths = self._lengths(full)
         if step < growing and self.growth == "linear":
             length = self.start + (full - self.start) * step / growing
             return min(max(int(length // self.multiple) * self.multiple, self.start), full)
-        if step < growing:
-            return lengths[step * len(lengths) // growing]
         since = step - growing
         number = math.floor((since + 1) * self.intermittent_short)
-        if lengths and number > math.floor(since * self.intermittent_short):
-            return lengths[(number - 1) % len(lengths)]
-        return full
+        short = since < 0 or number > math.floor(since * self.intermittent_short)
+        if not short or not (lengths := self._lengths(full)):
+            return full
+        return lengths[step * len(lengths) // growing if since < 0 else (number - 1) % len(lengths)]
 
     def _lengths(self, full: int) -> list[int]:
         """Returns the lengths before the full one."""

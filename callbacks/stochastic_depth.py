@@ -17,10 +17,10 @@ def drop_block(x: Tensor, out: Tensor, rate: float) -> Tensor:
     """Returns `out` (B, ...) with what the block added to `x` left out in each row with probability `rate`.
 
     What stays is divided by 1 - rate, so that the expectation is `out`; exactly, as the rate is that of which the
-    factor is a number of the data type: in bfloat16 0.1 becomes 0.0986.
+    factor is a number of the data type: in bfloat16 0.1 becomes 0.0986, and rates below 0.0039 become 0.
     """
     factor = out.new_full((), 1 / (1 - rate))
-    stays = torch.rand(len(x), *[1] * (x.ndim - 1), device=x.device) * factor < 1
+    stays = torch.rand(len(x), *[1] * (x.ndim - 1), dtype=torch.float32, device=x.device) * factor < 1
     return torch.lerp(x.to(out.dtype), out, stays * factor)  # one pass forward, two backward
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
     from core.selection import Run
 
 _LOOKS = 20_000
-"""At so many steps of a run, evenly spread, the shapes are looked up before it."""
+"""Before a run the shapes of so many first steps are looked up, and of as many spread over the others."""
 
 
 class Shape(NamedTuple):
@@ -123,8 +126,13 @@ class ShapeSchedule(Callback, ABC):
         return self._full.sequence_length * self._full.batch_size // wanted.sequence_length
 
 
-def shapes_of(run: Run) -> Iterator[tuple[str, set[Shape]]]:
-    """Yields, for a technique's `preflight`, each schedule's name and the shapes that steps of the run will have."""
+def shapes_of(run: Run, readers: int) -> Iterator[tuple[str, set[Shape]]]:
+    """Yields, for a technique's `preflight`, each schedule's name and the shapes that steps of the run will have.
+
+    Args:
+        run: The run; nothing is known of one without a number of steps.
+        readers: Ranks that read data of their own.
+    """
     sizes = [run.argument(path) for path in ("data.sequence_length", "data.batch_size", "trainer.max_steps")]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         return
@@ -132,8 +140,13 @@ def shapes_of(run: Run) -> Iterator[tuple[str, set[Shape]]]:
     full = Shape(length, rows, run.argument("trainer.accumulate_grad_batches") or 1)
     for item in run.selected:
         if isinstance(item.target, type) and issubclass(item.target, ShapeSchedule):
-            schedule, tokens, shapes = item.target(**item.arguments), 0, set()
-            for step in range(0, steps, stride := -(-steps // _LOOKS)):
-                shapes.add(shape := schedule.shape(step, tokens, steps, full))
-                tokens += shape[0] * shape[1] * shape[2] * run.world_size * stride
-            yield item.name, shapes
+            with suppress(Exception):  # its own checks, or the run's building, say what is wrong
+                yield item.name, set(_shapes(item.target(**item.arguments), steps, full, readers))
+
+
+def _shapes(schedule: ShapeSchedule, steps: int, full: Shape, readers: int) -> Iterator[Shape]:
+    looks = [*range(min(steps, _LOOKS)), *range(_LOOKS, steps, max(1, (steps - _LOOKS) // _LOOKS)), steps]
+    tokens = 0
+    for step, following in pairwise(looks):
+        yield (shape := schedule.shape(step, tokens, steps, full))
+        tokens += math.prod(shape) * readers * (following - step)

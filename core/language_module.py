@@ -20,7 +20,7 @@ from core.loss_ranks import gradient_norm, group_of, place_of, scale_gradients, 
 from core.parameter_groups import parameter_groups
 from core.scheduling import ScheduleClock, prefer_written, scaled_rates, written_settings
 from core.seeding import mix, seed_generators
-from core.stopping import StopSignals
+from core.stopping import StopSignals, listen
 from core.token_sums import TokenSums, named, wide
 from core.updates import keep_updates
 
@@ -269,7 +269,7 @@ class LanguageModule(AveragedWeights):
 
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
-        self.stop_signals = StopSignals(self.trainer)
+        listen(self)
         self.resume_training_weights()
         if not self.trainer.ckpt_path:
             return

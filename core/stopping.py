@@ -20,35 +20,56 @@ class StopSignals:
 
     A signal is noted; one rank alone heeds it after the step, several add up their notes where figures are logged.
     Lightning ends the run at the end of that batch, and callbacks are told (`on_exception`). Under SLURM, SIGUSR1
-    (`#SBATCH --signal=USR1@120`) also puts the job back into the queue. Made when training starts; Lightning puts
-    the old handlers back.
+    (`#SBATCH --signal=USR1@120`) also puts the job back into the queue. See :func:`listen`; Lightning puts the old
+    handlers back.
 
     Attributes:
         requeue: Whether the job is to be queued again.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.trainer, self.received, self.requeue = trainer, False, False
+        early, connector = trainer.received_sigterm, trainer._signal_connector
+        self.trainer, self.received, self.requeue = trainer, early, False
+        connector.received_sigterm = False  # what one rank was told before is agreed on as well
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-        signal.signal(signal.SIGTERM, self._note)
+        signal.signal(signal.SIGTERM, self.note)
         if SLURMEnvironment.detect():
-            signal.signal(signal.SIGUSR1, self._note)
+            signal.signal(signal.SIGUSR1, self.note)
 
-    def _note(self, number: int, frame: Any) -> None:
+    def note(self, number: int, frame: Any) -> None:
+        """Takes a signal down."""
         if not self.received and self.trainer.strategy.launcher is not None:
             self.trainer.strategy.launcher.kill(number)  # the ranks that this process has started
         self.received = True
         self.requeue |= number == signal.SIGUSR1
 
-    def heed(self, logging_step: bool, reduce: Callable[..., Tensor], device: Any) -> None:
-        """Ends the run if any rank has been told to; several ranks find out where figures are logged."""
+    def heed(self, logging_step: bool, reduce: Callable[..., Tensor], device: Any) -> bool:
+        """Ends the run if any rank has been told to; several ranks find out where figures are logged.
+
+        Returns:
+            Whether it ends; the same on every rank.
+        """
+        told, requeue = self.received, self.requeue
         if self.trainer.world_size > 1:
             if not logging_step:
-                return
-            notes = torch.tensor([float(self.received), float(self.requeue)], device=device)
-            self.received, self.requeue = (count > 0 for count in reduce(notes, reduce_op="sum").tolist())
-        if self.received:
+                return False
+            notes = torch.tensor([float(told), float(requeue)], device=device)
+            told, requeue = (count > 0 for count in reduce(notes, reduce_op="sum").tolist())
+        if told:  # what has come since is agreed on the next time
+            self.received, self.requeue = True, self.requeue or requeue
             self.trainer._signal_connector.received_sigterm = True
+        return told
+
+
+def listen(module: Any) -> StopSignals:
+    """Returns the signals to this fit of a LanguageModule, which are noted from the first call on.
+
+    Lightning registers its handlers behind `on_fit_start`, so that it is `on_train_start` that calls this first.
+    """
+    signals: StopSignals | None = module.stop_signals
+    if signals is None or signal.getsignal(signal.SIGTERM) != signals.note:
+        signals = module.stop_signals = StopSignals(module.trainer)
+    return signals
 
 
 def queue_again() -> None:

@@ -17,7 +17,7 @@ from core import snapshots
 from core.contracts import PackedBatches
 from core.errors import ConfigError
 from core.selection import Run
-from core.stopping import StopSignals
+from core.stopping import listen
 from core.token_datamodule import TokenDataModule
 
 DATA = "Train on --data=PretrainDataModule or MixtureDataModule"
@@ -113,9 +113,7 @@ def undone(trainer: Trainer) -> Iterator[None]:
 def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
     module: Any = trainer.lightning_module
     loop = trainer.fit_loop.epoch_loop
-    signals: Any = module.stop_signals
-    if signals is None or signals.trainer is not trainer:  # they are made when every callback has begun
-        signals = module.stop_signals = StopSignals(trainer)
+    signals = listen(module)
     # past the loader, whose position stays; training batches go on over the ends of epochs
     coming, index = iter(batches), loop.batch_progress.current.ready
     while True:
@@ -129,8 +127,7 @@ def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
             index += 1
         for config in trainer.lr_scheduler_configs:
             config.scheduler.step()  # type: ignore[call-arg]
-        signals.heed(True, trainer.strategy.reduce, module.device)  # the caller waits for the loss anyway
-        if trainer.received_sigterm:
+        if signals.heed(True, trainer.strategy.reduce, module.device):  # the caller waits for the loss anyway
             raise SIGTERMException
         loss: Any = module.step_loss
         yield loss.clone()

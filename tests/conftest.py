@@ -47,9 +47,9 @@ class ByFile(LoadScopeScheduling):
         return file if group == Path(file).stem else group
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    """Takes the scheduler above."""
-    return ByFile(config, log)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
+    """Takes the scheduler above, unless another way of distribution is asked for."""
+    return ByFile(config, log) if config.getoption("dist") == "loadscope" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -56,17 +56,18 @@ def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
         yield f"sequence is {given['sequence']}, which does not divide the {share} tokens of a context rank"
     if given["pipeline"] > 1:
         yield from _pipeline_misfits(run, given, network, sizes.of(run.world_size))
-    yield from _schedule_misfits(run, given)
+    if run.command == "fit":
+        yield from _schedule_misfits(run, given, sizes.of(run.world_size))
 
 
-def _schedule_misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
+def _schedule_misfits(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int]) -> Iterator[str]:
     """Yields which batches of a schedule of lengths or batch sizes cannot be cut up."""
     tokens = given["context"] * given["sequence"]
     if given["context"] > 1:
         tokens = math.lcm(tokens, context_parallel.pieces(given["context"], given["context_method"]))
     layout = Layout(given["schedule"], given["pipeline"], 0)
     rows = (given["microbatches"] or layout.stages) if given["pipeline"] > 1 else 1
-    for name, shapes in shapes_of(run):
+    for name, shapes in shapes_of(run, mesh["data_replicate"] * mesh["data_shard"]):
         lengths = sorted({shape.sequence_length for shape in shapes if shape.sequence_length % tokens})
         sizes = sorted({shape.batch_size for shape in shapes if shape.batch_size % rows})
         if lengths:

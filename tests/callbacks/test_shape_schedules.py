@@ -48,6 +48,14 @@ class Stop(Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.parametrize(
+    "options", [{"growth": "doubling", "start": 256}, {"growth": "stages", "stages": [256]}]
+)
+def test_a_schedule_that_begins_with_full_rows_has_no_others(options):
+    schedule = SequenceLengthSchedule(duration=10, intermittent_short=0.5, **options)
+    assert {schedule.shape(step, 0, 40, FULL) for step in range(40)} == {FULL}
+
+
 @pytest.fixture
 def fit(tmp_path, monkeypatch, capfd):
     """Trains in this process on tokens that equal their position (8,001 of them)."""

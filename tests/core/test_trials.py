@@ -17,6 +17,7 @@ from callbacks.loss_curve import LossCurve
 from callbacks.skip_step import SkipStep
 from core import snapshots
 from core.errors import ConfigError
+from core.stopping import listen
 from core.trials import trial
 from datamodules.preparation.token_shards import TokenShards
 from plugins.optimizers.adamw import AdamW
@@ -164,13 +165,27 @@ def test_sigterm_ends_a_trial_after_its_step(train):
                 seen.append(number)
                 os.kill(os.getpid(), signal.SIGTERM)
         assert same(snapshots.take(trainer), before)
-        trainer._signal_connector.received_sigterm = False
+        trainer._signal_connector.received_sigterm = False  # let it go on, as no run does
+        trainer.lightning_module.stop_signals.received = False
 
     plain, end = train()
     losses, after = train(signalled)
     assert seen == [0]
     assert losses == plain
     assert same(after, end)
+
+
+def test_a_signal_between_a_trial_and_the_training_is_heeded(train):
+    def signalled(trainer):
+        listen(trainer.lightning_module)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    done = []
+    with pytest.raises(SIGTERMException):
+        train(
+            signalled, {number: lambda trainer: done.append(trainer.global_step) for number in range(1, 10)}
+        )
+    assert done == [1]
 
 
 def test_who_watches_takes_no_part():

@@ -14,7 +14,11 @@ ROWS = {"data": {"class_path": "tests.toy.ToyData", "init_args": {"sequence_leng
 
 def scheduled(name, **init_args):
     """Returns 20 steps of 8 rows of 64 tokens, whose shape follows a schedule."""
-    trainer = {"max_steps": 20, "callbacks": [{"class_path": name, "init_args": init_args}]}
+    trainer = {
+        "max_steps": 20,
+        "accumulate_grad_batches": 1,
+        "callbacks": [{"class_path": name, "init_args": init_args}],
+    }
     return {**ROWS, "trainer": trainer, "model": {"network": {"init_args": {"max_sequence_length": 64}}}}
 
 
@@ -43,7 +47,10 @@ REFUSED = [
     (2, {"tensor": 2, "sequence": 2}, scheduled("SequenceLengthSchedule", start=9, duration=10),
      "rows are cut into 2 parts, and SequenceLengthSchedule makes some of 9 tokens"),
     (2, {"pipeline": 2}, scheduled("BatchSizeRamp", start=0.125, tokens_until_full=4000),
-     "microbatches is 2, which does not divide the batches of 3 rows that BatchSizeRamp makes"),
+     "microbatches is 2, which does not divide the batches of 1 rows that BatchSizeRamp makes"),
+    # with both ranks reading, the batch would grow past 5 rows at once
+    (2, {"pipeline": 2}, scheduled("BatchSizeRamp", start=0.5, tokens_until_full=1024, growth="linear"),
+     "microbatches is 2, which does not divide the batches of 5 rows that BatchSizeRamp makes"),
     (8, {"context": 8, "context_method": "ulysses"}, {}, "does not divide the 4 attention heads of GPT: take"),
     (2, {"tensor": 2, "sequence": 2, "context": 1}, {"data": TOY["data"] | {"init_args": {"sequence_length": 15}}},
      "sequence is 2, which does not divide the 15 tokens"),
@@ -90,6 +97,24 @@ def test_predict_says_before_it_starts_that_it_takes_no_stages_and_no_parts_of_s
         done = run([command, f"--config={config}"], workshop() / f"{command} with {size}", ranks=2)
         assert done.code == code, done.complaint
         assert (f"{size} is 2, and predict takes pipeline 1 and context 1" in done.complaint) is bool(code)
+
+
+def test_a_schedule_is_no_concern_of_validate():
+    schedule = scheduled("SequenceLengthSchedule", start=6, multiple=2, duration=10)
+    values = merge(merge(deepcopy(CONFIG), hybrid(context=2)), {"trainer": {"devices": 2}})
+    config = write_config("validated", merge(values, deepcopy(schedule)))
+    assert "rows are cut into 4 parts" in run(["fit", f"--config={config}"], workshop(), ranks=2).complaint
+    done = run(["validate", f"--config={config}"], workshop() / "validated", ranks=2)
+    assert done.code == 0, done.complaint
+
+
+def test_a_schedule_that_cannot_be_built_is_told_by_its_own_check():
+    values = merge(merge(deepcopy(CONFIG), hybrid(context=2)), {"trainer": {"devices": 2}})
+    merge(values, scheduled("SequenceLengthSchedule", start=128, duration=10))
+    done = run(["check", f"--config={write_config('too-long', values)}"], workshop())
+    assert done.code == 2
+    assert "it begins with rows of 128 tokens" in done.complaint
+    assert "fault of the technique" not in done.complaint
 
 
 def test_an_unknown_schedule_is_told_with_the_known_ones():
