@@ -67,7 +67,7 @@ def test_a_need_sees_the_run_and_takes_one_line_however_wordy():
 @pytest.mark.parametrize(("api", "behind"), [(">=2", "leyden"), ("<1", "acme")])
 def test_a_technique_for_another_core_says_what_to_upgrade(api, behind):
     lines = problems(chosen("A", api=api))
-    told = f"- A of acme 1.0 was written for core API {api}, this is 1.1: pip install --upgrade {behind}"
+    told = f"- A of acme 1.0 was written for core API {api}, this is 1.2: pip install --upgrade {behind}"
     assert lines[1:] == [told]
 
 

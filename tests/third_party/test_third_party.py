@@ -187,7 +187,7 @@ BROKEN = {
     "answer\nIt is registered as acme_broken.unlicensed:Unlicensed in the group leyden.callbacks.\n"
     "Reinstall or repair acme-broken, or take Unlicensed out of the run.\n",
     "FromTomorrow": "This selection cannot run, 1 problem:\n"
-    "- FromTomorrow (run.yaml:11) of acme-broken 0.1.0 was written for core API >=99,<100, this is 1.1: "
+    "- FromTomorrow (run.yaml:11) of acme-broken 0.1.0 was written for core API >=99,<100, this is 1.2: "
     "pip install --upgrade leyden\n",
 }
 """Technique -> what a run that names it prints."""
@@ -230,7 +230,7 @@ def test_the_check_of_the_broken_package_shows_what_is_wrong(capsys):
         "DivergenceGuard": "registered 2 times (acme-broken 0.1.0, acme-guard 0.1.0)",
         "NoCallback": "does not derive from lightning.pytorch.callbacks.Callback",
         "Unlicensed": "PermissionError: the licence server does not answer",
-        "FromTomorrow": "written for core API >=99,<100, this is 1.1: pip install --upgrade leyden",
+        "FromTomorrow": "written for core API >=99,<100, this is 1.2: pip install --upgrade leyden",
     }.items():
         [line] = [line for line in told.splitlines() if line.split()[1:2] == [name]]
         assert found in line

@@ -136,7 +136,7 @@ def test_a_technique_for_another_core_is_refused(check, tmp_path):
     code, told, _ = check("FromTomorrow")
     where = line_of("FromTomorrow", tmp_path)
     assert (code, told[1:]) == (2, [
-        f"- FromTomorrow ({where}) was written for core API >=99,<100, this is 1.1: pip install --upgrade leyden"
+        f"- FromTomorrow ({where}) was written for core API >=99,<100, this is 1.2: pip install --upgrade leyden"
     ])  # fmt: skip
 
 
