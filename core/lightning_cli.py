@@ -80,17 +80,16 @@ class Cli(LightningCLI):
     def _releasing(self, done: bool) -> Iterator[None]:
         """Gives the claimed run folder back when this fails, or is all that was to be done."""
         self.claimed: tuple[Path, list[Path]] | None = getattr(self, "claimed", None)
-        failed, job = True, self.request.job
+        failure: BaseException | None = None
         try:
             yield
-            failed = False
-        except ConfigError:  # which it would meet again
-            job = None
+        except BaseException as error:
+            failure = error
             raise
         finally:
-            if self.claimed and (done or failed):
+            if self.claimed and (done or failure):
                 folder, parents = self.claimed
-                run_folder.release(folder, parents, failed, job)
+                run_folder.release(folder, parents, failure, self.request.job)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Builds the parser of the one subcommand that is run: each takes 0.3 s."""
@@ -184,7 +183,6 @@ class Cli(LightningCLI):
             folder = run_folder.of_checkpoint(self.request.checkpoint)
             if not (first and job):
                 return folder
-            run_folder.own(folder, job)
             missing = []
         elif not first:
             return root
@@ -235,7 +233,7 @@ class Cli(LightningCLI):
         options = {**self._get(self.config_init, "trainer", default={}), **kwargs}
         callbacks = options.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        record = run_folder.RunRecord(self.saved_config, "", self.folder)
+        record = run_folder.RunRecord(self.saved_config, "", self.folder, self.request.job)
         options["callbacks"] = [record, *callbacks]
         options["default_root_dir"] = str(self.folder)
         options["profiler"] = options.get("profiler") or NoProfiler()

@@ -47,7 +47,7 @@ def fresh(root: Path, claim: bool = True, job: str | None = None) -> Path:
 
 def own(folder: Path, job: str) -> None:
     """Notes that a folder is a job's, which finds it again by that when it is started again."""
-    (folder / CLAIM).write_text(job, encoding="utf-8")
+    durable.write(folder / CLAIM, job)  # whole: another rank may be reading it
 
 
 def of_job(root: Path, job: str) -> Path | None:
@@ -85,20 +85,25 @@ def _claimed(folder: Path) -> bool:
     return True
 
 
-def release(folder: Path, parents: Iterable[Path], failed: bool, job: str | None = None) -> None:
+def release(
+    folder: Path, parents: Iterable[Path], failure: BaseException | None, job: str | None = None
+) -> None:
     """Ends the claim on a folder, and removes it, and the parents made for it, if nothing lies in them.
 
     Args:
         folder: The claimed folder.
         parents: Those that were made for it, the nearest first.
-        failed: Whether the run failed: then a folder that holds nothing but its record is removed too.
-        job: The launcher's, which may start a run that failed again: the folder stays its own.
+        failure: What ended the run, if not its end: then a folder that holds nothing but its record is removed too.
+        job: The launcher's, which may start a run that failed again: the folder stays its own, unless the run came
+            no further than to a mistake that it would meet again.
     """
-    if failed and job:
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    began = bool(names - {CLAIM, "config.yaml", "techniques.txt"})
+    if failure and job and (began or not isinstance(failure, ConfigError)):
         return
     with suppress(OSError):
         (folder / CLAIM).unlink()
-        if failed and {path.name for path in folder.iterdir()} <= {"config.yaml", "techniques.txt"}:
+        if failure and not began:
             for path in folder.iterdir():
                 path.unlink()
         for path in (folder, *parents):
@@ -134,12 +139,13 @@ class RunRecord(Callback):
         config: The resolved configuration as YAML.
         techniques: The table of what was selected.
         folder: The run folder as rank 0 chose it; other ranks take it over from there.
+        job: What the launcher calls the job, if it may start it again.
     """
 
-    def __init__(self, config: str, techniques: str, folder: Path) -> None:
+    def __init__(self, config: str, techniques: str, folder: Path, job: str | None = None) -> None:
         self.config = config
         self.techniques = techniques
-        self.folder = folder
+        self.folder, self.job = folder, job
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Agrees on the folder over all ranks and writes the record on rank 0."""
@@ -149,6 +155,10 @@ class RunRecord(Callback):
 
     @rank_zero_only
     def _write(self, stage: str) -> None:
+        if (
+            self.job
+        ):  # not before all ranks have met: of a folder that is the job's each takes the last checkpoint
+            own(self.folder, self.job)
         name = "config" if stage == "fit" else f"config-{stage}"
         path = self.folder / f"{name}.yaml"
         if path.exists() and path.read_text(encoding="utf-8") != self.config:

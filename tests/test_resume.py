@@ -115,7 +115,7 @@ def killed_run(folder: Path, config: Path, workers: int, most: int) -> int:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("most", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [6, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_change_no_bit(tmp_path, most):
     write_documents(tmp_path / "documents")
     config = tmp_path / "tiny.yaml"

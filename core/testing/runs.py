@@ -25,11 +25,8 @@ PRELOADED = ["core.lightning_cli", "core.testing.recorder", "litdata", "tokenize
 
 STREAMS = ("out", "err")
 TIMEOUT_SECONDS = 120.0
-GRACE_SECONDS = 40.0
-"""How long a rank may go on after another has failed, for which it may wait for ever.
-
-An ending process may have to wait for a busy disk: what it imports then is no longer cached.
-"""
+GRACE_SECONDS = 10.0
+"""How long a rank may go on after another has failed, for which it may wait for ever."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from core.errors import ConfigError
+
 
 class Progress(Callback):
     """Notes this rank's process, and each number of steps that are done and, where it was due, saved.
@@ -33,6 +35,23 @@ class Progress(Callback):
             file.write(f"{trainer.global_step}\n")
 
 
+class FailsOnce(Callback):
+    """Ends the run with a ConfigError, as a checkpoint does that could not be written; not when it is started again.
+
+    Args:
+        folder: Where to note that it has.
+        step: Before which step.
+    """
+
+    def __init__(self, folder: str, step: int) -> None:
+        self.note, self.step = Path(folder, "failed"), step
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero and trainer.global_step == self.step and not self.note.exists():
+            self.note.touch()
+            raise ConfigError("No space left on device")
+
+
 @dataclass(frozen=True)
 class Moment:
     """When to kill whom.
@@ -42,7 +61,7 @@ class Moment:
         batches: So many batches this rank begins before.
         delay_s: So much later.
         sees: And as soon as a checkpoint that is being written has a file of this name; "": as soon as it is there
-            itself; None: at once. At the latest behind the second that is finished meanwhile.
+            itself; None: at once.
     """
 
     rank: int
@@ -77,12 +96,9 @@ def _watch(folder: Path, moment: Moment, over: threading.Event, killed: list[flo
         if over.wait(0.002):
             return
     time.sleep(moment.delay_s)
-    before = _finished(folder / "checkpoints")
     while moment.sees is not None and not _is_there(folder / "checkpoints", moment.sees):
         if over.is_set():
             return
-        if len(_finished(folder / "checkpoints") - before) > 1:
-            break  # on a busy machine two have been written unseen: then right behind the second
     os.kill(int((folder / f"pid.{moment.rank}").read_text(encoding="utf-8")), signal.SIGKILL)
     killed.append(time.monotonic())
 
@@ -94,10 +110,3 @@ def _is_there(checkpoints: Path, name: str) -> bool:
     except FileNotFoundError:
         return False
     return any(os.path.exists(os.path.join(path, name) if name else path) for path in written)
-
-
-def _finished(checkpoints: Path) -> set[str]:
-    try:
-        return {name for name in os.listdir(checkpoints) if name.endswith(".ckpt")}
-    except FileNotFoundError:
-        return set()

@@ -6,6 +6,7 @@ The job is started again as a launcher would, on as many ranks as before, and fi
 import random
 import time
 from copy import deepcopy
+from itertools import groupby
 
 import pytest
 
@@ -26,7 +27,7 @@ TENSOR = {"class_path": "HybridParallel", "init_args": {"tensor": 2}}
 ASYNCHRONOUS, WAITED_FOR = "ShardedCheckpoint", "AtomicCheckpoint"
 
 
-def fit(name, ranks, strategy, plugin, steps):
+def fit(name, ranks, strategy, plugin, steps, *more):
     """Starts the job, or starts it again."""
     folder = workshop() / name
     folder.mkdir(exist_ok=True)
@@ -34,6 +35,7 @@ def fit(name, ranks, strategy, plugin, steps):
         {"class_path": "core.testing.recorder.Recorder", "init_args": {"folder": str(folder)}},
         {"class_path": "tests.distributed.killing.Progress", "init_args": {"folder": str(folder)}},
         {"class_path": "PeriodicCheckpoint", "init_args": {"every_n_steps": EVERY}},
+        *more,
     ]
     trainer = {
         "devices": ranks, "strategy": strategy, "plugins": [{"class_path": plugin}], "callbacks": callbacks, "max_steps": steps,
@@ -107,6 +109,22 @@ def test_three_kills_change_no_bit():
     whole = fit("whole", 2, FSDP, ASYNCHRONOUS, 24)
     drawn = [*moments(2, 2, 1, FOLDER, seed=0), Moment(0, 3, 0.0, "__0_0.distcp")]
     assert_same(killed_again_and_again(2, FSDP, ASYNCHRONOUS, drawn, 24), whole)
+
+
+def test_a_job_that_ended_with_an_error_of_ours_goes_on_in_its_own_folder():
+    """Its peer's death may reach a rank as a checkpoint in the background that could not be written."""
+    name = "an error"
+    fails = {
+        "class_path": "tests.distributed.killing.FailsOnce",
+        "init_args": {"folder": str(workshop() / name), "step": 5},
+    }
+    first = fit(name, 2, DDP, WAITED_FOR, 8, fails)
+    assert (first.code, last_step(workshop() / name)) == (2, 4), first.complaint
+    second = fit(name, 2, DDP, WAITED_FOR, 8, fails)
+    assert second.code == 0, second.complaint
+    steps = [step for step, _ in groupby(steps_done(workshop() / name, 0))]  # of several micro-batches each
+    assert steps == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
+    assert not (workshop() / f"{name}-2").exists()
 
 
 @pytest.mark.slow
