@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from core.batch_shapes import Shape, ShapeSchedule
 from core.errors import ConfigError
 from core.technique import technique
+from core.training.batch_shapes import Shape, ShapeSchedule
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

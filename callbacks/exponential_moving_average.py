@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from core.errors import ConfigError
-from core.loss_ranks import loss_of
-from core.shards import local, reshard, take, whole
 from core.technique import technique
-from core.token_sums import TokenSums
+from core.training.loss_ranks import loss_of
+from core.training.shards import local, reshard, take, whole
+from core.training.token_sums import TokenSums
 
 
 @technique(

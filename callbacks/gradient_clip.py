@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from core.errors import ConfigError, nearest
-from core.loss_ranks import scale_gradients
-from core.shards import gradients, local
 from core.technique import technique
+from core.training.loss_ranks import scale_gradients
+from core.training.shards import gradients, local
 
 Method = Literal["norm", "value", "adaptive"]
 EPS = 1e-6

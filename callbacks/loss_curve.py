@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from core import pictures
 from core.errors import ConfigError
+from core.files import pictures
 from core.technique import technique
 
 if TYPE_CHECKING:

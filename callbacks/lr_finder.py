@@ -14,11 +14,11 @@ import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
-from core import durable, pictures
 from core.errors import ConfigError
-from core.scheduling import rebuild_at, resume_at, set_rates
+from core.files import durable, pictures
 from core.technique import technique
-from core.trials import NOT_UNDONE, misfits, say, trial
+from core.training.scheduling import rebuild_at, resume_at, set_rates
+from core.training.trials import NOT_UNDONE, misfits, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

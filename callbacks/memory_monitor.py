@@ -15,8 +15,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from core import pictures
 from core.errors import ConfigError
+from core.files import pictures
 from core.technique import technique
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from core.errors import ConfigError
-from core.shards import gradients, local
 from core.technique import technique
-from core.updates import drop_update, drops_updates
+from core.training.shards import gradients, local
+from core.training.updates import drop_update, drops_updates
 
 
 @technique(

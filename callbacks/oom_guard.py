@@ -13,11 +13,11 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor
 
-from core import memory_limits
 from core.errors import ConfigError
-from core.seeding import mix
-from core.shards import gradients
 from core.technique import technique
+from core.training import memory_limits
+from core.training.seeding import mix
+from core.training.shards import gradients
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from core.batch_shapes import Shape, ShapeSchedule
 from core.errors import ConfigError
 from core.technique import technique
+from core.training.batch_shapes import Shape, ShapeSchedule
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

@@ -11,9 +11,9 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
 from core.errors import ConfigError
-from core.outliers import OutlierWindow
 from core.technique import Feature, technique
-from core.updates import drop_update, drops_updates
+from core.training.outliers import OutlierWindow
+from core.training.updates import drop_update, drops_updates
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

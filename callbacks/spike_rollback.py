@@ -14,11 +14,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
-from core import durable
 from core.errors import ConfigError
-from core.outliers import OutlierWindow
-from core.snapshot_ring import SnapshotRing
+from core.files import durable
 from core.technique import technique
+from core.training.outliers import OutlierWindow
+from core.training.snapshot_ring import SnapshotRing
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

@@ -17,8 +17,8 @@ from rich.text import Text
 
 from core.contracts import Network
 from core.errors import ConfigError
-from core.sampling import generate
 from core.technique import technique
+from core.training.sampling import generate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

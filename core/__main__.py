@@ -64,7 +64,7 @@ def _complain(error: Exception, debug: bool) -> int:
     mistake: BaseException | None = error  # jsonargparse wraps what a technique raises into errors of its own
     while mistake is not None and not isinstance(mistake, ConfigError):
         mistake = mistake.__cause__ or mistake.__context__
-    from core.blame import blame
+    from core.configuration.blame import blame
 
     text = blame(error) if mistake is None else str(mistake)
     print("\n".join(text.splitlines()[:MESSAGE_LINES]), file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
-from core.data_contracts import (
+from core.data.data_contracts import (
     DocumentSource,
     Engine,
     PackedBatches,
@@ -26,8 +26,8 @@ from core.data_contracts import (
     Transform,
     raise_reject,
 )
+from core.data.prepared import is_remote, stored_vocab_size
 from core.errors import ConfigError
-from core.prepared import is_remote, stored_vocab_size
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from core.averaged_weights import AveragedWeights
-from core.building import changed
-from core.checkpoint import check_weights
+from core.checkpoints.checkpoint import check_weights
+from core.configuration.building import changed
 from core.contracts import Network, Objective, TokenSum, check_fit
-from core.loop_state import rescale, settle
-from core.loss_ranks import gradient_norm, group_of, place_of, scale_gradients, sum_over
-from core.parameter_groups import parameter_groups
-from core.scheduling import ScheduleClock, prefer_written, scaled_rates, written_settings
-from core.seeding import mix, seed_generators
-from core.stopping import StopSignals, listen
-from core.token_sums import TokenSums, named, wide
-from core.updates import keep_updates
+from core.runs.every_step import look_once
+from core.runs.stopping import StopSignals, listen
+from core.training.averaged_weights import AveragedWeights
+from core.training.loop_state import rescale, settle
+from core.training.loss_ranks import gradient_norm, group_of, place_of, scale_gradients, sum_over
+from core.training.parameter_groups import parameter_groups
+from core.training.scheduling import ScheduleClock, prefer_written, scaled_rates, written_settings
+from core.training.seeding import mix, seed_generators
+from core.training.token_sums import TokenSums, named, wide
+from core.training.updates import keep_updates
 
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
@@ -270,6 +271,7 @@ class LanguageModule(AveragedWeights):
     def on_train_start(self) -> None:
         """Gives what the user wrote precedence over the optimizer settings in a checkpoint."""
         listen(self)
+        look_once(self.trainer)
         self.resume_training_weights()
         if not self.trainer.ckpt_path:
             return

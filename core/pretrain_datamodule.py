@@ -8,8 +8,7 @@ from typing import Any
 
 from core import catalog
 from core.contracts import DocumentSource, Engine, PackedBatches, Packing, Tokenizer, TokenWriter, Transform
-from core.errors import ConfigError
-from core.prepared import (
+from core.data.prepared import (
     MANIFEST,
     check_shares,
     default_cache_dir,
@@ -18,9 +17,10 @@ from core.prepared import (
     read_manifest,
     read_tokenizer,
 )
-from core.remote_folder import open_remote
+from core.data.remote_folder import open_remote
+from core.data.token_datamodule import TokenDataModule
+from core.errors import ConfigError
 from core.technique import technique
-from core.token_datamodule import TokenDataModule
 
 _VERIFY = "See what is damaged with `python -m core verify-data`, and prepare it again."
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from core.contracts import PackedBatches, Packing
+from core.data.prepared import default_cache_dir, is_remote, prepared_folder, read_manifest, read_tokenizer
+from core.data.remote_folder import open_remote
+from core.data.token_datamodule import TokenDataModule
 from core.errors import ConfigError
-from core.prepared import default_cache_dir, is_remote, prepared_folder, read_manifest, read_tokenizer
-from core.remote_folder import open_remote
 from core.technique import technique
-from core.token_datamodule import TokenDataModule
 from datamodules.packing.mixture import MixedBatches
 
 

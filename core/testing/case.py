@@ -9,13 +9,14 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-from core import catalog, named_callbacks
-from core.cli import POSITIONS, resolve_names
-from core.config_files import merge, parse_yaml, read_yaml
-from core.docstrings import sections
+from core import catalog
+from core.configuration import named_callbacks
+from core.configuration.config_files import merge, parse_yaml, read_yaml
+from core.configuration.docstrings import sections
+from core.configuration.request import POSITIONS, resolve_names
+from core.configuration.signatures import parameters
 from core.errors import ConfigError
 from core.selection import Run
-from core.signatures import parameters
 from core.technique import Declaration, Device, Need, Package, WorldSize, declaration_of
 from core.testing.workshop import text, workshop
 

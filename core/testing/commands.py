@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from core.__main__ import MESSAGE_LINES
-from core.docstrings import sections
+from core.configuration.docstrings import sections
 from core.testing.case import Case
 from core.testing.proof import proof, require
 from core.testing.runs import run

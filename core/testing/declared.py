@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from core import API_VERSION, catalog, preflight, selection
-from core.config_files import parse_yaml
-from core.docstrings import documented, sections
+from core.configuration.config_files import parse_yaml
+from core.configuration.docstrings import documented, sections
+from core.configuration.signatures import parameters
 from core.errors import ConfigError
-from core.signatures import parameters
 from core.technique import Declaration, declaration_of
 from core.testing.case import Case
 from core.testing.proof import proof, require

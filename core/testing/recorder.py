@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from core import durable
+from core.files import durable
 from core.testing.waits import Waits
 
 

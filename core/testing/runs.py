@@ -20,7 +20,14 @@ from typing import Any
 from core.testing.proof import require
 from core.testing.workshop import workshop
 
-PRELOADED = ["core.lightning_cli", "core.testing.recorder", "litdata", "tokenizers", "jsonargparse", "pytest"]
+PRELOADED = [
+    "core.runs.lightning_cli",
+    "core.testing.recorder",
+    "litdata",
+    "tokenizers",
+    "jsonargparse",
+    "pytest",
+]
 """What a run imports; pytest is there because a forked process imports its parent's main module."""
 
 STREAMS = ("out", "err")
@@ -59,7 +66,7 @@ class Run:
 
     def checkpoint(self) -> dict[str, Any] | None:
         """The last checkpoint; None where it is a folder of another form than ours, as other strategies write them."""
-        from core import checkpoint, sharded
+        from core.checkpoints import checkpoint, sharded
 
         path = self.folder / "checkpoints" / f"step-{self.record['steps']}.ckpt"
         return checkpoint.read(path) if path.is_file() or sharded.is_sharded(path) else None

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.configuration.signatures import literals, parameters
 from core.contracts import DocumentSource, Engine, Packing, Tokenizer, TokenWriter, Transform
 from core.errors import ConfigError
-from core.signatures import literals, parameters
 from core.testing.case import Case, at
 from core.testing.proof import proof, require
 from core.testing.workshop import WORDS, workshop

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any
 
 from core.catalog import KINDS
-from core.config_files import merge
+from core.configuration.config_files import merge
 from core.testing.case import Case
 from core.testing.proof import NotProvable, proof, require
 from core.testing.runs import Run, run

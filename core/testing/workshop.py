@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from core.config_files import dump_yaml
+from core.configuration.config_files import dump_yaml
 
 DOCUMENTS = 120
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon")  # few: a tokenizer soon has nothing left to merge

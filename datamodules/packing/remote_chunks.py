@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from core.data.remote_folder import RemoteFolder
 from core.errors import ConfigError
-from core.remote_folder import RemoteFolder
 
 _MAPPED = 256
 """So many chunks and headers, at most, a process has mapped or in memory at a time."""

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from core.data.remote_folder import RemoteFolder, remote_of
 from core.errors import ConfigError
-from core.remote_folder import RemoteFolder, remote_of
 from datamodules.packing.remote_chunks import RemoteChunks, checked_header
 
 _DTYPES = {"no_header_numpy:5": "uint16", "no_header_numpy:6": "uint32"}  # litdata's names

@@ -55,7 +55,7 @@ def compare_tokenizers(arguments: list[str]) -> int:
 
 
 def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
-    from core import durable
+    from core.files import durable
     from datamodules.preparation.text_documents import TextDocuments
     from datamodules.preparation.tokenizer_comparison import (
         Sample,
@@ -130,7 +130,7 @@ def _arguments(word: str, kind: type, listed: str) -> Iterator[tuple[str, Any]]:
     """Yields the arguments that `argument=value,argument=value` gives a class, values as in YAML."""
     import yaml
 
-    from core.signatures import REQUIRED, accepts, parameters
+    from core.configuration.signatures import REQUIRED, accepts, parameters
 
     known, _ = parameters(kind)
     given = [part for part in listed.split(",") if part]

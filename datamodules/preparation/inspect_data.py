@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from core.data.prepared import read_manifest, whole_folder
 from core.errors import ConfigError
-from core.prepared import read_manifest, whole_folder
 from core.technique import technique
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
+from core.files import durable
 from datamodules.preparation.preparation_task import COUNTS, REJECTS, SPLITS, read_record
 
 FORMAT = 3

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core import durable, pictures
-from core.prepared import read_manifest
+from core.data.prepared import read_manifest
+from core.files import durable, pictures
 
 FILES = ("report.md", "report.json", "lengths.png")
 _MOST_SOURCES = 100

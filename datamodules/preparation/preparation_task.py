@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pyarrow
 
-from core import durable
 from core.contracts import Reader, TokenWriter, Transform, raise_reject
 from core.errors import ConfigError
+from core.files import durable
 
 SPLITS = ("train", "validation")
 RECORD, COUNTS, REJECTS = "record.json", "counts.npy", "rejects.jsonl"

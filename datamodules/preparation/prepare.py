@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from core.data.prepared import is_remote
 from core.errors import ConfigError
-from core.prepared import is_remote
 from core.technique import technique
 
 _OURS = ("manifest.json", "report.md", "report.json", "lengths.png", "rejects.jsonl", "tokenizer.json", "train",
@@ -48,7 +48,7 @@ def prepare(arguments: list[str]) -> int:
         with _claimed(folder):
             _prepare(preparation, source, folder, options.overwrite)
     except OSError as error:
-        from core import durable
+        from core.files import durable
 
         raise ConfigError(
             f"{error.filename or folder}: {durable.reason(error)}.\nWhat is done so far is kept: mend it (make "
@@ -100,12 +100,12 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     from jsonargparse import ArgumentError, ArgumentParser
 
     from core import catalog
-    from core.arguments import option_values
-    from core.building import Builder
-    from core.class_check import ClassChecker
-    from core.cli import resolve_names
-    from core.config_files import compose
-    from core.mistakes import explain, finder, laid_over
+    from core.configuration.arguments import option_values
+    from core.configuration.building import Builder
+    from core.configuration.class_check import ClassChecker
+    from core.configuration.config_files import compose
+    from core.configuration.mistakes import explain, finder, laid_over
+    from core.configuration.request import resolve_names
     from core.preflight import check
     from core.selection import Run, selection
     from datamodules.preparation.token_preparation import build
@@ -189,7 +189,7 @@ def _take(folder: Path, plan: Mapping[str, Any], overwrite: bool) -> None:
     Raises:
         ConfigError: If it holds something else.
     """
-    from core import durable
+    from core.files import durable
 
     path = folder / "plan.json"
     for left in [*folder.glob("*.tmp"), *folder.glob("*/*.tmp")]:  # of a killed run

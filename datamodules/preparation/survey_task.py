@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core import durable
+from core.files import durable
 from datamodules.preparation.preparation_task import Pipeline, Tally
 
 

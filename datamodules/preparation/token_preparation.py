@@ -15,10 +15,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from core import catalog, durable
+from core import catalog
 from core.contracts import DocumentSource, Engine, Reader, Tokenizer, TokenWriter, Transform
+from core.data.prepared import check_shares
 from core.errors import ConfigError
-from core.prepared import check_shares
+from core.files import durable
 from core.technique import technique
 from datamodules.preparation.engine_worker import over_tasks
 from datamodules.preparation.manifest import FORMAT, Totals, write_manifest

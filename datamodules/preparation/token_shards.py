@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
+from core.files import durable
 from core.technique import technique
 
 _MOST = 1 << 31

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core import pictures
 from core.contracts import DocumentSource, Tokenizer
+from core.files import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from core.data.prepared import read_manifest, whole_folder
 from core.errors import ConfigError
-from core.prepared import read_manifest, whole_folder
 from core.technique import technique
 
 _SPLITS = ("train", "validation")

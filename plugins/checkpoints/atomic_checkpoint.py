@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from core import durable, sharded
-from core.checkpoint import defect
+from core.checkpoints import sharded
+from core.checkpoints.checkpoint import defect
 from core.errors import ConfigError
+from core.files import durable
 from core.technique import technique
 
 

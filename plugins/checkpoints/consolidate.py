@@ -20,7 +20,7 @@ def consolidate(arguments: list[str]) -> int:
     parser.add_argument("output", help="the file to write, such as whole.ckpt")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if there is one")
     options = parser.parse_args(arguments)
-    from core.checkpoint import read, resolve
+    from core.checkpoints.checkpoint import read, resolve
     from core.errors import ConfigError
     from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 

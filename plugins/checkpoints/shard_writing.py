@@ -19,7 +19,8 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from core import durable, sharded
+from core.checkpoints import sharded
+from core.files import durable
 from plugins.checkpoints.atomic_checkpoint import failure, reason, remove, remove_leftovers
 
 
@@ -41,7 +42,7 @@ def write(
 
     Args:
         path: The folder to make.
-        tensors: What `core.sharded.split` returned on this rank.
+        tensors: What `core.checkpoints.sharded.split` returned on this rank.
         rest: The same, without tensors of model and optimizers; counts on the first rank.
         group: The ranks that write, each of which calls this; None: this one alone.
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_map
 
-from core import sharded
+from core.checkpoints import sharded
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from core import durable
-from core.config_files import read_yaml
+from core.configuration.config_files import read_yaml
 from core.errors import ConfigError, nearest
+from core.files import durable
 from core.technique import technique
 from plugins.commands.compare_report import NOTE, Curve, Rows, Run, as_html, as_markdown, draw_png
 from plugins.commands.config import Flat, differing, flatten, read_all, short, technique_cells, value_cells

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core import pictures
+from core.files import pictures
 from plugins.commands.config import Flat
 
 if TYPE_CHECKING:

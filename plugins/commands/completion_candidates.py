@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.arguments import option_values, split_configs
-from core.class_names import KIND_OF
-from core.cli import resolve_names
-from core.config_files import compose
+from core.configuration.arguments import option_values, split_configs
+from core.configuration.class_names import KIND_OF
+from core.configuration.config_files import compose
+from core.configuration.named_callbacks import take_options
+from core.configuration.request import resolve_names
 from core.errors import ConfigError
-from core.named_callbacks import take_options
 from plugins.commands.completion_sources import (
     Argument,
     Word,

@@ -10,8 +10,8 @@ from functools import cache
 from typing import Any
 
 from core import catalog
-from core.class_names import KIND_OF
-from core.docstrings import documented, first_sentence, plain, sections
+from core.configuration.class_names import KIND_OF
+from core.configuration.docstrings import documented, first_sentence, plain, sections
 
 Definition = tuple[str, ast.AST]
 """The module that defines a name, and the class, function or value that it defines."""

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.cli import POSITIONS, SECTIONS, resolve_names
-from core.config_files import compose, find_config, parse_yaml, read_yaml
+from core.configuration.config_files import compose, find_config, parse_yaml, read_yaml
+from core.configuration.named_callbacks import PATHS
+from core.configuration.request import POSITIONS, SECTIONS, resolve_names
 from core.errors import ConfigError, nearest
-from core.named_callbacks import PATHS
 from core.technique import technique
 from plugins.commands.plugins_terminal import Parser
 
@@ -107,7 +107,7 @@ def _read(name: str) -> tuple[dict[str, Any], bool]:
 
 
 def _of_checkpoint(name: str) -> dict[str, Any]:
-    from core.checkpoint import resolve, stored_config
+    from core.checkpoints.checkpoint import resolve, stored_config
 
     path = resolve(name, Path(name))
     values = stored_config(path)

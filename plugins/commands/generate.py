@@ -22,8 +22,8 @@ def generate(arguments: list[str]) -> int:
     options = _options(arguments)
     from tokenizers import Tokenizer
 
-    from core.checkpoint import load_network, resolve
-    from core.sampling import generate as sample
+    from core.checkpoints.checkpoint import load_network, resolve
+    from core.training.sampling import generate as sample
 
     path = resolve(options.ckpt_path, Path(options.root))
     network, tokenizer_json, end = load_network(path)

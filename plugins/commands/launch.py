@@ -10,9 +10,9 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from core import durable
-from core.config_files import configs_folder
+from core.configuration.config_files import configs_folder
 from core.errors import ConfigError, nearest
+from core.files import durable
 from core.technique import technique
 from plugins.commands.plugins_terminal import Parser
 

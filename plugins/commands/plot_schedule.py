@@ -7,9 +7,9 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core import durable, pictures
 from core.cli import build
 from core.errors import ConfigError
+from core.files import durable, pictures
 from core.technique import technique
 from plugins.commands.plugins_terminal import Parser
 
@@ -114,7 +114,7 @@ def simulate(cli: Any) -> list[Step]:
 
 def shape(cli: Any, step: int, tokens: int) -> tuple[int, int, float]:
     """Returns the rows of a step's global batch, the tokens of a row, and what the rate is multiplied by."""
-    from core.batch_shapes import Shape, ShapeSchedule
+    from core.training.batch_shapes import Shape, ShapeSchedule
 
     data, trainer = cli.datamodule, cli.trainer
     rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from core import API_VERSION, __version__, catalog
-from core.docstrings import sections
+from core.configuration.docstrings import sections
 from core.errors import ConfigError
 from plugins.commands import (
     plugins_template_data,

@@ -9,9 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 from core import catalog
-from core.config_files import dump_yaml
-from core.docstrings import documented, sections
-from core.signatures import REQUIRED, parameters
+from core.configuration.config_files import dump_yaml
+from core.configuration.docstrings import documented, sections
+from core.configuration.signatures import REQUIRED, parameters
 from core.technique import Declaration, Package, declaration_of
 from core.testing.case import at_position
 from core.testing.declared import example_problem

@@ -7,9 +7,9 @@ import sys
 from typing import Any
 
 from core import catalog
-from core.class_names import names_for
+from core.configuration.class_names import names_for
+from core.configuration.named_callbacks import LISTS
 from core.errors import ConfigError
-from core.named_callbacks import LISTS
 from core.technique import technique
 from plugins.commands.plugins_terminal import Parser
 
@@ -31,7 +31,7 @@ def schema(arguments: list[str]) -> int:
 
 def build() -> dict[str, Any]:
     """Returns the schema; says on stderr which techniques cannot be imported and are left out."""
-    from core.signatures import sections
+    from core.configuration.signatures import sections
     from plugins.commands.schema_types import Builder
 
     targets = sections()
@@ -81,8 +81,8 @@ def _of_subcommands(builder: Any, trainer: type) -> dict[str, Any]:
     """Returns the arguments of fit, validate, test and predict themselves, such as `ckpt_path`."""
     from lightning.pytorch.cli import LightningCLI
 
-    from core.docstrings import described
-    from core.signatures import parameters
+    from core.configuration.docstrings import described
+    from core.configuration.signatures import parameters
 
     found = {}
     for name, supplied in LightningCLI.subcommands().items():
@@ -99,7 +99,7 @@ def _complete(builder: Any, trainer: type) -> None:
     from lightning.pytorch.accelerators import AcceleratorRegistry
     from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
-    from core.signatures import class_types, parameters
+    from core.configuration.signatures import class_types, parameters
 
     options = builder.definitions[builder.arguments(trainer)["$ref"].rpartition("/")[2]]["properties"]
     choices = {

@@ -16,9 +16,9 @@ from pathlib import PurePath
 from typing import Any
 
 from core import catalog
-from core.class_names import Bases, names_for
-from core.docstrings import described, summary
-from core.signatures import REQUIRED, class_types, is_callable, parameters, takes_list
+from core.configuration.class_names import Bases, names_for
+from core.configuration.docstrings import described, summary
+from core.configuration.signatures import REQUIRED, class_types, is_callable, parameters, takes_list
 
 Schema = dict[str, Any]
 

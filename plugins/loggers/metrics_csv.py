@@ -13,8 +13,8 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from core import durable
 from core.errors import ConfigError
+from core.files import durable
 from core.technique import technique
 
 EVALUATION = ("val", "test", "epoch")
@@ -60,7 +60,7 @@ class MetricsCSV(Logger):
         self._file: io.FileIO | None = None
         self._columns: list[str] = []
         self._row: dict[str, str] = {}  # the newest row, the last of the file
-        self._row_start = 0  # the byte at which it begins
+        self._row_start = self._size = 0  # bytes: where it begins, where the file ends
         self._waiting: list[tuple[int, dict[str, float]]] = []
 
     @property
@@ -136,7 +136,8 @@ class MetricsCSV(Logger):
         self._columns, self._row = columns, rows[-1] if rows else {}
         self._file = open(self.path, "r+b", buffering=0)  # noqa: SIM115 - open until finalize
         newest = _line([self._row.get(name, "") for name in columns]) if rows else ""
-        self._row_start = self._file.seek(0, os.SEEK_END) - len(newest.encode())
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._row_start = self._size - len(newest.encode())
 
     def _add(self, step: int, metrics: dict[str, float]) -> None:
         assert self._file is not None
@@ -145,13 +146,16 @@ class MetricsCSV(Logger):
             self._rewrite(self._columns + new, _read(self.path)[1])
         if self._row.get("step") != str(step):
             self._row = {"step": str(step)}
-            self._row_start = self._file.seek(0, os.SEEK_END)
+            self._row_start = self._size
         self._row.update({name: str(value) for name, value in metrics.items()})
         line = _line([self._row.get(name, "") for name in self._columns]).encode()
-        self._file.seek(self._row_start)
-        if self._file.write(line) < len(line):  # what was written has no line end: it is not read back
+        if os.pwrite(self._file.fileno(), line, self._row_start) < len(
+            line
+        ):  # it has no line end: it is not read back
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        self._file.truncate()
+        before, self._size = self._size, self._row_start + len(line)
+        if self._size < before:
+            os.ftruncate(self._file.fileno(), self._size)
 
 
 def _line(values: list[str]) -> str:

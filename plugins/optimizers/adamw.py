@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from core.shards import is_spread, local
 from core.technique import technique
+from core.training.shards import is_spread, local
 
 
 @technique(

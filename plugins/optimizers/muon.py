@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from core.parameter_groups import hidden_matrices
-from core.shards import is_spread, whole
 from core.technique import technique
+from core.training.parameter_groups import hidden_matrices
+from core.training.shards import is_spread, whole
 
 
 @technique(

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from core.shards import is_spread
 from core.technique import technique
+from core.training.shards import is_spread
 
 
 @technique(

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from core.shards import local
 from core.technique import Package, technique
+from core.training.shards import local
 from plugins.optimizers.libraries import library
 
 _states = library("torchao.optim.subclass_8bit", "torchao")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core import sharded
+from core.checkpoints import sharded
 
 
 def is_cut(parameter: Any) -> bool:

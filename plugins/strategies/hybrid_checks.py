@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.batch_shapes import shapes_of
+from core.training.batch_shapes import shapes_of
 from plugins.strategies import context_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout
@@ -104,7 +104,7 @@ def _pipeline_misfits(
 
 def _network(run: Run) -> Network | None:
     """Returns the run's network without memory, or None where it cannot be built."""
-    from core.checkpoint import build_network
+    from core.checkpoints.checkpoint import build_network
 
     try:
         with torch.device("meta"):

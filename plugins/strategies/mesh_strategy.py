@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from core import sharded
+from core.checkpoints import sharded
 from core.errors import ConfigError
 from plugins.strategies import gradients, shared_check, tensors
 from plugins.strategies.shared_scaler import SharedScaler

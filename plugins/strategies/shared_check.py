@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from core import durable, sharded
+from core.checkpoints import sharded
 from core.errors import ConfigError
+from core.files import durable
 
 
 def check(folder: Path) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from core.sharded import Stored
-from core.shards import reshard
+from core.checkpoints.sharded import Stored
+from core.training.shards import reshard
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:

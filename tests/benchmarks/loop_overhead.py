@@ -122,7 +122,7 @@ def measure(size: dict[str, Any], folder: Path) -> tuple[int, list[float], list[
     from callbacks.run_summary import RunSummary
     from callbacks.throughput import Throughput
     from core.language_module import LanguageModule
-    from core.lightning_cli import NoProfiler
+    from core.runs.every_step import NoProfiler
     from plugins.loggers.metrics_csv import MetricsCSV
     from plugins.networks.gpt import GPT
     from plugins.objectives.causal_lm import CausalLM

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 import yaml
 
-from core import catalog, pictures
+from core import catalog
+from core.files import pictures
 
 RATES: dict[str, tuple[float, ...]] = {
     "AdamW": (2e-3, 4e-3, 8e-3),

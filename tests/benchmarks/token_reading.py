@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from core.__main__ import main as command_line
-from core.token_loader import TokenLoader
+from core.data.token_loader import TokenLoader
 from datamodules.packing.best_fit import BestFit
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.mixture import MixedBatches

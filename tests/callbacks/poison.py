@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from core.shards import gradients, local
+from core.training.shards import gradients, local
 
 
 class Poison(Callback):

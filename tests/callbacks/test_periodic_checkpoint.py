@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
-from core.checkpoint import newest
+from core.checkpoints.checkpoint import newest
 from core.errors import ConfigError
 from core.language_module import LanguageModule
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint

@@ -10,10 +10,10 @@ from lightning.pytorch import Callback
 
 from callbacks.batch_size_ramp import BatchSizeRamp
 from callbacks.sequence_length_schedule import SequenceLengthSchedule
-from core import checkpoint
 from core.__main__ import main
-from core.batch_shapes import Shape
+from core.checkpoints import checkpoint
 from core.errors import ConfigError
+from core.training.batch_shapes import Shape
 from datamodules.preparation.token_shards import TokenShards
 from tests.conftest import TINY
 

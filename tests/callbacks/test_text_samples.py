@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from callbacks.text_samples import TextSamples, _printable
 from core.errors import ConfigError
-from core.sampling import generate
+from core.training.sampling import generate
 
 
 def test_samples_are_printed_kept_and_logged(run):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from core.config_files import merge
+from core.configuration.config_files import merge
 from core.testing.runs import Run
 from core.testing.workshop import workshop
 from datamodules.preparation.token_shards import TokenShards

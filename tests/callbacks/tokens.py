@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from core.contracts import PackedBatches
-from core.token_datamodule import TokenDataModule
+from core.data.token_datamodule import TokenDataModule
 from datamodules.packing.concatenate import Concatenate
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.config_files import merge
+from core.configuration.config_files import merge
 from core.technique import Declaration, declaration_of
 from core.testing.case import Case, tiny
 from core.testing.runs import run

@@ -7,7 +7,7 @@ import pytest
 
 from core import catalog
 from core.__main__ import main
-from core.cli import prepare
+from core.configuration.request import prepare
 from core.errors import ConfigError, nearest
 
 GOOD = '''

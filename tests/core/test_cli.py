@@ -15,11 +15,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from core import run_folder
 from core.__main__ import main
-from core.arguments import split_configs
-from core.cli import differences, prepare
+from core.configuration.arguments import split_configs
+from core.configuration.request import differences, prepare
 from core.errors import ConfigError
+from core.runs import run_folder
 from tests.conftest import HOUSE, TINY, run_core
 
 RUN = Path("runs/tiny")

@@ -13,7 +13,7 @@ from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.contracts import IGNORED_LABEL, check_fit
 from core.errors import ConfigError
 from core.language_module import LanguageModule
-from core.seeding import mix
+from core.training.seeding import mix
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW

@@ -7,8 +7,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.__main__ import main
-from core.prepared import read_manifest
-from core.token_datamodule import TokenDataModule
+from core.data.prepared import read_manifest
+from core.data.token_datamodule import TokenDataModule
 from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
 from tests.datamodules.preparation.corpus import corpus, prepare
 

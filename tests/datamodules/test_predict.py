@@ -6,7 +6,7 @@ import pytest
 from safetensors.torch import load_file
 
 from core.__main__ import main
-from core.prepared import read_manifest
+from core.data.prepared import read_manifest
 from tests.datamodules.preparation.corpus import corpus, prepare
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from core.config_files import merge
+from core.configuration.config_files import merge
 from core.testing.runs import Run, run
 from core.testing.workshop import workshop, write_config
 

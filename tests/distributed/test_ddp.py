@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from core import checkpoint
+from core.checkpoints import checkpoint
 
 HOUSE = Path(__file__).resolve().parents[2]
 

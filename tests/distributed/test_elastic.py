@@ -15,8 +15,9 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from core import checkpoint, restarts
+from core.checkpoints import checkpoint
 from core.errors import ConfigError
+from core.runs import restarts
 from tests.distributed.test_ddp import CONFIG, HOUSE, assert_same_run, results
 from tests.test_resume import write_documents
 

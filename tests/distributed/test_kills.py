@@ -10,8 +10,8 @@ from itertools import groupby
 
 import pytest
 
-from core.checkpoint import of_folder, read
-from core.config_files import merge
+from core.checkpoints.checkpoint import of_folder, read
+from core.configuration.config_files import merge
 from core.testing.runs import GRACE_SECONDS, run
 from core.testing.workshop import workshop, write_config
 from tests.distributed.killing import Moment, killer, steps_done

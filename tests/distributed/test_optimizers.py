@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from core import catalog
-from core.config_files import merge
-from core.shards import whole
+from core.configuration.config_files import merge
 from core.testing.case import Case
+from core.training.shards import whole
 from plugins.optimizers.muon import Muon
 from plugins.optimizers.torchao_adamw8bit import (
     BLOCK,

@@ -4,7 +4,7 @@ from functools import cache
 
 import pytest
 
-from core.checkpoint import read
+from core.checkpoints.checkpoint import read
 from core.testing.workshop import workshop
 from tests.distributed.same_run import fit, same_bits
 

@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from core import sharded
 from core.__main__ import main
-from core.checkpoint import defect, newest, read
+from core.checkpoints import sharded
+from core.checkpoints.checkpoint import defect, newest, read
 from core.testing.workshop import workshop
 from tests.distributed.same_run import fit, same_bits
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
-from core import shards, updates
+from core.training import shards, updates
 from plugins.optimizers.adamw import AdamW
 from plugins.strategies.mesh_strategy import MeshStrategy
 

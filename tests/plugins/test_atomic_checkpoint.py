@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from core.checkpoint import defect
+from core.checkpoints.checkpoint import defect
 from core.errors import ConfigError
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from tests.conftest import Malicious

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from core import sharded
-from core.checkpoint import defect, newest, read, resolve
+from core.checkpoints import sharded
+from core.checkpoints.checkpoint import defect, newest, read, resolve
 from core.errors import ConfigError
 from plugins.checkpoints.consolidate import consolidate
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint

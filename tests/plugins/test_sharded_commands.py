@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from core.config_files import merge
+from core.configuration.config_files import merge
 from core.testing.case import tiny
 from core.testing.runs import run
 from core.testing.workshop import text, workshop, write_config

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core.data.token_loader import TokenLoader
 from core.errors import ConfigError
-from core.token_loader import TokenLoader
 from datamodules.packing import grouped
 from datamodules.packing.best_fit import BestFitBatches
 from datamodules.packing.concatenate import ConcatenatedBatches

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from core import remote_folder
+from core.data import remote_folder
+from core.data.remote_folder import open_remote, remote_of
 from core.errors import ConfigError
 from core.pretrain_datamodule import PretrainDataModule
-from core.remote_folder import open_remote, remote_of
 from datamodules.mixture_datamodule import MixtureDataModule
 from datamodules.packing import grouped
 from datamodules.packing.best_fit import BestFit

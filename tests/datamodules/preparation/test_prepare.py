@@ -17,10 +17,10 @@ import pytest
 from litdata import StreamingDataset, TokensLoader
 from tokenizers import Tokenizer
 
-from core import durable
 from core.__main__ import main
 from core.contracts import Transform
 from core.errors import ConfigError
+from core.files import durable
 from core.pretrain_datamodule import PretrainDataModule
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore

@@ -13,7 +13,7 @@ import pytest
 
 from core import catalog
 from core.__main__ import main
-from core.signatures import parameters
+from core.configuration.signatures import parameters
 from plugins.commands.completion import SHELLS
 from plugins.commands.completion_candidates import candidates
 from plugins.commands.completion_sources import arguments, command_words

@@ -7,8 +7,8 @@ import pytest
 
 from core import catalog
 from core.__main__ import main
-from core.config_files import parse_yaml
-from core.docstrings import documented, sections
+from core.configuration.config_files import parse_yaml
+from core.configuration.docstrings import documented, sections
 from tests.conftest import HOUSE
 
 

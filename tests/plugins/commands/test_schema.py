@@ -10,13 +10,13 @@ from jsonschema import Draft7Validator
 
 from core import catalog
 from core.__main__ import main
-from core.config_files import compose, parse_yaml, read_yaml
-from core.mistakes import _lay_over
-from core.signatures import accepts, class_types, parameters, sections
+from core.configuration.config_files import compose, parse_yaml, read_yaml
+from core.configuration.mistakes import _lay_over
+from core.configuration.signatures import accepts, class_types, parameters, sections
 from plugins.commands.schema import build
 from plugins.commands.schema_types import Builder, is_plain
 from tests.conftest import TINY
-from tests.core.test_mistakes import ARGUMENTS, FILES
+from tests.core.configuration.test_mistakes import ARGUMENTS, FILES
 
 SHIPPED = sorted(catalog.configs_folder().rglob("*.yaml"))
 UNSEEN = {  # what only a run can know: values against each other, files, modules

@@ -8,8 +8,8 @@ import pytest
 
 from core import preflight, selection
 from core.__main__ import main
-from core.checkpoint import read, resolve
-from core.config_files import merge
+from core.checkpoints.checkpoint import read, resolve
+from core.configuration.config_files import merge
 from core.errors import ConfigError
 from core.testing.runs import run
 from core.testing.workshop import workshop, write_config

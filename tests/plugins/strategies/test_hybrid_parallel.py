@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import pytest
 
-from core.config_files import merge
+from core.configuration.config_files import merge
 from core.testing.runs import run
 from core.testing.workshop import workshop, write_config
 from tests.distributed.same_run import CONFIG, TOLERANCE, fit, one_process, same_bits, weights_apart

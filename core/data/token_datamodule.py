@@ -1,0 +1,172 @@
+"""Prepared tokens, streamed in exact order: what every data module that trains on token folders shares."""
+
+from __future__ import annotations
+
+import json
+import sys
+from abc import abstractmethod
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from core.contracts import PackedBatches
+from core.data.token_loader import TokenLoader
+from core.errors import ConfigError
+
+
+class TokenDataModule(LightningDataModule):
+    """Deals out stored tokens as rows of `sequence_length`; the position is part of every checkpoint.
+
+    Args:
+        sequence_length: Tokens in a row.
+        batch_size: Rows in a micro-batch, on each rank.
+        shuffle: Whether each epoch takes the training rows in a new order.
+        seed: Of these orders.
+        num_workers: Processes that read ahead, on each rank.
+
+    Attributes:
+        tokenizer_json: The tokenizer, for `tokenizers.Tokenizer.from_str`; this and the following are known after
+            `setup`.
+        vocab_size: Number of token ids.
+        end_of_text_id: The id that ends every document.
+        train_tokens: Tokens of the training split.
+
+    Raises:
+        ConfigError: If a number is out of range.
+    """
+
+    tokenizer_json: str
+    vocab_size: int
+    end_of_text_id: int
+    train_tokens: int
+
+    def __init__(
+        self, sequence_length: int, batch_size: int, shuffle: bool, seed: int, num_workers: int
+    ) -> None:
+        super().__init__()
+        self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
+        self.shuffle, self.seed = shuffle, seed
+        self._training: TokenLoader | None = None
+        self._position: dict[str, Any] | None = None
+        self._told = False
+        for name, least in {"sequence_length": 1, "batch_size": 1, "seed": 0, "num_workers": 0}.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least {least}.")
+
+    @abstractmethod
+    def packed(self, split: str, **order: Any) -> PackedBatches:
+        """Returns the batches of "train" or "validation"; `order` is what :class:`core.contracts.Packing` takes.
+
+        Raises:
+            ConfigError: If the data is damaged.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Forgets the position of an earlier run; a checkpoint's is loaded after this."""
+        self._position, self._told = None, False
+
+    def train_dataloader(self) -> TokenLoader:
+        """Returns this rank's training batches; Lightning saves their position with the checkpoint.
+
+        Raises:
+            ConfigError: If there are fewer rows than one global batch takes.
+        """
+        overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # on the same few batches in each epoch
+        shuffle = self.shuffle and not overfits
+        self._training = self._loader("train", shuffle=shuffle, seed=self.seed, repeat=overfits)
+        if len(self._training) == 0:
+            batches = self._training.batches
+            raise ConfigError(
+                f"The training split has {self.train_tokens:,} tokens, too few for a global batch of "
+                f"{batches.world_size} ranks x {self.batch_size} rows x\n{self.sequence_length} tokens. Lower "
+                "data.sequence_length or data.batch_size, or add text."
+            )
+        if self._position is not None:
+            self._training.load_state_dict(self._position)
+        self._tell_padding(self._training.batches.padding())
+        return self._training
+
+    def _tell_padding(self, shares: dict[str, float]) -> None:
+        """Says it once a run: Lightning may ask for the batches again."""
+        if shares and not self._told and (self.trainer is None or self.trainer.is_global_zero):
+            names = ", ".join(
+                f"{s:.2%}" + (f" ({name})" if len(shares) > 1 else "") for name, s in shares.items()
+            )
+            print(f"Padding in rows of {self.sequence_length:,} tokens: {names}", file=sys.stderr, flush=True)
+        self._told = True
+
+    def reshape_batches(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
+        """Changes the training rows from the next batch on, in the middle of a run; call it on every rank.
+
+        No token is lost or repeated: the next rows begin where the last ones ended. Checkpoints hold the
+        position, not the shape: after a resume whoever changes it has to set it again.
+
+        Args:
+            sequence_length: Tokens in a row; None: as it is.
+            batch_size: Rows in a micro-batch, on each rank; None: as it is.
+
+        Raises:
+            ConfigError: If there are no training batches yet.
+        """
+        if self._training is None:
+            raise ConfigError("reshape_batches: there are no training batches before training begins.")
+        self._training.reshape(sequence_length, batch_size)
+
+    def skip_batches(self, batches: int) -> None:
+        """Leaves out the coming training batches (micro-batches of each rank), in the middle of a run; on every rank.
+
+        Raises:
+            ConfigError: If there are no training batches yet.
+        """
+        if self._training is None:
+            raise ConfigError("skip_batches: there are no training batches before training begins.")
+        self._training.skip(batches)
+
+    def epochs(self) -> dict[str, float]:
+        """Returns how often the training tokens have been gone through, by the name of the source; "all": of one."""
+        return self._training.epochs() if self._training is not None else {}
+
+    def val_dataloader(self) -> TokenLoader:
+        """Returns this rank's validation batches: every token once, in order, the last batch filled up."""
+        return self._loader("validation", pad=True)
+
+    def test_dataloader(self) -> TokenLoader:
+        """Returns the validation batches: there is no third split."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> TokenLoader:
+        """Returns the validation batches."""
+        return self.val_dataloader()
+
+    def _loader(self, split: str, repeat: bool = False, **order: Any) -> TokenLoader:
+        # The data-parallel rank: under tensor parallelism several ranks read the same rows. None: one rank.
+        place = (self.trainer and self.trainer.distributed_sampler_kwargs) or {"rank": 0, "num_replicas": 1}
+        on_cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        batches = self.packed(
+            split,
+            sequence_length=self.sequence_length,
+            batch_size=self.batch_size,
+            rank=place["rank"],
+            world_size=place["num_replicas"],
+            **order,
+        )
+        return TokenLoader(batches, self.num_workers, pin_memory=on_cuda, repeat=repeat)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, and the tokenizer: a checkpoint alone is enough to turn text into ids and back."""
+        # Lightning saves the loader's position too, but at the end of an epoch it does not give it back.
+        position = self._training.state_dict() if self._training is not None else None
+        return {"tokenizer": self.tokenizer_json, "end_of_text_id": self.end_of_text_id, "position": position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the position over, and makes sure that token ids mean what they meant to the checkpoint.
+
+        Raises:
+            ConfigError: If the data was written by another tokenizer.
+        """
+        self._position = state_dict.get("position")
+        if json.loads(state_dict["tokenizer"]) != json.loads(self.tokenizer_json):
+            raise ConfigError(
+                "The data was written by another tokenizer than the checkpoint's: its token ids mean other text.\n"
+                "Take data.source, data.tokenizer and data.validation_fraction from the run that wrote the checkpoint."
+            )

@@ -1,0 +1,120 @@
+"""A job that its launcher has started again goes on in its own run folder, on the processes that are left."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from core.configuration.arguments import last
+from core.errors import ConfigError
+
+
+def job() -> str | None:
+    """Returns what torchrun or SLURM call the job that this process belongs to, the same after a restart.
+
+    None without a launcher, and for several torchrun agents without --rdzv_id: nothing tells their jobs apart.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name and name != "none":
+        return f"torchrun {name}"
+    if name and os.environ.get("GROUP_WORLD_SIZE") == "1":
+        return f"torchrun of process {os.getppid()} started at {_start_of(os.getppid())}"
+    if (array := os.environ.get("SLURM_ARRAY_JOB_ID")) and "SLURM_PROCID" in os.environ:
+        return f"SLURM {array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}"
+    if "SLURM_PROCID" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive"):
+        return f"SLURM {os.environ.get('SLURM_JOB_ID')}"
+    return None
+
+
+def _start_of(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:  # no Linux
+        return "-"
+
+
+def checkpoint(name: str, root: Path, wanted: Path | None) -> Path | None:
+    """Returns the newest checkpoint of a job that was started before, else the one that was asked for.
+
+    Args:
+        name: What the launcher calls the job.
+        root: The folder that the run's own folder is named after.
+        wanted: The checkpoint that the command line names.
+    """
+    from core.checkpoints.checkpoint import of_folder
+    from core.runs import run_folder
+
+    folder = run_folder.of_job(run_folder.of_checkpoint(wanted) if wanted else root, name)
+    return (of_folder(folder) if folder else None) or wanted
+
+
+def shape(
+    record: Mapping[str, Any], stored: Mapping[str, Any], values: Mapping[str, Any], arguments: list[str]
+) -> Iterator[str]:
+    """Yields arguments that run a job on the processes that torchrun has started, with the global batch it had.
+
+    Args:
+        record: What the checkpoint says of its run, `ranks` the number of its processes; empty at the first start.
+        stored: The configuration of that run.
+        values: The run's configuration. `trainer.devices: auto` leaves the numbers to torchrun from the start; the
+            micro-batch is not exceeded.
+        arguments: What the command line says over it.
+
+    Raises:
+        ConfigError: If the global batch cannot be divided among the processes.
+    """
+    found = [os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE")]
+    if "TORCHELASTIC_RUN_ID" not in os.environ or not all(number.isdecimal() for number in found):
+        return
+    each, processes = map(int, found)
+    before = record.get("ranks", processes)
+    devices = last(arguments, "trainer.devices") or values["trainer"].get("devices")
+    if before != processes or devices == "auto":
+        yield f"--trainer.devices={each}"
+        yield f"--trainer.num_nodes={processes // each}"
+    asked = last(arguments, "data.batch_size") or values["data"].get("init_args", {}).get("batch_size")
+    if before != processes and asked:  # else the data deals its rows out to the ranks by itself
+        accumulated, rows = _shared(before, processes, stored, int(asked))
+        yield f"--trainer.accumulate_grad_batches={accumulated}"
+        yield f"--data.batch_size={rows}"
+        interval = stored["trainer"].get("val_check_interval")
+        if isinstance(interval, int):  # in micro-batches; as many steps as before
+            yield f"--trainer.val_check_interval={interval * accumulated // _accumulated(stored)}"
+
+
+def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -> tuple[int, int]:
+    """Returns accumulation and micro-batch that make the same global batch on another number of processes."""
+    batch = before * _accumulated(stored) * stored["data"]["init_args"]["batch_size"]
+    fitting = [rows for rows in range(1, most + 1) if batch % (rows * processes) == 0]
+    if not fitting:
+        raise ConfigError(
+            f"The job had {before} processes and a global batch of {batch} rows, which {processes} cannot share "
+            "evenly.\nStart it on another number of processes, or anew with another data.batch_size."
+        )
+    return batch // (fitting[-1] * processes), fitting[-1]
+
+
+def _accumulated(stored: Mapping[str, Any]) -> int:
+    return stored["trainer"].get("accumulate_grad_batches") or 1
+
+
+def keep_apart() -> None:
+    """Lets ranks that torchrun has started again meet under new names in the store that its agent keeps.
+
+    The agent's store outlives the ranks (torch 2.11 to 2.15): those of the second start would find the addresses of
+    the first, and fail after some seconds. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun avoids it too.
+    """
+    from torch.distributed import PrefixStore
+
+    handlers = import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    usual = handlers["env"]
+
+    def meet(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, size in usual(*args, **kwargs):
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            yield PrefixStore(f"start {start} on {size} ranks", store), rank, size
+
+    handlers["env"] = meet

@@ -1,0 +1,175 @@
+"""The folder of one run: which one it is, and the record of the run that is kept there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+from core import __version__
+from core.checkpoints.checkpoint import RECORD
+from core.errors import ConfigError
+from core.files import durable
+
+PLACEHOLDER = "${run_folder}"
+"""Stands in a config for the run's folder, which is known only when the run starts."""
+
+
+CLAIM = ".claimed"
+"""A file that is made by the one run that a folder belongs to, as long as it is not over; it names its job."""
+
+
+def fresh(root: Path, claim: bool = True, job: str | None = None) -> Path:
+    """Returns `root`, or the first of root-2, root-3... that no run has left anything in, or is starting in.
+
+    Args:
+        root: The folder for the first run.
+        claim: Whether to make the folder, so that no run that starts in the same moment chooses it.
+        job: What the launcher calls the job; if it was started before, its folder is returned.
+
+    Raises:
+        ConfigError: If the folder cannot be made.
+    """
+    if job and (begun := of_job(root, job)):
+        return begun
+    folder, number = root, 1
+    while _used(folder) or (claim and not _claimed(folder)):
+        number += 1
+        folder = root.with_name(f"{root.name}-{number}")
+    if claim and job:
+        own(folder, job)
+    return folder
+
+
+def own(folder: Path, job: str) -> None:
+    """Notes that a folder is a job's, which finds it again by that when it is started again."""
+    durable.write(folder / CLAIM, job)  # whole: another rank may be reading it
+
+
+def of_job(root: Path, job: str) -> Path | None:
+    """Returns the folder among `root`, root-2, root-3... that a job made when it was started before, if any."""
+    for folder in [root, *root.parent.glob(f"{root.name}-*")]:
+        with suppress(OSError):
+            if (folder / CLAIM).read_text(encoding="utf-8") == job:
+                return folder
+    return None
+
+
+def _used(folder: Path) -> bool:
+    try:
+        return any((folder / name).exists() for name in ("metrics.csv", "checkpoints", CLAIM))
+    except OSError as error:  # such as a name that is too long
+        raise _unmakeable(folder, error) from error
+
+
+def _unmakeable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"The run folder {folder} cannot be made: {error.strerror}. Set --trainer.default_root_dir."
+    )
+
+
+def _claimed(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CLAIM).touch(exist_ok=False)
+    except FileExistsError:
+        if folder.is_dir():
+            return False
+        raise ConfigError(f"The run folder {folder} is a file. Set --trainer.default_root_dir.") from None
+    except OSError as error:
+        raise _unmakeable(folder, error) from error
+    return True
+
+
+def release(
+    folder: Path, parents: Iterable[Path], failure: BaseException | None, job: str | None = None
+) -> None:
+    """Ends the claim on a folder, and removes it, and the parents made for it, if nothing lies in them.
+
+    Args:
+        folder: The claimed folder.
+        parents: Those that were made for it, the nearest first.
+        failure: What ended the run, if not its end: then a folder that holds nothing but its record is removed too.
+        job: The launcher's, which may start a run that failed again: the folder stays its own, unless the run came
+            no further than to a mistake that it would meet again.
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    began = bool(names - {CLAIM, "config.yaml", "techniques.txt"})
+    if failure and job and (began or not isinstance(failure, ConfigError)):
+        return
+    with suppress(OSError):
+        (folder / CLAIM).unlink()
+        if failure and not began:
+            for path in folder.iterdir():
+                path.unlink()
+        for path in (folder, *parents):
+            path.rmdir()
+
+
+def of_checkpoint(path: Path) -> Path:
+    """Returns the run folder that a checkpoint lies in: the nearest parent with a recorded config."""
+    for folder in (path if path.is_absolute() else path.absolute()).parents:
+        if (folder / "config.yaml").is_file():
+            return Path(os.path.relpath(folder)) if not path.is_absolute() else folder
+    return path.parent
+
+
+def fill_in(value: Any, folder: Path) -> Any:
+    """Replaces `${run_folder}` in every string of a nested configuration, in place where it can."""
+    if isinstance(value, str):
+        return value.replace(PLACEHOLDER, str(folder))
+    if isinstance(value, list):
+        value[:] = [fill_in(item, folder) for item in value]
+    elif isinstance(value, dict):
+        value.update({key: fill_in(item, folder) for key, item in value.items()})
+    elif hasattr(value, "__dict__") and hasattr(value, "items"):
+        for key, item in vars(value).items():
+            setattr(value, key, fill_in(item, folder))
+    return value
+
+
+class RunRecord(Callback):
+    """Writes the full config and the selected techniques into the run folder and every checkpoint.
+
+    Args:
+        config: The resolved configuration as YAML.
+        techniques: The table of what was selected.
+        folder: The run folder as rank 0 chose it; other ranks take it over from there.
+        job: What the launcher calls the job, if it may start it again.
+    """
+
+    def __init__(self, config: str, techniques: str, folder: Path, job: str | None = None) -> None:
+        self.config = config
+        self.techniques = techniques
+        self.folder, self.job = folder, job
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Agrees on the folder over all ranks and writes the record on rank 0."""
+        self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
+        setattr(trainer, "_default_root_dir", str(self.folder))  # noqa: B010 - no public setter
+        self._write(str(getattr(stage, "value", stage)))
+
+    @rank_zero_only
+    def _write(self, stage: str) -> None:
+        if (
+            self.job
+        ):  # not before all ranks have met: of a folder that is the job's each takes the last checkpoint
+            own(self.folder, self.job)
+        name = "config" if stage == "fit" else f"config-{stage}"
+        path = self.folder / f"{name}.yaml"
+        if path.exists() and path.read_text(encoding="utf-8") != self.config:
+            earlier = len(list(self.folder.glob(f"{name}.[0-9]*.yaml")))
+            path.rename(path.with_name(f"{name}.{earlier + 1}.yaml"))
+        durable.write(path, self.config)
+        durable.write(self.folder / "techniques.txt", self.techniques + "\n")
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Stores the configuration in the checkpoint, so that it can be read without its folder."""
+        checkpoint[RECORD] = {"config": self.config, "version": __version__, "ranks": trainer.world_size}

@@ -1,0 +1,61 @@
+"""Whom an unexpected error is blamed on, and what is told of it."""
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from core.configuration.blame import blame, useful
+
+
+def caught(function):
+    try:
+        function()
+    except Exception as error:
+        return error
+    return pytest.fail("it did not fail")
+
+
+def test_an_error_and_its_cause():
+    def fails():
+        try:
+            raise KeyError("inner")
+        except KeyError as error:
+            raise RuntimeError("outer") from error
+
+    lines = blame(caught(fails), "Acme").splitlines()
+    assert lines[0] == "Acme failed with RuntimeError: outer"
+    assert lines[1] == "because of KeyError: 'inner'"
+    assert "test_blame.py" in lines[2]
+
+
+class Refuses:
+    def __init__(self, n: int = 1):
+        raise ValueError(f"not {n}")
+
+
+def test_what_jsonargparse_wraps_is_told_without_its_words():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=Refuses | None)
+    config = parser.parse_object({"value": {"class_path": f"{__name__}.Refuses"}})
+    text = blame(caught(lambda: parser.instantiate(config)))
+    assert text.splitlines()[0] == "leyden failed with ValueError: not 1"
+    assert "jsonargparse" not in text
+
+
+def test_the_telling_one_of_a_unions_errors():
+    head = "Does not validate against any of the Union subtypes\nSubtypes: [a, b]\nErrors:\n"
+    assert (
+        useful(head + "  - Expected a <class 'str'>\n  - no monitor\n    - a path\n  - Expected a <x>")
+        == "no monitor"
+    )
+    assert (
+        useful(head + "  - Expected a <class 'str'>\n  - Expected a <class 'int'>")
+        == "Expected a <class 'int'>"
+    )
+    assert useful("plain") == "plain"
+
+
+def test_a_missing_module_gives_the_line_for_pip():
+    def fails():
+        import acme_absent.part  # noqa: F401
+
+    assert "pip install acme_absent\n" in blame(caught(fails))
