@@ -61,7 +61,7 @@ def build(subcommand: str, arguments: list[str], starts: bool = False, elsewhere
         starts: Whether the run will be started, and its folder is made.
         elsewhere: Whether it is checked for machines that are not here: neither their devices nor who launches it.
     """
-    request = prepare(arguments, restarts.job() if starts and subcommand == "fit" else None)
+    request = prepare(arguments, restarts.job(arguments) if starts and subcommand == "fit" else None)
     request.elsewhere = elsewhere
     _quieten()
     from core.runs.lightning_cli import Cli

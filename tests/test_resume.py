@@ -2,13 +2,7 @@
 
 import csv
 import json
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,9 +10,12 @@ import torch
 import yaml
 
 from core.checkpoints import checkpoint
+from core.testing.runs import Run, run
+from tests.distributed.killing import Moment, killer
 
 HOUSE = Path(__file__).resolve().parent.parent
 STEPS = 700
+KILLS = 20
 
 CONFIG = {
     "base": str(HOUSE / "configs" / "defaults.yaml"),
@@ -68,13 +65,18 @@ def write_documents(folder: Path) -> None:
             file.write(json.dumps({"text": text}) + "\n")
 
 
-def start(folder: Path, config: Path, workers: int, resume: bool) -> subprocess.Popen:
-    command = [sys.executable, "-m", "core", "fit", f"--config={config}", f"--data.num_workers={workers}"]
-    command += [f"--data.source={folder.parent / 'documents'}", f"--data.cache_dir={folder.parent / 'cache'}"]
-    command += [f"--trainer.default_root_dir={folder}", *(["--ckpt_path=last"] if resume else [])]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)}
-    with open(folder.parent / f"{folder.name}.log", "ab") as log:
-        return subprocess.Popen(command, cwd=folder.parent, env=environment, stdout=log, stderr=log)
+def fit(folder: Path, config: Path, workers: int, resume: bool) -> Run:
+    words = [
+        "fit",
+        f"--config={config}",
+        f"--data.num_workers={workers}",
+        f"--trainer.default_root_dir={folder}",
+    ]
+    words += [f"--data.source={folder.parent / 'documents'}", f"--data.cache_dir={folder.parent / 'cache'}"]
+    progress = f"{{class_path: tests.distributed.killing.Progress, init_args: {{folder: {folder}}}}}"
+    return run(
+        [*words, f"--trainer.callbacks+={progress}", *(["--ckpt_path=last"] if resume else [])], folder
+    )
 
 
 def rows(folder: Path) -> dict[int, dict[str, str]]:
@@ -82,41 +84,27 @@ def rows(folder: Path) -> dict[int, dict[str, str]]:
         return {int(row["step"]): row for row in csv.DictReader(file)}
 
 
-def finish(folder: Path, config: Path, workers: int, resume: bool) -> None:
-    assert start(folder, config, workers, resume).wait(timeout=300) == 0, log_of(folder)
-
-
-def log_of(folder: Path) -> str:
-    return (folder.parent / f"{folder.name}.log").read_text(encoding="utf-8", errors="replace")[-3000:]
-
-
-def kill_at_a_random_moment(folder: Path, process: subprocess.Popen, chance: random.Random) -> None:
-    """Waits until the run has written a row, then kills it a random time later, in whatever it does."""
-    metrics, begun = folder / "metrics.csv", time.time_ns()
-    while not (
-        metrics.exists() and metrics.stat().st_mtime_ns > begun and list(folder.glob("checkpoints/*.ckpt"))
-    ):
-        assert process.poll() is None, log_of(folder)
-        time.sleep(0.003)
-    time.sleep(chance.uniform(0.03, 0.15))
-    assert process.poll() is None, "the run was over before it could be killed"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def killed_run(folder: Path, config: Path, workers: int, most: int) -> int:
-    chance, kills = random.Random(workers), 0
-    while kills < most:
-        process = start(folder, config, workers, resume=kills > 0)
-        kill_at_a_random_moment(folder, process, chance)
-        kills += 1
+def killed_run(folder: Path, config: Path, workers: int) -> None:
+    """Kills the run in whatever it does, a random time after a random batch, KILLS times; then lets it end."""
+    chance = random.Random(workers)
+    folder.mkdir()
+    for kill in range(KILLS):
+        batches = chance.randint(1, 40) if kill else 20  # the first comes behind a checkpoint
+        with killer(folder, Moment(0, batches, chance.uniform(0.0, 0.08))) as killed:
+            done = fit(folder, config, workers, resume=kill > 0)
+        assert killed, f"the run was over before it could be killed: {done.complaint}"
+        assert done.codes == (-9,)
     finish(folder, config, workers, resume=True)
-    return kills
+
+
+def finish(folder: Path, config: Path, workers: int, resume: bool) -> None:
+    folder.mkdir(exist_ok=True)
+    done = fit(folder, config, workers, resume)
+    assert done.code == 0, done.complaint
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("most", [6, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_change_no_bit(tmp_path, most):
+def test_kills_change_no_bit(tmp_path):
     write_documents(tmp_path / "documents")
     config = tmp_path / "tiny.yaml"
     config.write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
@@ -124,9 +112,8 @@ def test_kills_change_no_bit(tmp_path, most):
     finish(whole, config, workers=0, resume=False)
 
     killed = {workers: tmp_path / f"killed{workers}" for workers in (0, 2)}
-    with ThreadPoolExecutor() as pool:
-        counts = list(pool.map(lambda workers: killed_run(killed[workers], config, workers, most), killed))
-    assert counts == [most, most]
+    for workers, folder in killed.items():
+        killed_run(folder, config, workers)
 
     expected_rows = rows(whole)
     expected = checkpoint.read(checkpoint.newest(whole))

@@ -68,9 +68,14 @@ def newest(root: Path, siblings: bool = False) -> Path:
     )
 
 
-def of_folder(folder: Path) -> Path | None:
-    """Returns the newest whole checkpoint below a folder, or None; broken ones are passed over as in `newest`."""
-    return next(_whole(_files(folder)), None)
+def of_folder(folder: Path, since_ns: int = 0) -> Path | None:
+    """Returns the newest whole checkpoint below a folder, or None; broken ones are passed over as in `newest`.
+
+    Args:
+        folder: The folder.
+        since_ns: Older ones are not looked at; as files' times are given.
+    """
+    return next(_whole([path for path in _files(folder) if path.stat().st_mtime_ns >= since_ns]), None)
 
 
 def _files(folder: Path) -> list[Path]:

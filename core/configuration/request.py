@@ -69,14 +69,15 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
     checkpoint, stored, record = None, {}, {}
     if last(rest, "ckpt_path") == "":
         raise ConfigError("--ckpt_path is empty: give last, a checkpoint or a run folder, or leave it out.")
-    if wanted := last(rest, "ckpt_path") or found.values.get("ckpt_path"):
+    runs = [name for name in names if "techniques/" not in name]
+    below = root if runs or last(rest, "trainer.default_root_dir") else Path("runs")
+    wanted = str(last(rest, "ckpt_path") or found.values.get("ckpt_path") or "")
+    if job:
+        checkpoint = restarts.checkpoint(job, root, wanted, below)
+    if wanted and checkpoint is None:
         from core.checkpoints.checkpoint import resolve
 
-        runs = [name for name in names if "techniques/" not in name]
-        named = runs or last(rest, "trainer.default_root_dir")
-        checkpoint = resolve(str(wanted), root if named else Path("runs"))
-    if job:
-        checkpoint = restarts.checkpoint(job, root, checkpoint)
+        checkpoint = resolve(wanted, below)
     if checkpoint:
         from core.checkpoints import checkpoint as checkpoints
 

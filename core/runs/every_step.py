@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -45,12 +45,15 @@ def look_once(trainer: Trainer) -> None:
     loop = trainer.fit_loop.epoch_loop
     if is_param_in_hook_signature(trainer.lightning_module.training_step, "batch_idx", min_args=2):
         loop._build_kwargs = _keywords  # type: ignore[method-assign, assignment]
+    else:
+        vars(loop).pop("_build_kwargs", None)  # of the fit before
     if not torch.cuda.is_available():
         os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for hook in BATCH_HOOKS:
             if getattr(callback, hook) == getattr(Callback, hook).__get__(callback):
-                setattr(callback, hook, None)  # Lightning passes over what cannot be called
+                with suppress(AttributeError):  # frozen
+                    setattr(callback, hook, None)  # Lightning passes over what cannot be called
 
 
 def _keywords(keywords: OrderedDict[str, Any], batch: Any, batch_idx: int) -> OrderedDict[str, Any]:

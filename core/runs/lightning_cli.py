@@ -71,7 +71,7 @@ class Cli(LightningCLI):
     @contextmanager
     def _releasing(self, done: bool) -> Iterator[None]:
         """Gives the claimed run folder back when this fails, or is all that was to be done."""
-        self.claimed: tuple[Path, list[Path]] | None = getattr(self, "claimed", None)
+        self.claim: run_folder.Claim | None = getattr(self, "claim", None)
         failure: BaseException | None = None
         try:
             yield
@@ -79,9 +79,8 @@ class Cli(LightningCLI):
             failure = error
             raise
         finally:
-            if self.claimed and (done or failure):
-                folder, parents = self.claimed
-                run_folder.release(folder, parents, failure, self.request.job)
+            if self.claim and (done or failure):
+                self.claim.release(failure, self.request.job)
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Builds the parser of the one subcommand that is run: each takes 0.3 s."""
@@ -173,14 +172,12 @@ class Cli(LightningCLI):
         first, job = _get_rank() in (None, 0), self.request.job
         if self.request.checkpoint is not None:
             folder = run_folder.of_checkpoint(self.request.checkpoint)
-            if not (first and job):
-                return folder
-            missing = []
-        elif not first:
-            return root
-        else:
+            self.claim = run_folder.Claim(folder) if first and job and self.starts else None
+        elif first:
             folder = run_folder.fresh(root, claim=self.starts, job=job)
-        self.claimed = (folder, missing) if self.starts else None
+            self.claim = run_folder.claimed(folder, missing) if self.starts else None
+        else:
+            folder = root
         return folder
 
     def after_instantiate_classes(self) -> None:
@@ -245,6 +242,8 @@ class Cli(LightningCLI):
                 if self.request.job and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                     restarts.keep_apart()
                 super()._run_subcommand(self.only)
+                if self.request.job and self.trainer.world_size > 1:
+                    self.trainer.strategy.barrier()  # a rank that fails as it ends may have all started again
             except SIGTERMException:
                 signals = self.model.stop_signals
                 if signals is not None and signals.requeue and self.trainer.is_global_zero:

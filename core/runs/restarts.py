@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,21 @@ from core.configuration.arguments import last
 from core.errors import ConfigError
 
 
-def job() -> str | None:
-    """Returns what torchrun or SLURM call the job that this process belongs to, the same after a restart.
+def job(arguments: Sequence[str]) -> str | None:
+    """Returns a name of the job that this process belongs to: the same after a restart, and on every rank.
 
+    It holds what torchrun or SLURM call it, and a digest of the command line: one allocation may run several.
     None without a launcher, and for several torchrun agents without --rdzv_id: nothing tells their jobs apart.
+
+    Args:
+        arguments: The command line after the subcommand.
     """
+    launched = _launched()
+    digest = hashlib.sha256("\0".join(arguments).encode(errors="surrogateescape")).hexdigest()[:12]
+    return f"{launched}, arguments {digest}" if launched else None
+
+
+def _launched() -> str | None:
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name and name != "none":
         return f"torchrun {name}"
@@ -36,19 +47,29 @@ def _start_of(process: int) -> str:
         return "-"
 
 
-def checkpoint(name: str, root: Path, wanted: Path | None) -> Path | None:
-    """Returns the newest checkpoint of a job that was started before, else the one that was asked for.
+def checkpoint(name: str, root: Path, wanted: str, runs: Path) -> Path | None:
+    """Returns the newest checkpoint that a job wrote when it was started before, if it did.
 
     Args:
-        name: What the launcher calls the job.
+        name: What `job` calls it.
         root: The folder that the run's own folder is named after.
-        wanted: The checkpoint that the command line names.
+        wanted: The checkpoint that the command line names, or "". The job went on in its run folder; it may have been
+            removed since, and `last` may be another run's by now.
+        runs: The folder in which `last` was looked for.
     """
     from core.checkpoints.checkpoint import of_folder
     from core.runs import run_folder
 
-    folder = run_folder.of_job(run_folder.of_checkpoint(wanted) if wanted else root, name)
-    return (of_folder(folder) if folder else None) or wanted
+    places = [root]
+    if wanted == "last":
+        places += sorted(runs.glob("*"))
+    elif wanted:
+        places += [Path(wanted), run_folder.of_checkpoint(Path(wanted))]
+    folder = next((found for place in places if (found := run_folder.of_job(place, name))), None)
+    if folder is None:
+        return None
+    began_from = of_folder(folder) if wanted == "last" else None
+    return of_folder(folder, run_folder.claimed_at_ns(folder)) or began_from
 
 
 def shape(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ PLACEHOLDER = "${run_folder}"
 
 CLAIM = ".claimed"
 """A file that is made by the one run that a folder belongs to, as long as it is not over; it names its job."""
+
+RECORDED = ("config.yaml", "techniques.txt")
+"""What a training run writes into its folder as it starts."""
 
 
 def fresh(root: Path, claim: bool = True, job: str | None = None) -> Path:
@@ -47,17 +52,40 @@ def fresh(root: Path, claim: bool = True, job: str | None = None) -> Path:
 
 
 def own(folder: Path, job: str) -> None:
-    """Notes that a folder is a job's, which finds it again by that when it is started again."""
-    durable.write(folder / CLAIM, job)  # whole: another rank may be reading it
+    """Notes, once, that a folder is a job's, which finds it again by that when it is started again.
+
+    Raises:
+        ConfigError: If that cannot be noted.
+    """
+    if is_of(folder, job):
+        return
+    try:
+        durable.write(folder / CLAIM, job)  # whole: another rank may be reading it
+    except OSError as error:
+        with suppress(OSError):
+            (folder / CLAIM).unlink()
+        raise _unmakeable(folder, error) from error
+
+
+def is_of(folder: Path, job: str) -> bool:
+    """Whether a folder is a job's."""
+    try:
+        return (folder / CLAIM).read_text(encoding="utf-8") == job
+    except OSError:
+        return False
+
+
+def claimed_at_ns(folder: Path) -> int:
+    """Returns when a folder became a job's, as files' times are given: what is older was there before it."""
+    return (folder / CLAIM).stat().st_mtime_ns
 
 
 def of_job(root: Path, job: str) -> Path | None:
     """Returns the folder among `root`, root-2, root-3... that a job made when it was started before, if any."""
-    for folder in [root, *root.parent.glob(f"{root.name}-*")]:
-        with suppress(OSError):
-            if (folder / CLAIM).read_text(encoding="utf-8") == job:
-                return folder
-    return None
+    numbered = re.compile(re.escape(root.name) + r"-\d+")
+    siblings = sorted(root.parent.iterdir()) if root.parent.is_dir() else []
+    later = [folder for folder in siblings if numbered.fullmatch(folder.name)]
+    return next((folder for folder in [root, *later] if is_of(folder, job)), None)
 
 
 def _used(folder: Path) -> bool:
@@ -86,29 +114,51 @@ def _claimed(folder: Path) -> bool:
     return True
 
 
-def release(
-    folder: Path, parents: Iterable[Path], failure: BaseException | None, job: str | None = None
-) -> None:
-    """Ends the claim on a folder, and removes it, and the parents made for it, if nothing lies in them.
+@dataclass(frozen=True)
+class Claim:
+    """A folder that is a run's own until the run is over.
 
-    Args:
-        folder: The claimed folder.
+    Attributes:
+        folder: The folder.
         parents: Those that were made for it, the nearest first.
-        failure: What ended the run, if not its end: then a folder that holds nothing but its record is removed too.
-        job: The launcher's, which may start a run that failed again: the folder stays its own, unless the run came
-            no further than to a mistake that it would meet again.
+        before: What lay in it before: a run may be given a folder in which its configs are kept.
     """
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    began = bool(names - {CLAIM, "config.yaml", "techniques.txt"})
-    if failure and job and (began or not isinstance(failure, ConfigError)):
-        return
-    with suppress(OSError):
-        (folder / CLAIM).unlink()
-        if failure and not began:
-            for path in folder.iterdir():
-                path.unlink()
-        for path in (folder, *parents):
-            path.rmdir()
+
+    folder: Path
+    parents: tuple[Path, ...] = ()
+    before: frozenset[str] = frozenset()
+
+    def release(self, failure: BaseException | None, job: str | None = None) -> None:
+        """Ends the claim, and removes the folder, and the parents made for it, if nothing lies in them.
+
+        Args:
+            failure: What ended the run, if not its end: then, where it left nothing but its record, that goes too.
+            job: The launcher's, which may start a run that failed again: the folder stays its own, unless the run
+                came no further than to a mistake that it would meet again.
+        """
+        bare = self._is_bare()
+        if failure and job and not (isinstance(failure, ConfigError) and bare):
+            return
+        with suppress(OSError):
+            (self.folder / CLAIM).unlink()
+            for name in RECORDED if failure and bare else ():
+                if name not in self.before:
+                    (self.folder / name).unlink(missing_ok=True)
+            for path in (self.folder, *self.parents):
+                path.rmdir()
+
+    def _is_bare(self) -> bool:
+        """Whether the run has left nothing but its record."""
+        return _names(self.folder) - self.before <= {CLAIM, *RECORDED}
+
+
+def claimed(folder: Path, parents: Iterable[Path]) -> Claim:
+    """Returns the claim on a folder that has just been chosen."""
+    return Claim(folder, tuple(parents), frozenset(_names(folder) - {CLAIM}))
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def of_checkpoint(path: Path) -> Path:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core.configuration.command_parser import Parser
 from core.errors import ConfigError, nearest
 from core.technique import technique
 
@@ -30,7 +31,7 @@ def compare_tokenizers(arguments: list[str]) -> int:
     Example:
         python -m core compare-tokenizers BPETokenizer:vocab_size=8192 UnigramTokenizer:vocab_size=8192 gpt2/merges.txt
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m core compare-tokenizers",
         description=compare_tokenizers.__doc__,
         formatter_class=argparse.RawTextHelpFormatter,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
+from core.configuration.command_parser import Parser
 from core.data.prepared import read_manifest, whole_folder
 from core.errors import ConfigError
 from core.technique import technique
@@ -49,7 +50,7 @@ def inspect_data(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m core inspect-data", description=inspect_data.__doc__)
+    parser = Parser(prog="python -m core inspect-data", description=inspect_data.__doc__)
     parser.add_argument("folder", metavar="DIR", help="the folder that prepare wrote")
     parser.add_argument("--index", type=int, default=0, help="of the batch, in the stored order")
     parser.add_argument("--split", choices=("train", "validation"), default="train")

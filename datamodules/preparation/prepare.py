@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from core.configuration.command_parser import Parser
 from core.data.prepared import is_remote
 from core.errors import ConfigError
 from core.technique import technique
@@ -31,7 +32,7 @@ def prepare(arguments: list[str]) -> int:
     Example:
         python -m core prepare --config data/text --data.source=~/corpus --output prepared/corpus
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m core prepare",
         description=prepare.__doc__,
         formatter_class=argparse.RawTextHelpFormatter,

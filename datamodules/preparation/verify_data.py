@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from core.configuration.command_parser import Parser
 from core.data.prepared import read_manifest, whole_folder
 from core.errors import ConfigError
 from core.technique import technique
@@ -24,7 +24,7 @@ def verify_data(arguments: list[str]) -> int:
     Example:
         python -m core verify-data prepared/corpus
     """
-    parser = argparse.ArgumentParser(prog="python -m core verify-data", description=verify_data.__doc__)
+    parser = Parser(prog="python -m core verify-data", description=verify_data.__doc__)
     parser.add_argument("folder", metavar="DIR", help="the folder that prepare wrote")
     folder = whole_folder(parser.parse_args(arguments).folder)
     manifest = read_manifest(folder)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from core.configuration.command_parser import Parser
 from core.technique import technique
 
 
@@ -15,7 +15,7 @@ def consolidate(arguments: list[str]) -> int:
     Example:
         python -m core consolidate runs/big/checkpoints/step-00001000.ckpt big.ckpt
     """
-    parser = argparse.ArgumentParser(prog="python -m core consolidate", description=consolidate.__doc__)
+    parser = Parser(prog="python -m core consolidate", description=consolidate.__doc__)
     parser.add_argument("folder", help="a sharded checkpoint, or a run folder: its newest checkpoint")
     parser.add_argument("output", help="the file to write, such as whole.ckpt")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if there is one")

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 
+from core.configuration.command_parser import Parser
 from core.configuration.config_files import read_yaml
 from core.errors import ConfigError, nearest
 from core.files import durable
 from core.technique import technique
 from plugins.commands.compare_report import NOTE, Curve, Rows, Run, as_html, as_markdown, draw_png
 from plugins.commands.config import Flat, differing, flatten, read_all, short, technique_cells, value_cells
-from plugins.commands.plugins_terminal import Parser, print_table
+from plugins.commands.plugins_terminal import print_table
 
 
 @technique(paper="loss over tokens and over time, as scaling studies show them: arXiv:2001.08361, figure 2")

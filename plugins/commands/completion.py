@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from core.configuration.command_parser import Parser
 from core.technique import technique
 from plugins.commands.completion_scripts import SCRIPTS
-from plugins.commands.plugins_terminal import Parser
 
 SHELLS = ("bash", "zsh", "fish")
 

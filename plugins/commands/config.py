@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
+from core.configuration.command_parser import Parser
 from core.configuration.config_files import compose, find_config, parse_yaml, read_yaml
 from core.configuration.named_callbacks import PATHS
 from core.configuration.request import POSITIONS, SECTIONS, resolve_names
 from core.errors import ConfigError, nearest
 from core.technique import technique
-from plugins.commands.plugins_terminal import Parser
 
 ABSENT = "(absent)"
 

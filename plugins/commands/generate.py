@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from core.configuration.command_parser import Parser
 from core.technique import technique
 
 
@@ -77,7 +78,7 @@ def texts(tokenizer: Any, ids: Iterable[int], after: Sequence[int] = ()) -> Iter
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m core generate", description=generate.__doc__)
+    parser = Parser(prog="python -m core generate", description=generate.__doc__)
     parser.add_argument(
         "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
     )

@@ -10,11 +10,11 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
+from core.configuration.command_parser import Parser
 from core.configuration.config_files import configs_folder
 from core.errors import ConfigError, nearest
 from core.files import durable
 from core.technique import technique
-from plugins.commands.plugins_terminal import Parser
 
 SUBMIT = {"torchrun": ["bash"], "slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}
 """Cluster -> the command that takes the script."""

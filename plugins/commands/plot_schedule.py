@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core.cli import build
+from core.configuration.command_parser import Parser
 from core.errors import ConfigError
 from core.files import durable, pictures
 from core.technique import technique
-from plugins.commands.plugins_terminal import Parser
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from core import catalog
+from core.configuration.command_parser import Parser
 from core.errors import ConfigError, nearest
 from core.technique import technique
-from plugins.commands.plugins_terminal import Parser, one_of, print_table
+from plugins.commands.plugins_terminal import one_of, print_table
 
 
 @technique(paper="own work: entry points as the only registry")

@@ -8,10 +8,10 @@ from typing import Any
 
 from core import catalog
 from core.configuration.class_names import names_for
+from core.configuration.command_parser import Parser
 from core.configuration.named_callbacks import LISTS
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.commands.plugins_terminal import Parser
 
 
 @technique(paper="JSON Schema draft-07: what VS Code's YAML extension knows best")

@@ -131,6 +131,7 @@ class MetricsCSV(Logger):
         """Replaces the file and takes its last row as the newest."""
         if self._file is not None:
             self._file.close()
+            self._file = None
         text = _line(columns) + "".join(_line([row.get(name, "") for name in columns]) for row in rows)
         durable.write(self.path, text)
         self._columns, self._row = columns, rows[-1] if rows else {}
@@ -149,13 +150,19 @@ class MetricsCSV(Logger):
             self._row_start = self._size
         self._row.update({name: str(value) for name, value in metrics.items()})
         line = _line([self._row.get(name, "") for name in self._columns]).encode()
-        if os.pwrite(self._file.fileno(), line, self._row_start) < len(
-            line
-        ):  # it has no line end: it is not read back
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
-        before, self._size = self._size, self._row_start + len(line)
-        if self._size < before:
-            os.ftruncate(self._file.fileno(), self._size)
+        end = self._row_start + len(line)
+        line += b"\n" * (self._size - end)  # over a longer row, of which nothing may be left to be read
+        try:
+            if os.pwrite(self._file.fileno(), line, self._row_start) < len(
+                line
+            ):  # without its line end: not read back
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if end < self._size:
+                os.ftruncate(self._file.fileno(), end)
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
+        self._size = end
 
 
 def _line(values: list[str]) -> str:

@@ -492,7 +492,7 @@ def test_runs_that_start_in_the_same_moment_take_folders_of_their_own(tmp_path):
         folders = list(pool.map(run_folder.fresh, [tmp_path / "a" / "run"] * 8))
     assert len(set(folders)) == 8
     for folder in folders:
-        run_folder.release(folder, [tmp_path / "a"], RuntimeError())
+        run_folder.claimed(folder, [tmp_path / "a"]).release(RuntimeError())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -97,7 +97,7 @@ def _watch(folder: Path, moment: Moment, over: threading.Event, killed: list[flo
             return
     time.sleep(moment.delay_s)
     while moment.sees is not None and not _is_there(folder / "checkpoints", moment.sees):
-        if over.is_set():
+        if over.wait(0.0003):
             return
     os.kill(int((folder / f"pid.{moment.rank}").read_text(encoding="utf-8")), signal.SIGKILL)
     killed.append(time.monotonic())

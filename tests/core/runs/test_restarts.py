@@ -1,0 +1,71 @@
+"""From which checkpoint a job goes on that was started with one, and again."""
+
+import os
+
+import pytest
+import torch
+
+from core.checkpoints.checkpoint import defect
+from core.runs import restarts
+from core.runs.run_folder import CLAIM, own
+
+JOB = "SLURM 7"
+
+
+def write(run, step, age_s):
+    """Writes a checkpoint that is so old."""
+    path = run / "checkpoints" / f"step-{step}.ckpt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({"state_dict": {}, "global_step": step, "pytorch-lightning_version": "2.6"}, path)
+    assert defect(path) is None
+    changed = (run.parent / "now").stat().st_mtime - age_s
+    os.utime(path, (changed, changed))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The folder of a run with two checkpoints, in which a job went on later."""
+    (tmp_path / "now").touch()
+    folder = tmp_path / "run"
+    write(folder, 100, age_s=90)
+    write(folder, 200, age_s=80)
+    (folder / "config.yaml").write_text("trainer: {}\n")
+    own(folder, JOB)
+    changed = (tmp_path / "now").stat().st_mtime - 70
+    os.utime(folder / CLAIM, (changed, changed))
+    return folder
+
+
+def started_again(run, wanted, root="else", runs=None):
+    return restarts.checkpoint(JOB, run.parent / root, str(wanted), runs or run.parent / root)
+
+
+def test_a_checkpoint_that_was_named_is_not_replaced_by_one_that_lay_beside_it(run):
+    wanted = run / "checkpoints" / "step-100.ckpt"
+    assert started_again(run, wanted) is None
+    mine = write(run, 110, age_s=60)
+    assert started_again(run, wanted) == mine
+
+
+def test_a_checkpoint_that_was_named_may_be_gone(run):
+    wanted = run / "checkpoints" / "step-100.ckpt"
+    mine = write(run, 110, age_s=60)
+    wanted.unlink()
+    assert started_again(run, wanted) == mine
+    assert started_again(run, run) == mine  # named by its run folder
+
+
+@pytest.mark.parametrize("options", [{"root": "run"}, {"runs": True}], ids=["of a config", "of all runs"])
+def test_last_is_not_another_runs(run, options):
+    if "runs" in options:
+        options = {"runs": run.parent}
+    write(run.parent / "run-2", 900, age_s=1)
+    assert started_again(run, "last", **options) == run / "checkpoints" / "step-200.ckpt"
+    mine = write(run, 210, age_s=60)
+    assert started_again(run, "last", **options) == mine
+
+
+def test_another_job_finds_nothing(run):
+    assert restarts.checkpoint("SLURM 8", run, "last", run) is None
+    assert restarts.checkpoint("SLURM 8", run, str(run), run) is None
