@@ -47,6 +47,11 @@ class ByFile(LoadScopeScheduling):
         return file if group == Path(file).stem else group
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One process more than cores: many tests wait, for the disk or for each other's ranks."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
     """Takes the scheduler above, unless another way of distribution is asked for."""
     return ByFile(config, log) if config.getoption("dist") == "loadscope" else None

@@ -19,7 +19,7 @@ HOUSE = Path(__file__).resolve().parents[1]
 def run(folder, *words):
     command = [sys.executable, "-m", "core", *words]
     environment = os.environ | {"PYTHONPATH": str(HOUSE), "XDG_CACHE_HOME": str(folder / "cache")}
-    environment.pop("OMP_NUM_THREADS", None)  # all cores, as a user would
+    # with one thread, as all tests: several that wait for cores which other tests are on take ten times as long
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return done

@@ -466,6 +466,7 @@ def test_a_run_that_is_stopped_says_so_in_its_exit_code(sent, code, tmp_path):
         [sys.executable, "-m", "core", "fit", "--config", tmp_path / "tiny.yaml", "--trainer.max_steps=1000000",
          f"--trainer.default_root_dir={tmp_path / 'run'}"],
         cwd=HOUSE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(sent, signal.SIG_DFL),  # a shell's background jobs ignore Ctrl-C
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
