@@ -6,7 +6,9 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import Distribution, PackageNotFoundError, distributions, version
+from importlib.util import find_spec
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -154,8 +156,24 @@ def _package_of(top: str) -> tuple[str, str]:
     try:
         return top, version(top)  # most are named like what they install
     except PackageNotFoundError:
-        names = packages_distributions().get(top)  # reads every distribution's list of files: 0.1 s
-    return (names[0], version(names[0])) if names else ("(not a package)", "-")
+        found = next((d for d in distributions(path=[_folder_of(top)]) if top in _modules_of(d)), None)
+    return (found.metadata["Name"], found.version) if found else ("(not a package)", "-")
+
+
+def _folder_of(top: str) -> str:
+    """Returns where a top-level module lies; to look for it in the lists of all distributions takes half a second."""
+    try:
+        spec = find_spec(top)
+    except ValueError:  # of a module without one, such as __main__
+        spec = None
+    places = [*(spec.submodule_search_locations or ()), spec.origin or ""] if spec else [""]
+    return str(Path(places[0]).parent)
+
+
+def _modules_of(distribution: Distribution) -> set[str]:
+    """Returns the top-level modules that a distribution installed, as it says or as its files are called."""
+    declared = (distribution.read_text("top_level.txt") or "").split()
+    return set(declared) or {Path(file.parts[0]).stem for file in distribution.files or ()}
 
 
 def by_trainer(trainer: Trainer, selected: Sequence[Selected]) -> list[Selected]:
