@@ -1,5 +1,6 @@
 """The quickstart, shortened: what it prints, what it leaves behind, and that the lines it prints work."""
 
+import math
 import os
 import re
 import shlex
@@ -40,8 +41,16 @@ def figure(printed, label):
 def test_the_model_beats_the_unigram_entropy_of_the_same_text(quickstart):
     _, printed = quickstart
     unigram = figure(printed, "Unigram entropy, same text")
+    loss = figure(printed, "Validation loss")
     assert 6 < unigram < 7
-    assert figure(printed, "Validation loss") < unigram - 0.3
+    assert loss < unigram - 0.3
+    told = dict(
+        re.findall(r"^(Validation loss|Unigram entropy).*perplexity ([\d.,]+)$", printed, re.MULTILINE)
+    )
+    for name, nats in (("Validation loss", loss), ("Unigram entropy", unigram)):
+        assert float(told[name].replace(",", "")) == pytest.approx(
+            math.exp(nats), rel=1e-3
+        )  # of rounded nats
 
 
 def test_the_run_folder_holds_what_was_promised(quickstart):
@@ -49,8 +58,10 @@ def test_the_run_folder_holds_what_was_promised(quickstart):
     made = folder / "runs" / "quickstart"
     assert (made / "checkpoints" / "step-00000080.ckpt").stat().st_size > 1_000_000
     assert Image.open(made / "loss_curve.png").size > (400, 300)
-    scalars = EventAccumulator(str(made)).Reload().Scalars("train/loss")
-    assert [event.step for event in scalars] == list(range(10, 81, 10))
+    events = EventAccumulator(str(made)).Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(10, 81, 10))
+    texts = [name for name in events.Tags()["tensors"] if name.startswith("samples/")]
+    assert len(texts) == 3
     assert (made / "metrics.csv").read_text(encoding="utf-8").count("\n") == 9
     assert "${run_folder}" in (made / "config.yaml").read_text(encoding="utf-8")
     samples = (made / "samples.txt").read_text(encoding="utf-8")

@@ -189,7 +189,9 @@ def test_an_exception_gives_the_terminal_back(exception, raises, on_terminal):
     assert text.count(HIDE) == text.count(SHOW) == 1
     assert text.endswith(SHOW)
     assert re.search(r"step 5/60 .*left\r\n", text)
-    assert not [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__]
+    for thread in [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__]:
+        thread.join(10)  # it has been told to end
+        assert not thread.is_alive()
 
 
 def test_a_dumb_terminal_gets_plain_lines(on_terminal, monkeypatch):
