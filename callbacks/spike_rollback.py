@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
+from core.data.token_datamodule import TRAIN_ON
 from core.errors import ConfigError
 from core.files import durable
 from core.technique import technique
@@ -140,8 +141,7 @@ class SpikeRollback(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         if not hasattr(data, "skip_batches"):
             raise ConfigError(
-                f"SpikeRollback skips batches, which {type(data).__name__} cannot.\n"
-                "Train on --data=PretrainDataModule or MixtureDataModule."
+                f"SpikeRollback skips batches, which {type(data).__name__} cannot.\n{TRAIN_ON}."
             )
         self._window.to(pl_module.device)
         self._first = self._first.to(pl_module.device)

@@ -174,11 +174,9 @@ def source_file(module: str) -> Path | None:
 @cache
 def entries() -> tuple[Entry, ...]:
     """Returns every registered technique of every installed package, sorted by kind and name."""
-    found, origins = (
-        set(),
-        dict[int, tuple[str, str]](),
-    )  # reading a distribution's metadata takes a millisecond
-    points = entry_points()  # all at once: for each group, the files of all distributions would be read anew
+    # Groups at once, and each distribution's metadata once: every look reads the files anew, for a millisecond each.
+    points = entry_points()
+    found, origins = set(), dict[int, tuple[str, str]]()
     for kind in KINDS:
         for point in points.select(group=f"leyden.{kind}"):
             if id(point.dist) not in origins:

@@ -92,11 +92,16 @@ def _whole(candidates: list[Path]) -> Iterator[Path]:
             print(f"{path} is left aside: {reason}. Looking for the one before.", file=sys.stderr)
 
 
+def numbered(root: Path) -> list[Path]:
+    """Returns the folders root-2, root-3... that are there: later runs of that root, or others of such a name."""
+    pattern = re.compile(rf"{re.escape(root.name)}-\d+")
+    return sorted(folder for folder in root.parent.glob("*") if pattern.fullmatch(folder.name))
+
+
 def _later_runs(root: Path) -> Iterator[Path]:
-    numbered = re.compile(rf"{re.escape(root.name)}-\d+")
-    for folder in root.parent.glob("*"):
+    for folder in numbered(root):
         record = folder / "config.yaml"
-        if numbered.fullmatch(folder.name) and record.is_file():
+        if record.is_file():
             trainer = read_yaml(record)[0].get("trainer", {})
             if Path(trainer.get("default_root_dir", "")).absolute() == root.absolute():
                 yield folder

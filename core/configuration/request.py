@@ -62,9 +62,8 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
         job: What the launcher calls the job; if it was started before, it goes on from its last checkpoint.
     """
     names, words = split_configs(arguments)
-    found, rest = _composed(
-        names, words, {}, strict=False
-    )  # what a change by name means, the checkpoint tells
+    # Not strict: what a change by name means, the checkpoint tells.
+    found, rest = _composed(names, words, {}, strict=False)
     root = Path(last(rest, "trainer.default_root_dir") or _default_root(found.values, names))
     checkpoint, stored, record = None, {}, {}
     if last(rest, "ckpt_path") == "":

@@ -13,6 +13,9 @@ from core.contracts import PackedBatches
 from core.data.token_loader import TokenLoader
 from core.errors import ConfigError
 
+TRAIN_ON = "Train on --data=PretrainDataModule or MixtureDataModule"
+"""What to do where a technique needs what stored tokens alone offer: a position, rows of any shape."""
+
 
 class TokenDataModule(LightningDataModule):
     """Deals out stored tokens as rows of `sequence_length`; the position is part of every checkpoint.

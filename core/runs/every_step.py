@@ -20,7 +20,7 @@ BATCH_HOOKS = (
     "on_before_optimizer_step",
     "on_train_batch_end",
 )
-"""The hooks of callbacks that are called for each batch."""
+"""The hooks of callbacks that are called for each batch, in their order."""
 
 
 class NoProfiler(PassThroughProfiler):

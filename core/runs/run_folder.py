@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from core import __version__
-from core.checkpoints.checkpoint import RECORD
+from core.checkpoints.checkpoint import RECORD, numbered
 from core.errors import ConfigError
 from core.files import durable
 
@@ -82,10 +81,7 @@ def claimed_at_ns(folder: Path) -> int:
 
 def of_job(root: Path, job: str) -> Path | None:
     """Returns the folder among `root`, root-2, root-3... that a job made when it was started before, if any."""
-    numbered = re.compile(re.escape(root.name) + r"-\d+")
-    siblings = sorted(root.parent.iterdir()) if root.parent.is_dir() else []
-    later = [folder for folder in siblings if numbered.fullmatch(folder.name)]
-    return next((folder for folder in [root, *later] if is_of(folder, job)), None)
+    return next((folder for folder in [root, *numbered(root)] if is_of(folder, job)), None)
 
 
 def _used(folder: Path) -> bool:
@@ -206,9 +202,8 @@ class RunRecord(Callback):
 
     @rank_zero_only
     def _write(self, stage: str) -> None:
-        if (
-            self.job
-        ):  # not before all ranks have met: of a folder that is the job's each takes the last checkpoint
+        # Not before all ranks have met: of a folder that is the job's, each takes the last checkpoint.
+        if self.job:
             own(self.folder, self.job)
         name = "config" if stage == "fit" else f"config-{stage}"
         path = self.folder / f"{name}.yaml"

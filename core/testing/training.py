@@ -12,6 +12,7 @@ from typing import Any
 
 from core.catalog import KINDS
 from core.configuration.config_files import merge
+from core.runs.every_step import BATCH_HOOKS
 from core.testing.case import Case
 from core.testing.proof import NotProvable, proof, require
 from core.testing.runs import Run, run
@@ -24,14 +25,6 @@ WATCHED = (2, 7)
 """Steps in which nothing is logged, saved or validated."""
 
 RUNNABLE = tuple(kind for kind in KINDS if kind != "commands")
-PER_STEP_HOOKS = (
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_before_zero_grad",
-    "on_train_batch_end",
-)
 
 
 @proof(*RUNNABLE)
@@ -148,7 +141,7 @@ def idle_costs_nothing(case: Case) -> None:
         f"{len(waits)} waits in steps {' and '.join(map(str, WATCHED))}, {usual} without it; they came from\n"
         + "\n".join(sorted({f"{place} ({waits.count(place)} times)" for place in waits})[:5]),
     )
-    hooks = [name for name in PER_STEP_HOOKS if name in vars(case.target)]
+    hooks = [name for name in BATCH_HOOKS if name in vars(case.target)]
     idle = [name for name in hooks if _does_nothing(vars(case.target)[name])]
     require(
         not idle,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from core.data.token_datamodule import TRAIN_ON
 from core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class ShapeSchedule(Callback, ABC):
         if not hasattr(data, "reshape_batches"):
             raise ConfigError(
                 f"{type(self).__name__} changes rows through `reshape_batches`, which {type(data).__name__} lacks.\n"
-                "Train on --data=PretrainDataModule or MixtureDataModule."
+                f"{TRAIN_ON}."
             )
         if self._full is None:
             self._full = Shape(data.sequence_length, data.batch_size, trainer.accumulate_grad_batches)

@@ -14,13 +14,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
 from core.contracts import PackedBatches
-from core.data.token_datamodule import TokenDataModule
+from core.data.token_datamodule import TRAIN_ON, TokenDataModule
 from core.errors import ConfigError
 from core.runs.stopping import listen
 from core.selection import Run
 from core.training import snapshots
 
-DATA = "Train on --data=PretrainDataModule or MixtureDataModule"
 NOT_UNDONE = dict.fromkeys(
     ("DeepSpeedZero", "DeepSpeedStrategy"),
     "its trial steps put the optimizer's state back, which DeepSpeed keeps to itself: take --trainer.strategy=FSDP",
@@ -38,7 +37,7 @@ def misfits(run: Run) -> Iterator[str]:
     """Yields, for a technique's `preflight`, with what of a run trial steps do not work."""
     data: Any = next((item.target for item in run.selected if item.key == "data"), TokenDataModule)
     if isinstance(data, type) and not issubclass(data, TokenDataModule):
-        yield f"its trial steps go back to a position in the data, which {data.__name__} does not tell: {DATA}"
+        yield f"its trial steps go back to a position in the data, which {data.__name__} does not tell: {TRAIN_ON}"
     if run.argument("trainer.strategy.compression") == "powersgd":
         yield (
             "its trial steps cannot put back what PowerSGD left out of gradients: take --trainer.strategy.compression="
@@ -87,7 +86,7 @@ def training_batches(trainer: Trainer) -> PackedBatches:
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     if not isinstance(data, TokenDataModule) or data._training is None:
         raise ConfigError(
-            f"Trial steps go back to a position in the data, which {type(data).__name__} does not tell.\n{DATA}."
+            f"Trial steps go back to a position in the data, which {type(data).__name__} does not tell.\n{TRAIN_ON}."
         )
     return data._training.batches
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from core.technique import technique
 
-HOOKS = (
+BEFORE = (
     "setup",
     "on_load_checkpoint",
     "on_fit_start",
@@ -14,12 +14,8 @@ HOOKS = (
     "on_sanity_check_end",
     "on_train_start",
     "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
+)
+AFTER = (
     "on_validation_start",
     "on_validation_epoch_start",
     "on_validation_batch_start",
@@ -64,6 +60,8 @@ def firing_order(callbacks: list[Any], model: Any = None, data: Any = None) -> d
     """Returns hook -> names of the classes that implement it, in the order in which they are called."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
 
+    from core.runs.every_step import BATCH_HOOKS
+
     def implements(item: Any, hook: str) -> bool:
         base = next(
             (kind for kind in (Callback, LightningModule, LightningDataModule) if isinstance(item, kind)),
@@ -73,7 +71,7 @@ def firing_order(callbacks: list[Any], model: Any = None, data: Any = None) -> d
         return getattr(function, "__func__", function) is not getattr(base, hook, None)
 
     order = {}
-    for hook in HOOKS:
+    for hook in (*BEFORE, *BATCH_HOOKS, *AFTER):
         called = [
             type(item).__name__ for item in _called(hook, callbacks, model, data) if implements(item, hook)
         ]

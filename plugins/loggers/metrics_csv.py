@@ -153,9 +153,8 @@ class MetricsCSV(Logger):
         end = self._row_start + len(line)
         line += b"\n" * (self._size - end)  # over a longer row, of which nothing may be left to be read
         try:
-            if os.pwrite(self._file.fileno(), line, self._row_start) < len(
-                line
-            ):  # without its line end: not read back
+            written = os.pwrite(self._file.fileno(), line, self._row_start)
+            if written < len(line):  # the row has no line end: it is not read back
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if end < self._size:
                 os.ftruncate(self._file.fileno(), end)

@@ -52,6 +52,23 @@ class FailsOnce(Callback):
             raise ConfigError("No space left on device")
 
 
+class DiesAtTheEndOnce(Callback):
+    """Kills rank 1 when training is over, a second after rank 0 is there; not when it is started again.
+
+    Args:
+        folder: Where to note that it has.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.note = Path(folder, "died")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if trainer.global_rank == 1 and not self.note.exists():
+            self.note.touch()
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Moment:
     """When to kill whom.

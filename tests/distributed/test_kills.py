@@ -127,6 +127,22 @@ def test_a_job_that_ended_with_an_error_of_ours_goes_on_in_its_own_folder():
     assert not (workshop() / f"{name}-2").exists()
 
 
+def test_a_job_is_over_when_all_its_ranks_are():
+    """Its launcher starts all ranks again, also the one that had done its part: it has to find its folder."""
+    name = "died at the end"
+    dies = {
+        "class_path": "tests.distributed.killing.DiesAtTheEndOnce",
+        "init_args": {"folder": str(workshop() / name)},
+    }
+    first = fit(name, 2, DDP, WAITED_FOR, 4, dies)
+    assert first.codes[1] == -9, first.complaint
+    assert first.codes[0] not in (0, None), "rank 0 took the job for done"
+    second = fit(name, 2, DDP, WAITED_FOR, 4, dies)
+    assert second.code == 0, second.complaint
+    assert "step-00000004.ckpt" in second.printed
+    assert not (workshop() / f"{name}-2").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
