@@ -108,6 +108,7 @@ class Throughput(Callback):
         self._step = 0
         self._tokens = 0
         self._peak: tuple[str, float] | None = None
+        self._memory: dict[str, float] = {}
         self._rates: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,7 +153,10 @@ class Throughput(Callback):
         if not pl_module.logging_step:
             return
         now, step, tokens = time.perf_counter(), trainer.global_step, pl_module.tokens_seen
-        figures = peak_memory(pl_module.device)
+        # Linux adds up late what each CPU has counted: the peak that it tells may fall by some pages
+        memory = peak_memory(pl_module.device)
+        self._memory = {name: max(gib, self._memory.get(name, gib)) for name, gib in memory.items()}
+        figures = dict(self._memory)
         if self._since is not None and step > self._step:
             seconds = now - self._since
             rate = (tokens - self._tokens) / seconds

@@ -15,6 +15,7 @@ from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from core import catalog
+from core.testing import runs
 
 # One thread here and in every subprocess, set before torch is imported: sums over other numbers of threads
 # differ in their last bits, and two processes of two threads each crawl on two cores.
@@ -23,6 +24,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # The same examples in every run: what fails here fails for everybody. `--hypothesis-profile default` looks further.
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+# What our strategies import, above all DeepSpeed: a second in each rank.
+runs.PRELOADED += ["torch._inductor.compile_fx", "torch.distributed.pipelining"]
 
 HOUSE = Path(__file__).resolve().parent.parent
 

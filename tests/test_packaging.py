@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 HOUSE = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.promise
 def test_a_wheel_runs_from_any_folder(tmp_path):
     build = [
         sys.executable,

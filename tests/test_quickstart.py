@@ -12,12 +12,14 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from core.testing.runs import run
 from datamodules.packing.best_fit import BestFit
 
 HOUSE = Path(__file__).resolve().parents[1]
 
 
-def run(folder, *words):
+def begun(folder, *words):
+    """Runs a command in a new process, as users do."""
     command = [sys.executable, "-m", "core", *words]
     environment = os.environ | {"PYTHONPATH": str(HOUSE), "XDG_CACHE_HOME": str(folder / "cache")}
     # with one thread, as all tests: several that wait for cores which other tests are on take ten times as long
@@ -26,11 +28,19 @@ def run(folder, *words):
     return done
 
 
+def forked(folder, *words):
+    """Runs a command in a process that has imported everything, in the folder."""
+    environment = {"XDG_CACHE_HOME": str(folder / "cache")}
+    done = run(words, folder, environments=[environment])
+    assert done.code == 0, done.complaint
+    return done
+
+
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
     short = ["--trainer.max_steps=80", "--trainer.val_check_interval=40"]
-    return folder, run(folder, "fit", "--config", "quickstart", *short).stdout
+    return folder, begun(folder, "fit", "--config", "quickstart", *short).stdout
 
 
 def figure(printed, label):
@@ -74,10 +84,10 @@ def test_the_two_lines_that_say_what_to_type_next_work(quickstart):
     folder, printed = quickstart
     generate, resume = (line.strip() for line in printed.splitlines() if line.startswith("  python -m core "))
     words = shlex.split(generate)[3:]
-    one, two = (run(folder, *words, "--max_new_tokens=20").stdout for _ in range(2))
+    one, two = (forked(folder, *words, "--max_new_tokens=20").printed for _ in range(2))
     assert one == two
     assert len(one) > 20
-    resumed = run(folder, *shlex.split(resume)[3:-1], "90", "--trainer.limit_val_batches=1").stdout
+    resumed = forked(folder, *shlex.split(resume)[3:-1], "90", "--trainer.limit_val_batches=1").printed
     assert "From checkpoint: runs/quickstart/checkpoints/step-00000080.ckpt" in resumed
     assert (folder / "runs" / "quickstart" / "checkpoints" / "step-00000090.ckpt").exists()
 
@@ -85,7 +95,7 @@ def test_the_two_lines_that_say_what_to_type_next_work(quickstart):
 def test_best_fit_leaves_less_than_one_per_cent_empty_and_says_so(quickstart):
     folder, _ = quickstart
     short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--model.lr_scheduler.warmup_steps=1"]
-    told = run(folder, "fit", "--config", "quickstart", "--data.packing=BestFit", *short).stderr
+    told = forked(folder, "fit", "--config", "quickstart", "--data.packing=BestFit", *short).told
     [share] = re.findall(r"^Padding in rows of 256 tokens: ([\d.]+)%$", told, re.MULTILINE)
     [prepared] = (folder / "cache" / "leyden").iterdir()
     rows = BestFit().batches(prepared / "train", sequence_length=256, batch_size=1, pad=True)
@@ -99,6 +109,6 @@ def test_the_users_own_text_trains_with_the_same_config(tmp_path):
     for number in range(12):
         (tmp_path / "notes" / f"{number}.md").write_text(f"# Note {number}\n" + "words and words. " * 120)
     smaller = ["--data.sequence_length=32", "--trainer.max_steps=2", "--model.lr_scheduler.warmup_steps=1"]
-    printed = run(tmp_path, "fit", "--config", "quickstart", "--data.source=notes", *smaller)
-    assert "12 documents" in printed.stderr
+    told = forked(tmp_path, "fit", "--config", "quickstart", "--data.source=notes", *smaller).told
+    assert "12 documents" in told
     assert (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-00000002.ckpt").exists()

@@ -5,8 +5,11 @@ import math
 import re
 
 import pytest
+import yaml
 
-from tests.conftest import HOUSE, run_core
+from core.testing.runs import run
+from core.testing.workshop import workshop
+from tests.conftest import HOUSE
 
 RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's by its table 2.1
     "gpt2_124m": 124_439_808 + 47 * 768,  # the vocabulary is rounded up from 50,257 to 50,304
@@ -24,41 +27,34 @@ def test_each_recipe_is_here():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_passes_preflight_elsewhere(name, tmp_path):
-    done = run_core("check", "--elsewhere", f"--config=recipes/{name}", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    [count] = re.findall(r"GPT: ([\d,]+) parameters", done.stdout)
+def test_a_recipe_passes_preflight_elsewhere(name):
+    done = run(["check", "--elsewhere", f"--config=recipes/{name}"], workshop())
+    assert done.code == 0, done.complaint
+    [count] = re.findall(r"GPT: ([\d,]+) parameters", done.printed)
     assert int(count.replace(",", "")) == RECIPES[name]
 
 
-def test_elsewhere_sizes_are_still_held_against_each_other(tmp_path):
-    done = run_core(
-        "check", "--elsewhere", "--config=recipes/gpt3_175b_3d", "--trainer.num_nodes=100", cwd=tmp_path
-    )
-    assert done.returncode == 2
-    assert "HybridParallel" in done.stderr
-    assert "800" in done.stderr
-    assert len(done.stderr.splitlines()) <= 10
-
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    """Prepared data for all of them."""
-    return tmp_path_factory.mktemp("cache")
+def test_elsewhere_sizes_are_still_held_against_each_other():
+    words = ["check", "--elsewhere", "--config=recipes/gpt3_175b_3d", "--trainer.num_nodes=100"]
+    done = run(words, workshop())
+    assert done.code == 2
+    assert "HybridParallel" in done.complaint
+    assert "800" in done.complaint
+    assert len(done.complaint.splitlines()) <= 10
 
 
 BY_DEFAULT = {"gpt2_1558m_fsdp", "gpt3_175b_3d"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in BY_DEFAULT)) for name in RECIPES]
+    "name", [pytest.param(name, marks=[pytest.mark.promise] * (name not in BY_DEFAULT)) for name in RECIPES]
 )
-def test_a_recipe_runs_shrunken(name, cache, tmp_path):
-    done = run_core(
-        "fit", f"--config=recipes/{name}", f"--config=recipes/shrunken/{name}",
-        f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.cache_dir={cache}", cwd=tmp_path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_a_recipe_runs_shrunken(name, tmp_path):
+    shrunken = yaml.safe_load((FOLDER / "shrunken" / f"{name}.yaml").read_text(encoding="utf-8"))
+    words = ["fit", f"--config=recipes/{name}", f"--config=recipes/shrunken/{name}"]
+    words += [f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.cache_dir={workshop() / 'recipes'}"]
+    done = run(words, tmp_path, ranks=shrunken["trainer"]["devices"])
+    assert done.code == 0, done.complaint
     with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
         losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
     assert len(losses) == 2

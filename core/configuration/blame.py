@@ -6,6 +6,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 
 from core import catalog
 
@@ -14,6 +15,8 @@ _DULL = ("Expected a", "Not a valid subclass")
 
 def blame(error: BaseException, caller: str = "leyden") -> str:
     """Returns a few lines: the technique and package nearest to the error (or `caller`), what, why and where."""
+    for link in _chain(error):  # what a run held that ran out of memory: words need some too
+        traceback.clear_frames(link.__traceback__)
     modules = {entry.module: entry for entry in catalog.entries() if entry.kind != "commands"}
     told, *causes = [link for link in _chain(error) if not _is_jsonargparses(link)] or [error]
     inner = causes[-1] if causes else told
@@ -28,7 +31,9 @@ def blame(error: BaseException, caller: str = "leyden") -> str:
         lines.append(f"because of {_said(inner)[0]}")
     if isinstance(inner, ModuleNotFoundError) and inner.name:
         lines.append(f"Is its package installed? pip install {inner.name.partition('.')[0]}")
-    lines.append(f"at {place.removeprefix(os.getcwd() + '/')}")
+    with suppress(OSError):  # the folder that the user stands in may be gone
+        place = place.removeprefix(os.getcwd() + "/")
+    lines.append(f"at {place}")
     return "\n".join([*lines, "Put --debug at the end of the command for the traceback."])
 
 

@@ -116,16 +116,16 @@ class Claim:
 
     Attributes:
         folder: The folder.
-        parents: Those that were made for it, the nearest first.
+        made: It and its parents, the nearest first, as far as they were made for the run.
         before: What lay in it before: a run may be given a folder in which its configs are kept.
     """
 
     folder: Path
-    parents: tuple[Path, ...] = ()
+    made: tuple[Path, ...] = ()
     before: frozenset[str] = frozenset()
 
     def release(self, failure: BaseException | None, job: str | None = None) -> None:
-        """Ends the claim, and removes the folder, and the parents made for it, if nothing lies in them.
+        """Ends the claim, and removes what folders were made for the run, if nothing lies in them.
 
         Args:
             failure: What ended the run, if not its end: then, where it left nothing but its record, that goes too.
@@ -140,17 +140,20 @@ class Claim:
             for name in RECORDED if failure and bare else ():
                 if name not in self.before:
                     (self.folder / name).unlink(missing_ok=True)
-            for path in (self.folder, *self.parents):
+            for path in self.made:
                 path.rmdir()
 
     def _is_bare(self) -> bool:
         """Whether the run has left nothing but its record."""
-        return _names(self.folder) - self.before <= {CLAIM, *RECORDED}
+        try:
+            return _names(self.folder) - self.before <= {CLAIM, *RECORDED}
+        except OSError:  # no memory, no file that may be opened: what ended the run is what has to be told
+            return False
 
 
-def claimed(folder: Path, parents: Iterable[Path]) -> Claim:
+def claimed(folder: Path, made: Iterable[Path]) -> Claim:
     """Returns the claim on a folder that has just been chosen."""
-    return Claim(folder, tuple(parents), frozenset(_names(folder) - {CLAIM}))
+    return Claim(folder, tuple(made), frozenset(_names(folder) - {CLAIM}))
 
 
 def _names(folder: Path) -> set[str]:

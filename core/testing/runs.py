@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from multiprocessing.connection import wait
@@ -43,7 +43,8 @@ class Run:
     Attributes:
         folder: Its run folder.
         code: Its exit code; negative: the signal that ended it.
-        printed: What it wrote to stdout.
+        printed: What rank 0 wrote to stdout.
+        told: What rank 0 wrote to stderr.
         complaint: The end of what it wrote, for messages.
         codes: The exit code of each rank; None of one that did not end by itself after another had failed.
     """
@@ -51,6 +52,7 @@ class Run:
     folder: Path
     code: int
     printed: str
+    told: str
     complaint: str
     codes: tuple[int | None, ...] = ()
 
@@ -72,14 +74,22 @@ class Run:
         return checkpoint.read(path) if path.is_file() or sharded.is_sharded(path) else None
 
 
-def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = TIMEOUT_SECONDS) -> Run:
+def run(
+    words: Sequence[str],
+    folder: Path,
+    *,
+    ranks: int = 1,
+    timeout: float = TIMEOUT_SECONDS,
+    environments: Sequence[Mapping[str, str]] = (),
+) -> Run:
     """Runs a command in a forked process, or in one for each rank; waits for it.
 
     Args:
         words: The command and its arguments.
-        folder: Where the run writes to; what it prints is read from rank 0.
+        folder: Where it runs.
         ranks: Number of processes; with more than one they find what torchrun sets in their environment.
         timeout: Seconds after which all are killed.
+        environments: What each rank finds in its environment, in place of what torchrun sets.
 
     Raises:
         AssertionError: If the time is over.
@@ -90,19 +100,19 @@ def run(words: Sequence[str], folder: Path, *, ranks: int = 1, timeout: float = 
     for output in outputs:
         for stream in STREAMS:
             Path(f"{output}.{stream}").write_text("", encoding="utf-8")
-    environments = _environments(ranks)
+    environments = environments or _environments(ranks)
     children = [
-        context.Process(target=_child, args=(list(words), environment, str(output)))
+        context.Process(target=_child, args=(list(words), folder, dict(environment), str(output)))
         for environment, output in zip(environments, outputs, strict=True)
     ]
     for child in children:
         child.start()
     codes = _wait(children, timeout)
-    printed = Path(f"{outputs[0]}.out").read_text(encoding="utf-8", errors="replace")
+    printed, told = (_written(outputs[0], stream) for stream in STREAMS)
     complaint = "\n".join(filter(None, map(_end, outputs)))
     done = None not in codes or any(codes)
     require(done, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{complaint}")
-    return Run(folder, next((code for code in codes if code), 0), printed, complaint, tuple(codes))
+    return Run(folder, next((code for code in codes if code), 0), printed, told, complaint, tuple(codes))
 
 
 def elsewhere(function: Callable[..., Any], *arguments: Any) -> None:
@@ -121,11 +131,12 @@ def elsewhere(function: Callable[..., Any], *arguments: Any) -> None:
 
 def _end(output: Path) -> str:
     """The last lines that a process wrote to stderr, or to stdout where there are none."""
-    for stream in reversed(STREAMS):
-        told = Path(f"{output}.{stream}").read_text(encoding="utf-8", errors="replace").strip()
-        if told:
-            return "\n".join(told[-3000:].splitlines()[-12:])
-    return ""
+    found = filter(None, (_written(output, stream).strip() for stream in reversed(STREAMS)))
+    return "\n".join(next(found, "")[-3000:].splitlines()[-12:])
+
+
+def _written(output: Path, stream: str) -> str:
+    return Path(f"{output}.{stream}").read_text(encoding="utf-8", errors="replace")
 
 
 def _wait(children: Sequence[Any], timeout: float) -> list[int | None]:
@@ -186,21 +197,21 @@ def _environments(ranks: int) -> list[dict[str, str]]:
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def _child(words: list[str], environment: dict[str, str], output: str) -> None:
+def _child(words: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
     """Runs the command line in the forked process."""
     os.setsid()
     for number, name in enumerate(STREAMS, 1):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY), number)
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # loaders' workers: as in a run
     os.environ.update(environment)
-    os.chdir(Path(output).parent)
+    os.chdir(folder)
     import torch
-    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 
     from core import catalog
     from core.__main__ import main
 
     catalog.entries.cache_clear()  # sys.path is the parent's now
     torch.set_num_threads(1)
-    setattr(rank_zero_only, "rank", int(environment.get("RANK", 0)))  # noqa: B010 - read at import, like that
+    setattr(rank_zero_only, "rank", _get_rank() or 0)  # noqa: B010 - read at import, like that
     sys.exit(main(words))

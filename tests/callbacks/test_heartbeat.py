@@ -1,7 +1,6 @@
 """Two real ranks, one of which is slow, then stands still."""
 
 import re
-import sys
 import time
 
 import pytest
@@ -9,10 +8,8 @@ from lightning.pytorch import Callback
 
 from callbacks.heartbeat import Heartbeat
 from core.errors import ConfigError
-from tests.distributed.test_ddp import run
+from tests.distributed.test_ddp import forked, results
 from tests.distributed.uneven import Resumable, UnevenData
-
-TWO = ["-m", "core", "fit", "--trainer.devices=2", "--trainer.strategy=ddp"]
 
 
 class Slow(Resumable):
@@ -49,12 +46,15 @@ def test_a_slow_rank_is_named(tmp_path):
         "--data=tests.callbacks.test_heartbeat.SlowData",
         "--trainer.limit_val_batches=0",
     ]
-    figures, _ = run([sys.executable, *TWO], tmp_path, *words, "--trainer.max_steps=3")
+    done = forked(2, tmp_path, *words, "--trainer.max_steps=3")
+    assert done.code == 0, done.complaint
+    figures, _ = results(tmp_path)
     for row in figures.values():
         assert float(row["heartbeat/slowest_rank"]) == 1
         assert float(row["heartbeat/slowest_over_median"]) > 1.5
-    said = (tmp_path / "log").read_text(encoding="utf-8")
-    found = re.search(r"step 3: rank 1 on \S+ takes [\d.]+ times the median.*: ([\d.]+) s for data", said)
+    found = re.search(
+        r"step 3: rank 1 on \S+ takes [\d.]+ times the median.*: ([\d.]+) s for data", done.told
+    )
     assert 0.25 < float(found[1]) < 3
     assert not list((tmp_path / "run").glob("stacks.*"))
 
@@ -66,7 +66,8 @@ def test_a_run_that_stands_still_leaves_the_stacks_of_all_ranks(tmp_path):
         "--trainer.limit_val_batches=0",
     ]
     words += ["--trainer.callbacks+=tests.callbacks.test_heartbeat.StandStill", "--trainer.max_steps=4"]
-    run([sys.executable, *TWO], tmp_path, *words)
+    done = forked(2, tmp_path, *words)
+    assert done.code == 0, done.complaint
     stacks = [(tmp_path / "run" / f"stacks.rank{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
     assert "Timeout (0:00:02)!" in stacks[0]
     assert "in backward" in stacks[0]  # it waits for the other's gradients

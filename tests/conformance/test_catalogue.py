@@ -7,13 +7,20 @@ from core.testing import NotProvable, cases, proofs
 from tests.conformance.conftest import pytest_leyden_cases
 
 CASES = cases("leyden", pytest_leyden_cases())
+
+
+def proved_elsewhere(case, proof):
+    """Whether other tests prove as much: those of RayEngine on two machines, tests/test_configs.py of all examples."""
+    ray = case.entry.name == "RayEngine" and proof.contract == "Engine"
+    return ray or proof.name == "builds_from_yaml"
+
+
 PROMISES = [
     pytest.param(
         case,
         proof,
         id=f"{case.entry.name}-{proof}",
-        # its own tests prove more, on two machines
-        marks=[pytest.mark.slow] * (case.entry.name == "RayEngine" and proof.contract == "Engine"),
+        marks=[pytest.mark.slow] * proved_elsewhere(case, proof),
     )
     for case in CASES
     for proof in proofs(case)

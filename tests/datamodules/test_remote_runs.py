@@ -5,8 +5,8 @@ import csv
 import pytest
 
 from core.__main__ import main
+from core.testing.runs import run
 from datamodules.preparation.token_shards import TokenShards
-from tests.conftest import run_core
 from tests.datamodules.preparation.corpus import corpus, prepare
 
 
@@ -67,11 +67,12 @@ def test_two_ranks_share_a_cache_that_is_too_small(local, storage, config, tmp_p
     less = ["--trainer.max_steps=4", "--trainer.limit_val_batches=0"]
     assert main(["fit", f"--config={config(local)}", *less]) == 0
     path = config(url, batch_size=2, num_workers=1, cache_bytes=2000)
-    done = run_core("fit", f"--config={path}", "--trainer.devices=2", "--trainer.strategy=ddp", *less)
-    assert done.returncode == 0, done.stderr
+    words = ["fit", f"--config={path}", "--trainer.devices=2", "--trainer.strategy=ddp", *less]
+    done = run(words, tmp_path, ranks=2)
+    assert done.code == 0, done.complaint
     losses = [
-        [float(row["train/loss"]) for row in figures(tmp_path / run) if row["train/loss"]]
-        for run in ("run", "run-2")
+        [float(row["train/loss"]) for row in figures(tmp_path / name) if row["train/loss"]]
+        for name in ("run", "run-2")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # float32 sums in another order
     kept = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin"))

@@ -1,4 +1,4 @@
-"""Kills a rank of a run at a moment that was drawn before, or as soon as a file of a checkpoint is there."""
+"""Kills a rank of a run at a moment that was drawn before, or as soon as a file of a checkpoint is there; or ends it."""
 
 from __future__ import annotations
 
@@ -79,12 +79,14 @@ class Moment:
         delay_s: So much later.
         sees: And as soon as a checkpoint that is being written has a file of this name; "": as soon as it is there
             itself; None: at once.
+        signal: With what.
     """
 
     rank: int
     batches: int
     delay_s: float
     sees: str | None = None
+    signal: int = signal.SIGKILL
 
 
 def steps_done(folder: Path, rank: int) -> list[int]:
@@ -116,7 +118,7 @@ def _watch(folder: Path, moment: Moment, over: threading.Event, killed: list[flo
     while moment.sees is not None and not _is_there(folder / "checkpoints", moment.sees):
         if over.wait(0.0003):
             return
-    os.kill(int((folder / f"pid.{moment.rank}").read_text(encoding="utf-8")), signal.SIGKILL)
+    os.kill(int((folder / f"pid.{moment.rank}").read_text(encoding="utf-8")), moment.signal)
     killed.append(time.monotonic())
 
 

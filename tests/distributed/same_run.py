@@ -29,6 +29,7 @@ CONFIG: dict[str, Any] = {
         "log_every_n_steps": 1,
         "val_check_interval": 6,
         "check_val_every_n_epoch": None,
+        "limit_val_batches": 4,
         "num_sanity_val_steps": 0,
         "accumulate_grad_batches": 2,
         "gradient_clip_val": CLIP,

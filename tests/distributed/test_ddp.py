@@ -4,10 +4,8 @@ import contextlib
 import csv
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ import torch
 import yaml
 
 from core.checkpoints import checkpoint
+from core.testing.runs import run
+from tests.distributed.killing import Moment, killer
 
 HOUSE = Path(__file__).resolve().parents[2]
 
@@ -53,7 +53,6 @@ CONFIG = {
     "data": {"class_path": "tests.distributed.uneven.UnevenData"},
 }
 
-ONE = [sys.executable, "-m", "core", "fit", "--trainer.devices=1"]
 LAUNCHES = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone",
                  "-m", "core", "fit", "--trainer.devices=2", "--trainer.strategy=ddp"],
@@ -61,14 +60,20 @@ LAUNCHES = {
 }  # fmt: skip
 
 
-def run(command, folder, *more):
-    config = folder / "config.yaml"
+def write(folder):
+    """Writes the configuration; returns the arguments of a run in this folder."""
     folder.mkdir(exist_ok=True)
+    config = folder / "config.yaml"
     config.write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
-    root = f"--trainer.default_root_dir={folder / 'run'}"
+    return [f"--config={config}", f"--trainer.default_root_dir={folder / 'run'}"]
+
+
+def launched(command, folder):
+    """Trains as users start it."""
+    words = write(folder)
     with open(folder / "log", "w+", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [*command, f"--config={config}", root, *more], cwd=folder, stdout=log, stderr=log, start_new_session=True,
+            [*command, *words], cwd=folder, stdout=log, stderr=log, start_new_session=True,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)},
         )  # fmt: skip
         try:
@@ -80,6 +85,13 @@ def run(command, folder, *more):
     return results(folder)
 
 
+def forked(ranks, folder, *more, **how):
+    """Trains in forked processes, which find what a launcher sets in their environment."""
+    strategy = ["--trainer.strategy=ddp"] if ranks > 1 else []
+    words = ["fit", *write(folder), f"--trainer.devices={ranks}", *strategy, *more]
+    return run(words, folder, ranks=ranks, **how)
+
+
 def results(folder):
     """Returns the figures by step and the last checkpoint."""
     with open(folder / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
@@ -89,7 +101,10 @@ def results(folder):
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
-    return run(ONE, tmp_path_factory.mktemp("one"))
+    folder = tmp_path_factory.mktemp("one")
+    done = forked(1, folder)
+    assert done.code == 0, done.complaint
+    return results(folder)
 
 
 def column(figures, name):
@@ -109,72 +124,43 @@ def assert_same_run(found, expected):
 
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_two_ranks_with_uneven_labels_are_one_process(one, launch, tmp_path):
-    assert_same_run(run(LAUNCHES[launch], tmp_path), one)
+    assert_same_run(launched(LAUNCHES[launch], tmp_path), one)
 
 
 def test_two_ranks_leave_one_run_folder(tmp_path):
-    run(LAUNCHES["torchrun"], tmp_path, "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
-    run(LAUNCHES["torchrun"], tmp_path, "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
+    for _ in range(2):
+        done = forked(2, tmp_path, "--trainer.max_steps=1", "--trainer.limit_val_batches=0")
+        assert done.code == 0, done.complaint
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "run-2"]
 
 
-def start(places, folder, *words):
-    """Starts a process for each rank with the environment variables that a launcher would set."""
-    ranks, logs = [], []
-    for rank, place in enumerate(places):
-        logs.append(open(folder / f"log.{rank}", "w+", encoding="utf-8"))  # noqa: SIM115
-        ranks.append(subprocess.Popen(
-            [sys.executable, "-m", "core", "fit", "--config=config.yaml", "--trainer.devices=2",
-             "--trainer.strategy=ddp", "--trainer.default_root_dir=run", *words],
-            cwd=folder, stdout=logs[-1], stderr=logs[-1],
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)} | {k: str(v) for k, v in place.items()},
-        ))  # fmt: skip
-    return ranks, logs
-
-
 def test_slurms_tasks_are_the_ranks(one, tmp_path):
-    """With what srun sets for each task; the command is the README's."""
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
+    """With what srun sets for each task."""
+    job = {"SLURM_JOB_ID": 12345, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2,
+           "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": 1, "SLURM_NODEID": 0}  # fmt: skip
     places = [
-        {"SLURM_JOB_ID": 12345, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2,
-         "SLURM_NODELIST": "127.0.0.1", "SLURM_NNODES": 1, "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
+        {name: str(value) for name, value in {**job, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}.items()}
         for rank in (0, 1)
-    ]  # fmt: skip
-    ranks, logs = start(places, tmp_path)
-    try:
-        codes = [process.wait(timeout=120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert codes == [0, 0], [Path(log.name).read_text(encoding="utf-8")[-2000:] for log in logs]
+    ]
+    done = forked(2, tmp_path, environments=places)
+    assert done.codes == (0, 0), done.complaint
     assert_same_run(results(tmp_path), one)
 
 
 def test_sigterm_to_one_rank_ends_both_after_the_same_step(tmp_path):
-    """torchrun's ranks, started by hand, so that the signal reaches rank 1 alone."""
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG), encoding="utf-8")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    places = [
-        {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0,
-         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-        for rank in (0, 1)
-    ]  # fmt: skip
-    words = ["--trainer.max_steps=1000000", "--trainer.log_every_n_steps=7", "--trainer.limit_val_batches=0"]
-    ranks, logs = start(places, tmp_path, *words, "--trainer.callbacks+=tests.distributed.uneven.LastStep")
-    try:
-        deadline = time.monotonic() + 90
-        while not list(tmp_path.glob("run/checkpoints/*.ckpt")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        ranks[1].send_signal(signal.SIGTERM)
-        codes = [process.wait(timeout=60) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    text = [Path(log.name).read_text(encoding="utf-8") for log in logs]
-    steps = [line for part in text for line in part.splitlines() if line.startswith("LAST_STEP")]
-    assert codes == [143, 143], text
-    assert len(steps) == 2, text
-    assert steps[0] == steps[1]
-    assert int(steps[0].split()[1]) % 7 == 0
+    noting = [
+        f"--trainer.callbacks+={{class_path: {name}, init_args: {{folder: {tmp_path}}}}}"
+        for name in ("tests.distributed.uneven.LastStep", "tests.distributed.killing.Progress")
+    ]
+    endless = [
+        "--trainer.max_steps=1000000",
+        "--trainer.log_every_n_steps=7",
+        "--trainer.limit_val_batches=0",
+    ]
+    with killer(tmp_path, Moment(rank=1, batches=9, delay_s=0.05, signal=signal.SIGTERM)) as ended:
+        done = forked(2, tmp_path, *endless, *noting)
+    assert ended, done.complaint
+    assert done.codes == (143, 143), done.complaint
+    one, two = (int((tmp_path / f"last_step.{rank}").read_text(encoding="utf-8")) for rank in (0, 1))
+    assert one == two
+    assert one % 7 == 0

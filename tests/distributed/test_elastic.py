@@ -18,12 +18,14 @@ from lightning.pytorch import Callback
 from core.checkpoints import checkpoint
 from core.errors import ConfigError
 from core.runs import restarts
+from core.testing.runs import run
 from tests.distributed.test_ddp import CONFIG, HOUSE, assert_same_run, results
 from tests.test_resume import write_documents
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3"]
-FIT = ["-m", "core", "fit", "--config=config.yaml", "--trainer.default_root_dir=run", "--trainer.devices=auto",
-       "--trainer.strategy=ddp", "--trainer.max_steps=10", "--callbacks.PeriodicCheckpoint.every_n_steps=1"]  # fmt: skip
+OPTIONS = ["--trainer.devices=auto", "--trainer.strategy=ddp", "--trainer.max_steps=10",
+           "--callbacks.PeriodicCheckpoint.every_n_steps=1"]  # fmt: skip
+FIT = ["-m", "core", "fit", "--config=config.yaml", "--trainer.default_root_dir=run", *OPTIONS]
 
 
 class Kill(Callback):
@@ -44,6 +46,28 @@ def kill(*moments):
     return [f"--trainer.callbacks+={__name__}.Kill", f"--trainer.callbacks.moments=[{','.join(moments)}]"]
 
 
+def write(folder):
+    """Writes the configuration of the job into a folder, and next to it what all of them train on."""
+    documents = folder.parent / "documents"
+    folder.mkdir(exist_ok=True)
+    if not documents.exists():
+        write_documents(documents)
+    config = copy.deepcopy(CONFIG)
+    config["model"]["network"]["init_args"]["vocab_size"] = 320
+    stages = {
+        "reader": "TextDocuments",
+        "tokenizer": {"class_path": "BPETokenizer", "init_args": {"vocab_size": 320}},
+        "writer": "TokenShards",
+        "packing": "Concatenate",
+    }
+    data = {"source": str(documents), "cache_dir": str(folder.parent / "cache")}
+    config["data"] = {
+        "class_path": "PretrainDataModule",
+        "init_args": {**stages, **data, "batch_size": 2, "sequence_length": 16},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+
+
 @pytest.fixture
 def launch(tmp_path):
     """Starts torchrun in a folder of its own; ends all of its processes with the test."""
@@ -51,23 +75,7 @@ def launch(tmp_path):
 
     def start(name, *words, **environment):
         folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        if not (tmp_path / "documents").exists():
-            write_documents(tmp_path / "documents")
-        config = copy.deepcopy(CONFIG)
-        config["model"]["network"]["init_args"]["vocab_size"] = 320
-        data = {"source": str(tmp_path / "documents"), "cache_dir": str(tmp_path / "cache"), "batch_size": 2}
-        tokenizer = {"class_path": "BPETokenizer", "init_args": {"vocab_size": 320}}
-        stages = {
-            "reader": "TextDocuments",
-            "tokenizer": tokenizer,
-            "writer": "TokenShards",
-            "packing": "Concatenate",
-        }
-        config["data"] = {
-            "class_path": "PretrainDataModule", "init_args": {**stages, **data, "sequence_length": 16},
-        }  # fmt: skip
-        (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+        write(folder)
         log = open(folder / f"log.{len(started)}", "w+", encoding="utf-8")  # noqa: SIM115
         process = subprocess.Popen(
             [*TORCHRUN, *words], cwd=folder, stdout=log, stderr=log, start_new_session=True,
@@ -81,6 +89,17 @@ def launch(tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """The job on two ranks of which none is killed."""
+    folder = tmp_path / "whole"
+    write(folder)
+    places = [f"--config={folder / 'config.yaml'}", f"--trainer.default_root_dir={folder / 'run'}"]
+    done = run(["fit", *places, *OPTIONS], folder, ranks=2)
+    assert done.code == 0, done.complaint
+    return results(folder)
 
 
 def finished(process, log, folder):
@@ -98,10 +117,10 @@ def wait_for(port):
     raise AssertionError(f"nobody listens at {port}")
 
 
+@pytest.mark.promise
 @pytest.mark.timeout(600)
-def test_killed_workers_change_no_bit(launch, tmp_path):
+def test_killed_workers_change_no_bit(whole, launch, tmp_path):
     two = ["--standalone", "--nproc_per_node=2", *FIT]
-    whole = finished(*launch("whole", *two), tmp_path / "whole")
     killed, log = launch("killed", *two, *kill("0/1/9", "1/0/15"))
     found = finished(killed, log, tmp_path / "killed")
     assert log.read_text(encoding="utf-8").count("From checkpoint: run/checkpoints/") == 2
@@ -114,8 +133,7 @@ def test_killed_workers_change_no_bit(launch, tmp_path):
 
 @pytest.mark.slow  # torchrun waits for others to join
 @pytest.mark.timeout(600)
-def test_a_killed_agent_leaves_a_run_on_the_others_with_the_same_global_batch(launch, tmp_path):
-    whole = finished(*launch("whole", "--standalone", "--nproc_per_node=2", *FIT), tmp_path / "whole")
+def test_a_killed_agent_leaves_a_run_on_the_others_with_the_same_global_batch(whole, launch, tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -105,6 +105,7 @@ def assert_same(found, expected):
         assert same_bits(one[part], other[part]), part
 
 
+@pytest.mark.promise
 def test_three_kills_change_no_bit():
     whole = fit("whole", 2, FSDP, ASYNCHRONOUS, 24)
     drawn = [*moments(2, 2, 1, FOLDER, seed=0), Moment(0, 3, 0.0, "__0_0.distcp")]

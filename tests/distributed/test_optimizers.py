@@ -99,7 +99,7 @@ def on_two_ranks(folder, case):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_rank, (port, folder, case), 2)
+    torch.multiprocessing.start_processes(_rank, (port, folder, case), 2, start_method="forkserver")
     return torch.load(folder / "found.pt", weights_only=True)
 
 

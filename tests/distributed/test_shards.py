@@ -110,7 +110,7 @@ def found(tmp_path_factory):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(of_rank, (port, folder), RANKS)
+    torch.multiprocessing.start_processes(of_rank, (port, folder), RANKS, start_method="forkserver")
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
@@ -71,7 +72,16 @@ class UnevenData(LightningDataModule):
 
 
 class LastStep(Callback):
-    """Prints the number of optimizer steps done when the run breaks off."""
+    """Notes the number of optimizer steps done when the run breaks off.
+
+    Args:
+        folder: Where each rank writes to.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
 
     def on_exception(self, trainer: Trainer, *args: object) -> None:
-        print(f"LAST_STEP {trainer.global_step}", flush=True)
+        (self.folder / f"last_step.{trainer.global_rank}").write_text(
+            str(trainer.global_step), encoding="utf-8"
+        )

@@ -1,5 +1,7 @@
 """Whom an unexpected error is blamed on, and what is told of it."""
 
+import weakref
+
 import pytest
 from jsonargparse import ArgumentParser
 
@@ -59,3 +61,32 @@ def test_a_missing_module_gives_the_line_for_pip():
         import acme_absent.part  # noqa: F401
 
     assert "pip install acme_absent\n" in blame(caught(fails))
+
+
+def test_what_failed_is_let_go_of_before_words_are_looked_for():
+    class Large:
+        pass
+
+    def fails():
+        held = Large()
+        alive.append(weakref.ref(held))
+        try:
+            raise MemoryError("1 GiB")
+        except MemoryError as error:
+            raise RuntimeError("a step") from error
+
+    alive = []
+    error = caught(fails)
+    assert alive[0]() is not None
+    assert "because of MemoryError: 1 GiB" in blame(error)
+    assert alive[0]() is None
+
+
+def test_the_folder_that_the_user_stands_in_may_be_gone(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    try:
+        assert "at " + __file__ in blame(caught(lambda: 1 / 0))
+    finally:
+        monkeypatch.undo()

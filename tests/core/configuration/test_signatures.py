@@ -24,8 +24,8 @@ from core.configuration.signatures import (
     understood,
 )
 
+OURS = [entry for entry in catalog.entries() if entry.package == "leyden" and entry.kind != "commands"]
 CLASSES = [
-    *(entry.load() for entry in catalog.entries() if entry.package == "leyden" and entry.kind != "commands"),
     *(sections()[name] for name in ("trainer", "model")),
     *(getattr(callbacks, name) for name in callbacks.__all__),
     *(loggers.CSVLogger, strategies.DDPStrategy, strategies.ModelParallelStrategy),
@@ -33,8 +33,17 @@ CLASSES = [
 ]
 
 
+@pytest.mark.parametrize("entry", OURS, ids=lambda entry: entry.name)
+def test_the_arguments_of_a_technique_are_those_that_jsonargparse_finds(entry):
+    assert_the_same_are_found(entry.load())
+
+
 @pytest.mark.parametrize("target", CLASSES, ids=lambda target: target.__name__)
 def test_the_arguments_are_those_that_jsonargparse_finds(target):
+    assert_the_same_are_found(target)
+
+
+def assert_the_same_are_found(target):
     parser = ArgumentParser(exit_on_error=False)
     added = parser.add_class_arguments(target, "it", fail_untyped=False)
     theirs = {name.removeprefix("it.") for name in added}

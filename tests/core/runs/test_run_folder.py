@@ -8,6 +8,8 @@ from core.errors import ConfigError
 from core.files import durable
 from core.runs import restarts, run_folder
 from core.runs.run_folder import CLAIM, Claim, claimed, fresh, of_job, own
+from core.testing.runs import run
+from core.testing.workshop import workshop
 
 
 def names(folder):
@@ -67,12 +69,26 @@ def test_what_the_user_keeps_in_the_folder_stays(tmp_path, failure):
     ],
 )
 def test_a_run_that_left_nothing_but_its_record(tmp_path, failure, job, left):
-    claim = claimed(fresh(tmp_path / "new" / "run", job=job), [tmp_path / "new"])
+    claim = claimed(fresh(tmp_path / "new" / "run", job=job), [tmp_path / "new" / "run", tmp_path / "new"])
     if failure:
         (claim.folder / "config.yaml").write_text("of the run")
     claim.release(failure, job)
     assert (of_job(claim.folder, "a") is not None) == left
     assert (tmp_path / "new").exists() == left
+
+
+def test_an_empty_folder_of_the_users_stays(tmp_path):
+    """A mistake that is found after the folder has been chosen, in the empty folder that was given for it."""
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    for folder, stays in ((mine, True), (tmp_path / "new" / "run", False)):
+        words = ["fit", "--config=quickstart", f"--trainer.default_root_dir={folder}"]
+        done = run([*words, f"--data.source={tmp_path / 'nothing'}"], workshop())
+        assert done.code == 2
+        assert "nothing" in done.complaint
+        assert folder.exists() == stays
+        assert folder.parent.exists() == stays
+    assert not list(mine.iterdir())
 
 
 @pytest.mark.parametrize("failure", [ConfigError("No space left on device"), RuntimeError()])

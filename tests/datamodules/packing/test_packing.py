@@ -338,7 +338,9 @@ def test_reading_leaves_torchs_random_generator_alone(kind, workers, store):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("kind", PACKINGS)
+@pytest.mark.parametrize(
+    "kind", [PACKINGS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in PACKINGS[1:])]
+)
 def test_workers_may_be_spawned(kind, store, monkeypatch):
     monkeypatch.undo()  # a spawned process knows nothing of the small groups
     loader = DataLoader(

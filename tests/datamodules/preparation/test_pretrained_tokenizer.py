@@ -1,5 +1,6 @@
 import json
 import shutil
+from pydoc_data.topics import topics
 
 import pytest
 import sentencepiece
@@ -9,10 +10,9 @@ from transformers import GPT2Tokenizer
 from core.errors import ConfigError
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
-from datamodules.preparation.python_docs import python_documents
 from datamodules.preparation.unigram_tokenizer import UnigramTokenizer
 
-TEXTS = [*python_documents()[:20], "naïve 中文 🙂 <|endoftext|> </s>  \n\n\tx", ""]
+TEXTS = [*list(topics.values())[:20], "naïve 中文 🙂 <|endoftext|> </s>  \n\n\tx", ""]
 
 
 @pytest.fixture(scope="module")

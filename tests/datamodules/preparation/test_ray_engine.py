@@ -1,6 +1,6 @@
 """RayEngine on a real cluster of two nodes, which take each other for other machines."""
 
-import importlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -179,6 +179,7 @@ def command(source, folder, *more):
     return [*words, "--data.reader=JSONLinesDocuments", "--data.tokenizer.vocab_size=300", *more]
 
 
+@pytest.mark.promise
 def test_without_a_cluster_it_starts_one_and_leaves_nothing_behind(source, tmp_path):
     words, mark = command(source, tmp_path / "ray", "--data.engine=RayEngine"), uuid4().hex
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as home:  # a short name: sockets lie there
@@ -209,6 +210,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
 # On two nodes -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise
 def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     stage, handler = diary(tmp_path / "diary", kills=2), signal.getsignal(signal.SIGTERM)
     folder = prepare(source, tmp_path / "ray", stages=[stage], engine=RayEngine(cluster.address))
@@ -222,6 +224,7 @@ def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     assert processes()
 
 
+@pytest.mark.promise
 def test_a_folder_that_a_machine_does_not_see_is_named(source, cluster, monkeypatch):
     if cluster.hidden is None:
         pytest.skip("no file system can be mounted here")
@@ -232,6 +235,7 @@ def test_a_folder_that_a_machine_does_not_see_is_named(source, cluster, monkeypa
         prepare(source, cluster.hidden / "out", engine=RayEngine())
 
 
+@pytest.mark.promise
 def test_a_package_that_a_machine_lacks_is_named(source, tmp_path, cluster, monkeypatch):
     if cluster.hidden is None:
         pytest.skip("no file system can be mounted here")
@@ -278,7 +282,8 @@ def end_a_node(stage, raylet):
 
 
 def test_without_ray_a_run_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr("importlib.metadata.version", lambda name: absent(name))
+    there = importlib.metadata.version
+    monkeypatch.setattr("importlib.metadata.version", lambda name: (absent if name == "ray" else there)(name))
     chosen = {"class_path": "datamodules.preparation.ray_engine.RayEngine"}
     with pytest.raises(ConfigError, match=r"RayEngine: ray is not installed: pip install 'leyden\[ray\]'"):
         check(Run(selection({"data": {"init_args": {"engine": chosen}}})))

@@ -1,7 +1,6 @@
 """The command `check`: every problem by itself and all in one message, what runs, and when hooks fire."""
 
 import os
-from pathlib import Path
 
 import pytest
 import yaml
@@ -9,8 +8,8 @@ from lightning.pytorch import Callback
 
 from core.__main__ import main
 from core.technique import Device, Feature, Package, WorldSize, technique
+from core.testing.runs import run
 from plugins.networks.gpt import GPT
-from tests.conftest import run_core
 
 HERE = __name__
 
@@ -345,11 +344,9 @@ def test_all_problems_come_in_one_message_with_exit_code_2_and_nothing_is_writte
     path = write_yaml("run.yaml", tiny)
     wrong = ["--trainer.max_steps=2", "--data.sequence_length=17", "--trainer.gradient_clip_val=1"]
     for command in ("check", "fit"):
-        done = run_core(
-            command, f"--config={path}", *wrong, cwd=tmp_path, PYTHONPATH=str(Path(__file__).parent)
-        )
-        assert done.returncode == 2
-        lines = done.stderr.splitlines()
+        done = run([command, f"--config={path}", *wrong], tmp_path)
+        assert done.code == 2
+        lines = done.told.splitlines()
         # five needs, API, conflict, two owners, circle, schedule, length
         assert lines[0] == "This selection cannot run, 12 problems:"
         assert len(lines) == 10

@@ -8,9 +8,12 @@ from lightning.pytorch.callbacks import EarlyStopping
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.__main__ import main
 from core.language_module import LanguageModule
+from core.runs.every_step import BATCH_HOOKS
 from core.technique import technique
-from plugins.commands.check import HOOKS
+from plugins.commands.check import AFTER, BEFORE
 from tests.toy import ToyData
+
+HOOKS = (*BEFORE, *BATCH_HOOKS, *AFTER)
 
 CALLS = []
 

@@ -65,6 +65,7 @@ def passed(projects, site, *words):
     return done.stdout
 
 
+@pytest.mark.promise
 def test_the_tests_of_every_kind_pass(projects, site):
     told = passed(projects, site)
     for kind, name in NAMES.items():

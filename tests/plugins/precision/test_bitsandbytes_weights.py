@@ -6,9 +6,9 @@ import torch
 from torch.nn import functional as F
 
 from core.errors import ConfigError
-from core.testing.workshop import text
+from core.testing.runs import run
+from core.testing.workshop import text, workshop
 from plugins.precision.bitsandbytes_weights import BitsandbytesWeights
-from tests.conftest import run_core
 from tests.core.test_language_module import fit, module, tiny_gpt, uneven_batches
 
 KINDS = ("nf4", "fp4", "int8")
@@ -131,10 +131,10 @@ def test_strategies_that_begin_without_values_are_refused_before_a_process_start
         "--config=techniques/bitsandbytes_weights",
         "--trainer.devices=2",
     ]
-    done = run_core(*words, "--trainer.strategy=FSDP")
-    assert done.returncode == 2
-    assert "BitsandbytesWeights" in done.stderr
-    assert "weights are quantised before they are spread, which needs DDP or one device" in done.stderr
+    done = run([*words, "--trainer.strategy=FSDP"], workshop())
+    assert done.code == 2
+    assert "BitsandbytesWeights" in done.told
+    assert "weights are quantised before they are spread, which needs DDP or one device" in done.told
 
 
 def test_text_is_generated_from_quantised_weights(tmp_path):
@@ -142,9 +142,9 @@ def test_text_is_generated_from_quantised_weights(tmp_path):
     words = ["--config=quickstart", "--config=techniques/bitsandbytes_weights", f"--data.source={text()}"]
     words += [f"--data.cache_dir={tmp_path / 'data'}", f"--trainer.default_root_dir={tmp_path / 'run'}"]
     words += ["--trainer.max_steps=3", "--model.lr_scheduler.warmup_steps=1", "--trainer.limit_val_batches=1"]
-    done = run_core("fit", *words, "--callbacks.-TextSamples", "--model.network.n_embd=32")
-    assert done.returncode == 0, done.stderr
-    assert "28 linear layers are frozen in nf4" in done.stdout
-    done = run_core("generate", "--ckpt_path", tmp_path / "run", "--prompt=a", "--max_new_tokens=4")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("a")
+    done = run(["fit", *words, "--callbacks.-TextSamples", "--model.network.n_embd=32"], tmp_path)
+    assert done.code == 0, done.complaint
+    assert "28 linear layers are frozen in nf4" in done.printed
+    done = run(["generate", "--ckpt_path", "run", "--prompt=a", "--max_new_tokens=4"], tmp_path)
+    assert done.code == 0, done.complaint
+    assert done.printed.startswith("a")

@@ -9,20 +9,20 @@ import torch
 from torch import nn
 
 from core.technique import declaration_of
+from core.testing.runs import run
+from core.testing.workshop import workshop
 from plugins.precision.transformer_engine import TransformerEngine
-from tests.conftest import run_core
 from tests.core.test_language_module import tiny_gpt
 
 
 def test_a_run_without_package_or_gpu_is_refused_with_what_to_do():
-    done = run_core(
-        "check", "--config=quickstart", "--config=techniques/transformer_engine", "--trainer.accelerator=cpu"
-    )
-    assert done.returncode == 2
+    words = ["--config=quickstart", "--config=techniques/transformer_engine", "--trainer.accelerator=cpu"]
+    done = run(["check", *words], workshop())
+    assert done.code == 2
     for need in declaration_of(TransformerEngine).needs:
         if (line := need.missing(SimpleNamespace(accelerator="cpu", elsewhere=False))) is not None:
-            assert line in done.stderr
-    assert "a CUDA device of compute capability 8.9 or more is needed, this run is on CPU" in done.stderr
+            assert line in done.told
+    assert "a CUDA device of compute capability 8.9 or more is needed, this run is on CPU" in done.told
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from core.configuration.config_files import merge
 from core.errors import ConfigError
 from core.testing.runs import run
 from core.testing.workshop import workshop, write_config
-from tests.conftest import run_core
 from tests.distributed.same_run import (
     CLIP,
     CONFIG,
@@ -70,6 +69,7 @@ def test_one_process_goes_on_from_it_and_the_other_way_round():
     assert weights_apart(done(zero(3), 2, f"--ckpt_path={source}", name="one-to-zero"), expected) < TOLERANCE
 
 
+@pytest.mark.promise
 @pytest.mark.parametrize(
     ("overlay", "ranks"),
     [
@@ -302,10 +302,11 @@ def test_nvme_says_what_is_missing_here(tmp_path):
 def test_without_a_compiler_what_would_be_compiled_is_refused():
     own = {"class_path": "deepspeed.ops.adam.DeepSpeedCPUAdam", "init_args": {"lr": 0.01}}
     values = merge(deepcopy(CONFIG), {**zero(2, offload_optimizer="cpu"), "model": {"optimizer": own}})
-    found = run_core("check", f"--config={write_config('compiler', values)}", CXX="no-such-compiler")
-    assert found.returncode == 2
-    assert "there is no C++ compiler (no-such-compiler): apt install g++, or take AdamW" in found.stderr
-    assert len(found.stderr.splitlines()) <= 10
+    words = ["check", f"--config={write_config('compiler', values)}"]
+    found = run(words, workshop(), environments=[{"CXX": "no-such-compiler"}])
+    assert found.code == 2
+    assert "there is no C++ compiler (no-such-compiler): apt install g++, or take AdamW" in found.told
+    assert len(found.told.splitlines()) <= 10
 
 
 def test_without_deepspeed_the_pip_line_is_told(monkeypatch):
