@@ -95,7 +95,7 @@ def environment(tmp_path):
     }
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_from_plugins_new_to_a_passing_kit_every_command_works(environment, tmp_path):
     script = commands()
     assert script.startswith("python -m core plugins new SpikeGuard")

@@ -11,7 +11,7 @@ import yaml
 HOUSE = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_a_wheel_runs_from_any_folder(tmp_path):
     build = [
         sys.executable,

@@ -1,12 +1,8 @@
 """The quickstart, shortened: what it prints, what it leaves behind, and that the lines it prints work."""
 
 import math
-import os
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -14,16 +10,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from core.testing.runs import run
 from datamodules.packing.best_fit import BestFit
-
-HOUSE = Path(__file__).resolve().parents[1]
+from tests.conftest import HOUSE, run_core
 
 
 def begun(folder, *words):
     """Runs a command in a new process, as users do."""
-    command = [sys.executable, "-m", "core", *words]
-    environment = os.environ | {"PYTHONPATH": str(HOUSE), "XDG_CACHE_HOME": str(folder / "cache")}
-    # with one thread, as all tests: several that wait for cores which other tests are on take ten times as long
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = run_core(*words, cwd=folder, PYTHONPATH=str(HOUSE), XDG_CACHE_HOME=str(folder / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     return done
 
@@ -31,7 +23,7 @@ def begun(folder, *words):
 def forked(folder, *words):
     """Runs a command in a process that has imported everything, in the folder."""
     environment = {"XDG_CACHE_HOME": str(folder / "cache")}
-    done = run(words, folder, environments=[environment])
+    done = run(words, folder, cwd=folder, environments=[environment])
     assert done.code == 0, done.complaint
     return done
 

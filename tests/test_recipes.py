@@ -38,16 +38,16 @@ def test_elsewhere_sizes_are_still_held_against_each_other():
     words = ["check", "--elsewhere", "--config=recipes/gpt3_175b_3d", "--trainer.num_nodes=100"]
     done = run(words, workshop())
     assert done.code == 2
-    assert "HybridParallel" in done.complaint
-    assert "800" in done.complaint
-    assert len(done.complaint.splitlines()) <= 10
+    assert "HybridParallel" in done.told
+    assert "800" in done.told
+    assert len(done.told.splitlines()) <= 10
 
 
 BY_DEFAULT = {"gpt2_1558m_fsdp", "gpt3_175b_3d"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.promise] * (name not in BY_DEFAULT)) for name in RECIPES]
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in BY_DEFAULT)) for name in RECIPES]
 )
 def test_a_recipe_runs_shrunken(name, tmp_path):
     shrunken = yaml.safe_load((FOLDER / "shrunken" / f"{name}.yaml").read_text(encoding="utf-8"))

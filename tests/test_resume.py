@@ -103,7 +103,7 @@ def finish(folder: Path, config: Path, workers: int, resume: bool) -> None:
     assert done.code == 0, done.complaint
 
 
-@pytest.mark.promise  # the kit kills each technique's run once by default
+@pytest.mark.ci  # the kit kills each technique's run once by default
 @pytest.mark.timeout(900)
 def test_kills_change_no_bit(tmp_path):
     write_documents(tmp_path / "documents")

@@ -14,8 +14,11 @@ _DULL = ("Expected a", "Not a valid subclass")
 
 
 def blame(error: BaseException, caller: str = "leyden") -> str:
-    """Returns a few lines: the technique and package nearest to the error (or `caller`), what, why and where."""
-    for link in _chain(error):  # what a run held that ran out of memory: words need some too
+    """Returns a few lines: the technique and package nearest to the error (or `caller`), what, why and where.
+
+    Lets go of what the error's frames hold: a run may have run out of memory, and words need some too.
+    """
+    for link in _chain(error):
         traceback.clear_frames(link.__traceback__)
     modules = {entry.module: entry for entry in catalog.entries() if entry.kind != "commands"}
     told, *causes = [link for link in _chain(error) if not _is_jsonargparses(link)] or [error]

@@ -22,7 +22,6 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from core import preflight
-from core.checkpoints.checkpoint import numbered
 from core.configuration.arguments import option_values
 from core.configuration.blame import blame, useful
 from core.configuration.building import Builder, changed, complaint, make_trainer, word_for
@@ -169,15 +168,14 @@ class Cli(LightningCLI):
         preflight.check(run, *(() if elsewhere else launchers.faults(outline, self.selected)))
 
     def _choose_folder(self, root: Path) -> Path:
-        there = {path for path in (root, *numbered(root), *root.parents) if path.exists()}
         first, job = _get_rank() in (None, 0), self.request.job
         if self.request.checkpoint is not None:
             folder = run_folder.of_checkpoint(self.request.checkpoint)
             self.claim = run_folder.Claim(folder) if first and job and self.starts else None
         elif first:
+            there = run_folder.present(root)
             folder = run_folder.fresh(root, claim=self.starts, job=job)
-            made = [path for path in (folder, *folder.parents) if path not in there]
-            self.claim = run_folder.claimed(folder, made) if self.starts else None
+            self.claim = run_folder.claimed(folder, there) if self.starts else None
         else:
             folder = root
         return folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,13 +147,23 @@ class Claim:
         """Whether the run has left nothing but its record."""
         try:
             return _names(self.folder) - self.before <= {CLAIM, *RECORDED}
-        except OSError:  # no memory, no file that may be opened: what ended the run is what has to be told
+        except (OSError, MemoryError):  # what has to be told is what ended the run
             return False
 
 
-def claimed(folder: Path, made: Iterable[Path]) -> Claim:
-    """Returns the claim on a folder that has just been chosen."""
-    return Claim(folder, tuple(made), frozenset(_names(folder) - {CLAIM}))
+def claimed(folder: Path, there: Collection[Path]) -> Claim:
+    """Returns the claim on a folder that has just been chosen; `there` are those that were there before."""
+    made = tuple(path for path in (folder, *folder.parents) if path not in there)
+    return Claim(folder, made, frozenset(_names(folder) - {CLAIM}))
+
+
+def present(root: Path) -> set[Path]:
+    """Returns which of `root`, root-2, root-3... and their parents are there, but for those of a start cut off."""
+    found = [root]
+    with suppress(OSError):  # a name that is too long, or a folder that may not be read: `fresh` says so
+        found += numbered(root)
+        found = [folder for folder in found if _names(folder) != {CLAIM}]
+    return {path for path in (*found, *root.parents) if os.path.exists(path)}
 
 
 def _names(folder: Path) -> set[str]:

@@ -80,29 +80,32 @@ def run(
     *,
     ranks: int = 1,
     timeout: float = TIMEOUT_SECONDS,
+    cwd: Path | None = None,
     environments: Sequence[Mapping[str, str]] = (),
 ) -> Run:
     """Runs a command in a forked process, or in one for each rank; waits for it.
 
     Args:
         words: The command and its arguments.
-        folder: Where it runs.
+        folder: Its run folder.
         ranks: Number of processes; with more than one they find what torchrun sets in their environment.
         timeout: Seconds after which all are killed.
+        cwd: Where it stands; in the workshop unless said.
         environments: What each rank finds in its environment, in place of what torchrun sets.
 
     Raises:
-        AssertionError: If the time is over.
+        AssertionError: If the time is over, or there is not one environment for each rank.
     """
+    environments = environments or _environments(ranks)
+    require(len(environments) == ranks, f"{len(environments)} environments for {ranks} ranks")
     context = _context()
     folder.mkdir(parents=True, exist_ok=True)
     outputs = [workshop() / f"output.{rank}" for rank in range(ranks)]
     for output in outputs:
         for stream in STREAMS:
             Path(f"{output}.{stream}").write_text("", encoding="utf-8")
-    environments = environments or _environments(ranks)
     children = [
-        context.Process(target=_child, args=(list(words), folder, dict(environment), str(output)))
+        context.Process(target=_child, args=(list(words), cwd or workshop(), dict(environment), str(output)))
         for environment, output in zip(environments, outputs, strict=True)
     ]
     for child in children:
@@ -127,6 +130,21 @@ def elsewhere(function: Callable[..., Any], *arguments: Any) -> None:
     child.kill()
     child.join()
     require(child.exitcode == 0, f"in another process it ended with exit code {child.exitcode}")
+
+
+def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> None:
+    """Calls `function(rank, *arguments)` in a forked process for each rank; raises what one of them raises."""
+    import torch
+
+    _context()  # the fork server that has imported everything, not one of torch's
+    torch.multiprocessing.start_processes(function, arguments, ranks, start_method="forkserver")
+
+
+def free_port() -> int:
+    """Returns a port that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def _end(output: Path) -> str:
@@ -182,29 +200,26 @@ def _context() -> Any:
 def _environments(ranks: int) -> list[dict[str, str]]:
     if ranks == 1:
         return [{}]
-    with socket.socket() as probe:  # a port that no other run has
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shared = {
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "TORCHELASTIC_RUN_ID": "leyden-kit",
     }
     return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
-def _child(words: list[str], folder: Path, environment: dict[str, str], output: str) -> None:
+def _child(words: list[str], cwd: Path, environment: dict[str, str], output: str) -> None:
     """Runs the command line in the forked process."""
     os.setsid()
     for number, name in enumerate(STREAMS, 1):
         os.dup2(os.open(f"{output}.{name}", os.O_WRONLY), number)
     multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]  # loaders' workers: as in a run
     os.environ.update(environment)
-    os.chdir(folder)
+    os.chdir(cwd)
     import torch
     from lightning.fabric.utilities.rank_zero import _get_rank, rank_zero_only
 

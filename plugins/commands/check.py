@@ -6,7 +6,7 @@ from typing import Any
 
 from core.technique import technique
 
-BEFORE = (
+_BEFORE_BATCHES = (
     "setup",
     "on_load_checkpoint",
     "on_fit_start",
@@ -15,7 +15,7 @@ BEFORE = (
     "on_train_start",
     "on_train_epoch_start",
 )
-AFTER = (
+_AFTER_BATCHES = (
     "on_validation_start",
     "on_validation_epoch_start",
     "on_validation_batch_start",
@@ -29,7 +29,6 @@ AFTER = (
     "on_exception",
     "teardown",
 )
-"""Lightning's callback hooks, in the order in which a run first meets them."""
 
 
 @technique(paper="own work: preflight without the flight")
@@ -56,11 +55,16 @@ def check(arguments: list[str]) -> int:
     return 0
 
 
+def hooks() -> tuple[str, ...]:
+    """Returns Lightning's callback hooks, in the order in which a run first meets them."""
+    from core.runs.every_step import BATCH_HOOKS
+
+    return *_BEFORE_BATCHES, *BATCH_HOOKS, *_AFTER_BATCHES
+
+
 def firing_order(callbacks: list[Any], model: Any = None, data: Any = None) -> dict[str, list[str]]:
     """Returns hook -> names of the classes that implement it, in the order in which they are called."""
     from lightning.pytorch import Callback, LightningDataModule, LightningModule
-
-    from core.runs.every_step import BATCH_HOOKS
 
     def implements(item: Any, hook: str) -> bool:
         base = next(
@@ -71,7 +75,7 @@ def firing_order(callbacks: list[Any], model: Any = None, data: Any = None) -> d
         return getattr(function, "__func__", function) is not getattr(base, hook, None)
 
     order = {}
-    for hook in (*BEFORE, *BATCH_HOOKS, *AFTER):
+    for hook in hooks():
         called = [
             type(item).__name__ for item in _called(hook, callbacks, model, data) if implements(item, hook)
         ]

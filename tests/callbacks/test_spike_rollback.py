@@ -133,7 +133,7 @@ def text(tmp_path_factory):
     return folder, float(-(shares * np.log(shares)).sum())
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_a_poisoned_run_diverges_without_it_and_with_it_ends_as_the_clean_one(text, tmp_path):
     folder, by_frequencies = text
     poisoned = {"first": 150 * 512, "last": 160 * 512, "rate": 100.0, "garbage": True}

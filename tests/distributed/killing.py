@@ -1,4 +1,4 @@
-"""Kills a rank of a run at a moment that was drawn before, or as soon as a file of a checkpoint is there; or ends it."""
+"""Kills a rank of a run at a moment that was drawn before, or as soon as a file of a checkpoint is there; or sends it another signal."""
 
 from __future__ import annotations
 

@@ -57,7 +57,13 @@ LAUNCHES = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone",
                  "-m", "core", "fit", "--trainer.devices=2", "--trainer.strategy=ddp"],
     "lightning": [sys.executable, "-m", "core", "fit", "--trainer.devices=2", "--trainer.strategy=ddp"],
+    "FSDP": [sys.executable, "-m", "core", "fit", "--trainer.devices=2", "--trainer.strategy=FSDP"],
+    "pipeline": [sys.executable, "-m", "core", "fit", "--trainer.devices=2", "--trainer.strategy=HybridParallel",
+                 "--trainer.strategy.pipeline=2"],
 }  # fmt: skip
+"""How users start two ranks; with strategies of ours too, which here import what they need by themselves."""
+
+BY_DEFAULT = ("torchrun", "lightning")
 
 
 def write(folder):
@@ -122,7 +128,9 @@ def assert_same_run(found, expected):
         torch.testing.assert_close(found[1]["state_dict"][name], weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("launch", LAUNCHES)
+@pytest.mark.parametrize(
+    "launch", [pytest.param(name, marks=[pytest.mark.ci] * (name not in BY_DEFAULT)) for name in LAUNCHES]
+)
 def test_two_ranks_with_uneven_labels_are_one_process(one, launch, tmp_path):
     assert_same_run(launched(LAUNCHES[launch], tmp_path), one)
 

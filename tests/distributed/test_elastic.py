@@ -18,7 +18,7 @@ from lightning.pytorch import Callback
 from core.checkpoints import checkpoint
 from core.errors import ConfigError
 from core.runs import restarts
-from core.testing.runs import run
+from core.testing.runs import free_port, run
 from tests.distributed.test_ddp import CONFIG, HOUSE, assert_same_run, results
 from tests.test_resume import write_documents
 
@@ -117,7 +117,7 @@ def wait_for(port):
     raise AssertionError(f"nobody listens at {port}")
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_killed_workers_change_no_bit(whole, launch, tmp_path):
     two = ["--standalone", "--nproc_per_node=2", *FIT]
@@ -134,9 +134,7 @@ def test_killed_workers_change_no_bit(whole, launch, tmp_path):
 @pytest.mark.slow  # torchrun waits for others to join
 @pytest.mark.timeout(600)
 def test_a_killed_agent_leaves_a_run_on_the_others_with_the_same_global_batch(whole, launch, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     agent = ["--nnodes=1:2", "--nproc_per_node=1", "--rdzv_id=job7", "--rdzv_backend=c10d"]
     agent += [f"--rdzv_endpoint=localhost:{port}", "--rdzv-conf=keep_alive_interval=1,last_call_timeout=25"]
     first, log = launch("killed", *agent, *FIT)

@@ -1,7 +1,6 @@
 """Every optimizer steps spread weights as one process steps whole ones, or preflight names another one."""
 
 import re
-import socket
 from copy import deepcopy
 
 import pytest
@@ -13,6 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from core import catalog
 from core.configuration.config_files import merge
 from core.testing.case import Case
+from core.testing.runs import free_port, on_ranks
 from core.training.shards import whole
 from plugins.optimizers.muon import Muon
 from plugins.optimizers.torchao_adamw8bit import (
@@ -96,10 +96,7 @@ def _rank(rank, port, folder, case):
 
 def on_two_ranks(folder, case):
     """Returns what a function returns on rank 0."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(_rank, (port, folder, case), 2, start_method="forkserver")
+    on_ranks(_rank, 2, free_port(), folder, case)
     return torch.load(folder / "found.pt", weights_only=True)
 
 

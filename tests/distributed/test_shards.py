@@ -1,7 +1,6 @@
 """What is computed over sharded weights on two real gloo ranks is what one process computes over whole ones."""
 
 import os
-import socket
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
+from core.testing.runs import free_port, on_ranks
 from core.training import shards, updates
 from plugins.optimizers.adamw import AdamW
 from plugins.strategies.mesh_strategy import MeshStrategy
@@ -107,10 +107,7 @@ def of_rank(rank, port, folder):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(of_rank, (port, folder), RANKS, start_method="forkserver")
+    on_ranks(of_rank, RANKS, free_port(), folder)
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
 
 

@@ -237,7 +237,7 @@ def mutated(draw):
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
-@pytest.mark.promise
+@pytest.mark.ci
 @given(config=mutated())
 def test_no_mutation_of_a_valid_config_ends_in_a_traceback(config, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

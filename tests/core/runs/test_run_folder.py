@@ -7,7 +7,7 @@ import pytest
 from core.errors import ConfigError
 from core.files import durable
 from core.runs import restarts, run_folder
-from core.runs.run_folder import CLAIM, Claim, claimed, fresh, of_job, own
+from core.runs.run_folder import CLAIM, Claim, claimed, fresh, of_job, own, present
 from core.testing.runs import run
 from core.testing.workshop import workshop
 
@@ -51,7 +51,7 @@ def test_what_the_user_keeps_in_the_folder_stays(tmp_path, failure):
     folder = tmp_path / "experiment"
     folder.mkdir()
     (folder / "config.yaml").write_text("mine")
-    claim = claimed(fresh(folder), [])
+    claim = claimed(fresh(folder), [folder, *folder.parents])
     (folder / "techniques.txt").write_text("of the run")
     claim.release(failure)
     assert names(folder) == ["config.yaml"]
@@ -69,12 +69,32 @@ def test_what_the_user_keeps_in_the_folder_stays(tmp_path, failure):
     ],
 )
 def test_a_run_that_left_nothing_but_its_record(tmp_path, failure, job, left):
-    claim = claimed(fresh(tmp_path / "new" / "run", job=job), [tmp_path / "new" / "run", tmp_path / "new"])
+    there = present(tmp_path / "new" / "run")
+    claim = claimed(fresh(tmp_path / "new" / "run", job=job), there)
     if failure:
         (claim.folder / "config.yaml").write_text("of the run")
     claim.release(failure, job)
     assert (of_job(claim.folder, "a") is not None) == left
     assert (tmp_path / "new").exists() == left
+
+
+def test_a_start_that_was_cut_off_leaves_nothing_to_the_next(tmp_path):
+    root = tmp_path / "run"
+    fresh(root, job="a")
+    there = present(root)
+    claimed(fresh(root, job="a"), there).release(ConfigError("a wrong value"), "a")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate memory"), MemoryError()])
+def test_what_ended_a_run_is_told_also_where_its_folder_cannot_be_read(tmp_path, monkeypatch, error):
+    def fails(folder):
+        raise error
+
+    claim = claimed(fresh(tmp_path / "run"), present(tmp_path / "run"))
+    monkeypatch.setattr(run_folder, "_names", fails)
+    claim.release(RuntimeError("can't allocate memory"))
+    assert not (tmp_path / "run" / CLAIM).exists()
 
 
 def test_an_empty_folder_of_the_users_stays(tmp_path):
@@ -85,7 +105,7 @@ def test_an_empty_folder_of_the_users_stays(tmp_path):
         words = ["fit", "--config=quickstart", f"--trainer.default_root_dir={folder}"]
         done = run([*words, f"--data.source={tmp_path / 'nothing'}"], workshop())
         assert done.code == 2
-        assert "nothing" in done.complaint
+        assert str(tmp_path / "nothing") in done.told
         assert folder.exists() == stays
         assert folder.parent.exists() == stays
     assert not list(mine.iterdir())
@@ -95,7 +115,7 @@ def test_an_empty_folder_of_the_users_stays(tmp_path):
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_job_that_has_begun_keeps_its_folder(tmp_path, failure, resumed):
     folder = fresh(tmp_path / "run", job="a")
-    claim = Claim(folder) if resumed else claimed(folder, [])
+    claim = Claim(folder) if resumed else claimed(folder, present(tmp_path))
     (folder / "checkpoints").mkdir()
     claim.release(failure, "a")
     assert of_job(folder, "a") == folder

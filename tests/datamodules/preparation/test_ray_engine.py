@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from core.contracts import Transform
 from core.errors import ConfigError
 from core.preflight import check
 from core.selection import Run, selection
+from core.testing.runs import free_port
 from datamodules.preparation import source_files
 from datamodules.preparation.ray_engine import RayEngine, _private
 from tests.conftest import HOUSE, run_core
@@ -91,12 +91,6 @@ def cluster():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def processes(mark=MARK, name=b""):
@@ -179,7 +173,7 @@ def command(source, folder, *more):
     return [*words, "--data.reader=JSONLinesDocuments", "--data.tokenizer.vocab_size=300", *more]
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_without_a_cluster_it_starts_one_and_leaves_nothing_behind(source, tmp_path):
     words, mark = command(source, tmp_path / "ray", "--data.engine=RayEngine"), uuid4().hex
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as home:  # a short name: sockets lie there
@@ -210,7 +204,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
 # On two nodes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     stage, handler = diary(tmp_path / "diary", kills=2), signal.getsignal(signal.SIGTERM)
     folder = prepare(source, tmp_path / "ray", stages=[stage], engine=RayEngine(cluster.address))
@@ -224,7 +218,7 @@ def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     assert processes()
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_a_folder_that_a_machine_does_not_see_is_named(source, cluster, monkeypatch):
     if cluster.hidden is None:
         pytest.skip("no file system can be mounted here")
@@ -235,7 +229,7 @@ def test_a_folder_that_a_machine_does_not_see_is_named(source, cluster, monkeypa
         prepare(source, cluster.hidden / "out", engine=RayEngine())
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_a_package_that_a_machine_lacks_is_named(source, tmp_path, cluster, monkeypatch):
     if cluster.hidden is None:
         pytest.skip("no file system can be mounted here")

@@ -344,7 +344,7 @@ def test_all_problems_come_in_one_message_with_exit_code_2_and_nothing_is_writte
     path = write_yaml("run.yaml", tiny)
     wrong = ["--trainer.max_steps=2", "--data.sequence_length=17", "--trainer.gradient_clip_val=1"]
     for command in ("check", "fit"):
-        done = run([command, f"--config={path}", *wrong], tmp_path)
+        done = run([command, f"--config={path}", *wrong], tmp_path, cwd=tmp_path)
         assert done.code == 2
         lines = done.told.splitlines()
         # five needs, API, conflict, two owners, circle, schedule, length

@@ -65,7 +65,7 @@ def passed(projects, site, *words):
     return done.stdout
 
 
-@pytest.mark.promise
+@pytest.mark.ci
 def test_the_tests_of_every_kind_pass(projects, site):
     told = passed(projects, site)
     for kind, name in NAMES.items():

@@ -145,6 +145,6 @@ def test_text_is_generated_from_quantised_weights(tmp_path):
     done = run(["fit", *words, "--callbacks.-TextSamples", "--model.network.n_embd=32"], tmp_path)
     assert done.code == 0, done.complaint
     assert "28 linear layers are frozen in nf4" in done.printed
-    done = run(["generate", "--ckpt_path", "run", "--prompt=a", "--max_new_tokens=4"], tmp_path)
+    done = run(["generate", f"--ckpt_path={tmp_path / 'run'}", "--prompt=a", "--max_new_tokens=4"], tmp_path)
     assert done.code == 0, done.complaint
     assert done.printed.startswith("a")

@@ -69,11 +69,10 @@ def test_one_process_goes_on_from_it_and_the_other_way_round():
     assert weights_apart(done(zero(3), 2, f"--ckpt_path={source}", name="one-to-zero"), expected) < TOLERANCE
 
 
-@pytest.mark.promise
 @pytest.mark.parametrize(
     ("overlay", "ranks"),
     [
-        (zero(3, **ALL_OFF) | ADAM, 2),
+        pytest.param(zero(3, **ALL_OFF) | ADAM, 2, marks=pytest.mark.ci),
         pytest.param(zero(2, {"precision": "bf16-mixed"}) | ADAM, 2, marks=pytest.mark.slow),
         pytest.param(zero(3, {"precision": "bf16-mixed"}, **ALL_OFF) | ADAM, 1, marks=pytest.mark.slow),
         pytest.param(zero(1) | ADAM, 4, marks=pytest.mark.slow),
