@@ -9,10 +9,15 @@ from tests.conformance.conftest import pytest_leyden_cases
 CASES = cases("leyden", pytest_leyden_cases())
 
 
-def proved_elsewhere(case, proof):
-    """Whether other tests prove as much: those of RayEngine on two machines, tests/test_configs.py of all examples."""
-    ray = case.entry.name == "RayEngine" and proof.contract == "Engine"
-    return ray or proof.name == "builds_from_yaml"
+def marks(case, proof):
+    """What other tests prove as well is slow; of further cases of a technique, what is dear is CI's.
+
+    RayEngine's own tests are on two machines; tests/test_configs.py has the examples of all.
+    """
+    if proof.name == "builds_from_yaml" or (case.entry.name == "RayEngine" and proof.contract == "Engine"):
+        return [pytest.mark.slow]
+    further = case != next(other for other in CASES if other.entry == case.entry)
+    return [pytest.mark.ci] * (further and proof.name in ("resumes_bitwise", "agrees_on_two_ranks"))
 
 
 PROMISES = [
@@ -20,7 +25,7 @@ PROMISES = [
         case,
         proof,
         id=f"{case.entry.name}-{proof}",
-        marks=[pytest.mark.slow] * proved_elsewhere(case, proof),
+        marks=marks(case, proof),
     )
     for case in CASES
     for proof in proofs(case)

@@ -489,11 +489,12 @@ def test_what_a_run_does_not_name_is_not_imported(packages):
 
 
 def test_runs_that_start_in_the_same_moment_take_folders_of_their_own(tmp_path):
+    there = run_folder.present(tmp_path / "a" / "run")
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         folders = list(pool.map(run_folder.fresh, [tmp_path / "a" / "run"] * 8))
     assert len(set(folders)) == 8
     for folder in folders:
-        run_folder.claimed(folder, [tmp_path / "a"]).release(RuntimeError())
+        run_folder.claimed(folder, there).release(RuntimeError())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -63,7 +63,7 @@ LAUNCHES = {
 }  # fmt: skip
 """How users start two ranks; with strategies of ours too, which here import what they need by themselves."""
 
-BY_DEFAULT = ("torchrun", "lightning")
+BY_DEFAULT = ("torchrun",)
 
 
 def write(folder):

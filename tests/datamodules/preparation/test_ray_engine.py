@@ -218,7 +218,7 @@ def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     assert processes()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_folder_that_a_machine_does_not_see_is_named(source, cluster, monkeypatch):
     if cluster.hidden is None:
         pytest.skip("no file system can be mounted here")
@@ -229,7 +229,7 @@ def test_a_folder_that_a_machine_does_not_see_is_named(source, cluster, monkeypa
         prepare(source, cluster.hidden / "out", engine=RayEngine())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_package_that_a_machine_lacks_is_named(source, tmp_path, cluster, monkeypatch):
     if cluster.hidden is None:
         pytest.skip("no file system can be mounted here")
