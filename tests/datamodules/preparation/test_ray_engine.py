@@ -119,10 +119,11 @@ def source(tmp_path_factory):
 
 @dataclass
 class Diary(Transform):
-    """Notes who works when; the first `kills` batches end their process."""
+    """Notes who works when; the first `kills` batches end their process, the others wait until `crew` processes work."""
 
     folder: Path
     kills: int = 0
+    crew: int = 1
     driver: int = field(default_factory=os.getpid)
 
     def fingerprint(self):
@@ -138,6 +139,9 @@ class Diary(Transform):
         import ray
 
         begin = time.time()
+        (self.folder / f"at-work-{os.getpid()}").touch()
+        while len(list(self.folder.glob("at-work-*"))) < self.crew and time.time() < begin + 60:
+            time.sleep(0.02)
         time.sleep(0.2)
         entry = {
             "node": ray.get_runtime_context().get_node_id(),
@@ -160,9 +164,9 @@ class Diary(Transform):
         return max(accumulate(change for _, change in sorted(changes)))
 
 
-def diary(folder, kills=0):
+def diary(folder, kills=0, crew=1):
     folder.mkdir()
-    return Diary(folder, kills)
+    return Diary(folder, kills, crew)
 
 
 # Alone ------------------------------------------------------------------------------------------------------
@@ -206,13 +210,14 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
 
 @pytest.mark.ci
 def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
-    stage, handler = diary(tmp_path / "diary", kills=2), signal.getsignal(signal.SIGTERM)
+    crew = sum(CPUS) - 1  # as many as RayEngine takes
+    stage, handler = diary(tmp_path / "diary", kills=2, crew=crew), signal.getsignal(signal.SIGTERM)
     folder = prepare(source, tmp_path / "ray", stages=[stage], engine=RayEngine(cluster.address))
     calm = prepare(source, tmp_path / "here", stages=[diary(tmp_path / "calm")])
     assert contents(folder) == contents(calm)
     assert len(list(stage.folder.glob("killed-*"))) == 2
     assert len({entry["node"] for entry in stage.entries()}) == 2
-    assert stage.most_at_once() == sum(CPUS) - 1
+    assert stage.most_at_once() == crew
     assert {entry["threads"] for entry in stage.entries()} == {"1"}
     assert signal.getsignal(signal.SIGTERM) is handler
     assert processes()
