@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import declaration_of
+from core.testing.runs import on_ranks
 from plugins.networks.gpt import GPT, sinusoid_table
 from plugins.networks.gpt_block import rotate
 
@@ -422,11 +423,9 @@ def _train_step_on_two_ranks(rank, file, options):
     distributed.destroy_process_group()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, LLAMA])
 def test_tensor_parallel_plan_gives_the_same_gradients_on_two_ranks(tmp_path, options):
-    arguments = (tmp_path / "rendezvous", {**TINY, **options})
-    torch.multiprocessing.spawn(_train_step_on_two_ranks, arguments, nprocs=2)
+    on_ranks(_train_step_on_two_ranks, 2, tmp_path / "rendezvous", {**TINY, **options})
 
 
 @pytest.mark.slow
