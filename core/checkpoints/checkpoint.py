@@ -124,9 +124,8 @@ def resolve(name: str, root: Path) -> Path:
             )
         return newest(path)
     if reason := defect(path):
-        beside = (
-            {str(other) for other in path.parent.glob("*.ckpt")} - {name} if path.parent.is_dir() else set()
-        )
+        near = (other for other in path.parent.glob("*") if other.suffix == ".ckpt" or other.is_dir())
+        beside = {str(other) for other in near} - {name}
         raise ConfigError(
             f"--ckpt_path {name}: {reason}.{nearest(name, beside)} `last` finds the newest whole one."
         )

@@ -199,3 +199,11 @@ def test_reading_leaves_tensors_on_the_disk(save):
     content = read(path)
     assert str(path) in Path("/proc/self/maps").read_text()
     assert content["state_dict"]["w"].device.type == "cpu"
+
+
+def test_a_run_that_is_not_there_is_answered_with_the_nearest(tmp_path):
+    (tmp_path / "quickstart").mkdir()
+    with pytest.raises(ConfigError, match=r"no such file\. Did you mean .*/quickstart\?"):
+        resolve(str(tmp_path / "quikstart"), tmp_path)
+    with pytest.raises(ConfigError, match=r"no such file\. `last`"):
+        resolve(str(tmp_path / "nowhere" / "quikstart"), tmp_path)
