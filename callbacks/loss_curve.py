@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 4000
 """When the training curve has as many points, every second one is dropped."""
+
+SHARE = 0.05
+"""The part of a run's time that pictures in between may take: one takes about a third of a second."""
 
 Points = list[tuple[int, int, float]]
 """(optimizer steps, tokens, nats per token), in this order."""
@@ -40,7 +44,8 @@ class LossCurve(Callback):
     part of the checkpoint, so that a resumed run draws the whole of it.
 
     Args:
-        every_n_validations: Draw after every so many validations; 0: only at the end.
+        every_n_validations: Draw after every so many validations, less often where that would take more than
+            5% of the time; 0: only at the end.
 
     Raises:
         ConfigError: If `every_n_validations` is below 0.
@@ -60,6 +65,7 @@ class LossCurve(Callback):
         self._validation: Points = []
         self._keep_one_in = 1
         self._offered = 0
+        self._not_before_s = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the curve so far."""
@@ -103,8 +109,12 @@ class LossCurve(Callback):
             logged_step, logged_tokens, _ = self._training[-1]
             tokens = round(logged_tokens * step / logged_step)
         self._validation.append((step, tokens, float(trainer.callback_metrics["val/loss"])))
-        if self._every_n_validations and len(self._validation) % self._every_n_validations == 0:
+        due = self._every_n_validations and len(self._validation) % self._every_n_validations == 0
+        began = monotonic()
+        if due and began >= self._not_before_s:
             self._write(trainer)
+            ended = monotonic()
+            self._not_before_s = ended + (ended - began) / SHARE
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draws the finished run."""

@@ -25,8 +25,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
 
-# What our strategies import, above all DeepSpeed: a second in each rank.
+# What our strategies import, above all DeepSpeed, a second in each rank; and what logs and draws.
 runs.PRELOADED += ["torch._inductor.compile_fx", "torch.distributed.pipelining"]
+runs.PRELOADED += ["torch.utils.tensorboard", "matplotlib.backends.backend_agg", "matplotlib.figure"]
 
 HOUSE = Path(__file__).resolve().parent.parent
 

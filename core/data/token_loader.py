@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -48,6 +49,9 @@ class TokenLoader:
         try:
             yield from self._batches()
         except ConfigError as error:  # of a worker: its message is the traceback there
+            traceback.clear_frames(
+                error.__traceback__
+            )  # ends all workers; the garbage collector waits 10 s for them
             raise ConfigError(str(error).rpartition("core.errors.ConfigError: ")[2].strip()) from error
 
     def _batches(self) -> Iterator[Batch]:

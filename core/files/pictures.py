@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from core.files import durable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
 
@@ -19,7 +20,7 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -34,7 +35,8 @@ def tidy(axes: Axes, grid: bool = True) -> None:
 def as_png(figure: Figure) -> bytes:
     """Returns a PNG file, the same for the same figure: the version of matplotlib is not in it."""
     target = io.BytesIO()
-    figure.savefig(target, format="png", dpi=150, metadata={"Software": None})
+    canvas = cast("FigureCanvasAgg", figure.canvas)
+    canvas.print_png(target, metadata={"Software": None})  # savefig would draw it twice
     return target.getvalue()
 
 

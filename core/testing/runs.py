@@ -26,9 +26,11 @@ PRELOADED = [
     "litdata",
     "tokenizers",
     "jsonargparse",
+    "pyarrow",
+    "pandas",
     "pytest",
 ]
-"""What a run imports; pytest is there because a forked process imports its parent's main module."""
+"""What a run imports, pandas through pyarrow; pytest is there because a forked process imports its parent's main module."""
 
 STREAMS = ("out", "err")
 TIMEOUT_SECONDS = 120.0

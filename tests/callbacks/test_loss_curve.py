@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from lightning.pytorch.callbacks import Callback
 
+from callbacks import loss_curve
 from callbacks.loss_curve import MAX_POINTS, LossCurve, draw, running_mean
 from core.errors import ConfigError
 
@@ -69,6 +70,23 @@ def test_pictures_in_between(every, expected, fit, tmp_path):
     assert [tokens for _, tokens, _ in curve.state_dict()["validation"]] == [
         256 * step for step in (5, 10, 15, 20)
     ]
+
+
+@pytest.mark.parametrize(("share", "pictures"), [(1e-9, 1), (1e9, 4)])
+def test_pictures_in_between_take_a_share_of_the_time(share, pictures, fit, tmp_path, monkeypatch):
+    class Look(Callback):
+        seen = []
+
+        def on_validation_end(self, trainer, pl_module):
+            self.seen.append((tmp_path / "loss_curve.png").stat().st_mtime_ns)
+
+    Look.seen = seen = []
+    monkeypatch.setattr(loss_curve, "SHARE", share)
+    often = {"val_check_interval": 5, "log_every_n_steps": 2, "num_sanity_val_steps": 0}
+    fit(tmp_path, [LossCurve(), Look()], max_steps=20, **often)
+    assert len(seen) == 4
+    assert len(set(seen)) == pictures
+    assert (tmp_path / "loss_curve.png").stat().st_mtime_ns > seen[-1], "drawn at the end in any case"
 
 
 def test_an_unwritable_picture_does_not_end_the_run(fit, tmp_path, recwarn):

@@ -4,6 +4,7 @@ import json
 import pickle
 import time
 from itertools import islice
+from multiprocessing import active_children
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,7 @@ def test_a_damaged_chunk_ends_the_run_with_its_name(local, storage, tmp_path, wo
     with pytest.raises(ConfigError) as caught:
         for _ in data.train_dataloader():
             pass
+    assert not active_children(), "workers go on"
     lines = str(caught.value).splitlines()
     assert len(lines) <= 3
     assert lines[0].startswith(f"{url}/train/chunk-0-5.bin ")

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer
 
 from core.errors import ConfigError
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
-from datamodules.preparation.python_docs import python_documents
 from datamodules.preparation.unigram_tokenizer import UnigramTokenizer
 from datamodules.preparation.word_piece_tokenizer import WordPieceTokenizer
+from tests.datamodules.preparation.topics import TOPICS
 
 KINDS = (BPETokenizer, UnigramTokenizer, WordPieceTokenizer)
 HARD = ["", " ", "  a  b ", "\n\n\t\r\n", "naïve Ünïcode 中文 שלום", "👩‍👩‍👧 🙂🙂", "e\u0301 é ﬁne ①", "\x00\x7f\ufeff",
@@ -25,7 +25,7 @@ HARD = ["", " ", "  a  b ", "\n\n\t\r\n", "naïve Ünïcode 中文 שלום", "�
 
 @pytest.fixture(scope="module")
 def texts():
-    return python_documents()[:60]
+    return TOPICS
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)

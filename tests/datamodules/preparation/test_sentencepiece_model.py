@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from core.errors import ConfigError
 from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
-from datamodules.preparation.python_docs import python_documents
+from tests.datamodules.preparation.topics import TOPICS
 
-DOCUMENTS = python_documents()[:40]
+DOCUMENTS = TOPICS[:40]
 HARD = ["", " ", "naïve Ünïcode 中文 שלום", "👩‍👩‍👧 🙂🙂", "e\u0301 é ﬁne ①② \uff15\uff16", "<s>a</s> <0x41> <unk>", "</s>", "<0x0A>",
         "x<sep>y <sep><sep>", "<sep></s> <sep><unk><sep>", "<sep>hi", "  lead  and trail  ", "a\tb\r\nc\n\n", "a\n  b  \n",
         "▁x ▁", "한국어 각", "q\u0323\u0307", "~\uff5e \u3000x\u00a0y\u200b z", "a" * 60, "\n"]  # fmt: skip

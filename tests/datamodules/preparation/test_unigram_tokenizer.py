@@ -4,16 +4,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from datamodules.preparation.library_tokenizer import END_OF_TEXT, byte_alphabet
-from datamodules.preparation.python_docs import python_documents
 from datamodules.preparation.unigram_tokenizer import UnigramTokenizer
-
-TEXTS = python_documents()[:60]
+from tests.datamodules.preparation.topics import TOPICS
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     tokenizer = UnigramTokenizer(1000)
-    tokenizer.prepare(TEXTS)
+    tokenizer.prepare(TOPICS)
     return tokenizer
 
 
@@ -34,7 +32,7 @@ def best(word, scores):
 def test_segmentations_are_the_most_likely_ones(tokenizer):
     scores = pieces_of(tokenizer.to_json())
     stored = Tokenizer.from_str(tokenizer.to_json())
-    for text in [*TEXTS[:10], "unseen wordings, naïve 中文 🙂 <|endoftext|>"]:
+    for text in [*TOPICS[:10], "unseen wordings, naïve 中文 🙂 <|endoftext|>"]:
         expected = sum(best(word, scores) for word, _ in stored.pre_tokenizer.pre_tokenize_str(text))
         ids = tokenizer.encode_batch([text])[0]
         assert sum(scores[stored.id_to_token(id)] for id in ids) == pytest.approx(expected, abs=1e-6)
@@ -46,7 +44,7 @@ def test_pieces_and_scores_are_those_of_the_library(tokenizer):
     trainer = trainers.UnigramTrainer(
         vocab_size=1000, special_tokens=[END_OF_TEXT], initial_alphabet=byte_alphabet(), show_progress=False
     )
-    reference.train_from_iterator(TEXTS, trainer)
+    reference.train_from_iterator(TOPICS, trainer)
     theirs, ours = pieces_of(reference.to_str()), pieces_of(tokenizer.to_json())
     assert ours.keys() == theirs.keys()
     for piece, score in ours.items():

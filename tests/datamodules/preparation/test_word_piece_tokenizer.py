@@ -2,8 +2,8 @@ import json
 
 from tokenizers import Tokenizer
 
-from datamodules.preparation.python_docs import python_documents
 from datamodules.preparation.word_piece_tokenizer import CONTINUES, WordPieceTokenizer
+from tests.datamodules.preparation.topics import TOPICS
 
 
 def longest_first(word, vocabulary):
@@ -18,7 +18,7 @@ def longest_first(word, vocabulary):
 
 
 def test_ids_are_those_of_the_longest_match_first():
-    texts = python_documents()[:40]
+    texts = TOPICS[:40]
     tokenizer = WordPieceTokenizer(900)
     tokenizer.prepare(texts)
     vocabulary = json.loads(tokenizer.to_json())["model"]["vocab"]
