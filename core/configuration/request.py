@@ -87,8 +87,6 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
             root = Path(_default_root(stored, names))
     composed, rest = _composed(names, words, stored)
     composed.values.pop("ckpt_path", None)
-    if job:
-        rest += restarts.shape(record, stored, composed.values, rest)
     if checkpoint:
         rest = [*without(rest, "ckpt_path"), f"--ckpt_path={checkpoint}"]
     for section in ("trainer", "model"):
@@ -96,6 +94,8 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
             place = composed.positions.get((section,), "--config")
             raise ConfigError(f"{place}: {section} is a section (`name: value` lines), not {value!r}.")
     composed.values.setdefault("trainer", {}).setdefault("default_root_dir", str(root))
+    if job:
+        rest += restarts.shape(record, stored, composed.values, rest)
     for entry in catalog.registered(_words(composed.values, rest)):
         entry.load()
     return Request(composed, rest, root, checkpoint, stored, job)

@@ -254,8 +254,15 @@ class Cli(LightningCLI):
         """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats; 0 behind shorter rows."""
         from safetensors.torch import save_file
 
+        if kwargs.get("return_predictions") is False:
+            raise ConfigError("--return_predictions=false: predict writes what is returned. Leave it out.")
         batches = self.trainer.predict(**kwargs) or []
         found = [row for batch in batches if isinstance(batch, torch.Tensor) for row in batch]
+        if not found:
+            raise ConfigError(
+                "Nothing was predicted, and nothing is written: there is no batch (--trainer.limit_predict_batches?), "
+                "or the objective predicts none."
+            )
         rows = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
         rows = rows[(rows != 0).any(dim=1)]  # without the rows that only fill up the last batch
         name = (

@@ -96,8 +96,10 @@ def shape(
     if before != processes or devices == "auto":
         yield f"--trainer.devices={each}"
         yield f"--trainer.num_nodes={processes // each}"
-    asked = last(arguments, "data.batch_size") or values["data"].get("init_args", {}).get("batch_size")
-    if before != processes and asked:  # else the data deals its rows out to the ranks by itself
+    asked = last(arguments, "data.batch_size") or _rows(values)
+    if (
+        before != processes and asked and _rows(stored)
+    ):  # else the data deals its rows out to the ranks by itself
         accumulated, rows = _shared(before, processes, stored, int(asked))
         yield f"--trainer.accumulate_grad_batches={accumulated}"
         yield f"--data.batch_size={rows}"
@@ -108,7 +110,7 @@ def shape(
 
 def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -> tuple[int, int]:
     """Returns accumulation and micro-batch that make the same global batch on another number of processes."""
-    batch = before * _accumulated(stored) * stored["data"]["init_args"]["batch_size"]
+    batch = before * _accumulated(stored) * _rows(stored)
     fitting = [rows for rows in range(1, most + 1) if batch % (rows * processes) == 0]
     if not fitting:
         raise ConfigError(
@@ -116,6 +118,15 @@ def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -
             "evenly.\nStart it on another number of processes, or anew with another data.batch_size."
         )
     return batch // (fitting[-1] * processes), fitting[-1]
+
+
+def _rows(values: Mapping[str, Any]) -> int:
+    """Returns the rows of a micro-batch; 0 if a configuration does not say."""
+    data = values.get("data")
+    options = (
+        data.get("init_args") if isinstance(data, Mapping) else None
+    )  # else the name of a class, or nothing
+    return (options or {}).get("batch_size") or 0
 
 
 def _accumulated(stored: Mapping[str, Any]) -> int:

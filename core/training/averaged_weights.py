@@ -56,6 +56,7 @@ class AveragedWeights(LightningModule):
         """Goes on with the weights in training rather than with their average."""
         if self._in_training:
             with torch.no_grad():
-                for name, value in self.state_dict(keep_vars=True).items():
-                    value.copy_(self._in_training[name])
+                own = self.state_dict(keep_vars=True)
+                for name, value in self._in_training.items():
+                    own[name].copy_(value)
         self._in_training = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from core.data.token_datamodule import TRAIN_ON
+from core.data.token_datamodule import TRAIN_ON, TokenDataModule
 from core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -71,9 +71,9 @@ class ShapeSchedule(Callback, ABC):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Notes the configured shape, and sets that of the next step."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "reshape_batches"):
+        if not isinstance(data, TokenDataModule):
             raise ConfigError(
-                f"{type(self).__name__} changes rows through `reshape_batches`, which {type(data).__name__} lacks.\n"
+                f"{type(self).__name__} changes the rows of stored tokens, which {type(data).__name__} does not deal out.\n"
                 f"{TRAIN_ON}."
             )
         if self._full is None:

@@ -360,6 +360,18 @@ def test_the_checkpoint_may_stand_in_a_config(trained, write_yaml):
     assert f"From checkpoint: {checkpoint(6)}" in done.out
 
 
+def test_predict_says_that_there_is_nothing_to_write(trained):
+    before = (RUN / "predictions.safetensors").exists()
+    for option, words in (
+        ("--return_predictions=false", "Leave it out"),
+        ("--trainer.limit_predict_batches=0", "no batch"),
+    ):
+        done = trained("predict", "--ckpt_path", RUN, option)
+        assert done.code == 2
+        assert words in done.err
+    assert (RUN / "predictions.safetensors").exists() == before
+
+
 def test_validate_test_and_predict_agree_on_a_checkpoint(trained):
     shown = {word: trained(word, "--ckpt_path", RUN) for word in ("validate", "test", "predict")}
     assert [done.code for done in shown.values()] == [0, 0, 0]

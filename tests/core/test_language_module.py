@@ -17,6 +17,7 @@ from core.training.seeding import mix
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
+from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from plugins.schedules.warmup_cosine import WarmupCosine
 from tests.toy import ToyData
 
@@ -296,6 +297,36 @@ def test_the_default_optimizer_and_clipping_run_in_mixed_precision(tmp_path):
     fit(tmp_path, module(optimizer=AdamW), uneven_batches(3), [record], max_steps=3, gradient_clip_val=1.0,
         precision="bf16-mixed")  # fmt: skip
     assert len(record.figures) == 3
+
+
+class Counting(torch.nn.Module):
+    """Something that saves more than its weights, as FP8 layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, ScheduleFreeAdamW])
+def test_what_a_network_saves_beside_its_weights_comes_back(tmp_path, optimizer):
+    def network():
+        made = tiny_gpt()
+        made.counting = Counting()
+        return made
+
+    first = module(network, optimizer=optimizer)
+    runner = fit(tmp_path, first, uneven_batches(2), max_steps=1)
+    first.network.counting.calls = 7
+    runner.save_checkpoint(tmp_path / "one.ckpt")
+    second = module(network, optimizer=optimizer)
+    fit(tmp_path, second, uneven_batches(2), (), tmp_path / "one.ckpt", max_steps=2)
+    assert second.network.counting.calls == 7
 
 
 def test_a_checkpoint_of_another_network_is_refused_by_name(tmp_path):

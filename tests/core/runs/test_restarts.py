@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from core.checkpoints.checkpoint import defect
+from core.configuration.request import prepare
 from core.runs import restarts
 from core.runs.run_folder import CLAIM, own
 
@@ -69,3 +70,19 @@ def test_last_is_not_another_runs(run, options):
 def test_another_job_finds_nothing(run):
     assert restarts.checkpoint("SLURM 8", run, "last", run) is None
     assert restarts.checkpoint("SLURM 8", run, str(run), run) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"trainer": None}, {"data": "tests.toy.ToyData"}, {"data": {"class_path": "tests.toy.ToyData", "init_args": None}}],
+    ids=["nothing", "an empty section", "a class by its name", "without arguments"],
+)  # fmt: skip
+def test_a_job_may_leave_out_what_one_process_may(values, monkeypatch, write_yaml):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    config = write_yaml("config.yaml", values)
+    alone = prepare([f"--config={config}"])
+    assert prepare([f"--config={config}"], job="torchrun 7").arguments == alone.arguments
+    auto = prepare([f"--config={config}", "--trainer.devices=auto"], job="torchrun 7")
+    assert auto.arguments[-2:] == ["--trainer.devices=2", "--trainer.num_nodes=2"]
