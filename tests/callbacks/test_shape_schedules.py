@@ -16,6 +16,8 @@ from core.errors import ConfigError
 from core.training.batch_shapes import Shape
 from datamodules.preparation.token_shards import TokenShards
 from tests.conftest import TINY
+from tests.core.test_language_module import module, trainer
+from tests.toy import ToyData
 
 FULL = Shape(256, 8, 1)
 
@@ -268,3 +270,13 @@ def test_mistakes_in_a_run(words, said, fit):
     message = fit("run", *words, "--trainer.max_steps=12", code=2)
     assert said in message
     assert len(message.splitlines()) <= 10
+
+
+def test_rows_that_are_not_of_stored_tokens_are_refused(tmp_path):
+    class Reshaped(ToyData):
+        def reshape_batches(self, sequence_length, batch_size):
+            raise AssertionError("it is not to be asked")
+
+    runner = trainer(tmp_path, callbacks=[SequenceLengthSchedule(start=8, duration=2)], max_steps=2)
+    with pytest.raises(ConfigError, match=r"which Reshaped does not deal out\.\nTrain on"):
+        runner.fit(module(), datamodule=Reshaped(vocab_size=61))
