@@ -37,22 +37,20 @@ def builds_from_yaml(case: Case) -> None:
 
 @proof(*RUNNABLE)
 def config_round_trips(case: Case) -> None:
-    """The configuration that a run prints is read back as the same, so that a run can be repeated."""
-    path = write_config(_label(case, "printed"), on_ranks(case.values, case.ranks))
+    """The configuration that a run records is read back as the same, so that a run can be repeated."""
+    path = whole(case).folder / "config.yaml"
     done = run(["fit", f"--config={path}", "--print_config=plain"], workshop())
-    require(done.code == 0, f"`--print_config` ended with exit code {done.code}:\n{done.complaint}")
-    first = done.printed
-    path.write_text(first, encoding="utf-8")
-    done = run(["fit", f"--config={path}", "--print_config=plain"], workshop())
-    require(done.code == 0, f"what was printed is refused:\n{done.complaint}")
-    opaque = re.search(r"^.*<.+ (object )?at 0x[0-9a-f]+>.*$", first, re.MULTILINE)
-    require(not opaque, f"this value cannot be read back: {opaque and opaque[0].strip()}")
+    require(done.code == 0, f"what was recorded is refused:\n{done.complaint}")
+    recorded = path.read_text(encoding="utf-8").splitlines()
+    opaque = [line.strip() for line in recorded if re.search(r"<.+ (object )?at 0x[0-9a-f]+>", line)]
+    require(not opaque, f"this value cannot be read back: {opaque and opaque[0]}")
+    found = [
+        line for line in done.printed.splitlines() if line != "ckpt_path: null"
+    ]  # of this run, not recorded
     changed = [
-        f"{old.strip()} became {new.strip()}"
-        for old, new in zip(first.splitlines(), done.printed.splitlines(), strict=False)
-        if old != new
+        f"{old.strip()} became {new.strip()}" for old, new in zip(recorded, found, strict=False) if old != new
     ]
-    require(first == done.printed, "\n".join(changed[:3]) or "there are other lines")
+    require(recorded == found, "\n".join(changed[:3]) or "there are other lines")
 
 
 @proof(*RUNNABLE)

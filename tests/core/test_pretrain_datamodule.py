@@ -3,8 +3,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from itertools import pairwise
@@ -17,10 +15,12 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from tokenizers import Tokenizer
 
 from core.errors import ConfigError
 from core.pretrain_datamodule import PretrainDataModule
+from core.testing.runs import free_port, on_ranks
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
@@ -438,29 +438,22 @@ def test_overfitting_takes_the_same_batches_each_epoch(corpus, cache):
     assert seen[:3] == seen[3:]
 
 
-TWO_RANKS = """
-import sys, torch, warnings
-warnings.simplefilter("ignore")
-import lightning.pytorch as pl
-from tests.core.test_pretrain_datamodule import Recorder, build
-class Saver(Recorder):
-    def on_train_end(self):
-        torch.save(self.seen, f"{sys.argv[3]}/{self.global_rank}.pt")
-data = build(sys.argv[1], sys.argv[2])
-trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp_fork", logger=False, max_steps=9,
-    enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-trainer.fit(Saver(), datamodule=data)
-"""
+def _fit_on_a_rank(rank, port, corpus, folder):
+    place = {
+        "WORLD_SIZE": 2,
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    os.environ |= {name: str(value) for name, value in place.items()}
+    seen = fit(build(corpus, folder / "cache"), max_steps=9, devices=2, strategy="ddp",
+               plugins=[TorchElasticEnvironment()])  # fmt: skip
+    torch.save(seen, folder / f"{rank}.pt")
 
 
 def test_two_ranks_share_the_batches_of_one(corpus, tmp_path):
-    subprocess.run(
-        [sys.executable, "-c", TWO_RANKS, corpus, tmp_path / "cache", tmp_path],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=120,
-    )
+    on_ranks(_fit_on_a_rank, 2, free_port(), corpus, tmp_path)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     one = list(prepared(corpus, tmp_path / "cache", batch_size=6).train_dataloader())
     assert len(parts[0]) == len(parts[1]) == 9 > len(one)  # on into the second epoch

@@ -6,8 +6,6 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from hashlib import sha256
 from multiprocessing import get_context
@@ -19,7 +17,6 @@ import pytest
 from core.data import remote_folder
 from core.data.remote_folder import open_remote, remote_of
 from core.errors import ConfigError
-from tests.conftest import HOUSE
 
 SIZE, COUNT = 10_000, 12
 
@@ -206,26 +203,24 @@ def test_processes_share_the_cache(url, tmp_path, storage, limit):
     assert not list(remote.folder.rglob("*.tmp"))
 
 
-KILLED = """
-import sys
-from pathlib import Path
-from core.data.remote_folder import open_remote, remote_of
-remote = remote_of(open_remote({url!r}, Path({cache!r}), {limit}, {options!r}))
-print("ready", flush=True)
-for number in range(10**6):
-    remote.map(f"train/chunk-0-{{number % 12}}.bin")
-"""
+def _map_without_end(url, cache, options, ready):
+    remote = remote_of(open_remote(url, Path(cache), 2 * SIZE, options))
+    ready.set()
+    for number in range(10**6):
+        remote.map(name(number % 12))
 
 
 def test_a_killed_process_leaves_nothing_that_misleads(url, tmp_path, storage):
-    script = KILLED.format(url=url, cache=str(tmp_path), limit=2 * SIZE, options=storage.options)
+    context = get_context("fork")
     rng = random.Random(0)
-    for _ in range(2):
-        child = subprocess.Popen([sys.executable, "-c", script], cwd=HOUSE, stdout=subprocess.PIPE)
-        assert child.stdout.readline() == b"ready\n"
+    for _ in range(4):
+        ready = context.Event()
+        child = context.Process(target=_map_without_end, args=(url, tmp_path, storage.options, ready))
+        child.start()
+        assert ready.wait(60)
         time.sleep(rng.uniform(0.0, 0.1))
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+        child.kill()
+        child.join()
     remote = opened(url, tmp_path, storage, limit=2 * SIZE)
     (remote.folder / "train" / "chunk-0-11.bin.tmp").write_bytes(b"what came before the end" * 1000)
     for number in range(COUNT):
