@@ -89,9 +89,13 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
     def _snapshot(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
         if self._stager is None:  # keeps its memory for the next checkpoint
-            cuda = torch.cuda.is_available()
-            self._stager = DefaultStager(StagingOptions(cuda, False, False, cuda))
-        copied: Any = self._stager.stage(tensors)
+            self._stager = _stager()
+        copied: Any
+        try:
+            copied = self._stager.stage(tensors)
+        except KeyError:  # torch 2.11 empties it behind its first use
+            self._stager = _stager()
+            copied = self._stager.stage(tensors)
         return dict(copied)
 
     def wait(self) -> None:
@@ -127,6 +131,11 @@ class ShardedCheckpoint(AtomicCheckpoint):
             told = f"{most:,.1f} ms at most, {total:,.1f} ms in all ({len(self._stalls)} written)"
             print(f"Checkpoints held training up for {told}.", flush=True)
         self._stalls.clear()
+
+
+def _stager() -> DefaultStager:
+    cuda = torch.cuda.is_available()
+    return DefaultStager(StagingOptions(cuda, False, False, cuda))
 
 
 def _copied(value: Any) -> Any:
