@@ -220,7 +220,7 @@ def _build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) 
 
 def _shape(value: Any) -> tuple[int, ...] | str:
     """Returns a weight's shape; what a module saves beside its weights (`get_extra_state`) is its own affair."""
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else "no tensor"
+    return tuple(value.shape) if hasattr(value, "shape") else "no tensor"
 
 
 def check_weights(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
