@@ -11,7 +11,7 @@ import torch
 from core.training.batch_shapes import shapes_of
 from plugins.strategies import context_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
-from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout
+from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
 from plugins.strategies.shared_scaler import scales_losses
 
 if TYPE_CHECKING:
@@ -92,6 +92,11 @@ def _pipeline_misfits(
         yield (
             f"schedule {given['schedule']} computes gradients of weights apart from those of inputs, and sharded "
             "data parallelism loses some of them: take data_replicate for data_shard, or Interleaved1F1B"
+        )
+    if run.accelerator == "cpu" and is_beyond_gloo(given["schedule"]):
+        yield (
+            f"schedule {given['schedule']} begins with messages of ranks to themselves in torch {torch.__version__}, "
+            "which gloo cannot send: take InterleavedZeroBubble, or torch 2.15"
         )
     if any(item.name == "MemoryMonitor" for item in run.selected):
         yield (

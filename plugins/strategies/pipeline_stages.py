@@ -17,6 +17,13 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 """They compute gradients of inputs and of weights apart, which FSDP's hooks do not know."""
 
 
+def is_beyond_gloo(schedule: str) -> bool:
+    """Returns whether stages of one rank say hello to each other as a pipeline begins: torch 2.11 sends that out."""
+    from torch.distributed.pipelining import PipelineStage  # not at the top: a second, and few runs need it
+
+    return schedule in V_SHAPED and hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which stage lies on which rank of a pipeline.

@@ -6,6 +6,7 @@ import pytest
 
 from core.checkpoints.checkpoint import read
 from core.testing.workshop import workshop
+from plugins.strategies.pipeline_stages import is_beyond_gloo
 from tests.distributed.same_run import fit, same_bits
 
 SAVED = 4
@@ -80,6 +81,8 @@ def source(plan):
     ],
 )
 def test_goes_on_bit_by_bit_where_it_was_saved(before, after):
+    if is_beyond_gloo("ZBVZeroBubble") and "V-shaped pipeline of 2" in (before, after):
+        pytest.skip("it is refused with this torch")
     first = source(before)
     saved = first.folder / "checkpoints" / f"step-{SAVED}.ckpt"
     whole = read(first.folder / "whole.ckpt")
