@@ -65,7 +65,10 @@ DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}}}}
 
 
 def test_a_resumed_run_goes_on_in_parts():
-    usual = MODEL, DROPOUT, shape(8, 2, val_check_interval=5), squeezed(step=1)
+    squeeze = squeezed(
+        step=1, limit=22_000_000
+    )  # masks, too: 8 rows need 30 million; the heap grows by 7 in a run
+    usual = MODEL, DROPOUT, shape(8, 2, val_check_interval=5), squeeze
     whole = fit(*usual)
     fit(*usual, code=-9, kill_at=5, name="oom-guard-killed")
     found = fit(*usual, words=("--ckpt_path=last",), name="oom-guard-killed")
