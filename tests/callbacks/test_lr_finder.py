@@ -77,7 +77,10 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param("DDP", marks=pytest.mark.slow), "FSDP", "tensor"])
+# What is measured and undone is RandomRestart's too, whose test takes both by default.
+@pytest.mark.parametrize(
+    "name", ["FSDP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "tensor"))]
+)
 def test_two_ranks_find_one_rate(name):
     parts = (RANKS[name], *CASES["AdamW, a schedule in steps, groups of their own"])
     found = fit(*parts, callback("LRFinder", **FINDER, then="use"), ranks=2)
