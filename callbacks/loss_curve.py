@@ -45,7 +45,7 @@ class LossCurve(Callback):
 
     Args:
         every_n_validations: Draw after every so many validations, less often where that would take more than
-            5% of the time; 0: only at the end.
+            5% of the time from the first picture on; 0: only at the end.
 
     Raises:
         ConfigError: If `every_n_validations` is below 0.

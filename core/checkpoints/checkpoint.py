@@ -18,6 +18,9 @@ from core.configuration.config_files import parse_yaml, read_yaml
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 
+EXTRA_STATE = "_extra_state"
+"""What a name in a `state_dict` ends in that stands for a module's own affair (torch's `get_extra_state`), no weight."""
+
 RECORD = "leyden"
 """Key of what :class:`core.runs.run_folder.RunRecord` writes into every checkpoint."""
 
@@ -218,15 +221,12 @@ def _build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) 
     return parser.instantiate(parser.parse_object({"built": dict(config)})).built
 
 
-def _shape(value: Any) -> tuple[int, ...] | str:
-    """Returns a weight's shape; what a module saves beside its weights (`get_extra_state`) is its own affair."""
-    return tuple(value.shape) if hasattr(value, "shape") else "no tensor"
-
-
 def check_weights(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raises a ConfigError that names the first weight of another shape, or that one side does not have."""
     for name in [*own, *saved]:
-        here, there = (_shape(weights[name]) if name in weights else "absent" for weights in (own, saved))
+        if name.endswith(EXTRA_STATE):
+            continue
+        here, there = (tuple(d[name].shape) if name in d else "absent" for d in (own, saved))
         if here != there:
             raise ConfigError(
                 f"The checkpoint holds another network: {name} is {there} there and {here} here.\n"

@@ -278,11 +278,12 @@ def _for_boto(options: dict[str, Any]) -> dict[str, Any]:
 def _cached(root: Path) -> list[tuple[int, int, Path]]:
     """Returns (when it was last asked for, bytes, path) of all chunks, also those under way; the oldest first."""
     found = {}
-    # those under way first: one that takes its name between the two looks is found twice rather than never
-    for path in [*root.glob("*/*/*.bin.tmp"), *root.glob("*/*/*.bin")]:
-        with suppress(FileNotFoundError):
-            status = path.stat()
-            found[str(path).removesuffix(".tmp")] = (status.st_mtime_ns, status.st_size, path)
+    # those under way first, to the end: one that takes its name meanwhile is found twice rather than never
+    for pattern in ("*/*/*.bin.tmp", "*/*/*.bin"):
+        for path in root.glob(pattern):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                found[str(path).removesuffix(".tmp")] = (status.st_mtime_ns, status.st_size, path)
     return sorted(found.values())
 
 

@@ -20,6 +20,7 @@ from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch.utils._pytree import tree_leaves
 
 from core import preflight
 from core.configuration.arguments import option_values
@@ -256,12 +257,14 @@ class Cli(LightningCLI):
 
         if kwargs.get("return_predictions") is False:
             raise ConfigError("--return_predictions=false: predict writes what is returned. Leave it out.")
-        batches = self.trainer.predict(**kwargs) or []
-        found = [row for batch in batches if isinstance(batch, torch.Tensor) for row in batch]
+        batches = self.trainer.predict(**kwargs)
+        found = [row for batch in tree_leaves(batches) if isinstance(batch, torch.Tensor) for row in batch]
+        if not found and self.trainer.world_size > 1:
+            print(f"Rank {self.trainer.global_rank} has predicted nothing, and writes nothing.")
+            return
         if not found:
             raise ConfigError(
-                "Nothing was predicted, and nothing is written: there is no batch (--trainer.limit_predict_batches?), "
-                "or the objective predicts none."
+                "Nothing was predicted, and nothing is written: there is no batch (--trainer.limit_predict_batches?)."
             )
         rows = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
         rows = rows[(rows != 0).any(dim=1)]  # without the rows that only fill up the last batch

@@ -96,10 +96,8 @@ def shape(
     if before != processes or devices == "auto":
         yield f"--trainer.devices={each}"
         yield f"--trainer.num_nodes={processes // each}"
-    asked = last(arguments, "data.batch_size") or _rows(values)
-    if (
-        before != processes and asked and _rows(stored)
-    ):  # else the data deals its rows out to the ranks by itself
+    asked = last(arguments, "data.batch_size") or _rows(values) or _rows(stored)
+    if before != processes and _rows(stored):  # else the data deals its rows out to the ranks by itself
         accumulated, rows = _shared(before, processes, stored, int(asked))
         yield f"--trainer.accumulate_grad_batches={accumulated}"
         yield f"--data.batch_size={rows}"
@@ -123,10 +121,8 @@ def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -
 def _rows(values: Mapping[str, Any]) -> int:
     """Returns the rows of a micro-batch; 0 if a configuration does not say."""
     data = values.get("data")
-    options = (
-        data.get("init_args") if isinstance(data, Mapping) else None
-    )  # else the name of a class, or nothing
-    return (options or {}).get("batch_size") or 0
+    options = data.get("init_args") if isinstance(data, Mapping) else None
+    return (options.get("batch_size") or 0) if isinstance(options, Mapping) else 0
 
 
 def _accumulated(stored: Mapping[str, Any]) -> int:

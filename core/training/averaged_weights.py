@@ -8,6 +8,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from core.checkpoints.checkpoint import EXTRA_STATE
+
 
 class AveragedWeights(LightningModule):
     """Shows the average wherever results are looked at, and trains on as if nobody had looked.
@@ -58,5 +60,6 @@ class AveragedWeights(LightningModule):
             with torch.no_grad():
                 own = self.state_dict(keep_vars=True)
                 for name, value in self._in_training.items():
-                    own[name].copy_(value)
+                    if not name.endswith(EXTRA_STATE):
+                        own[name].copy_(value)
         self._in_training = None

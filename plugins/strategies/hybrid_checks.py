@@ -96,7 +96,7 @@ def _pipeline_misfits(
     if run.accelerator == "cpu" and is_beyond_gloo(given["schedule"]):
         yield (
             f"schedule {given['schedule']} begins with messages of ranks to themselves in torch {torch.__version__}, "
-            "which gloo cannot send: take InterleavedZeroBubble, or torch 2.15"
+            "which gloo cannot send: take InterleavedZeroBubble, or a newer torch"
         )
     if any(item.name == "MemoryMonitor" for item in run.selected):
         yield (

@@ -154,6 +154,7 @@ class MeshStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         module = self.lightning_module
         assert module is not None
+        tensors.refuse_extra_state(module, type(self).__name__)
         whole = tensors.named_tensors(module)
         tensors.to_meta(module)
         self.parallelize(module)

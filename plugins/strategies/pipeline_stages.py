@@ -21,7 +21,8 @@ def is_beyond_gloo(schedule: str) -> bool:
     """Returns whether stages of one rank say hello to each other as a pipeline begins: torch 2.11 sends that out."""
     from torch.distributed.pipelining import PipelineStage  # not at the top: a second, and few runs need it
 
-    return schedule in V_SHAPED and hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+    greets = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+    return schedule in V_SHAPED and greets and not hasattr(PipelineStage, "_warmup_forward_vote")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from core.checkpoints.checkpoint import EXTRA_STATE
 from core.checkpoints.sharded import Stored
+from core.errors import ConfigError
 from core.training.shards import reshard
 
 
@@ -103,6 +105,16 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     return DTensor.from_local(
         own, parameter.device_mesh, parameter.placements, shape=value.shape, stride=value.stride()
     )
+
+
+def refuse_extra_state(module: nn.Module, strategy: str) -> None:
+    """Raises a ConfigError if a module saves more than parameters and buffers: nothing says which rank holds what of it."""
+    for name, value in module.state_dict().items():
+        if name.endswith(EXTRA_STATE) and not (isinstance(value, Tensor) and value.numel() == 0):
+            raise ConfigError(
+                f"{strategy} saves parameters and buffers, and {name.removesuffix(EXTRA_STATE).rstrip('.')} saves more "
+                "(its get_extra_state).\nTake --trainer.strategy=DDP, or keep it in a buffer."
+            )
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:

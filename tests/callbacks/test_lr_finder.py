@@ -77,7 +77,7 @@ RANKS = {
 }
 
 
-# What is measured and undone is RandomRestart's too, whose test takes both by default.
+# What is measured and undone is RandomRestart's too, whose test takes a tensor-parallel mesh by default.
 @pytest.mark.parametrize(
     "name", ["FSDP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "tensor"))]
 )

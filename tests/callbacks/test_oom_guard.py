@@ -70,6 +70,7 @@ def test_a_resumed_run_goes_on_in_parts():
     )  # masks, too: 8 rows need 30 million; the heap grows by 7 in a run
     usual = MODEL, DROPOUT, shape(8, 2, val_check_interval=5), squeeze
     whole = fit(*usual)
+    assert state_of(whole, "OOMGuard") == {"parts": 2}
     fit(*usual, code=-9, kill_at=5, name="oom-guard-killed")
     found = fit(*usual, words=("--ckpt_path=last",), name="oom-guard-killed")
     ended_alike(found, whole)

@@ -19,6 +19,7 @@ from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
 from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from plugins.schedules.warmup_cosine import WarmupCosine
+from tests.distributed.remembering import RememberingGPT
 from tests.toy import ToyData
 
 VOCAB = 61
@@ -299,34 +300,16 @@ def test_the_default_optimizer_and_clipping_run_in_mixed_precision(tmp_path):
     assert len(record.figures) == 3
 
 
-class Counting(torch.nn.Module):
-    """Something that saves more than its weights, as FP8 layers do."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
-    def get_extra_state(self):
-        return {"calls": self.calls}
-
-    def set_extra_state(self, state):
-        self.calls = state["calls"]
-
-
+@pytest.mark.parametrize("grows", [False, True], ids=["a dict", "a tensor that grows"])
 @pytest.mark.parametrize("optimizer", [AdamW, ScheduleFreeAdamW])
-def test_what_a_network_saves_beside_its_weights_comes_back(tmp_path, optimizer):
-    def network():
-        made = tiny_gpt()
-        made.counting = Counting()
-        return made
-
-    first = module(network, optimizer=optimizer)
+def test_what_a_network_saves_beside_its_weights_comes_back(tmp_path, optimizer, grows):
+    sizes = dict(vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, max_sequence_length=24)
+    first, second = (module(partial(RememberingGPT, grows, **sizes), optimizer=optimizer) for _ in range(2))
     runner = fit(tmp_path, first, uneven_batches(2), max_steps=1)
-    first.network.counting.calls = 7
+    first.network.calls.number = 7
     runner.save_checkpoint(tmp_path / "one.ckpt")
-    second = module(network, optimizer=optimizer)
     fit(tmp_path, second, uneven_batches(2), (), tmp_path / "one.ckpt", max_steps=2)
-    assert second.network.counting.calls == 7
+    assert second.network.calls.number == 7
 
 
 def test_a_checkpoint_of_another_network_is_refused_by_name(tmp_path):

@@ -128,8 +128,11 @@ def test_the_snapshot_is_of_the_step_it_was_asked_at_though_training_goes_on(tmp
     assert same_bits(read(tmp_path / "step-1.ckpt"), expected)
     assert not same_bits(model.state_dict(), expected["state_dict"])
     io.save_checkpoint(state(), tmp_path / "step-11.ckpt")  # in the memory of the first
+    io._stager.close()  # as torch 2.11 does behind each
+    io.save_checkpoint(state(), tmp_path / "step-12.ckpt")
     io.teardown()
-    assert same_bits(read(tmp_path / "step-11.ckpt")["state_dict"], model.state_dict())
+    for step in (11, 12):
+        assert same_bits(read(tmp_path / f"step-{step}.ckpt")["state_dict"], model.state_dict())
 
 
 def test_saving_a_step_again_replaces_it(save):

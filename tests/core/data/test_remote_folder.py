@@ -215,7 +215,8 @@ def test_a_killed_process_leaves_nothing_that_misleads(url, tmp_path, storage):
     rng = random.Random(0)
     for _ in range(4):
         ready = context.Event()
-        child = context.Process(target=_map_without_end, args=(url, tmp_path, storage.options, ready))
+        words = (url, tmp_path, storage.options, ready)
+        child = context.Process(target=_map_without_end, args=words, daemon=True)
         child.start()
         assert ready.wait(60)
         time.sleep(rng.uniform(0.0, 0.1))

@@ -86,3 +86,14 @@ def test_a_job_may_leave_out_what_one_process_may(values, monkeypatch, write_yam
     assert prepare([f"--config={config}"], job="torchrun 7").arguments == alone.arguments
     auto = prepare([f"--config={config}", "--trainer.devices=auto"], job="torchrun 7")
     assert auto.arguments[-2:] == ["--trainer.devices=2", "--trainer.num_nodes=2"]
+
+
+@pytest.mark.parametrize("options", [None, {}, {"batch_size": 8}, "foo"])
+def test_the_global_batch_is_kept_whatever_the_config_leaves_out(options, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    stored = {"trainer": {}, "data": {"class_path": "X", "init_args": {"batch_size": 8}}}
+    values = {"trainer": {}, "data": {"class_path": "X", "init_args": options}}
+    said = list(restarts.shape({"ranks": 4}, stored, values, []))
+    assert said[2:] == ["--trainer.accumulate_grad_batches=2", "--data.batch_size=8"]

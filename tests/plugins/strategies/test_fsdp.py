@@ -118,3 +118,11 @@ def test_gradients_in_fp16_that_nothing_scales_are_refused():
     done = fit(fsdp(param_format="fp16"), 2)
     assert done.code == 2
     assert "param_format is fp16, in which small gradients become zero" in done.complaint
+
+
+def test_what_a_network_saves_beside_its_weights_is_refused():
+    sizes = {"vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16}
+    network = {"class_path": "tests.distributed.remembering.RememberingGPT", "init_args": sizes}
+    done = fit(merge(fsdp(), {"model": {"network": network}}), 2, name="remembering")
+    assert done.code == 2
+    assert "FSDP saves parameters and buffers, and network.calls saves more" in done.complaint

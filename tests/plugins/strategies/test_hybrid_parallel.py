@@ -3,11 +3,12 @@
 from copy import deepcopy
 
 import pytest
+from torch.distributed.pipelining import PipelineStage
 
+from core.__main__ import main
 from core.configuration.config_files import merge
 from core.testing.runs import run
 from core.testing.workshop import workshop, write_config
-from plugins.strategies.pipeline_stages import is_beyond_gloo
 from tests.distributed.same_run import CONFIG, TOLERANCE, fit, one_process, same_bits, weights_apart
 
 ROWS = {"data": {"class_path": "tests.toy.ToyData", "init_args": {"sequence_length": 64, "batch_size": 8}}}
@@ -63,12 +64,6 @@ REFUSED = [
 
 def hybrid(**init_args):
     return {"trainer": {"strategy": {"class_path": "HybridParallel", "init_args": init_args}}}
-
-
-if is_beyond_gloo("ZBVZeroBubble"):
-    REFUSED.append(
-        (2, {"pipeline": 2, "schedule": "ZBVZeroBubble"}, {}, "which gloo cannot send: take Interl")
-    )
 
 
 @pytest.mark.parametrize(("ranks", "sizes", "more", "told"), REFUSED, ids=lambda value: str(value)[:40])
@@ -163,3 +158,13 @@ def test_resumed_it_is_bitwise_the_same(sizes):
     found = resumed(whole, hybrid(**sizes) | ADAM, 2, f"resumed-{'-'.join(sizes)}").checkpoint()
     for part in ("state_dict", "optimizer_states"):
         assert same_bits(found[part], whole.checkpoint()[part])
+
+
+@pytest.mark.parametrize(("schedule", "code"), [("ZBVZeroBubble", 2), ("InterleavedZeroBubble", 0)])
+def test_a_v_shape_is_refused_where_torch_greets_a_ranks_own_stages(schedule, code, monkeypatch, capsys):
+    monkeypatch.setattr(PipelineStage, "_get_init_p2p_neighbors_ops", None, raising=False)
+    monkeypatch.delattr(PipelineStage, "_warmup_forward_vote", raising=False)
+    values = merge(deepcopy(CONFIG), hybrid(pipeline=2, schedule=schedule))
+    merge(values, {"trainer": {"devices": 2}})
+    assert main(["check", f"--config={write_config('v-shape', values)}"]) == code
+    assert ("which gloo cannot send: take InterleavedZeroBubble" in capsys.readouterr().err) == (code == 2)
