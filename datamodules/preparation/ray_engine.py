@@ -183,6 +183,9 @@ def _cluster(address: str) -> Iterator[None]:
         ConfigError: If no cluster answers.
     """
     import ray
+
+    # Figures of the use are nobody's affair, and the thread that asks for them goes on behind the work.
+    os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     import ray.data  # which sets up its logging
 
     with _quiet():
