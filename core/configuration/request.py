@@ -38,7 +38,6 @@ class Request:
     Attributes:
         composed: The files' values, short names resolved, over those of the checkpoint if any.
         arguments: The remaining command line.
-        root: The folder that the run's own folder is named after.
         checkpoint: The file to go on from.
         stored: The configuration in that checkpoint.
         job: What the launcher calls the job that is run, if it may start it again.
@@ -47,7 +46,6 @@ class Request:
 
     composed: Composed
     arguments: list[str]
-    root: Path
     checkpoint: Path | None
     stored: dict[str, Any]
     job: str | None = None
@@ -98,7 +96,7 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
         rest += restarts.shape(record, stored, composed.values, rest)
     for entry in catalog.registered(_words(composed.values, rest)):
         entry.load()
-    return Request(composed, rest, root, checkpoint, stored, job)
+    return Request(composed, rest, checkpoint, stored, job)
 
 
 def _composed(

@@ -49,9 +49,8 @@ class TokenLoader:
         try:
             yield from self._batches()
         except ConfigError as error:  # of a worker: its message is the traceback there
-            traceback.clear_frames(
-                error.__traceback__
-            )  # ends all workers; the garbage collector waits 10 s for them
+            # Lets go of the reader, which ends its workers: the garbage collector would wait 10 s for them.
+            traceback.clear_frames(error.__traceback__)
             raise ConfigError(str(error).rpartition("core.errors.ConfigError: ")[2].strip()) from error
 
     def _batches(self) -> Iterator[Batch]:

@@ -259,9 +259,6 @@ class Cli(LightningCLI):
             raise ConfigError("--return_predictions=false: predict writes what is returned. Leave it out.")
         batches = self.trainer.predict(**kwargs)
         found = [row for batch in tree_leaves(batches) if isinstance(batch, torch.Tensor) for row in batch]
-        if not found and self.trainer.world_size > 1:
-            print(f"Rank {self.trainer.global_rank} has predicted nothing, and writes nothing.")
-            return
         if not found:
             raise ConfigError(
                 "Nothing was predicted, and nothing is written: there is no batch (--trainer.limit_predict_batches?)."

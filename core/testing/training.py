@@ -46,9 +46,8 @@ def config_round_trips(case: Case) -> None:
     recorded = path.read_text(encoding="utf-8").splitlines()
     opaque = [line.strip() for line in recorded if re.search(r"<.+ (object )?at 0x[0-9a-f]+>", line)]
     require(not opaque, f"this value cannot be read back: {opaque and opaque[0]}")
-    found = [
-        line for line in done.printed.splitlines() if line != "ckpt_path: null"
-    ]  # of this run, not recorded
+    # What a run goes on from is its own affair, and not recorded.
+    found = [line for line in done.printed.splitlines() if line != "ckpt_path: null"]
     changed = [
         f"{old.strip()} became {new.strip()}" for old, new in zip(recorded, found, strict=False) if old != new
     ]

@@ -99,7 +99,9 @@ class SnapshotRing:
         numbers = [(number, step) for number, step in state.get("entries", ())]
         if self.folder is None or not numbers:
             return
-        usable = torch.tensor(float(all(self._fits(trainer, n) for n, _ in numbers)), device=_device(trainer))
+        usable = torch.tensor(
+            float(all(self._fits(trainer, n) for n, _ in numbers)), device=trainer.strategy.root_device
+        )
         if trainer.world_size > 1:
             usable = trainer.strategy.reduce(usable, reduce_op="sum")
         if int(usable) == trainer.world_size:
@@ -129,7 +131,3 @@ class SnapshotRing:
             if path.name.partition(".")[0].isdigit() and int(path.name.partition(".")[0]) not in needed:
                 with suppress(OSError):
                     path.unlink()
-
-
-def _device(trainer: Trainer) -> torch.device:
-    return trainer.strategy.root_device

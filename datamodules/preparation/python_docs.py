@@ -10,7 +10,6 @@ import sysconfig
 import textwrap
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -72,7 +71,7 @@ def _page(module: str, path: Path, seen: set[str]) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # invalid escapes in other people's docstrings
         try:
-            tree = _parsed(path.read_bytes())
+            tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             return ""
     entries = []
@@ -84,14 +83,6 @@ def _page(module: str, path: Path, seen: set[str]) -> str:
     if not entries:
         return ""
     return "\n\n".join([f"{module}\n{'*' * len(module)}", *entries]) + "\n"
-
-
-def _parsed(source: bytes) -> ast.Module:
-    """Parses; again where Python until 3.11.7 mistakes another thread's parsing for a part of it (cpython #106905)."""
-    for _ in range(20):
-        with suppress(SystemError):
-            return ast.parse(source)
-    return ast.parse(source)
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -184,7 +184,8 @@ def _cluster(address: str) -> Iterator[None]:
     """
     import ray
 
-    # Figures of the use are nobody's affair, and the thread that asks for them goes on behind the work.
+    # Nobody is to be asked for figures of use, least of all by a thread that goes on behind the work: it formats
+    # tracebacks, and until 3.11.7 Python mixes up what two threads parse at once (cpython #106905).
     os.environ.setdefault("RAY_DATA_USAGE_DISABLED", "1")
     import ray.data  # which sets up its logging
 

@@ -9,14 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from plugins.strategies.tensors import local
-
-
-def of(optimizer: Optimizer) -> list[Tensor]:
-    """Returns the gradients of an optimizer's parameters that have one."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from core.checkpoints import sharded
 from core.errors import ConfigError
+from core.training import shards
 from plugins.strategies import gradients, shared_check, tensors
 from plugins.strategies.shared_scaler import SharedScaler
 
@@ -211,7 +212,7 @@ class MeshStrategy(ParallelStrategy):
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the norm, a 0-d tensor, of the gradients of the whole model."""
-        return gradients.squared_norm(gradients.of(optimizer)).sqrt()
+        return gradients.squared_norm(shards.gradients(optimizer)).sqrt()
 
     def clip_gradients(
         self, optimizer: Optimizer, clip: float | None = None, algorithm: str | None = None
@@ -220,9 +221,9 @@ class MeshStrategy(ParallelStrategy):
         if not clip:
             return
         if algorithm == "value":
-            gradients.clamp_(gradients.of(optimizer), clip)
+            gradients.clamp_(shards.gradients(optimizer), clip)
         else:
-            gradients.scale_to_(gradients.of(optimizer), self.gradient_norm(optimizer), clip)
+            gradients.scale_to_(shards.gradients(optimizer), self.gradient_norm(optimizer), clip)
 
     # -- checkpoints ------------------------------------------------------------------------------
 

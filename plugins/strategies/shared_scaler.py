@@ -11,7 +11,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from plugins.strategies import gradients
+from core.training.shards import gradients
 from plugins.strategies.tensors import local
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SharedScaler(GradScaler):
         found = torch.zeros(1, device=self._messages)
         inverse = self._scale.double().reciprocal().float()
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for part in map(local, gradients.of(optimizer)):
+        for part in map(local, gradients(optimizer)):
             by_kind.setdefault((part.device, part.dtype), []).append(part)
         for (device, _), parts in by_kind.items():
             here = torch.zeros(1, device=device)

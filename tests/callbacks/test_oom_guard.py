@@ -65,10 +65,8 @@ DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}}}}
 
 
 def test_a_resumed_run_goes_on_in_parts():
-    squeeze = squeezed(
-        step=1, limit=22_000_000
-    )  # masks, too: 8 rows need 30 million; the heap grows by 7 in a run
-    usual = MODEL, DROPOUT, shape(8, 2, val_check_interval=5), squeeze
+    # With dropout's masks 8 rows need 30 million bytes, and the heap grows by 7 million in a run.
+    usual = MODEL, DROPOUT, shape(8, 2, val_check_interval=5), squeezed(step=1, limit=22_000_000)
     whole = fit(*usual)
     assert state_of(whole, "OOMGuard") == {"parts": 2}
     fit(*usual, code=-9, kill_at=5, name="oom-guard-killed")

@@ -172,3 +172,14 @@ def test_sigterm_to_one_rank_ends_both_after_the_same_step(tmp_path):
     one, two = (int((tmp_path / f"last_step.{rank}").read_text(encoding="utf-8")) for rank in (0, 1))
     assert one == two
     assert one % 7 == 0
+
+
+def test_ranks_that_predict_nothing_say_so(tmp_path):
+    words = [*write(tmp_path), "--data=tests.toy.ToyData", "--trainer.devices=2", "--trainer.strategy=ddp"]
+    done = run(["predict", *words, "--trainer.limit_predict_batches=0"], tmp_path, ranks=2)
+    assert done.codes == (2, 2)
+    assert "Nothing was predicted" in done.told
+    assert not list((tmp_path / "run").glob("predictions*"))
+    done = run(["predict", *words], tmp_path, ranks=2)
+    assert done.codes == (0, 0), done.complaint
+    assert len(list(tmp_path.glob("run*/predictions.rank?.safetensors"))) == 2

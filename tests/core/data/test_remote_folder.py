@@ -203,6 +203,25 @@ def test_processes_share_the_cache(url, tmp_path, storage, limit):
     assert not list(remote.folder.rglob("*.tmp"))
 
 
+def test_a_chunk_that_takes_its_name_between_two_looks_is_counted(tmp_path, monkeypatch):
+    done, under_way = (
+        tmp_path / "a" / "train" / "chunk-0-0.bin",
+        tmp_path / "a" / "train" / "chunk-0-1.bin.tmp",
+    )
+    done.parent.mkdir(parents=True)
+    for path in (done, under_way):
+        path.write_bytes(b"1234")
+    stat = Path.stat
+
+    def published(path, **options):
+        if path == under_way and under_way in list(under_way.parent.iterdir()):
+            path.rename(path.with_suffix(""))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", published)
+    assert [path.name for _, _, path in remote_folder._cached(tmp_path)] == ["chunk-0-0.bin", "chunk-0-1.bin"]
+
+
 def _map_without_end(url, cache, options, ready):
     remote = remote_of(open_remote(url, Path(cache), 2 * SIZE, options))
     ready.set()

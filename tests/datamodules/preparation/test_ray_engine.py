@@ -221,6 +221,8 @@ def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     assert {entry["threads"] for entry in stage.entries()} == {"1"}
     assert signal.getsignal(signal.SIGTERM) is handler
     assert processes()
+    # It would go on in this process, and ask for figures of use.
+    assert "data-usage-metrics-poller" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.slow
