@@ -63,7 +63,7 @@ LAUNCHES = {
 }  # fmt: skip
 """How users start two ranks; with strategies of ours too, which here import what they need by themselves."""
 
-BY_DEFAULT = ("torchrun",)
+HOW_OFTEN = {"lightning": [pytest.mark.ci], "FSDP": [pytest.mark.ci], "pipeline": [pytest.mark.slow]}
 
 
 def write(folder):
@@ -128,9 +128,7 @@ def assert_same_run(found, expected):
         torch.testing.assert_close(found[1]["state_dict"][name], weight, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "launch", [pytest.param(name, marks=[pytest.mark.ci] * (name not in BY_DEFAULT)) for name in LAUNCHES]
-)
+@pytest.mark.parametrize("launch", [pytest.param(name, marks=HOW_OFTEN.get(name, [])) for name in LAUNCHES])
 def test_two_ranks_with_uneven_labels_are_one_process(one, launch, tmp_path):
     assert_same_run(launched(LAUNCHES[launch], tmp_path), one)
 

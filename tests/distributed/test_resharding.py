@@ -68,7 +68,7 @@ def source(plan):
         ("2 x 2", "1 x 2"),
         ("pipeline of 2", "one process"),
         pytest.param("ZeRO-3 on 2", "one process", marks=pytest.mark.slow),
-        ("ZeRO-3 on 2", "ZeRO-2 on 2"),
+        pytest.param("ZeRO-3 on 2", "ZeRO-2 on 2", marks=pytest.mark.slow),
         pytest.param("ZeRO-2 on 2", "ZeRO-3 on 4", marks=pytest.mark.slow),
         pytest.param("ZeRO-3 on 4", "FSDP on 2", marks=pytest.mark.slow),
         pytest.param("FSDP on 2", "ZeRO-3 on 2", marks=pytest.mark.slow),

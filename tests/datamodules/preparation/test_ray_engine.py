@@ -23,7 +23,7 @@ from core.contracts import Transform
 from core.errors import ConfigError
 from core.preflight import check
 from core.selection import Run, selection
-from core.testing.runs import free_port
+from core.testing.runs import free_port, run
 from datamodules.preparation import source_files
 from datamodules.preparation.ray_engine import RayEngine, _private
 from tests.conftest import HOUSE, run_core
@@ -190,7 +190,7 @@ def test_without_a_cluster_it_starts_one_and_leaves_nothing_behind(source, tmp_p
     while processes(mark) and time.monotonic() < end:
         time.sleep(0.1)
     assert processes(mark) == []
-    assert run_core(*command(source, tmp_path / "local")).returncode == 0
+    assert run(command(source, tmp_path / "local"), tmp_path).code == 0
     assert contents(tmp_path / "ray") == contents(tmp_path / "local")
 
 
