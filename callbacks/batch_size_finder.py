@@ -11,11 +11,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from callbacks.shared import memory_limits
+from callbacks.shared.trials import misfits, say, training_batches, undone
 from core.errors import ConfigError
 from core.technique import technique
-from core.training import memory_limits
 from core.training.loop_state import rescale
-from core.training.trials import misfits, say, training_batches, undone
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

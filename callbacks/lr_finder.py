@@ -14,11 +14,11 @@ import numpy as np
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 
+from callbacks.shared.trials import NOT_UNDONE, misfits, say, trial
 from core.errors import ConfigError
 from core.files import durable, pictures
 from core.technique import technique
 from core.training.scheduling import rebuild_at, resume_at, set_rates
-from core.training.trials import NOT_UNDONE, misfits, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

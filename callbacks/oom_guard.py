@@ -13,9 +13,9 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor
 
+from callbacks.shared import memory_limits
 from core.errors import ConfigError
 from core.technique import technique
-from core.training import memory_limits
 from core.training.seeding import mix
 from core.training.shards import gradients
 

@@ -15,12 +15,12 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 
+from callbacks.shared.trials import NOT_UNDONE, misfits, say, trial
 from core.configuration.building import changed
 from core.errors import ConfigError
 from core.files import durable, pictures
 from core.technique import technique
 from core.training.shards import reshard, take
-from core.training.trials import NOT_UNDONE, misfits, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,9 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
+from callbacks.shared.outliers import OutlierWindow
 from core.errors import ConfigError
 from core.technique import Feature, technique
-from core.training.outliers import OutlierWindow
 from core.training.updates import drop_update, drops_updates
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
+from callbacks.shared.outliers import OutlierWindow
+from callbacks.shared.snapshot_ring import SnapshotRing
 from core.data.token_datamodule import TRAIN_ON
 from core.errors import ConfigError
 from core.files import durable
 from core.technique import technique
-from core.training.outliers import OutlierWindow
-from core.training.snapshot_ring import SnapshotRing
 
 if TYPE_CHECKING:
     from core.selection import Run, Selected

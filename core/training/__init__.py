@@ -1,1 +1,1 @@
-"""What training is made of: sums over tokens and ranks, schedules, snapshots, trial steps, shapes of batches."""
+"""What training is made of: sums over tokens and ranks, schedules, shapes of batches, shards."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from core.training import memory_limits
+from callbacks.shared import memory_limits
 
 M_MMAP_THRESHOLD = -3
 """Of mallopt: from so many bytes on an allocation is mapped, and unmapped when it is given up."""

@@ -20,14 +20,14 @@ from callbacks.gradient_clip import GradientClip
 from callbacks.loss_curve import LossCurve, counts
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from callbacks.sequence_length_schedule import SequenceLengthSchedule
+from callbacks.shared import snapshots
+from callbacks.shared.snapshot_ring import SnapshotRing
 from callbacks.spike_rollback import SpikeRollback
 from callbacks.throughput import Throughput
 from core import preflight
 from core.__main__ import main
 from core.errors import ConfigError
 from core.testing.waits import Waits
-from core.training import snapshots
-from core.training.snapshot_ring import SnapshotRing
 from datamodules.preparation.token_shards import TokenShards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.loggers.metrics_csv import MetricsCSV
@@ -35,9 +35,9 @@ from plugins.networks.gpt import GPT
 from plugins.optimizers.adamw import AdamW
 from plugins.schedules.warmup_cosine import WarmupCosine
 from tests.callbacks.poison import Poison
+from tests.callbacks.shared.test_trials import same
 from tests.callbacks.tokens import StoredTokens
 from tests.core.test_language_module import VOCAB, fit, module, tiny_gpt, trainer, uneven_batches
-from tests.core.training.test_trials import same
 
 STEP = 2 * 4 * 12
 """Tokens of an optimizer step: two micro-batches of 4 rows of 12."""
@@ -348,7 +348,7 @@ def test_trial_steps_before_a_resumed_run_do_not_lose_its_snapshots():
     resumed = SpikeRollback(on_disk=True)
     ring = {"number": 7, "entries": [[6, 100], [7, 150]]}
     resumed.load_state_dict(SpikeRollback().state_dict() | {"ring": ring})
-    resumed.load_state_dict(resumed.state_dict())  # as `core.training.trials` does, before training starts
+    resumed.load_state_dict(resumed.state_dict())  # as `callbacks.shared.trials` does, before training starts
     assert resumed.state_dict()["ring"] == ring
 
 

@@ -90,6 +90,33 @@ def test_imports_are_found_wherever_they_stand(tmp_path):
     assert imported_packages(path, "own") == {"a", "c", "d", "own", "i", "j", "l"}
 
 
+def imported_modules(path):
+    """Returns the modules that a file imports anywhere, and the names it takes from them, which may be modules."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_core_holds_what_it_needs_itself_or_what_several_folders_stand_on():
+    users = {}
+    for package in ("core", *TECHNIQUES):
+        for path in sorted((HOUSE / package).rglob("*.py")):
+            for module in imported_modules(path):
+                users.setdefault(module, set()).add(package)
+    house = [
+        path.relative_to(HOUSE).with_suffix("").as_posix().replace("/", ".")
+        for path in sorted((HOUSE / "core").rglob("*.py"))
+        if path.name not in ("__init__.py", "__main__.py") and "testing" not in path.parts
+    ]
+    assert "core.runs.lightning_cli" in house
+    entries = {value.partition(":")[0] for _, _, value in registered()}
+    found = {name: users.get(name, set()) for name in house if name not in entries}
+    assert not {name: by for name, by in found.items() if "core" not in by and len(by) < 2}
+
+
 def modules():
     """Imports every module of ours that may hold techniques."""
     for package in TECHNIQUES:

@@ -29,9 +29,11 @@ class Combination:
         return f"{self.strategy}, {self.name}, {self.ranks} ranks"
 
     @property
-    def slow(self) -> bool:
-        """Whether it is left out of the default tests."""
-        return (self.strategy, self.name, self.ranks) not in DEFAULT
+    def mark(self) -> str:
+        """What leaves it out of the default tests: `slow`, `ci` or nothing."""
+        if (self.strategy, self.name, self.ranks) not in OFTEN:
+            return "slow"
+        return "ci" if self.ranks > 2 else ""
 
     @property
     def overlay(self) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def pipeline(schedule: str, microbatches: int | None = None, **sizes: int) -> di
     return {"pipeline": 2, "schedule": schedule, "microbatches": microbatches} | sizes
 
 
-DEFAULT = {
+OFTEN = {
     ("DDP", "gradients averaged", 2),
     ("DeepSpeedZero", "stage 1", 2),
     ("DeepSpeedZero", "stage 2, optimizer on the CPU", 2),
@@ -90,7 +92,7 @@ DEFAULT = {
     ("HybridParallel", "context 2, ring, documents", 2),
     ("HybridParallel", "context 2, ulysses, documents", 2),
 }
-"""One of each kind: those that the default tests try, in some minutes; the others are slow."""
+"""One of each kind: two ranks by default, four in CI; the others are slow."""
 
 COMBINATIONS = [
     Combination("DDP", "gradients averaged", 2),

@@ -94,6 +94,7 @@ def test_when_tries_are_used_up_all_ranks_stop_as_for_other_mistakes():
     assert len(json.loads((done.folder / "spike_rollbacks.json").read_text(encoding="utf-8"))) == 2
 
 
+@pytest.mark.ci
 def test_a_resumed_run_takes_up_the_snapshots_of_every_rank():
     options = {**ON_TWO, "strategy": {"class_path": "FSDP"}, "on_disk": True}
     expected, told = fit("whole", **options)

@@ -9,9 +9,11 @@ from tests.distributed.same_run import TOLERANCE, differences, fit, one_process
 from tests.distributed.table import README, rows
 
 
-@pytest.mark.parametrize(
-    "item", [pytest.param(i, id=str(i), marks=[pytest.mark.slow] * i.slow) for i in COMBINATIONS]
-)
+def parameter(item):
+    return pytest.param(item, id=str(item), marks=getattr(pytest.mark, item.mark) if item.mark else ())
+
+
+@pytest.mark.parametrize("item", map(parameter, COMBINATIONS))
 def test_is_the_run_of_one_process(item):
     if is_beyond_gloo(item.init_args.get("schedule", "")):
         pytest.skip("it is refused with this torch")

@@ -339,7 +339,11 @@ def test_reading_leaves_torchs_random_generator_alone(kind, workers, store):
 
 
 @pytest.mark.parametrize(
-    "kind", [PACKINGS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in PACKINGS[1:])]
+    "kind",
+    [
+        pytest.param(PACKINGS[0], marks=pytest.mark.ci),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in PACKINGS[1:]),
+    ],
 )
 def test_workers_may_be_spawned(kind, store, monkeypatch):
     monkeypatch.undo()  # a spawned process knows nothing of the small groups

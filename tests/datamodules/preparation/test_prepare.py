@@ -252,6 +252,7 @@ def test_a_stage_may_look_at_all_documents_first(source, tmp_path, engine):
 # Interruptions ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_killed_at_20_random_points_it_ends_in_the_same_bytes(source, tmp_path, undisturbed):
     rng, kills, finished = random.Random(0), 0, 0
     begin = time.monotonic()

@@ -61,6 +61,7 @@ def test_a_checkpoint_is_that_of_a_single_process(whole):
         assert repr(shapes(one[part])) == repr(shapes(other[part]))
 
 
+@pytest.mark.ci
 def test_one_process_goes_on_from_it_and_the_other_way_round():
     expected = one_process({})
     source = done(zero(2), 2).folder / "checkpoints" / "step-4.ckpt"
@@ -101,6 +102,7 @@ def test_validate_computes_what_the_run_did(whole, stage):
     assert float(re.search(r"val/loss\D+([\d.]+)", found.printed)[1]) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.ci
 def test_a_folder_of_parts_is_consolidated_and_gone_on_from(tmp_path):
     first = done(zero(3, {"plugins": ["ShardedCheckpoint"]}) | ADAM, 2)
     parts, whole = first.folder / "checkpoints" / "step-4.ckpt", tmp_path / "whole.ckpt"
@@ -121,6 +123,7 @@ def test_what_deepspeed_itself_wrote_is_not_read(tmp_path):
 # -- formats -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("overlay", [zero(2), zero(3)], ids=["stage 2", "stage 3"])
 def test_bfloat16_rounds_as_it_should_and_the_optimizers_weights_are_float32(overlay):
     found = done(merge(deepcopy(overlay), {"trainer": {"precision": "bf16-mixed"}}), 2)
@@ -150,6 +153,7 @@ CLIPPED = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("init_args", [{}, {"method": "adaptive", "warmup_steps": 3, "z": 0.5}], ids=str)
 def test_gradients_are_clipped_by_a_callback(init_args):
     clip = {"class_path": "GradientClip", "init_args": {"limit": CLIP} | init_args}
@@ -158,6 +162,7 @@ def test_gradients_are_clipped_by_a_callback(init_args):
     assert max(apart.values()) <= TOLERANCE, apart
 
 
+@pytest.mark.ci
 def test_weights_are_averaged_in_stage_2():
     more = {"callbacks": [{"class_path": "ExponentialMovingAverage", "init_args": {"decay": 0.9}}]}
     found, expected = (
@@ -167,6 +172,7 @@ def test_weights_are_averaged_in_stage_2():
     assert found == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("more", "init_args"),
     [({}, {"stage": 1}), ({}, {"stage": 2, "offload_optimizer": "cpu"}), (CLIPPED, {"stage": 3})],

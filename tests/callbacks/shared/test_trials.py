@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
 from callbacks.loss_curve import LossCurve
+from callbacks.shared import snapshots
+from callbacks.shared.trials import trial
 from callbacks.skip_step import SkipStep
 from core.errors import ConfigError
 from core.runs.stopping import listen
-from core.training import snapshots
-from core.training.trials import trial
 from datamodules.preparation.token_shards import TokenShards
 from plugins.optimizers.adamw import AdamW
 from plugins.optimizers.ademamix import AdEMAMix

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from core.training import memory_limits
+from callbacks.shared import memory_limits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 

@@ -13,12 +13,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
+from callbacks.shared import snapshots
 from core.contracts import PackedBatches
 from core.data.token_datamodule import TRAIN_ON, TokenDataModule
 from core.errors import ConfigError
 from core.runs.stopping import listen
 from core.selection import Run
-from core.training import snapshots
 
 NOT_UNDONE = dict.fromkeys(
     ("DeepSpeedZero", "DeepSpeedStrategy"),

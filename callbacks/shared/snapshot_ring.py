@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Trainer
 
+from callbacks.shared import snapshots
 from core.files import durable
-from core.training import snapshots
 
 
 class Entry(NamedTuple):
