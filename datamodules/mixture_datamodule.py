@@ -87,17 +87,17 @@ class MixtureDataModule(TokenDataModule):
             ConfigError: If they differ, or one cannot be read.
         """
         super().setup(stage)
-        found: dict[str, str] = {}
+        found: dict[tuple[str, int], str] = {}
         for name, folder in self.folders.items():
-            found.setdefault(read_tokenizer(folder, read_manifest(folder)), name)
+            manifest = read_manifest(folder)
+            found.setdefault((read_tokenizer(folder, manifest), manifest["end_of_text_id"]), name)
         if len(found) > 1:
             one, other = list(found.values())[:2]
             raise ConfigError(
                 f"{self.folders[one]} and {self.folders[other]} were written by different tokenizers: prepare both "
                 "with the same one\n(tokenizer: {class_path: PretrainedTokenizer, init_args: {path: .../tokenizer.json}})."
             )
-        [self.tokenizer_json] = found
-        self.end_of_text_id = read_manifest(next(iter(self.folders.values())))["end_of_text_id"]
+        [(self.tokenizer_json, self.end_of_text_id)] = found
 
     def packed(self, split: str, **order: Any) -> PackedBatches:
         """Returns the mixed batches of a split."""

@@ -25,6 +25,11 @@ Answer = tuple[str, Any]
 """How a task went, one of "done", "mistake" and "error", and what it returned or raised."""
 
 
+def cores() -> int:
+    """Returns how many cores this process may use; all of the machine where the system does not tell, as on macOS."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables while processes are started, which inherit them; whatever is changed is put back."""

@@ -30,7 +30,8 @@ class HuggingFaceDocuments(Reader):
         source: The folder.
         split: Which split of a `DatasetDict`; None: the only one, or all in their order.
         text_column: Column of the text.
-        source_column: Column of the source that the document is counted under; None: the name of the folder.
+        source_column: Column of the source that the document is counted under; None: the name of the
+            split's folder, or "data" where there are no splits.
 
     Raises:
         ConfigError: If the folder is not such a one, or has no such split or column, or a file is missing.

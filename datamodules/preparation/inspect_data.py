@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from inspect import signature
 from itertools import groupby
 from typing import Any
 
 from core.configuration.command_parser import Parser
+from core.contracts import Packing
 from core.data.prepared import read_manifest, whole_folder
 from core.errors import ConfigError
 from core.technique import technique
@@ -33,8 +35,7 @@ def inspect_data(arguments: list[str]) -> int:
 
     from core import catalog
 
-    packing = catalog.find(options.packing, "stages").load()
-    stage = packing(mask_documents=True) if options.mask_documents else packing()
+    stage = _stage(catalog.find(options.packing, "stages").load(), options)
     sizes = {"sequence_length": options.sequence_length, "batch_size": options.batch_size}
     batch = _batch(stage.batches(folder / options.split, pad=True, **sizes), options.index)
     try:
@@ -63,6 +64,14 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         if getattr(options, name) < least:
             raise ConfigError(f"--{name} is {getattr(options, name)}; it is at least {least}.")
     return options
+
+
+def _stage(packing: type, options: argparse.Namespace) -> Packing:
+    if not (isinstance(packing, type) and issubclass(packing, Packing)):
+        raise ConfigError(f"--packing is {options.packing}, which does not pack documents into rows.")
+    if options.mask_documents and "mask_documents" not in signature(packing).parameters:
+        raise ConfigError(f"--mask_documents: {options.packing} has no such argument. Leave it out.")
+    return packing(mask_documents=True) if options.mask_documents else packing()
 
 
 def _batch(batches: Any, index: int) -> Any:

@@ -20,6 +20,7 @@ from datamodules.preparation.engine_worker import (
     ONE_THREAD,
     Answer,
     answer,
+    cores,
     deadly,
     environment,
     result,
@@ -57,7 +58,7 @@ class LocalEngine(Engine):
         self, work: Callable[[dict[str, Any]], dict[str, Any]], tasks: Sequence[dict[str, Any]]
     ) -> Iterator[dict[str, Any]]:
         """Calls `work` for each task and yields what it returns, as they are done."""
-        number = min(self.workers or len(os.sched_getaffinity(0)), len(tasks))
+        number = min(self.workers or cores(), len(tasks))
         waiting, deaths = deque(tasks), Counter[str]()
         context = _context()
         workers = {_Worker(context, work) for _ in range(number)}

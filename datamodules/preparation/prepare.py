@@ -152,7 +152,8 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
         raise ConfigError("\n".join(str(error).splitlines()[:6])) from error
 
 
-_OF_READING = {"packing", "cache_dir", "sequence_length", "batch_size", "shuffle", "seed", "num_workers"}
+_OF_READING = {"packing", "cache_dir", "cache_bytes", "storage_options", "sequence_length", "batch_size", "shuffle",
+               "seed", "num_workers"}  # fmt: skip
 """Options of PretrainDataModule that have no say in what is written; others are looked up, which takes seconds."""
 
 
@@ -192,28 +193,27 @@ def _take(folder: Path, plan: Mapping[str, Any], overwrite: bool) -> None:
     """
     from core.files import durable
 
-    path = folder / "plan.json"
-    for left in [*folder.glob("*.tmp"), *folder.glob("*/*.tmp")]:  # of a killed run
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    path, old = folder / "plan.json", None
     if path.exists():
-        old: Any = None
         with suppress(ValueError):
             old = json.loads(path.read_text(encoding="utf-8"))
-        if old == plan:
-            return
-        if not overwrite:
+        if old != plan and not overwrite:
             raise ConfigError(
                 f"{folder} was written with another configuration or source:\n{_difference(old, plan)}\n"
                 "Choose another --output, or replace it with --overwrite."
             )
-        for name in _OURS:
-            target = folder / name
-            shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
-    elif any(folder.iterdir()):
+    elif any(not file.match(f".{path.name}.*.tmp") for file in folder.iterdir()):
         raise ConfigError(
             f"{folder} is not empty, and not a folder that prepare has written (it has no plan.json).\nChoose another "
             "--output."
         )
+    for left in [*folder.glob("*.tmp"), *folder.glob("*/*.tmp")]:  # of a killed run; the folder is ours
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+    if old == plan:
+        return
+    for name in _OURS:
+        target = folder / name
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
     durable.write(path, json.dumps(plan, indent=1) + "\n")
 
 

@@ -26,6 +26,7 @@ from datamodules.preparation.engine_worker import (
     ATTEMPTS,
     Answer,
     answer,
+    cores,
     deadly,
     environment,
     result,
@@ -216,8 +217,7 @@ def _connect(address: str, folder: str) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     own = address == "local"
     if own:
-        cores = len(os.sched_getaffinity(0))
-        options |= {"num_cpus": cores, "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False,
+        options |= {"num_cpus": cores(), "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False,
                     "_temp_dir": folder}  # fmt: skip
     try:
         if address not in ("local", "auto"):  # Ray would try for minutes

@@ -49,7 +49,7 @@ def new(name: str, kind: str, output: str | None) -> int:
     _write(folder, files)
     shown = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
     print(f"{len(files)} files in {shown}; {name} is a small technique that works. Next:\n")
-    print(f"  cd {shown}\n  pip install -e '.[test]'\n  pytest\n")
+    print(f"  cd {shown}\n  pip install -e '.[test]'\n  python -m pytest\n")
     print(f"Then change leyden_{word}/{word}.py and tests/test_{word}.py into yours.")
     return 0
 

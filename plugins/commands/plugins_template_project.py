@@ -50,9 +50,9 @@ USAGE
 
     pip install -e '.[test]'
     ruff check .
-    pytest
+    python -m pytest
 
-`pytest` runs the tests in `tests/` and leyden's conformance kit, which tries the technique in small runs.
+`python -m pytest` runs the tests in `tests/` and leyden's conformance kit, which tries the technique in small runs.
 The class is in `leyden_technique_name/technique_name.py`. After a change to the entry point in
 `pyproject.toml`, install again.
 """
@@ -75,7 +75,7 @@ jobs:
           python-version: ${{ matrix.python }}
       - run: pip install -e '.[test]'
       - run: ruff check .
-      - run: pytest
+      - run: python -m pytest
 """
 
 FILES = {

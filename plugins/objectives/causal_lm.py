@@ -17,6 +17,11 @@ from plugins.objectives.chunked import in_chunks
 if TYPE_CHECKING:
     from core.selection import Run, Selected
 
+SPREADING = (
+    "FSDP", "HybridParallel", "DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"
+)  # fmt: skip
+"""Strategies that keep parts of weights on each rank, and gather or reduce them where `network` computes only."""
+
 
 @technique(
     paper="GPT, Radford et al. 2018, section 3.1; smoothing: arXiv:1512.00567, 7; z-loss: PaLM, arXiv:2204.02311, 5",
@@ -36,6 +41,7 @@ class CausalLM(Objective):
             Logged as `train/z_loss`, without the coefficient.
         l2: Coefficient c of c/2 times the sum of squares of all weights of two and more dimensions. Unlike the
             optimizer's decoupled weight decay, its gradient passes through the optimizer's moments.
+            Needs whole weights on each rank: not with `FSDP`, `HybridParallel` and `DeepSpeedZero`.
         chunk_tokens: Positions whose logits exist at a time, so that memory does not grow with B T V; None: all.
             For networks that return hidden states.
 
@@ -73,7 +79,13 @@ class CausalLM(Objective):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that weights are decayed twice, where they are."""
+        """Yields that weights are decayed twice, where they are, and that their sum is that of parts."""
+        spread = [item.name for item in run.selected if item.name in SPREADING]
+        if own.arguments.get("l2") and spread:
+            yield (
+                f"l2 is {own.arguments['l2']}, a sum over whole weights, of which {spread[0]} keeps parts on each rank. "
+                "Set --model.objective.l2=0, and --model.optimizer.weight_decay instead."
+            )
         decay = run.argument("model.optimizer.weight_decay")
         if own.arguments.get("l2") and decay:
             yield (

@@ -19,9 +19,9 @@ from core.training.shards import is_spread, whole
 class Muon(Optimizer):
     """Orthogonalises the momentum of each hidden matrix; embeddings, head, norms and biases get AdamW.
 
-    Hidden matrices are the 2-dimensional weights of the network's blocks. Their update has 0.2 times the root
-    mean square of an orthogonal matrix, which is about that of an AdamW update: one learning rate and one
-    decay do for both. State: 4 bytes per float32 parameter of a hidden matrix, 8 of the others.
+    Hidden matrices are the 2-dimensional weights of the network's blocks. Their update is scaled to a root
+    mean square of about 0.2 times the learning rate, that of a usual AdamW update: one rate and one decay do
+    for both. State: 4 bytes per float32 parameter of a hidden matrix, 8 of the others.
 
     Args:
         params: Parameters or parameter groups.

@@ -36,7 +36,9 @@ class Span(NamedTuple):
     def fault(self, run: float) -> str | None:
         """Returns what of it does not fit together, or into a run of so many steps or tokens; 0: not known."""
         key, end, unit = "--model.lr_scheduler.", self.end, self.unit
-        if run > 1 and end > run:
+        if end == float("inf"):
+            end = run
+        if 1 < run < end:
             return (
                 f"total_{unit} is {end:,.0f}, the run only {run:,.0f} {unit} long: it would end before the schedule.\n"
                 f"Set {key}total_{unit} to {run:.0f} or less, or train for longer."
@@ -47,8 +49,9 @@ class Span(NamedTuple):
         mend = f"{key}warmup_{unit} to less than {end:.0f}"
         if self.decay:
             mend = f"{key}warmup_{unit} and {key}decay_{unit} to {end:.0f} together or less"
+        whole = "schedule" if self.end == end else "run"
         return (
-            f"warmup_{unit} is {self.warmup:,.0f}{decay}, the schedule only {end:,.0f} {unit} long.\n"
+            f"warmup_{unit} is {self.warmup:,.0f}{decay}, the {whole} only {end:,.0f} {unit} long.\n"
             f"Set {mend}, or train for longer."
         )
 
@@ -133,6 +136,11 @@ class WarmupSchedule(Schedule, ABC):
             raise ConfigError(
                 f"{cls.__name__} has warmup_tokens and no total_tokens: set --model.lr_scheduler.total_tokens to the "
                 "tokens of the whole schedule.\nHow many the run has, `python -m core plot-schedule` says."
+            )
+        if span.unit == "tokens" and span.warmup == float("inf"):
+            raise ConfigError(
+                f"{cls.__name__}: the warm-up is a fraction of a schedule without an end. Set "
+                "--model.lr_scheduler.warmup_tokens to a number of tokens."
             )
         return span
 

@@ -25,6 +25,8 @@ from plugins.strategies.pipeline import Pipeline, whole
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, cut, tied
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from core.selection import Run, Selected
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
@@ -90,6 +92,7 @@ class HybridParallel(MeshStrategy):
         self.context_method, self.schedule, self.microbatches = context_method, schedule, microbatches
         self.context: ContextParallel | None = None
         self.pipeline: Pipeline | None = None
+        self._data: DeviceMesh | None = None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -108,7 +111,10 @@ class HybridParallel(MeshStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks that share a model or a sequence read the same rows."""
+        """The ranks that share a model or a sequence read the same rows; before they are connected, that of rank 0."""
+        if self._data is None:
+            sizes = self.sizes.of(self.world_size)
+            return {"num_replicas": sizes["data_replicate"] * sizes["data_shard"], "rank": 0}
         return {"num_replicas": self._data.size(), "rank": self._data.get_local_rank()}
 
     # -- the model --------------------------------------------------------------------------------

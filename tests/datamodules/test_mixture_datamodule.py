@@ -14,13 +14,18 @@ from datamodules.preparation.token_shards import TokenShards
 
 @pytest.fixture
 def folder(tmp_path):
-    def make(name, vocabulary=("a", "b"), documents=20):
+    def make(name, vocabulary=("a", "b"), documents=20, end=0):
         root = tmp_path / name
         for split in ("train", "validation"):
             TokenShards().write([[1, 1, 0]] * documents, root / split, 2)
         tokenizer = Tokenizer(models.BPE({token: n for n, token in enumerate(vocabulary)}, []))
         (root / "tokenizer.json").write_text(tokenizer.to_str())
-        manifest = {"vocab_size": 2, "train_tokens": 3 * documents, "unigram_loss": 1.0, "end_of_text_id": 0}
+        manifest = {
+            "vocab_size": 2,
+            "train_tokens": 3 * documents,
+            "unigram_loss": 1.0,
+            "end_of_text_id": end,
+        }
         (root / "manifest.json").write_text(json.dumps(manifest))
         return str(root)
 
@@ -51,6 +56,12 @@ def test_what_is_not_prepared_is_refused(tmp_path):
 
 def test_different_tokenizers_are_refused(folder):
     data = build({"one": folder("one"), "two": folder("two", vocabulary=("b", "a"))})
+    with pytest.raises(ConfigError, match="written by different tokenizers"):
+        data.setup()
+
+
+def test_different_ends_of_documents_are_refused(folder):
+    data = build({"one": folder("one"), "two": folder("two", end=1)})
     with pytest.raises(ConfigError, match="written by different tokenizers"):
         data.setup()
 

@@ -6,8 +6,11 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.errors import ConfigError
+from core.selection import Run, describe
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
+from plugins.strategies.ddp import DDP
+from plugins.strategies.fsdp import FSDP
 
 VOCAB, B, T = 37, 3, 12
 
@@ -238,3 +241,12 @@ def test_chunks_of_a_network_with_logits_of_its_own_are_refused(batch):
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):
         CausalLM(**options)
+
+
+@pytest.mark.parametrize(("strategy", "refused"), [(DDP, False), (FSDP, True)])
+def test_the_sum_over_all_weights_needs_whole_ones(strategy, refused):
+    own = describe("model.objective", CausalLM, "x.CausalLM", {"l2": 1e-3})
+    other = describe("trainer.strategy", strategy, f"x.{strategy.__name__}", {})
+    faults = list(CausalLM.preflight(Run((own, other), {}), own))
+    assert len(faults) == refused
+    assert not refused or "l2 is 0.001, a sum over whole weights, of which FSDP keeps parts" in faults[0]

@@ -1,3 +1,4 @@
+import inspect
 import json
 import os
 import random
@@ -28,7 +29,9 @@ from datamodules.preparation import source_files
 from datamodules.preparation.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.json_lines_documents import JSONLinesDocuments
 from datamodules.preparation.local_engine import LocalEngine
+from datamodules.preparation.prepare import _OF_READING
 from datamodules.preparation.text_documents import TextDocuments
+from datamodules.preparation.token_preparation import build
 from datamodules.preparation.token_shards import TokenShards
 from tests.conftest import HOUSE
 from tests.datamodules.preparation.corpus import contents, corpus, preparation, prepare, texts, write_lines
@@ -393,11 +396,26 @@ def test_a_changed_source_is_noticed(tmp_path):
 
 def test_a_folder_of_somebody_elses_is_left_alone(source, tmp_path):
     (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    theirs = {"thesis.tmp": b"mine", "work/notes.tmp": b"mine", "work.tmp/draft.txt": b"mine"}
+    for name, content in theirs.items():
+        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "out" / name).write_bytes(content)
     for overwrite in (False, True):
         with pytest.raises(ConfigError, match="not a folder that prepare has written"):
             prepare(source, tmp_path / "out", overwrite)
-    assert contents(tmp_path / "out") == {"thesis.txt": b"mine"}
+    assert contents(tmp_path / "out") == theirs
+
+
+def test_options_of_reading_are_those_of_the_datamodule_that_preparation_does_not_take():
+    options = inspect.signature(PretrainDataModule).parameters.keys()
+    assert options - inspect.signature(build).parameters.keys() == _OF_READING
+
+
+def test_what_a_run_left_that_was_killed_over_its_plan_is_taken_away(source, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".plan.json.0123456789ab.tmp").write_text("{")
+    prepare(source, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.tmp"))
 
 
 def test_two_at_once_do_not_write_to_one_folder(source, tmp_path):

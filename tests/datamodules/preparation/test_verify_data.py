@@ -145,6 +145,8 @@ def test_mistakes(whole, capsys):
         ("--index", "10000"): "--index is 10000; there are ",
         ("--batch_size", "0"): "--batch_size is 0",
         ("--packing", "Concat"): "Did you mean Concatenate?",
+        ("--packing", "BPETokenizer"): "--packing is BPETokenizer, which does not pack documents into rows.",
+        ("--packing", "BestFit", "--mask_documents"): "--mask_documents: BestFit has no such argument.",
     }.items():
         assert main(["inspect-data", str(whole), *words]) == 2
         assert message in capsys.readouterr().err

@@ -90,6 +90,15 @@ def test_of_a_long_run_some_steps_are_kept(plot):
     assert (rows[0]["step"], rows[-1]["step"]) == ("1", "12000")
 
 
+@pytest.mark.parametrize(("strategy", "readers"), [("DDP", 2), ("FSDP", 2), ("HybridParallel", 2),
+                                                   ("HybridParallel --trainer.strategy.tensor=2", 1)])  # fmt: skip
+def test_the_rows_of_all_ranks_are_counted(plot, strategy, readers):
+    words = f"--trainer.devices=2 --trainer.accelerator=cpu --trainer.strategy={strategy}".split()
+    code, told, rows = plot(*words)
+    assert code == 0, told
+    assert int(rows[0]["tokens_per_step"]) == readers * 4 * 16
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [

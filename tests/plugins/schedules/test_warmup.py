@@ -214,6 +214,7 @@ REFUSED = [
     (WarmupLinear, {"total_tokens": 1000}, "warmup_steps is 100, but the schedule counts tokens"),
     (WarmupStableDecay, {"warmup_tokens": 1, "total_tokens": 9, "decay_steps": 5}, "Give decay_tokens too"),
     (WarmupStableDecay, {"decay": "cosin"}, "Did you mean cosine?"),
+    (WarmupConstant, {"warmup_tokens": 0.1}, "a fraction of a schedule without an end"),
     (WarmupInverseSquareRoot, {"min_lr_ratio": -0.1}, "WarmupInverseSquareRoot takes min_lr_ratio"),
 ]
 
@@ -234,6 +235,8 @@ TOO_LONG = [
         "total_tokens is 6,401, the run only 6,400 tokens",
     ),
     (WarmupLinear, {"warmup_tokens": 700, "total_tokens": 600}, "warmup_tokens is 700"),
+    (WarmupConstant, {"warmup_tokens": 6401}, "warmup_tokens is 6,401, the run only 6,400 tokens long"),
+    (WarmupInverseSquareRoot, {"warmup_tokens": 6400}, "to less than 6400, or train for longer"),
 ]
 
 
@@ -254,7 +257,8 @@ def test_what_is_too_long_is_refused_before_the_run(kind, options, message):
     assert len(faults) == 1
     assert message in faults[0]
     config["trainer"]["max_steps"] = 1000
-    assert not list(kind.preflight(Run((own,), config), own)) or "warmup_tokens" in message
+    too_long_itself = options.get("warmup_tokens", 0) >= options.get("total_tokens", math.inf)
+    assert bool(list(kind.preflight(Run((own,), config), own))) == too_long_itself
 
 
 class Ragged(ToyData):
