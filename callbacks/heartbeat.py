@@ -92,8 +92,9 @@ class Heartbeat(Callback):
         """Beats; shares and logs the times where figures are logged."""
         self._batches += 1
         self._beat()
-        if pl_module.logging_step and trainer.world_size > 1:
-            self._share(trainer, pl_module)
+        if pl_module.logging_step:
+            if trainer.world_size > 1:
+                self._share(trainer, pl_module)
             self._forget()
         self._idle_since = time.perf_counter()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,14 +110,18 @@ def repeat(trainer: Trainer, pl_module: LightningModule, batches: list[tuple[Any
     """Runs micro-batches again, forward and backward; returns the first thing that is not finite, in words."""
     whole = trainer.model if trainer.model is not None else pl_module
     quiet = getattr(whole, "no_sync", nullcontext)  # under DDP: no rank waits for another
+    run = getattr(trainer.strategy, "run_as_forward", None)  # gathers what is spread over ranks
+    step = partial(run, "training_step") if run else pl_module.training_step
+    context = getattr(trainer.strategy, "step_context", nullcontext)
     pl_module.zero_grad()
     with watched(pl_module.network) as found, quiet():
         for batch, index in batches:
             with trainer.precision_plugin.train_step_context():
-                loss = pl_module.training_step(batch, index)
+                loss = step(batch, index)
             if not found and not bool(loss.isfinite()):
                 found.append("the loss, while what the network returned was finite")
-            loss.backward()
+            with context():
+                loss.backward()
     return found[0] if found else None
 
 

@@ -31,7 +31,7 @@ class PeriodicCheckpoint(Checkpoint):
         dirpath: The folder to write to.
         keep_every_n_steps: Checkpoints of multiples of so many steps are kept besides, for good.
         keep_best: Whether the one with the lowest `val/loss` is kept besides; one is saved after each validation
-            that found a lower loss.
+            that found a lower loss, but for one between the micro-batches of a step.
 
     Attributes:
         last_model_path: The newest checkpoint that this process wrote; empty before the first.
@@ -100,8 +100,15 @@ class PeriodicCheckpoint(Checkpoint):
         """Saves what waited: a resumed run would not repeat the validation."""
         if trainer.sanity_checking:
             return
-        path = self._path(trainer.global_step)
-        if self.keep_best and (loss := float(trainer.callback_metrics["val/loss"])) < self._best:
+        path = self.path_of(trainer.global_step)
+        between = (
+            trainer.fit_loop.epoch_loop._should_accumulate()
+        )  # gradients of a part of a step are not saved
+        if (
+            self.keep_best
+            and not between
+            and (loss := float(trainer.callback_metrics["val/loss"])) < self._best
+        ):
             self._best, self.best_model_path, self._due = loss, str(path), True
         if self._due and trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
@@ -135,7 +142,7 @@ class PeriodicCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, step: int) -> None:
         self._due = False
-        path = self._path(step)
+        path = self.path_of(step)
         trainer.save_checkpoint(path)
         self._saved_step, self.last_model_path = step, str(path)
         if hasattr(self._io, "stall_s"):
@@ -143,7 +150,8 @@ class PeriodicCheckpoint(Checkpoint):
                 logger.log_metrics({"checkpoint/stall_s": self._io.stall_s}, step=step)
         self._prune(trainer)
 
-    def _path(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
+        """Returns where the checkpoint of a step lies, or would."""
         return Path(self.dirpath, f"step-{step:08d}.ckpt")
 
     def _prune(self, trainer: Trainer) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
+from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.technique import technique
 
 PRODUCTS = {
@@ -76,7 +78,11 @@ class RunSummary(Callback):
         if not trainer.is_global_zero or self._began is None:
             return
         folder = _shown(Path(trainer.default_root_dir))
-        resume = f"resume it with: {_resume(trainer)}" if _checkpoint(trainer) else "it has no checkpoint yet"
+        found, saver = _checkpoint(trainer), trainer.checkpoint_callback
+        signalled = isinstance(exception, SIGTERMException)
+        if signalled and trainer.global_step and isinstance(saver, PeriodicCheckpoint):
+            found = saver.path_of(trainer.global_step)  # which it saves behind this
+        resume = f"resume it with: {_resume(trainer, found)}" if found else "it has no checkpoint yet"
         print(f"Stopped at step {trainer.global_step:,}. The run lies in {folder}; {resume}", flush=True)
 
     def _run_line(self, trainer: Trainer, pl_module: LightningModule) -> str:
@@ -135,11 +141,14 @@ def _command_lines(trainer: Trainer) -> list[str]:
     if checkpoint is None:
         return ["No checkpoint was saved: there is nothing to generate from or to resume."]
     generate = f'python -m core generate --ckpt_path {shlex.quote(_shown(checkpoint))} --prompt "The"'
-    return ["Next:", f"  {generate}", f"  {_resume(trainer)} {_longer(trainer)}"]
+    return ["Next:", f"  {generate}", f"  {_resume(trainer, checkpoint)} {_longer(trainer)}"]
 
 
-def _resume(trainer: Trainer) -> str:
-    return f"python -m core fit --ckpt_path {shlex.quote(_shown(Path(trainer.default_root_dir)))}"
+def _resume(trainer: Trainer, checkpoint: Path) -> str:
+    place = Path(trainer.default_root_dir)
+    if place.resolve() not in checkpoint.resolve().parents:  # `dirpath` of PeriodicCheckpoint
+        place = checkpoint
+    return f"python -m core fit --ckpt_path {shlex.quote(_shown(place))}"
 
 
 def _longer(trainer: Trainer) -> str:

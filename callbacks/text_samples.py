@@ -18,7 +18,7 @@ from rich.text import Text
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
-from core.training.sampling import generate
+from core.training.sampling import fault, generate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -82,6 +82,8 @@ class TextSamples(Callback):
         for name, value in {"every_n_steps": every_n_steps, "max_new_tokens": max_new_tokens}.items():
             if value is not None and value < 1:
                 raise ConfigError(f"TextSamples: {name} must be at least 1, not {value}.")
+        if wrong := fault(max_new_tokens, temperature, top_k):
+            raise ConfigError(f"TextSamples: {wrong}")
         self._prompts = given[:num_samples]
         self._every_n_steps = every_n_steps
         self._options: dict[str, Any] = {
@@ -118,8 +120,12 @@ class TextSamples(Callback):
             return
         for callback in trainer.callbacks:
             getattr(callback, "pause_clock", lambda: None)()  # what measures speed leaves this time out
-        with trainer.precision_plugin.forward_context():
-            samples = self._continuations(trainer, pl_module)
+        try:
+            with trainer.precision_plugin.forward_context():
+                samples = self._continuations(trainer, pl_module)
+        except ConfigError as error:  # weights that are not finite, say: what ends a run is not decided here
+            print(f"TextSamples, step {trainer.global_step:,}: {error}", file=sys.stderr)
+            return
         self._show(trainer, samples)
         self._append(trainer, samples)
         for logger in trainer.loggers:

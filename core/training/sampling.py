@@ -109,6 +109,19 @@ def _stream(
             module.training = training
 
 
+def fault(
+    max_new_tokens: int, temperature: float, top_k: int | None = None, top_p: float | None = None
+) -> str | None:
+    """Returns which option of :func:`generate` is out of its range, or None."""
+    problems = {
+        f"max_new_tokens={max_new_tokens} must be at least 0.": max_new_tokens < 0,
+        f"temperature={temperature} must be 0 (greedy) or above.": not 0 <= temperature < float("inf"),
+        f"top_k={top_k} must be at least 1.": top_k is not None and top_k < 1,
+        f"top_p={top_p} must be above 0 and at most 1.": top_p is not None and not 0 < top_p <= 1,
+    }
+    return next((message for message, applies in problems.items() if applies), None)
+
+
 def _check(
     network: Network,
     prompt_ids: Sequence[int],
@@ -122,11 +135,7 @@ def _check(
     problems = {
         "the prompt is empty: give at least one token.": not prompt_ids,
         f"prompt token {outside and outside[0]} is not in the vocabulary ({size}).": bool(outside),
-        f"max_new_tokens={max_new_tokens} must be at least 0.": max_new_tokens < 0,
-        f"temperature={temperature} must be 0 (greedy) or above.": not 0 <= temperature < float("inf"),
-        f"top_k={top_k} must be at least 1.": top_k is not None and top_k < 1,
-        f"top_p={top_p} must be above 0 and at most 1.": top_p is not None and not 0 < top_p <= 1,
     }
-    for message, applies in problems.items():
-        if applies:
-            raise ConfigError(f"generate: {message}")
+    wrong = fault(max_new_tokens, temperature, top_k, top_p)
+    if message := wrong or next((text for text, applies in problems.items() if applies), None):
+        raise ConfigError(f"generate: {message}")

@@ -20,11 +20,20 @@ def drops_updates(optimizer: Optimizer) -> bool:
 
 def drop_update(optimizer: Optimizer, drop: Tensor) -> None:
     """Leaves out the coming update if `drop` (0-d, boolean, on the device), or what was said before, is true."""
-    told: Any = optimizer
-    drop = drop.float()
-    told.found_inf = torch.maximum(told.found_inf, drop) if hasattr(told, "found_inf") else drop
+    told, drop = vars(optimizer), drop.float()
+    if "_repeats_drop" not in told:
+        told["_repeats_drop"] = optimizer.register_step_pre_hook(_repeat_drop)
+    told["found_inf"] = told["_drop"] = torch.maximum(told["_drop"], drop) if "_drop" in told else drop
 
 
 def keep_updates(optimizer: Any) -> None:
     """Makes the next update again, whatever was said about the last one."""
-    vars(getattr(optimizer, "optimizer", optimizer)).pop("found_inf", None)
+    told = vars(getattr(optimizer, "optimizer", optimizer))
+    told.pop("_drop", None)
+    told.pop("found_inf", None)
+
+
+def _repeat_drop(optimizer: Any, *_: Any) -> None:
+    """Adds what was said to what a gradient scaler has found, and has written over it as the step begins."""
+    if (drop := vars(optimizer).get("_drop")) is not None:
+        optimizer.found_inf = torch.maximum(optimizer.found_inf, drop)

@@ -118,12 +118,16 @@ def remove(path: Path) -> None:
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
-    gone = path
-    if path.suffix == ".ckpt":
-        gone = path.with_name(f".{path.stem}.removed.ckpt.tmp")
-        shutil.rmtree(gone, ignore_errors=True)  # of a run that was killed here
+    shutil.rmtree(set_aside(path) if path.suffix == ".ckpt" else path, ignore_errors=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Takes its name from a checkpoint, if there is one; returns where it lies now, for nobody to load."""
+    gone = path.with_name(f".{path.stem}.removed.ckpt.tmp")
+    remove(gone)  # of a run that was killed here
+    with suppress(FileNotFoundError):
         os.replace(path, gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    return gone
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from core.checkpoints import sharded
 from core.files import durable
-from plugins.checkpoints.atomic_checkpoint import failure, reason, remove, remove_leftovers
+from plugins.checkpoints.atomic_checkpoint import failure, reason, remove, remove_leftovers, set_aside
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -116,9 +116,10 @@ def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[dict[
     durable.write(temporary / sharded.MANIFEST, manifest)
     durable.sync_all(temporary)
     durable.write(temporary / sharded.MARKER, hashlib.sha256(manifest).hexdigest() + "\n")
-    remove(path)  # of the same step, which the run has come to again
+    before = set_aside(path)  # of the same step, which the run has come to again
     os.replace(temporary, path)
     durable.sync(path.parent)
+    remove(before)
 
 
 def _first(error: BaseException) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,6 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.strategies.shared_scaler import scales_losses
+
+if TYPE_CHECKING:
+    from core.selection import Run, Selected
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "bf16": default_hooks.bf16_compress_hook,
@@ -80,6 +84,20 @@ class DDP(DDPStrategy):
             find_unused_parameters=find_unused_parameters,
             gradient_as_bucket_view=True,  # gradients lie in the buckets: one copy less of each
         )
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields what lets a run go on behind gradients that are not finite, which PowerSGD does not forget."""
+        if own.arguments.get("compression") != "powersgd":
+            return
+        others = [item.name for item in run.selected if item.name in ("SkipStep", "SpikeRollback")]
+        if scales_losses(run):
+            others.append("fp16")
+        for name in others:
+            yield (
+                f"compression=powersgd adds what it left out of gradients to the next ones, for ever if they were not "
+                f"finite, and {name} goes on behind those: set --trainer.strategy.compression=bf16 or none."
+            )
 
     def _register_ddp_hooks(self) -> None:
         # Lightning's own does so on CUDA only, and says nothing elsewhere.

@@ -194,10 +194,10 @@ class DeepSpeedZero(MeshStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Lets DeepSpeed differentiate, which averages gradients over the ranks."""
-        self.pre_backward(closure_loss)
+        assert self.lightning_module is not None
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # calls hooks
         self.model.backward(closure_loss, scale_wrt_gas=False)  # Lightning has divided
-        self.post_backward(closure_loss)
-        return closure_loss
+        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
 
     @property
     def _stepped(self) -> EngineOptimizer:

@@ -103,6 +103,8 @@ class MeshStrategy(ParallelStrategy):
         self.set_world_ranks()
         assert self.cluster_environment is not None
         backend = _get_default_process_group_backend_for_device(self.root_device)
+        if self.parameter_device != self.root_device:  # gradients lie there, and so do what is summed of them
+            backend = f"{self.parameter_device.type}:gloo,{self.root_device.type}:{backend}"
         device = self.root_device if self.root_device.type != "cpu" else None
         _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
         self.connect_mesh()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, Checkpoint, ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
@@ -120,7 +120,7 @@ def new_trainer(
         callbacks=callbacks,
         enable_model_summary=False,
         enable_progress_bar=any(isinstance(callback, ProgressBar) for callback in callbacks),
-        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        enable_checkpointing=any(isinstance(callback, Checkpoint) for callback in callbacks),
         **{**defaults, **options},
     )
 

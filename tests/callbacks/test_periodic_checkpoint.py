@@ -184,6 +184,14 @@ def test_the_best_is_kept_also_by_a_run_that_goes_on(train, kept):
     assert list(losses) == [3, 6, 9, 12]
 
 
+def test_the_best_is_not_looked_for_between_the_micro_batches_of_a_step(train):
+    """Validations behind micro-batches 3, 6, 9...: 6 and 12 end a step; gradients of half a step are not saved."""
+    options = {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}
+    _, saved = train(every=100, keep=-1, max_steps=8, policy={"keep_best": True}, **options)
+    assert 3 in saved
+    assert set(saved) <= {3, 6, 8}
+
+
 def test_checkpoints_written_in_the_background_are_there_at_the_end_and_old_ones_are_not(
     train, kept, tmp_path
 ):

@@ -5,9 +5,12 @@ import shlex
 
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from callbacks.run_summary import RunSummary
 from core.preflight import ordered
+from tests.callbacks.conftest import Bytes, language_module, new_trainer
 
 GENERATE = re.compile(r'^  python -m core generate --ckpt_path (\S+) --prompt "The"$', re.MULTILINE)
 FIT = re.compile(r"^  python -m core fit --ckpt_path (\S+) (--trainer\.\w+ \d+)$", re.MULTILINE)
@@ -153,3 +156,22 @@ def test_an_exception_before_the_training_leaves_no_line(fit, tmp_path, capsys):
         fit(tmp_path, [Fail(), summary])
     assert summary._began is None
     assert capsys.readouterr().out == ""
+
+
+class Signal(Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 3:
+            raise SIGTERMException
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_run_that_a_signal_ends_before_its_first_checkpoint_can_be_resumed(inside, tmp_path, capsys):
+    """PeriodicCheckpoint, which is called last, saves then; one that lies elsewhere is named itself."""
+    run, folder = tmp_path / "run", tmp_path / ("run/checkpoints" if inside else "elsewhere")
+    callbacks = [RunSummary(), Signal(), PeriodicCheckpoint(100, dirpath=str(folder))]
+    with pytest.raises(SIGTERMException):
+        new_trainer(run, callbacks, limit_val_batches=0).fit(language_module(), datamodule=Bytes())
+    saved = folder / "step-00000003.ckpt"
+    assert saved.exists()
+    told = capsys.readouterr().out
+    assert told.strip().endswith(f"resume it with: python -m core fit --ckpt_path {run if inside else saved}")

@@ -13,6 +13,7 @@ from callbacks.skip_step import SkipStep
 from core.__main__ import main
 from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
+from plugins.precision.fp16_mixed import FP16Mixed
 from tests.core.test_language_module import CountWaits, fit, module, uneven_batches
 
 
@@ -64,7 +65,7 @@ def run(tmp_path, skip, factors, steps=30, optimizer=AdamW, **options):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"},
-                                     {"plugins": MixedPrecision("16-mixed", "cpu")}])  # fmt: skip
+                                     {"plugins": MixedPrecision("16-mixed", "cpu")}, {"plugins": FP16Mixed()}])  # fmt: skip
 def test_it_skips_what_the_rule_says_and_nothing_of_it_is_left(tmp_path, options):
     factors = {12: 100.0, 13: 1000.0, 20: math.nan, 25: 1.5}
     spikes, runner = run(tmp_path, SkipStep(8, 6.0), factors, **options)

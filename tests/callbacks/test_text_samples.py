@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer
 
@@ -115,6 +116,8 @@ def test_control_characters_do_not_reach_the_terminal():
         ({"num_samples": 1, "prompts": [""]}, "none of them empty"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"top_k": 0}, "top_k=0 must be at least 1"),
+        ({"temperature": -0.5}, "temperature=-0.5 must be 0"),
     ],
 )
 def test_wrong_arguments_are_named(options, named):
@@ -125,3 +128,15 @@ def test_wrong_arguments_are_named(options, named):
 def test_defaults_fit_the_trainer_without_a_data_module(run, make_trainer, tmp_path):
     assert isinstance(trainer := make_trainer(tmp_path, []), Trainer)
     assert TextSamples()._cannot(trainer, run.module)
+
+
+class NotFinite(Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        with torch.no_grad():
+            pl_module.network.embedding.weight.fill_(torch.nan)
+
+
+def test_weights_that_are_not_finite_do_not_end_the_run(fit, tmp_path, capsys):
+    run = fit(tmp_path, [TextSamples(every_n_steps=2), NotFinite()], max_steps=4, limit_val_batches=0)
+    assert run.trainer.global_step == 4
+    assert "TextSamples, step 4: " in capsys.readouterr().err + run.printed

@@ -26,6 +26,21 @@ class HookCalls(Callback):
         print(f"HOOK_CALLS {self.calls}", flush=True)
 
 
+class BackwardHooks(Callback):
+    """Prints how often callbacks were told that a backward pass begins, and that it is over."""
+
+    before = after = 0
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: torch.Tensor) -> None:
+        self.before += 1
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.after += 1
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        print(f"BACKWARD_HOOKS {self.before} {self.after}", flush=True)
+
+
 class BlockInputs(Callback):
     """Prints of what types the tensors are that the first block is given."""
 

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -181,3 +182,20 @@ def test_ranks_that_predict_nothing_say_so(tmp_path):
     done = run(["predict", *words], tmp_path, ranks=2)
     assert done.codes == (0, 0), done.complaint
     assert len(list(tmp_path.glob("run*/predictions.rank?.safetensors"))) == 2
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "FSDP", *(pytest.param(f"HybridParallel {kind}=2", id=kind) for kind in ("tensor", "pipeline"))],
+)
+def test_the_module_that_is_not_finite_is_named_also_where_weights_are_spread(strategy, tmp_path):
+    name, *sizes = strategy.split()
+    poison = ["--trainer.callbacks+=tests.distributed.poison.PoisonedSteps", "--trainer.callbacks.start=3"]
+    chosen = [f"--trainer.strategy={name}", *(f"--trainer.strategy.{size}" for size in sizes)]
+    words = ["fit", *write(tmp_path), "--trainer.devices=2", *chosen, *poison]
+    done = run([*words, "--trainer.callbacks+=NonFiniteGuard"], tmp_path, ranks=2)
+    assert done.code == 2, done.complaint
+    assert "NonFiniteGuard: in step 3 the loss is" in done.complaint
+    assert re.search(r"First found: the gradient that \S+ .*passes on going backward", done.complaint), (
+        done.complaint
+    )

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from core.__main__ import main
 from core.errors import ConfigError
 from plugins.strategies.ddp import DDP
 from tests.distributed.same_run import STEPS, differences, fit, one_process
@@ -40,3 +41,16 @@ def test_small_buckets_travel_one_by_one():
 def test_numbers_out_of_range(name, value):
     with pytest.raises(ConfigError, match=f"{name} is {value}; it must be"):
         DDP(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "more", [{"callbacks": [{"class_path": "SkipStep"}]}, {"precision": "16-mixed"}, {}], ids=str
+)
+def test_powersgd_is_refused_beside_what_goes_on_behind_gradients_that_are_not_finite(
+    more, tmp_path, capsys, write_yaml, tiny
+):
+    tiny["trainer"] |= compressed(compression="powersgd") | {"devices": 2} | more
+    code = main(["check", "--config", str(write_yaml("run.yaml", tiny))])
+    told = capsys.readouterr().err
+    assert code == (2 if more else 0), told
+    assert not more or "compression=powersgd adds what it left out" in told

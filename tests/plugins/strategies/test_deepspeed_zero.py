@@ -162,6 +162,14 @@ def test_gradients_are_clipped_by_a_callback(init_args):
     assert max(apart.values()) <= TOLERANCE, apart
 
 
+def test_callbacks_are_told_of_backward_passes():
+    counted = {"trainer": {"callbacks": [{"class_path": "tests.distributed.counting.BackwardHooks"}]}}
+    found = [re.search(r"BACKWARD_HOOKS (\d+) (\d+)", run.printed) for run in
+             (done(zero(1, counted["trainer"]), 1, name="counted"), done(counted, 1, name="counted-alone"))]  # fmt: skip
+    assert found[0].groups() == found[1].groups()
+    assert int(found[0][1]) > 0
+
+
 @pytest.mark.ci
 def test_weights_are_averaged_in_stage_2():
     more = {"callbacks": [{"class_path": "ExponentialMovingAverage", "init_args": {"decay": 0.9}}]}
