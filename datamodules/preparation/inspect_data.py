@@ -9,7 +9,6 @@ from itertools import groupby
 from typing import Any
 
 from core.configuration.command_parser import Parser
-from core.contracts import Packing
 from core.data.prepared import read_manifest, whole_folder
 from core.errors import ConfigError
 from core.technique import technique
@@ -66,7 +65,9 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _stage(packing: type, options: argparse.Namespace) -> Packing:
+def _stage(packing: type, options: argparse.Namespace) -> Any:
+    from core.contracts import Packing
+
     if not (isinstance(packing, type) and issubclass(packing, Packing)):
         raise ConfigError(f"--packing is {options.packing}, which does not pack documents into rows.")
     if options.mask_documents and "mask_documents" not in signature(packing).parameters:

@@ -34,7 +34,8 @@ def launch(arguments: list[str]) -> int:
 
     What stands behind the options is the command, as for `python -m core`. A job that is preempted, or loses a
     worker or a machine, goes on from its last checkpoint. Templates lie in configs/cluster; one of your own is
-    given by its path, and may use the same names in double braces.
+    given by its path, and may use the same names in double braces. With lines of #SBATCH it goes to sbatch, as
+    .yaml.template to kubectl, else to bash.
 
     Example:
         python -m core launch --cluster slurm --nodes 4 --devices 8 --dry-run fit --config quickstart
@@ -45,13 +46,15 @@ def launch(arguments: list[str]) -> int:
             "launch: behind its options comes a command: launch --cluster slurm ... fit --config X"
         )
     template = _template(options.cluster)
-    script = fill(template.read_text(encoding="utf-8"), _values(options), str(template))
+    text = template.read_text(encoding="utf-8")
+    kind = _kind(template, text)
+    script = fill(text, _values(options, kind), str(template))
     if options.dry_run:
         print(script, end="")
         return 0
     path = Path(options.output or f"{options.name}{template.with_suffix('').suffix}")
     durable.write(path, script)
-    return _submit(options.cluster, path)
+    return _submit(kind, path)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +85,14 @@ def _template(cluster: str) -> Path:
     return path
 
 
-def _values(options: argparse.Namespace) -> dict[str, str]:
+def _kind(template: Path, text: str) -> str:
+    """Returns what a template is for, one of `SUBMIT`."""
+    if re.search(r"^#SBATCH ", text, re.MULTILINE):
+        return "slurm"
+    return "kubernetes" if template.with_suffix("").suffix == ".yaml" else "torchrun"
+
+
+def _values(options: argparse.Namespace, kind: str) -> dict[str, str]:
     """Returns what stands for the names in a template."""
     least = options.nodes if options.least_nodes is None else options.least_nodes
     if not 1 <= least <= options.nodes or options.devices < 1 or options.max_restarts < 0:
@@ -95,7 +105,7 @@ def _values(options: argparse.Namespace) -> dict[str, str]:
             raise ConfigError(f"launch: --{name} is {getattr(options, name)!r}, not {words}.")
     command = list(options.command)
     sizes = {"devices": options.devices, "num_nodes": options.nodes}
-    if options.cluster != "slurm":
+    if kind != "slurm":
         sizes = {"devices": "auto"}  # what torchrun has started, also after it lost some
     for key, value in sizes.items():
         if not any(word.startswith(f"--trainer.{key}") for word in command):
@@ -128,8 +138,8 @@ def fill(template: str, values: Mapping[str, str], where: str) -> str:
     return re.sub(r"\{\{(\w+)\}\}", value, template)
 
 
-def _submit(cluster: str, path: Path) -> int:
-    command = [*SUBMIT.get(cluster, ["bash"]), str(path)]
+def _submit(kind: str, path: Path) -> int:
+    command = [*SUBMIT[kind], str(path)]
     print(f"+ {shlex.join(command)}", flush=True)
     try:
         return subprocess.run(command, check=False).returncode

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from core.__main__ import main
+from tests.conftest import HOUSE
 
 FIT = ["fit", "--config", "my config.yaml", "--model.optimizer.lr=1e-3"]
 
@@ -82,6 +83,15 @@ def test_torchruns_script_runs_what_it_says(launch, tmp_path, monkeypatch):
     assert {"--nnodes=1:2", "--nproc_per_node=4", "--max-restarts=3", "--rdzv_id=job7"} <= set(said)
     assert said[said.index("core") + 1 :] == [*FIT, "--trainer.devices=auto"]
     assert (tmp_path / "job7.sh").is_file()
+
+
+def test_a_copy_of_a_template_is_for_the_same_cluster(launch, tmp_path, monkeypatch):
+    shipped = (HOUSE / "configs" / "cluster" / "slurm.sh.template").read_text(encoding="utf-8")
+    (tmp_path / "mine.sh.template").write_text(shipped, encoding="utf-8")
+    words = ("--nodes=4", "--dry-run", *FIT)
+    assert launch("--cluster=mine.sh.template", *words) == launch("--cluster=slurm", *words)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "sbatch is not installed here" in launch("--cluster=mine.sh.template", *FIT, code=2)
 
 
 def test_what_somebody_wrote_stays(launch):
