@@ -31,7 +31,7 @@ class HuggingFaceDocuments(Reader):
         split: Which split of a `DatasetDict`; None: the only one, or all in their order.
         text_column: Column of the text.
         source_column: Column of the source that the document is counted under; None: the name of the
-            split's folder, or "data" where there are no splits.
+            split's folder where there are several, else "data".
 
     Raises:
         ConfigError: If the folder is not such a one, or has no such split or column, or a file is missing.

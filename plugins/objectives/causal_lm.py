@@ -17,9 +17,7 @@ from plugins.objectives.chunked import in_chunks
 if TYPE_CHECKING:
     from core.selection import Run, Selected
 
-SPREADING = (
-    "FSDP", "HybridParallel", "DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"
-)  # fmt: skip
+SPREADING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
 """Strategies that keep parts of weights on each rank, and gather or reduce them where `network` computes only."""
 
 
@@ -41,7 +39,7 @@ class CausalLM(Objective):
             Logged as `train/z_loss`, without the coefficient.
         l2: Coefficient c of c/2 times the sum of squares of all weights of two and more dimensions. Unlike the
             optimizer's decoupled weight decay, its gradient passes through the optimizer's moments.
-            Needs whole weights on each rank: not with `FSDP`, `HybridParallel` and `DeepSpeedZero`.
+            Needs whole weights on each rank: not with `FSDP`, `HybridParallel` and stage 3 of `DeepSpeedZero`.
         chunk_tokens: Positions whose logits exist at a time, so that memory does not grow with B T V; None: all.
             For networks that return hidden states.
 
@@ -80,7 +78,8 @@ class CausalLM(Objective):
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields that weights are decayed twice, where they are, and that their sum is that of parts."""
-        spread = [item.name for item in run.selected if item.name in SPREADING]
+        zero = [item.name for item in run.selected if item.arguments.get("stage") == 3]
+        spread = [item.name for item in run.selected if item.name in SPREADING] or zero
         if own.arguments.get("l2") and spread:
             yield (
                 f"l2 is {own.arguments['l2']}, a sum over whole weights, of which {spread[0]} keeps parts on each rank. "

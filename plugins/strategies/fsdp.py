@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.pytorch import LightningModule
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -101,6 +103,18 @@ class FSDP(MeshStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Each rank reads rows of its own."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def process_group_backend(self) -> str:
+        """With one for tensors on the CPU, too, where gradients and what is summed of them lie under `offload`."""
+        backend, device = super().process_group_backend, self.root_device.type
+        return f"cpu:gloo,{device}:{backend}" if self.offload and device != "cpu" else backend
+
+    def setup_environment(self) -> None:
+        """Connects the processes; of a backend by several names Lightning does not take its leave."""
+        super().setup_environment()
+        if self.offload:
+            atexit.register(_destroy_dist_connection)
 
     @property
     def parameter_device(self) -> torch.device:

@@ -97,16 +97,19 @@ class MeshStrategy(ParallelStrategy):
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank
 
+    @property
+    def process_group_backend(self) -> str:
+        """What the processes talk through, by torch's name."""
+        return str(_get_default_process_group_backend_for_device(self.root_device))
+
     def setup_environment(self) -> None:
         """Connects the processes."""
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        backend = _get_default_process_group_backend_for_device(self.root_device)
-        if self.parameter_device != self.root_device:  # gradients lie there, and so do what is summed of them
-            backend = f"{self.parameter_device.type}:gloo,{self.root_device.type}:{backend}"
         device = self.root_device if self.root_device.type != "cpu" else None
-        _init_dist_connection(self.cluster_environment, backend, timeout=self.timeout, device_id=device)
+        options: Any = {"timeout": self.timeout, "device_id": device}
+        _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
         self.connect_mesh()
         if connect := getattr(self.checkpoint_io, "connect", None):
             connect()

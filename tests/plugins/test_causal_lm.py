@@ -10,6 +10,7 @@ from core.selection import Run, describe
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.strategies.ddp import DDP
+from plugins.strategies.deepspeed_zero import DeepSpeedZero
 from plugins.strategies.fsdp import FSDP
 
 VOCAB, B, T = 37, 3, 12
@@ -243,10 +244,16 @@ def test_values_out_of_range_are_refused(options):
         CausalLM(**options)
 
 
-@pytest.mark.parametrize(("strategy", "refused"), [(DDP, False), (FSDP, True)])
-def test_the_sum_over_all_weights_needs_whole_ones(strategy, refused):
+@pytest.mark.parametrize(
+    ("strategy", "stage", "refused"),
+    [(DDP, None, False), (FSDP, 2, True), (DeepSpeedZero, 2, False), (DeepSpeedZero, 3, True)],
+)
+def test_the_sum_over_all_weights_needs_whole_ones(strategy, stage, refused):
     own = describe("model.objective", CausalLM, "x.CausalLM", {"l2": 1e-3})
-    other = describe("trainer.strategy", strategy, f"x.{strategy.__name__}", {})
+    other = describe("trainer.strategy", strategy, f"x.{strategy.__name__}", {"stage": stage})
     faults = list(CausalLM.preflight(Run((own, other), {}), own))
     assert len(faults) == refused
-    assert not refused or "l2 is 0.001, a sum over whole weights, of which FSDP keeps parts" in faults[0]
+    assert (
+        not refused
+        or f"l2 is 0.001, a sum over whole weights, of which {strategy.__name__} keeps parts" in faults[0]
+    )

@@ -4,10 +4,12 @@ import re
 from copy import deepcopy
 
 import pytest
+import torch
 
 from core.configuration.config_files import merge
 from core.testing.runs import run
 from core.testing.workshop import write_config
+from plugins.strategies.fsdp import FSDP
 from tests.distributed.same_run import (
     CONFIG,
     STEPS,
@@ -126,3 +128,12 @@ def test_what_a_network_saves_beside_its_weights_is_refused():
     done = fit(merge(fsdp(), {"model": {"network": network}}), 2, name="remembering")
     assert done.code == 2
     assert "FSDP saves parameters and buffers, and network.calls saves more" in done.complaint
+
+
+@pytest.mark.parametrize(
+    ("offload", "device", "backend"),
+    [(True, "cuda:0", "cpu:gloo,cuda:nccl"), (False, "cuda:0", "nccl"), (True, "cpu", "gloo")],
+)
+def test_what_is_offloaded_can_be_summed_too(offload, device, backend, monkeypatch):
+    monkeypatch.setattr(FSDP, "root_device", torch.device(device))
+    assert FSDP(offload=offload).process_group_backend == backend
