@@ -100,16 +100,11 @@ class PeriodicCheckpoint(Checkpoint):
         """Saves what waited: a resumed run would not repeat the validation."""
         if trainer.sanity_checking:
             return
-        path = self.path_of(trainer.global_step)
-        between = (
-            trainer.fit_loop.epoch_loop._should_accumulate()
-        )  # gradients of a part of a step are not saved
-        if (
-            self.keep_best
-            and not between
-            and (loss := float(trainer.callback_metrics["val/loss"])) < self._best
-        ):
-            self._best, self.best_model_path, self._due = loss, str(path), True
+        # Not between the micro-batches of a step, whose gradients so far would not be saved.
+        if self.keep_best and not trainer.fit_loop.epoch_loop._should_accumulate():
+            loss, path = float(trainer.callback_metrics["val/loss"]), self.path_of(trainer.global_step)
+            if loss < self._best:
+                self._best, self.best_model_path, self._due = loss, str(path), True
         if self._due and trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
 

@@ -113,7 +113,7 @@ class FSDP(MeshStrategy):
     def setup_environment(self) -> None:
         """Connects the processes; of a backend by several names Lightning does not take its leave."""
         super().setup_environment()
-        if self.offload:
+        if "," in self.process_group_backend:
             atexit.register(_destroy_dist_connection)
 
     @property

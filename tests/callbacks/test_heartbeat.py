@@ -79,3 +79,10 @@ def test_a_run_that_stands_still_leaves_the_stacks_of_all_ranks(tmp_path):
 def test_mistakes(options):
     with pytest.raises(ConfigError, match="timeout_s > 0 and straggler > 1"):
         Heartbeat(**options)
+
+
+def test_one_process_alone_keeps_no_times_beyond_a_logged_step(fit, tmp_path):
+    """It has nobody to share them with; on CUDA they are events, which would fill the device."""
+    heartbeat = Heartbeat()
+    fit(tmp_path, [heartbeat], max_steps=12, log_every_n_steps=5, limit_val_batches=0)
+    assert heartbeat._batches == 2

@@ -5,6 +5,7 @@ import json
 import pickle
 import re
 import resource
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -138,6 +139,20 @@ def test_the_snapshot_is_of_the_step_it_was_asked_at_though_training_goes_on(tmp
 def test_saving_a_step_again_replaces_it(save):
     save(number=1.0)
     assert read(save(number=2.0))["state_dict"]["w"][0] == 2.0
+
+
+def test_the_old_one_is_deleted_when_the_new_one_has_its_name(save, monkeypatch):
+    """Deleting a large one takes seconds, in which a run may be killed."""
+    path, there, delete = save(), [], shutil.rmtree
+
+    def noted(folder, *words, **options):
+        there.extend([resolve("last", path.parent)] if ".removed." in str(folder) else [])
+        delete(folder, *words, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", noted)
+    save(number=1.0)
+    assert there
+    assert set(there) == {path}
 
 
 @pytest.mark.parametrize("name", ["complete", "manifest.json", "state.pt", ".metadata", "__0_0.distcp"])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import ConfigError
+from datamodules.preparation.engine_worker import cores
 from datamodules.preparation.local_engine import LocalEngine
 
 
@@ -65,3 +66,9 @@ def test_mistakes_and_bugs_come_back_as_what_they_are(tmp_path):
 def test_a_number_of_workers_is_at_least_one():
     with pytest.raises(ConfigError, match="workers is 0"):
         LocalEngine(0)
+
+
+def test_cores_are_counted_also_where_the_system_does_not_tell_which_are_ours(monkeypatch):
+    assert cores() == len(os.sched_getaffinity(0))
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
+    assert cores() == os.cpu_count()
