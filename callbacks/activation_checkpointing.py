@@ -1,4 +1,4 @@
-"""Keeps few activations for backward, and computes the others anew when they are needed."""
+"""Activation checkpointing: few activations are kept for backward, the others are computed again."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ OPERATORS = {
     paper="Chen et al., arXiv:1604.06174; selective: Korthikanti et al., arXiv:2205.05198, section 5; torch.utils.checkpoint",
 )
 class ActivationCheckpointing(Callback):
-    """Frees what the blocks of a network computed, and computes it again during backward.
+    """Frees the activations of the network's blocks after forward, and recomputes them during backward.
 
-    Losses, gradients and weights are bit for bit those of a run without: random numbers, of dropout, are
-    drawn again as they were. By default of each block only the input is kept, for about a third more
-    computation. `keep` names operators whose results are kept as well, so that they are not computed again.
-    Names of parameters do not change; evaluation and sampling do not notice.
+    Losses, gradients and weights are bitwise those of a run without it: dropout draws the same random numbers
+    again. By default only the input of each block is kept, which costs about a third more computation. `keep` names
+    operators whose results are kept as well, so that they are not computed again. Names of parameters do not change;
+    evaluation and sampling are not affected.
 
-    With `memory_budget` the choice is the compiler's: each block goes through torch.compile, which keeps so
-    much that what it computes again takes the least time. The results are those of a compiled run, equal but
-    for rounding, with other dropout. A CPU needs a C++ compiler for it.
+    With `memory_budget` the compiler chooses: each block is compiled with torch.compile, which keeps, within the
+    budget, the activations that take longest to compute again. The results are those of a compiled run: they differ
+    by rounding and by dropout. On a CPU this needs a C++ compiler.
 
     Args:
         every_n_blocks: 1: every block; n: the first of every n.
         keep: "matmul", "attention", or what an operator is called under `torch.ops.aten`.
-        memory_budget: Between 0, which keeps the inputs alone, and 1, which computes nothing again.
+        memory_budget: Between 0 (keep only the inputs) and 1 (compute nothing again).
 
     Raises:
-        ConfigError: If a number is out of range, an operator is unknown, there is a `memory_budget` beside
-            `keep`, or the network has no blocks.
+        ConfigError: If a number is out of range, an operator is unknown, both `memory_budget` and `keep`
+            are given, or the network has no blocks.
 
     Example:
         trainer:
@@ -86,7 +86,7 @@ class ActivationCheckpointing(Callback):
 
 
 def overloads(name: str) -> Iterable[Any]:
-    """Returns the overloads of an operator, or of those that a name of `OPERATORS` stands for.
+    """Returns the overloads of an operator, or of those that a name of `OPERATORS` means.
 
     Raises:
         ConfigError: If there is no such operator.
@@ -104,7 +104,7 @@ def overloads(name: str) -> Iterable[Any]:
 
 
 def checkpoint_block(block: nn.Module, kept: frozenset[Any] = frozenset()) -> None:
-    """Lets a module keep its inputs, and what the operators `kept` return, in place of all activations."""
+    """Makes a module keep only its inputs and the results of the operators in `kept`."""
     options: dict[str, Any] = {"use_reentrant": False}
     if kept:
 
@@ -116,7 +116,7 @@ def checkpoint_block(block: nn.Module, kept: frozenset[Any] = frozenset()) -> No
 
 
 def compile_block(block: nn.Module, memory_budget: float) -> None:
-    """Compiles a module so that it keeps such a share of its activations; the share is the whole process's."""
+    """Compiles a module so that it keeps this share of its activations. The setting is global to the process."""
     torch._functorch.config.activation_memory_budget = memory_budget
     block.forward = partial(_forward, block.forward, torch.compile(block.forward))  # type: ignore[method-assign]
 

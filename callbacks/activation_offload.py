@@ -1,4 +1,4 @@
-"""Keeps activations in the memory of the host between forward and backward."""
+"""Activation offload: activations wait in host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ Packed = tuple[torch.device, Tensor] | Tensor
     after=("ActivationCheckpointing",),
 )
 class ActivationOffload(Callback):
-    """Copies what the blocks of a network save for backward to pinned memory of the host, and back.
+    """Keeps the activations that the network's blocks save for backward in pinned host memory.
 
-    Losses, gradients and weights are bit for bit those of a run without. Weights stay on the device. Beside
-    `ActivationCheckpointing` the kept inputs of the blocks are what goes to the host. On a CPU there is
-    nowhere to copy to: the run is the same, and takes as much memory.
+    Losses, gradients and weights are bitwise those of a run without it. Weights stay on the device. Together with
+    `ActivationCheckpointing`, the kept inputs of the blocks are moved. On a CPU nothing is copied: the run is the
+    same and needs as much memory.
 
     Args:
         min_bytes: Smaller tensors stay on the device: each copy costs some 10 microseconds.
@@ -56,7 +56,7 @@ class ActivationOffload(Callback):
 
 
 def offload_block(block: nn.Module, min_bytes: int = 0) -> None:
-    """Lets a module's saved tensors of at least so many bytes wait for backward on the host."""
+    """Moves the saved tensors of a module that have at least this many bytes to the host until backward."""
     block.forward = partial(_forward, block.forward, min_bytes)  # type: ignore[method-assign]
 
 
@@ -75,14 +75,14 @@ def _pack(min_bytes: int, copies: dict[Any, tuple[Tensor, Packed]], tensor: Tens
     weight = isinstance(tensor if tensor._base is None else tensor._base, nn.Parameter)
     if weight or tensor.device.type == "cpu" or tensor.numel() * tensor.element_size() < min_bytes:
         return tensor
-    # What several operators save (queries, keys and values have one input) is copied once: it is held until the
-    # block is done, so that no other tensor can lie at its address.
+    # What several operators save (queries, keys and values have one input) is copied once. It is kept alive
+    # until the block is done, so that no other tensor gets its address.
     place = tensor.untyped_storage()._cdata, tensor.storage_offset()
     key = (*place, tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
     if key not in copies:
         pinned = tensor.device.type == "cuda" and torch.cuda.is_available()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-        # From and to pinned memory copies take their turn in the device's stream, and the host goes on.
+        # Copies from and to pinned memory are queued in the device's stream; the host does not wait.
         copies[key] = tensor, (tensor.device, host.copy_(tensor, non_blocking=pinned))
     return copies[key][1]
 

@@ -1,9 +1,9 @@
-"""The largest micro-batch that memory has room for."""
+"""Finds the largest micro-batch that fits into memory."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,14 +11,15 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from callbacks.shared import memory_limits
-from callbacks.shared.trials import misfits, say, training_batches, undone
 from core.errors import ConfigError
+from core.lightning_compat import forget_loader
 from core.technique import technique
-from core.training.loop_state import rescale
+from core.training.loop_state import convert_batch_counts
+from toolkit import memory_limits
+from toolkit.trials import compatibility_errors, restored_after, say, training_batches
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -33,12 +34,11 @@ class BatchSizeFinder(Callback):
 
     That batch (`data.batch_size` rows, times `trainer.accumulate_grad_batches`) is then cut into as few micro-batches
     as memory allows, all of the same size. The run is bitwise the one with these numbers in its configuration, and
-    so is a resumed one: what counts micro-batches there (`trainer.val_check_interval`) counts the new ones. A try is
-    a step on full rows, forward, backward and update, with the optimizer's state there; out of memory it ends, and
-    what it held is given back. Everything is put back as it was.
+    so is a resumed one. A try is a step on full rows: forward, backward and update, with the optimizer's state. One
+    that runs out of memory ends there, and its memory is freed. Afterwards everything is restored.
 
-    On several ranks (DDP) each tries without talking to the others, and then all agree on what fits everywhere:
-    none waits for one that ran out. Validation takes micro-batches of the same size.
+    On several ranks (DDP) each tries without communication; then all agree on what fits everywhere. So no rank waits
+    for one that ran out of memory. Validation uses micro-batches of the same size.
 
     Args:
         memory_limit: On a CPU: bytes that a step may take beyond what the process holds when the search begins.
@@ -61,51 +61,51 @@ class BatchSizeFinder(Callback):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields what it cannot try, or not limit."""
-        yield from memory_limits.misfits(run, own.arguments.get("memory_limit"))
-        yield from misfits(run)
+        """Yields what it cannot try or limit."""
+        yield from memory_limits.compatibility_errors(run, own.arguments.get("memory_limit"))
+        yield from compatibility_errors(run)
         if run.argument("trainer.strategy.static_graph"):
-            yield "DDP would take its first try for the static graph: set --trainer.strategy.static_graph=false"
+            yield "DDP would record its first trial step as the static graph: set --trainer.strategy.static_graph=false"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the rows of a micro-batch on each rank."""
         return {"batch_size": self._found}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes them over."""
+        """Restores that number."""
         self._found = state_dict["batch_size"]
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Sets what was found before a resumed run builds anything on it."""
+        """Sets what was found, before a resumed run builds anything that depends on it."""
         found = checkpoint["callbacks"].get(self.state_key, {}).get("batch_size")
         if found and trainer.state.fn == "fit":
             sizes = divisors(_rows(trainer))  # of other rows, perhaps, on other ranks
             self._set(trainer, sizes[bisect_right(sizes, found) - 1])
-            rescale(trainer, checkpoint)
+            convert_batch_counts(trainer, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Searches, and sets what was found before a run builds anything else on it."""
+        """Searches, and sets what was found, before the run builds anything else that depends on it."""
         if trainer.ckpt_path:
             return
         trainer.fit_loop.setup_data()
         sizes = divisors(_rows(trainer))
         attempt = Attempt(trainer, self.memory_limit)
-        with undone(trainer):
+        with restored_after(trainer):
             found = largest(sizes, attempt)
-        trainer.fit_loop._combined_loader = None  # it is built when the run begins, with the rows of then
+        forget_loader(trainer)  # it is built when the run begins, with the rows of then
         if found is None:
             length = trainer.datamodule.sequence_length  # type: ignore[attr-defined]
             raise ConfigError(
                 f"BatchSizeFinder: memory has no room for a step on a single row of {length:,} tokens.\n"
-                "Shorten --data.sequence_length, add ActivationCheckpointing, or spread the model: "
+                "Shorten --data.sequence_length, add ActivationCheckpointing, or shard the model: "
                 "--trainer.strategy=FSDP."
             )
         self._found = found
         self._set(trainer, found)
         trainer.strategy.setup_optimizers(trainer)  # schedules know how many steps an epoch has
-        trainer.fit_loop._combined_loader = None
+        forget_loader(trainer)
         over = next((size for size in sizes if size > found), None)
         say(
             trainer,
@@ -121,7 +121,7 @@ class BatchSizeFinder(Callback):
 
 
 class Attempt:
-    """Tries whether a micro-batch fits; called on every rank, it answers the same on each.
+    """Tries whether a micro-batch fits; called on every rank, with the same answer on each.
 
     Args:
         trainer: Its optimizer, weights and gradients are changed.
@@ -171,7 +171,7 @@ class Attempt:
         self.optimizer.step()
 
 
-def widened(batch: dict[str, Tensor], length: int) -> dict[str, Tensor]:
+def widened(batch: Mapping[str, Any], length: int) -> dict[str, Tensor]:
     """Returns a batch with rows of full length: packings may pad them to less."""
     columns = torch.arange(length) % batch["input_ids"].shape[1]
     return {name: values[:, columns] for name, values in batch.items()}

@@ -1,4 +1,4 @@
-"""Small batches first, larger ones as the run goes on."""
+"""Batch-size warm-up: small batches first, larger ones later."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Literal
 
 from core.errors import ConfigError
 from core.technique import technique
-from core.training.batch_shapes import Shape, ShapeSchedule
+from toolkit.batch_shapes import Shape, ShapeSchedule
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     owns=("batch_size",),
 )
 class BatchSizeRamp(ShapeSchedule):
-    """Grows the batch of an optimizer step to the configured one, over the first `tokens_until_full` tokens.
+    """Batch-size warm-up: grows the batch to the configured size over the first `tokens_until_full` tokens.
 
     The configured batch (`data.batch_size` rows, times `trainer.accumulate_grad_batches`, times the ranks) is the
     last. Smaller ones have smaller micro-batches and fewer of them: memory never holds more than the configured
-    micro-batch. They are rounded to whole rows on each rank, one at least. A change of the accumulation may come some micro-batches late: Lightning steps where the number
-    of micro-batches in the epoch is divisible by it.
+    micro-batch. They are rounded to full rows on each rank, at least one. A change of the accumulation may come some
+    micro-batches late: Lightning steps where the number of micro-batches in the epoch is divisible by it.
 
     Args:
         start: Share of the configured batch to begin with, above 0 and at most 1.
-        tokens_until_full: Positions of all ranks, padding included, until the batch is whole.
+        tokens_until_full: Positions of all ranks, padding included, until the batch is full.
         growth: "linear", or "doubling": the batch doubles, each size for as many tokens as the others.
         scale_rate: Whether the learning rate of a step is that of the schedule times the square root of the share
             of the batch, so that it grows by sqrt(2) with each doubling.
@@ -62,7 +62,7 @@ class BatchSizeRamp(ShapeSchedule):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields where the run ends before its batch is whole."""
+        """Yields an error if the run ends before its batch has the full size."""
         steps, rows = run.argument("trainer.max_steps"), run.argument("data.batch_size")
         length, ramp = run.argument("data.sequence_length"), own.arguments.get("tokens_until_full")
         if all(isinstance(number, int) and number > 0 for number in (steps, rows, length, ramp)):
@@ -70,8 +70,8 @@ class BatchSizeRamp(ShapeSchedule):
             most = steps * rows * length * accumulated * run.world_size
             if most < ramp:
                 yield (
-                    f"tokens_until_full is {ramp:,}, and the whole run has at most {most:,} tokens: its batch would "
-                    "never be whole; lower it or train for longer"
+                    f"tokens_until_full is {ramp:,}, and the run has at most {most:,} tokens: its batch would "
+                    "never be full; lower it or train for longer"
                 )
 
     def share(self, tokens: int) -> float:
@@ -91,6 +91,6 @@ class BatchSizeRamp(ShapeSchedule):
         accumulated = min(2 ** math.ceil(math.log2(needed)), full.accumulated)
         return Shape(full.sequence_length, min(-(-rows // accumulated), full.batch_size), accumulated)
 
-    def rate_factor(self, tokens: int) -> float:
+    def lr_factor(self, tokens: int) -> float:
         """Returns the square root of the share of the batch, if rates are scaled."""
         return math.sqrt(self.share(tokens)) if self.scale_rate else 1.0

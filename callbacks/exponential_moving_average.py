@@ -1,4 +1,4 @@
-"""An average of the weights over the run, evaluated beside them."""
+"""An exponential moving average of the weights, evaluated beside them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from core.contracts import RunsAsForward, TokenSum
 from core.errors import ConfigError
 from core.technique import technique
-from core.training.loss_ranks import loss_of
-from core.training.shards import local, reshard, take, whole
+from core.training.shards import full_tensor, local_tensors, reshard
 from core.training.token_sums import TokenSums
+from toolkit.shards import copy_to_shard
 
 
 @technique(
@@ -24,9 +25,9 @@ from core.training.token_sums import TokenSums
 class ExponentialMovingAverage(Callback):
     """Keeps an exponential moving average of the weights and logs its validation loss, `val/ema_loss`.
 
-    After optimizer step n the average is d times what it was plus 1 - d times the weights, with d the lesser
-    of `decay` and n / (n + 9): early on it forgets the initial weights quickly. It costs as much memory as the
-    weights, and validation a second forward pass. Every rank averages what it holds of the weights.
+    After optimizer step n the average is d * average + (1 - d) * weights, where d is the smaller of `decay` and
+    n / (n + 9): early in the run it forgets the initial weights quickly. It needs as much memory as the weights, and a
+    second forward pass in validation. Each rank averages its shard of the weights.
 
     Args:
         decay: The largest d; 0 to below 1.
@@ -55,38 +56,41 @@ class ExponentialMovingAverage(Callback):
         self._sums = TokenSums()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole averages, on the host."""
-        averages = {name: whole(value).cpu() for name, value in self._averages.items()}
+        """Returns copies of the full averages, on the host."""
+        averages = {name: full_tensor(value).to("cpu", copy=True) for name, value in self._averages.items()}
         return {"averages": averages or self._restored, "updates": self._updates, "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there, as soon as training starts, or at once where it has."""
+        """Restores them when training starts, or at once if it has started."""
         self._restored, self._updates = dict(state_dict["averages"]), state_dict["updates"]
         self._step = state_dict.get("step", 0)
         self._take_restored()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begins with the weights as they are, or with what was restored."""
         self._step = trainer.global_step
-        reshard(pl_module)  # after a sanity check whole weights are here
+        reshard(pl_module)  # after a sanity check the weights are still gathered
         named = pl_module.network.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad}  # the others stay as they are
         self._averages = {name: p.detach().clone() for name, p in parameters.items()}
         self._take_restored()
-        self._pairs = local(self._averages.values()), local(p.detach() for p in parameters.values())
+        self._pairs = (
+            local_tensors(self._averages.values()),
+            local_tensors(p.detach() for p in parameters.values()),
+        )
 
     def _take_restored(self) -> None:
         for name, average in self._averages.items():
             if name in self._restored:
-                take(average, self._restored[name])
+                copy_to_shard(average, self._restored[name])
         if self._averages:
             self._restored = {}
 
     @torch.no_grad()
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes in the weights after an optimizer step whose turn it is."""
+        """Updates the averages after every `every_n_steps`-th optimizer step."""
         step = trainer.global_step
         if step == self._step or step % self.every_n_steps:
             return
@@ -96,7 +100,7 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def averaged(self, module: LightningModule) -> Iterator[None]:
-        """Lends the averages to the network of a module."""
+        """Puts the averages into the network of a module for a while."""
         averages, weights = self._pairs
         with torch.no_grad():
             own = [weight.clone() for weight in weights]
@@ -112,7 +116,7 @@ class ExponentialMovingAverage(Callback):
     def on_validation_batch_end(
         self,
         trainer: Trainer,
-        pl_module: LightningModule,
+        pl_module: Any,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -121,14 +125,24 @@ class ExponentialMovingAverage(Callback):
         """Evaluates the averages on the batch that the weights have just been evaluated on."""
         if self._averages and not trainer.sanity_checking:
             with self.averaged(pl_module), trainer.precision_plugin.val_step_context():
-                loss = loss_of(trainer, pl_module, batch)
+                loss = _loss_of(trainer, pl_module, batch)
             self._sums.add({"loss": loss})
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Logs the averages' loss."""
         if not self._averages or trainer.sanity_checking:
             return
-        means, _ = self._sums.means(pl_module._sum_over_ranks)
+        means, _ = self._sums.means(pl_module.sum_over_ranks)
         for logger in trainer.loggers:
             logger.log_metrics({"val/ema_loss": means["loss"]}, step=trainer.global_step)
         trainer.callback_metrics["val/ema_loss"] = torch.tensor(means["loss"], dtype=torch.float64)
+
+
+def _loss_of(trainer: Trainer, module: Any, batch: Any) -> TokenSum:
+    """Returns the loss of a batch; outside of Lightning's steps, FSDP gathers weights only as this asks it to."""
+    strategy: Any = trainer.strategy
+    if isinstance(strategy, RunsAsForward):
+        loss: TokenSum = strategy.run_as_forward("compute_loss", batch)[0]
+    else:
+        loss = module.compute_loss(batch)[0]
+    return loss

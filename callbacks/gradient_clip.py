@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, get_args
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from core.errors import ConfigError, nearest
 from core.technique import technique
 from core.training.loss_ranks import scale_gradients
-from core.training.shards import gradients, local
+from core.training.shards import gradients, local_tensors
 
 Method = Literal["norm", "value", "adaptive"]
 EPS = 1e-6
@@ -26,16 +26,16 @@ EPS = 1e-6
     after=("SkipStep",),
 )
 class GradientClip(Callback):
-    """Clips the gradients of the whole optimizer step, of all micro-batches and ranks, before the update.
+    """Clips gradients by norm, by value or adaptively (ZClip), once for each optimizer step, before the update.
 
-    "norm" scales all gradients so that their 2-norm is at most `limit`. "value" cuts each element to
-    -limit ... limit. "adaptive" is ZClip: it follows mean and standard deviation of the norm, and where a norm
-    lies z* > `z` deviations above the mean, scales it to mean + z^2 / z* deviations. Nothing waits for the
-    device. `train/grad_norm` is the norm before clipping.
+    The gradients are those of the step: of all micro-batches and ranks. "norm" scales them so that their 2-norm is at
+    most `limit`. "value" clamps each element to [-limit, limit]. "adaptive" is ZClip: it tracks mean and standard
+    deviation of the norm; a norm of z* > `z` deviations above the mean is scaled to mean + z^2 / z* deviations. The host
+    does not wait for the device. `train/grad_norm` is the norm before clipping.
 
     Args:
         method: See above.
-        limit: Largest norm, or value; in "adaptive" a largest norm besides, None: none.
+        limit: Largest norm, or value; in "adaptive" an additional largest norm, or None.
         alpha: In "adaptive", how much of mean and variance is kept in each step.
         z: In "adaptive", deviations above the mean from which on a norm is clipped.
         warmup_steps: In "adaptive", steps whose norms make the first mean and variance; no outlier is looked for.
@@ -78,29 +78,28 @@ class GradientClip(Callback):
         self._mean = self._variance = torch.zeros(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what "adaptive" knows of the norms."""
-        state = {"norms": self._norms, "mean": self._mean, "variance": self._variance}
-        return {"steps": self._steps, **{name: value.cpu() for name, value in state.items()}}
+        """Returns the statistics of "adaptive"."""
+        state = {"steps": self._steps, "norms": self._norms.cpu().clone()}
+        return state | {"mean": float(self._mean), "variance": float(self._variance)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with it, unless the warm-up had another length and is not over."""
+        """Restores the statistics, unless the warm-up had another length."""
         if state_dict["norms"].shape == self._norms.shape:
             device, self._steps = self._norms.device, state_dict["steps"]
-            names = ("norms", "mean", "variance")
-            self._norms, self._mean, self._variance = (state_dict[name].to(device) for name in names)
+            values = (torch.as_tensor(state_dict[name]) for name in ("norms", "mean", "variance"))
+            self._norms, self._mean, self._variance = (value.to(device, copy=True) for value in values)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Moves the statistics to the device."""
         statistics = self._norms, self._mean, self._variance
         self._norms, self._mean, self._variance = (value.to(pl_module.device) for value in statistics)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Clips."""
         if self.method == "value":
-            own = local(gradients(optimizer))
-            if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            assert self.limit is not None
+            own = local_tensors(gradients(optimizer))
+            if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
                 pl_module.gradient_norm(optimizer)  # to be logged as it is now
             torch._foreach_clamp_min_(own, -self.limit)
             torch._foreach_clamp_max_(own, self.limit)
@@ -112,7 +111,7 @@ class GradientClip(Callback):
         scale_gradients(trainer, optimizer, scale.clamp(max=1.0))
 
     def _usual(self, norm: Tensor) -> Tensor:
-        """Returns what ZClip makes of a norm, and takes it into the statistics."""
+        """Returns the norm after ZClip, and updates the statistics."""
         norm = norm.float()
         self._steps += 1
         if self._steps <= self.warmup_steps:

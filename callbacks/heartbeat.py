@@ -1,4 +1,4 @@
-"""Says which rank is slow, and where every rank stands when nothing moves any more."""
+"""A hang and straggler watchdog: names slow ranks, and writes all stacks when a step does not end."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from core.technique import technique
+from core.training.figures import log_figures
 
 
 @technique(
     paper="MegaScale, arXiv:2402.15627, sections 4.3 and 5.1: stragglers, and the stacks of a job that hangs",
-    watches=True,
+    observer=True,
 )
 class Heartbeat(Callback):
-    """Names ranks that are slower than the others, and writes down all stacks when a step does not end.
+    """A hang and straggler watchdog: names slow ranks, and writes all stacks when a step does not end.
 
-    In step all ranks take the same time, since they wait for each other. What tells them apart is the time until
-    the backward pass: waiting for data, and the forward pass, measured on the device. Where figures are logged,
+    All ranks take the same time for a step, since they wait for each other. What differs is the time before the
+    backward pass: waiting for data, and the forward pass, measured on the device. Where figures are logged,
     the ranks share their means since the last time: `heartbeat/slowest_rank` and
     `heartbeat/slowest_over_median`. Above `straggler` a warning names the rank, its machine and both times.
-    (Strategies that shard weights wait for each other in the forward pass too; then only data waits show.)
+    (Strategies that shard weights also synchronise in the forward pass: there, only slow data loading is detected.)
 
     When no batch ends for `timeout_s`, each process writes the stacks of its threads to
-    `stacks.rank0.txt`... in the run folder, once for each stall, also when it hangs in code that is not Python's.
-    The run is not ended: the launcher or the process group's own timeout does that.
+    `stacks.rank0.txt`... in the run folder, once for each stall, even when it hangs in native code. It does not end the
+    run: the launcher or the timeout of the process group does.
 
     Args:
-        timeout_s: Seconds without the end of a batch, of training or validation, above the longest pause that is
-            usual, such as for a checkpoint.
+        timeout_s: Seconds without the end of a batch, of training or validation, longer than the longest usual
+            pause, such as for a checkpoint.
         straggler: How many times the median of the ranks is an outlier; above 1.
 
     Raises:
@@ -62,7 +63,7 @@ class Heartbeat(Callback):
         self._batches = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Opens this rank's file and begins to watch."""
+        """Opens this rank's file and starts the timer."""
         path = Path(trainer.default_root_dir, f"stacks.rank{trainer.global_rank}.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
@@ -73,14 +74,14 @@ class Heartbeat(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Counts the wait for data; the forward pass begins."""
+        """Measures the wait for data; the forward pass begins."""
         self._begun = time.perf_counter()
         self._data_s += self._begun - self._idle_since
         if pl_module.device.type == "cuda":
             self._events.append((_event(), torch.cuda.Event(enable_timing=True)))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Counts the forward pass."""
+        """Measures the forward pass."""
         if self._events:
             self._events[-1][1].record()
         else:
@@ -89,7 +90,7 @@ class Heartbeat(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Beats; shares and logs the times where figures are logged."""
+        """Restarts the timer; shares and logs the times where figures are logged."""
         self._batches += 1
         self._beat()
         if pl_module.logging_step:
@@ -103,11 +104,11 @@ class Heartbeat(Callback):
         self._beat()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validation is no wait for data."""
+        """Does not count validation as a wait for data."""
         self._idle_since = time.perf_counter()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Ends the watch; a file without stacks is removed."""
+        """Stops the timer; a file without stacks is removed."""
         if self._file is None:
             return
         faulthandler.cancel_dump_traceback_later()
@@ -118,7 +119,7 @@ class Heartbeat(Callback):
             path.unlink()
 
     def _beat(self) -> None:
-        """Puts the alarm off, at most some times within `timeout_s`: it costs a thread."""
+        """Restarts the timer, at most a few times within `timeout_s`: each restart starts a thread."""
         now = time.perf_counter()
         if self._file is not None and now - self._armed > self.timeout_s / 20:
             faulthandler.dump_traceback_later(self.timeout_s, file=self._file)
@@ -136,8 +137,7 @@ class Heartbeat(Callback):
         slowest = int(totals.argmax())
         ratio = float(totals[slowest] / totals.median().clamp(min=1e-9))
         figures = {"heartbeat/slowest_rank": float(slowest), "heartbeat/slowest_over_median": ratio}
-        for logger in trainer.loggers:
-            logger.log_metrics(figures, step=trainer.global_step)
+        log_figures(trainer, figures)
         if ratio > self.straggler:
             where = socket.gethostname() if slowest == trainer.global_rank else ""
             where = trainer.strategy.broadcast(where, src=slowest)

@@ -7,13 +7,14 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from core.contracts import HasUnigramLoss
 from core.errors import ConfigError
-from core.files import pictures
 from core.technique import technique
+from toolkit import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,15 +34,16 @@ Points = list[tuple[int, int, float]]
     paper="loss over tokens as in Kaplan et al., arXiv:2001.08361, figure 2; drawn with matplotlib's Agg",
     after=("Throughput",),
     maturity="stable",
-    watches=True,
+    observer=True,
 )
 class LossCurve(Callback):
-    """Draws `loss_curve.png` in the run folder: at the end, when the run breaks off, and in between.
+    """Draws training and validation loss over tokens: `loss_curve.png` in the run folder.
 
-    Light: the training loss of each logged step; dark: its running mean; dots: validation; dashed:
+    Drawn at the end, when an error ends the run, and in between. Light: the training loss of each logged step; dark: its
+    running mean; dots: validation; dashed:
     the entropy of the validation text under token frequencies alone (`unigram_loss` of the data module),
-    which a model that uses no context cannot beat; red: steps that training has gone back behind. The curve is
-    part of the checkpoint, so that a resumed run draws the whole of it.
+    which a model that uses no context cannot beat; red: steps that a rollback discarded. The curve is
+    part of the checkpoint, so that a resumed run draws all of it.
 
     Args:
         every_n_validations: Draw after every so many validations, less often where that would take more than
@@ -66,6 +68,7 @@ class LossCurve(Callback):
         self._keep_one_in = 1
         self._offered = 0
         self._not_before_s = 0.0
+        self._grown = False  # since the run began or was resumed
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the curve so far."""
@@ -84,11 +87,12 @@ class LossCurve(Callback):
         self._offered = state_dict["offered"]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes in the loss of a logged step."""
+        """Adds the loss of a logged step."""
         if not pl_module.logging_step:
             return
+        self._grown = True
         self._offered += 1
         if self._offered % self._keep_one_in == 0:
             loss = float(trainer.callback_metrics["train/loss"])
@@ -97,8 +101,8 @@ class LossCurve(Callback):
             self._training = self._training[1::2]
             self._keep_one_in *= 2
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes in the validation loss."""
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Adds the validation loss."""
         if trainer.sanity_checking or trainer.state.fn != "fit" or "val/loss" not in trainer.callback_metrics:
             return
         step = trainer.global_step
@@ -116,20 +120,22 @@ class LossCurve(Callback):
             ended = monotonic()
             self._not_before_s = ended + (ended - began) / SHARE
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Draws the finished run."""
         self._write(trainer)
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Draws as far as the run came."""
-        self._write(trainer)
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Draws the curve so far; a run that failed before its first new point leaves the picture as it is."""
+        if self._grown:
+            self._write(trainer)
 
     @rank_zero_only
     def _write(self, trainer: Trainer) -> None:
         if sum(np.isfinite(loss) for _, _, loss in self._training) < 2:
             return
         path = Path(trainer.default_root_dir) / "loss_curve.png"
-        unigram = getattr(trainer.datamodule, "unigram_loss", None)
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        unigram = data.unigram_loss if isinstance(data, HasUnigramLoss) else None
         figure = draw(self._training, self._validation, unigram, title=path.parent.name)
         pictures.save(figure, path)
 
@@ -141,7 +147,7 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
         training: The training loss.
         validation: The validation loss; may be empty.
         unigram: Entropy of the validation text under token frequencies, in nats per token, if known.
-        title: What stands above, before the last losses.
+        title: The title, followed by the last losses.
     """
     from matplotlib.ticker import EngFormatter, LogLocator
 
@@ -151,7 +157,7 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
     stays = counts(points[:, 0])
     lines = np.split(points, np.flatnonzero(np.diff(stays)) + 1)
     for number, line in enumerate(lines[int(stays[0]) :: 2]):
-        label = None if number else "gone back behind"
+        label = None if number else "discarded by a rollback"
         axes.plot(*line[:, 1:].T, ".-", color="tab:red", alpha=0.7, linewidth=0.8, markersize=3, label=label)
     steps, tokens, losses = points[stays].T
     axes.plot(tokens, losses, color="tab:blue", alpha=0.35, linewidth=0.8)
@@ -179,7 +185,7 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
 
 
 def counts(steps: np.ndarray) -> np.ndarray:
-    """Returns of each step whether it counts, (n,): it does not where training went back behind it later."""
+    """Returns of each step whether it counts, (n,): it does not where a rollback discarded it."""
     earliest_after = np.minimum.accumulate(np.append(steps, np.inf)[::-1])[::-1][1:]
     return steps < earliest_after
 

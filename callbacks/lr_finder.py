@@ -1,4 +1,4 @@
-"""The learning-rate range test: how the loss goes while the rate rises from step to step."""
+"""The learning-rate range test: the loss while the learning rate rises from step to step."""
 
 from __future__ import annotations
 
@@ -11,22 +11,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
-from callbacks.shared.trials import NOT_UNDONE, misfits, say, trial
+from core.data.token_datamodule import TokenDataModule
 from core.errors import ConfigError
-from core.files import durable, pictures
 from core.technique import technique
-from core.training.scheduling import rebuild_at, resume_at, set_rates
+from toolkit import durable, pictures
+from toolkit.learning_rates import rebuild_at, resume_at, set_rates
+from toolkit.trials import NOT_UNDONE, compatibility_errors, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 LEAST_STEPS = 8
-"""Fewer losses make no curve."""
+"""Fewer losses are not enough for a curve."""
 
 
 class Curve(NamedTuple):
@@ -51,13 +52,13 @@ class Curve(NamedTuple):
     after=("BatchSizeFinder", "RandomRestart"),
 )
 class LRFinder(Callback):
-    """Tries rising learning rates before the first step, and suggests one; then everything is put back as it was.
+    """Learning-rate range test: tries rising rates before the first step, suggests one, and restores everything.
 
     Each of `num_steps` optimizer steps on the run's first batches has a higher rate, without the schedule; the test
     ends early when the loss blows up. `lr_finder.png` and `lr_finder.csv` in the run folder show the losses. Two
     rates are suggested: where the loss falls most steeply over the logarithm of the rate, and a tenth of that of the
-    least loss. Groups with a rate of their own (`model.parameter_options`) go along in proportion; a schedule begins,
-    warms up and decays from the new rate as from one that was configured. A resumed run goes on at the rate found.
+    least loss. Groups with another rate (`model.parameter_options`) keep their ratio to it; a schedule uses the new
+    rate as if it had been configured. A resumed run continues at the rate found.
 
     Args:
         min_rate: Rate of the first step.
@@ -101,23 +102,23 @@ class LRFinder(Callback):
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields what trial steps do not work with."""
-        yield from misfits(run)
+        yield from compatibility_errors(run)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the rate that was found and used, if any."""
         return {"rate": self._rate}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it over."""
+        """Restores that rate."""
         self._rate = state_dict["rate"]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Lets a resumed run go on at the rate that was found."""
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Lets a resumed run continue at the rate that was found."""
         if trainer.ckpt_path and self._rate is not None:
             resume_at(trainer, self._rate)
 
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes the test before the first step of a run, when all callbacks are ready."""
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Runs the test before the first step of a run, when all callbacks are ready."""
         if trainer.ckpt_path or trainer.global_step:
             return
         self._check_length(trainer)
@@ -135,28 +136,29 @@ class LRFinder(Callback):
         if chosen is None and self.then == "use":
             raise ConfigError(
                 "LRFinder: the loss fell at none of the rates; see lr_finder.png in the run folder.\n"
-                "Widen min_rate and max_rate, or look for the fault elsewhere: nothing seems to be learnt."
+                "Widen min_rate and max_rate, or look for another cause: the model does not seem to learn."
             )
         found = (
             f"{chosen:.3g} by {self.pick} (steepest {steepest:.3g}, minimum/10 {tenth:.3g})"
             if chosen
             else "no rate lowers the loss"
         )
-        goes_on = {"keep": f"The run goes on at {configured:g}", "use": "The run goes on at that rate"}
+        goes_on = {"keep": f"The run continues at {configured:g}", "use": "The run continues at that rate"}
         say(
             trainer,
             self,
             f"{found}; configured {configured:g}. {goes_on.get(self.then, 'The run ends here')}. The curve: "
             f"{Path(trainer.default_root_dir) / 'lr_finder.png'}",
         )
-        if self.then == "use":
+        if chosen is not None and self.then == "use":
             self._rate = chosen
             rebuild_at(trainer, chosen)
         trainer.should_stop |= self.then == "stop"
 
     def _check_length(self, trainer: Trainer) -> None:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        batches = len(getattr(data, "_training", None) or ())
+        known = isinstance(data, TokenDataModule) and data.training_loader is not None
+        batches = len(data.training_loader) if known else 0
         steps = batches // trainer.accumulate_grad_batches
         if 0 < steps < self.num_steps:
             raise ConfigError(
@@ -167,9 +169,11 @@ class LRFinder(Callback):
     def _measure(self, trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
         """Returns rates and losses up to where the loss blows up; the same on every rank."""
         spaced = np.geomspace if self.sweep == "exponential" else np.linspace
-        rates, losses = spaced(self.min_rate, self.max_rate, self.num_steps).tolist(), []
-        optimizer, module = trainer.optimizers[0], trainer.lightning_module
-        main, written = optimizer.defaults["lr"], [group["lr"] for group in module._user_groups]
+        rates = spaced(self.min_rate, self.max_rate, self.num_steps).tolist()
+        losses: list[float] = []
+        optimizer = trainer.optimizers[0]
+        module: Any = trainer.lightning_module
+        main, written = optimizer.defaults["lr"], [group["lr"] for group in module.written_groups]
         with trial(trainer, hold_schedules=True) as steps:
             for rate in rates:
                 set_rates(optimizer.param_groups, rate, main, written)
@@ -181,10 +185,10 @@ class LRFinder(Callback):
 
 
 def measured(rates: np.ndarray, losses: np.ndarray) -> Curve:
-    """Returns the curve of losses over rates: at each point a line is laid through the tenth of them around it.
+    """Returns the curve of losses over rates, smoothed by a line through the tenth of the points around each.
 
-    Least squares, over the logarithm of the rate: the smoothed loss is the line's value, without the lag of a
-    running mean.
+    The line is a least-squares fit over the logarithm of the rate; the smoothed loss is its value. It does not lag as a
+    running mean does.
 
     Raises:
         ConfigError: If there are too few.

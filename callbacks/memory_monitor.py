@@ -1,4 +1,4 @@
-"""Which tensors fill the memory during a step: numbers by class, and a picture."""
+"""Which tensors take memory during a step: figures by class, and a picture."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from core.contracts import PausesClock
 from core.errors import ConfigError
-from core.files import pictures
+from core.lightning_compat import is_accumulating
 from core.technique import technique
+from core.training.figures import log_figures
+from toolkit import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,22 +86,22 @@ class Timeline(MemTracker):
 @technique(
     paper="ZeRO, arXiv:1910.02054, section 3 (what the classes are); torch.distributed._tools.mem_tracker",
     after=("Throughput",),
-    watches=True,
+    observer=True,
 )
 class MemoryMonitor(Callback):
-    """Counts during one step what parameters, gradients, optimizer state, activations and the rest take.
+    """Memory profile of one step: bytes of parameters, gradients, optimizer state, activations and the rest.
 
     Logs the most bytes that each class took, as `memory/peak_parameters_mib` and so on, and the most that
-    all took together as `memory/peak_total_mib` (MiB, 2**20 bytes; the peaks lie at different moments, so
-    that they add up to more). Draws `memory_step_N.png` in the run folder: the classes over the operators
+    all took together as `memory/peak_total_mib` (MiB, 2**20 bytes; the peaks occur at different moments,
+    so that they add up to more). Draws `memory_step_N.png` in the run folder: the classes over the operators
     of the step. Counted are the tensors of rank 0's device, also on a CPU; what an allocator holds beyond
-    them, `throughput/peak_memory_gib` of `Throughput` tells. What torch.compile fuses is not seen.
+    them, `throughput/peak_memory_gib` of `Throughput` shows. What torch.compile fuses is not seen.
 
-    A step that is looked at takes several times as long. All others are as without.
+    A monitored step takes several times as long. All others cost nothing.
 
     Args:
-        at_step: The first optimizer step to look at; from the second on there is optimizer state.
-        every_n_steps: After so many steps the next look; 0: one is enough.
+        at_step: The first optimizer step to monitor; from the second on there is optimizer state.
+        every_n_steps: Steps until the next one that is monitored; 0: only one.
 
     Raises:
         ConfigError: If `at_step` is below 1 or `every_n_steps` below 0.
@@ -121,7 +124,7 @@ class MemoryMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begins to count with the first micro-batch of a step that is to be looked at."""
+        """Begins to count with the first micro-batch of a monitored step."""
         late = trainer.global_step + 1 - self.at_step
         due = late == 0 or (late > 0 and self.every_n_steps and late % self.every_n_steps == 0)
         if due and self._timeline is None and trainer.is_global_zero:
@@ -136,20 +139,19 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the counting with the optimizer's step, logs and draws."""
-        if self._timeline is None or trainer.fit_loop._should_accumulate():
+        if self._timeline is None or is_accumulating(trainer):
             return
         points = self._stop()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            getattr(callback, "pause_clock", int)()
+            if isinstance(callback, PausesClock):
+                callback.pause_clock()
         sizes = np.array([row for row, _ in points]) / MIB
         backward = np.array([inside for _, inside in points])
         figures = {
             f"memory/peak_{name}_mib": float(peak) for name, peak in zip(CLASSES, sizes.max(0), strict=True)
         }
         figures["memory/peak_total_mib"] = float(sizes.sum(1).max())
-        for logger in trainer.loggers:
-            logger.log_metrics(figures, step=trainer.global_step)
-        trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
+        log_figures(trainer, figures)
         path = Path(trainer.default_root_dir) / f"memory_step_{trainer.global_step}.png"
         figure = draw(sizes, backward, f"{path.parent.name}: memory during step {trainer.global_step}")
         pictures.save(figure, path)
@@ -176,7 +178,7 @@ def draw(sizes: np.ndarray, backward: np.ndarray, title: str) -> Figure:
     Args:
         sizes: (operators, classes), in MiB.
         backward: (operators,), whether each belongs to a backward pass.
-        title: What stands above.
+        title: The title.
     """
     total = sizes.sum(1)
     peak = int(total.argmax())

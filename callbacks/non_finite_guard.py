@@ -9,32 +9,34 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from core.contracts import HasStepContext, RunsAsForward, ScalesLosses
 from core.errors import ConfigError
 from core.technique import technique
-from core.training.shards import gradients, local
-from core.training.updates import drop_update, drops_updates
+from core.training.shards import gradients, local_tensors
+from toolkit.updates import drop_update, drops_updates
 
 
 @technique(
-    paper="own work; the question is that of torch.autograd.detect_anomaly, asked only when there is reason to",
+    paper="own work; what torch.autograd.detect_anomaly does in each step, done only after a bad one",
     before=("GradientClip",),
-    watches=True,
+    observer=True,
 )
 class NonFiniteGuard(Callback):
-    """Stops a run whose loss or gradient norm is NaN or infinite, and names the first module that was.
+    """Stops a run whose loss or gradient norm is NaN or infinite, and names the module where it began.
 
-    Each optimizer step notes on the device whether both were finite; the host looks when a step is logged.
-    Updates are dropped from the first bad step on, so that the weights are still those that it began with
-    (other optimizers than fused AdamW and SGD get gradients of zero instead, and go on by momentum). Its
-    batches are then run again, with the same random numbers, and every module watched, forward and backward.
+    Each optimizer step records on the device whether both were finite; the host reads this when a step is logged.
+    Updates are dropped from the first bad step on, so that the weights are still those before it
+    (optimizers other than fused AdamW and SGD get zero gradients instead, and continue by momentum). Its
+    batches are then run again, with the same random numbers, and every module is checked, forward and backward.
 
-    Until then it costs the gradient norm, which clipping and logging need too, and keeps the batches since the
+    Before that it costs the gradient norm, which clipping and logging need too, and keeps the batches since the
     last logged step. With fp16 gradients may overflow while the loss scale is being found: only the loss counts.
 
     Example:
@@ -46,24 +48,21 @@ class NonFiniteGuard(Callback):
     def __init__(self) -> None:
         self._batches: list[list[tuple[Any, int]]] = [[]]
         self._figures: list[Tensor] = []
-        self._bad: Tensor | None = None
+        self._bad = torch.zeros((), dtype=torch.bool)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Forgets an earlier run."""
         self._batches, self._figures = [[]], []
         self._bad = torch.zeros((), dtype=torch.bool, device=pl_module.device)
-        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        precision: Any = trainer.precision_plugin
+        self._scaled = isinstance(precision, ScalesLosses) and precision.scaler is not None
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batch."""
         self._batches[-1].append((batch, batch_idx))
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
-        """Notes whether the step is finite, and lets no update be made from the first on that is not."""
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+        """Notes whether the step is finite, and drops the updates from the first bad step on."""
         loss = pl_module.step_loss.float()
         norm = torch.zeros_like(loss) if self._scaled else pl_module.gradient_norm(optimizer).float()
         self._figures.append(torch.stack((loss, norm)))
@@ -71,25 +70,26 @@ class NonFiniteGuard(Callback):
         if drops_updates(optimizer):
             drop_update(optimizer, self._bad)
         else:
-            for gradient in local(gradients(optimizer)):
+            for gradient in local_tensors(gradients(optimizer)):
                 gradient.masked_fill_(self._bad, 0.0)
         self._batches.append([])
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Looks, after a logged step."""
+        """Reads the flags after a logged step."""
         if not pl_module.logging_step:
             return
         if bool(self._bad):
             figures = torch.stack(self._figures).tolist()
             first = next(index for index, pair in enumerate(figures) if not all(map(math.isfinite, pair)))
             step = trainer.global_step - len(figures) + first + 1
-            self._stop(trainer, pl_module, step, *figures[first], self._batches[first])
+            loss, norm = figures[first]
+            self._stop(trainer, pl_module, step, loss, norm, self._batches[first])
         self._batches, self._figures = [[]], []
 
     def _stop(
-        self, trainer: Trainer, pl_module: LightningModule, step: int, loss: float, norm: float, batches: Any
+        self, trainer: Trainer, pl_module: Any, step: int, loss: float, norm: float, batches: Any
     ) -> None:
         found = repeat(trainer, pl_module, batches)
         if trainer.world_size > 1:
@@ -106,18 +106,19 @@ class NonFiniteGuard(Callback):
         )
 
 
-def repeat(trainer: Trainer, pl_module: LightningModule, batches: list[tuple[Any, int]]) -> str | None:
+def repeat(trainer: Trainer, pl_module: Any, batches: list[tuple[Any, int]]) -> str | None:
     """Runs micro-batches again, forward and backward; returns the first thing that is not finite, in words."""
-    whole = trainer.model if trainer.model is not None else pl_module
-    quiet = getattr(whole, "no_sync", nullcontext)  # under DDP: no rank waits for another
-    run = getattr(trainer.strategy, "run_as_forward", None)  # gathers what is spread over ranks
-    step = partial(run, "training_step") if run else pl_module.training_step
-    context = getattr(trainer.strategy, "step_context", nullcontext)
+    wrapped = trainer.model if trainer.model is not None else pl_module
+    quiet = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else nullcontext  # no rank waits
+    strategy: Any = trainer.strategy
+    gathers = isinstance(strategy, RunsAsForward)  # what is sharded over ranks
+    step = partial(strategy.run_as_forward, "training_step") if gathers else pl_module.training_step
+    context = strategy.step_context if isinstance(strategy, HasStepContext) else nullcontext
     pl_module.zero_grad()
     with watched(pl_module.network) as found, quiet():
         for batch, index in batches:
             with trainer.precision_plugin.train_step_context():
-                loss = step(batch, index)
+                loss: Any = step(batch, index)
             if not found and not bool(loss.isfinite()):
                 found.append("the loss, while what the network returned was finite")
             with context():
@@ -127,14 +128,14 @@ def repeat(trainer: Trainer, pl_module: LightningModule, batches: list[tuple[Any
 
 @contextmanager
 def watched(network: nn.Module) -> Iterator[list[str]]:
-    """Yields a list that takes the first output, and gradient, of a module that is not finite."""
+    """Yields a list to which the first non-finite output and gradient of a module are added."""
     found: list[str] = []
     handles: list[Any] = []
 
     def note(what: str, values: Any) -> None:
         if found:
             return
-        for tensor in local(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
+        for tensor in local_tensors(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)):
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 bad = int((~tensor.isfinite()).sum())
                 found.append(f"{what}, {bad:,} of {tensor.numel():,} values")

@@ -1,4 +1,4 @@
-"""Going on with smaller micro-batches when memory runs out in the middle of a run."""
+"""Continues with smaller micro-batches when memory runs out during a run."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from torch import Tensor
 
-from callbacks.shared import memory_limits
 from core.errors import ConfigError
+from core.lightning_compat import is_accumulating, replace_closure, restore_closure, zero_gradients
 from core.technique import technique
 from core.training.seeding import mix
 from core.training.shards import gradients
+from toolkit import memory_limits
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 DDP_OPTIONS = {
     "static_graph": (True, "false"),
     "find_unused_parameters": (True, "false"),
     "compression": ("bf16", "fp16", "powersgd", "none"),
 }
-"""Option of DDP's -> the values with which gradients cannot be averaged behind backward, and one with which they can."""
+"""Option of DDP -> the values under which gradients cannot be averaged after backward; last, one under which they can."""
 
 
 @technique(
@@ -39,14 +40,15 @@ DDP_OPTIONS = {
 class OOMGuard(Callback):
     """Halves the micro-batch and repeats the step when its forward or backward runs out of memory.
 
-    From then on each micro-batch is computed in twice as many parts, one after the other, whose gradients add up: an
-    accumulation inside of the accumulation. The batch of a step, the order of tokens, the schedule and all counts
-    stay as they are. Gradients of the step so far are dropped, and all its micro-batches computed again, so that
-    nothing is lost or counted twice; a run that had begun with the smaller parts gives the same but for rounding.
-    Checkpoints know the parts. A single row that does not fit ends the run, and so does an update or a validation.
+    From then on each micro-batch is computed in twice as many parts, one after the other, whose gradients add up:
+    gradient accumulation within each micro-batch. The batch of a step, the order of tokens, the schedule and all counts
+    stay as they are. The gradients of the step so far are dropped and all its micro-batches computed again, so
+    that nothing is lost or counted twice; a run that begins with the smaller parts gives the same result up to
+    rounding. The number of parts is saved in checkpoints. The run ends if a single row does not fit, and also if an
+    update or a validation runs out of memory.
 
-    On several ranks (DDP) each cuts up its own micro-batches: ranks talk to each other behind backward only, so that
-    they wait for the one that repeats, for as long as that takes. Gradients are averaged then, not meanwhile.
+    On several ranks (DDP) each splits its own micro-batches. Gradients are averaged after backward, not during it:
+    the other ranks wait there for one that repeats the step.
 
     Args:
         memory_limit: On a CPU: bytes that forward and backward may take beyond what the process holds when training
@@ -73,11 +75,11 @@ class OOMGuard(Callback):
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields what it cannot limit, or average."""
-        yield from memory_limits.misfits(run, own.arguments.get("memory_limit"))
+        yield from memory_limits.compatibility_errors(run, own.arguments.get("memory_limit"))
         for name, (*bad, good) in DDP_OPTIONS.items():
             if (value := run.argument(f"trainer.strategy.{name}")) in bad:
                 yield (
-                    f"it averages gradients behind backward, where DDP does not know {name}={value}: set "
+                    f"it averages gradients after backward, where DDP does not support {name}={value}: set "
                     f"--trainer.strategy.{name}={good}"
                 )
         word = run.argument("trainer.strategy")
@@ -89,37 +91,40 @@ class OOMGuard(Callback):
         return {"parts": self.parts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with as many."""
+        """Restores their number."""
         self.parts = state_dict["parts"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the place of what computes the gradients of a micro-batch."""
+        """Replaces the function that computes the gradients of a micro-batch."""
         if self.memory_limit is not None:
             self._most = memory_limits.ceiling(self.memory_limit)
-        loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-        loop._make_closure = lambda kwargs, optimizer, number: Closure(
-            lambda: self._gradients(trainer, optimizer, kwargs["batch"], kwargs["batch_idx"])
+        [optimizer] = trainer.optimizers
+        replace_closure(
+            trainer,
+            lambda kwargs: Closure(
+                lambda: self._gradients(trainer, optimizer, kwargs["batch"], kwargs["batch_idx"])
+            ),
         )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gives the place back."""
-        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop("_make_closure", None)
+        """Restores the function."""
+        restore_closure(trainer)
         self._step = []
 
     def _gradients(self, trainer: Trainer, optimizer: Any, batch: Any, number: int) -> ClosureResult:
-        """Adds the gradients of a micro-batch to those of the step, however often it takes."""
+        """Adds the gradients of a micro-batch to those of the step, with as many attempts as needed."""
         module: Any = trainer.lightning_module
         if number % trainer.accumulate_grad_batches == 0:
-            self._step, self._window, module.in_parts = [], module._window.copy(), self.parts > 1
+            self._step, self._window, module.in_parts = [], module.train_sums.copy(), self.parts > 1
         self._step.append((batch, number))
         todo = self._step[-1:]
         while (loss := self._attempt(trainer, optimizer, todo)) is None:
             self._halve(trainer, batch)
             optimizer.zero_grad()
-            module._window, module._step_sums, module.in_parts = self._window.copy(), None, True
+            module.train_sums, module.step_sums, module.in_parts = self._window.copy(), None, True
             memory_limits.give_back()
             todo = self._step
-        if trainer.world_size > 1 and not trainer.fit_loop._should_accumulate():
+        if trainer.world_size > 1 and not is_accumulating(trainer):
             _average(gradients(optimizer), trainer.world_size)
         return ClosureResult(loss)
 
@@ -132,18 +137,18 @@ class OOMGuard(Callback):
         except Exception as error:
             if not memory_limits.is_out_of_memory(error):
                 raise
-            return None  # with the error the graph is given up, which its traceback holds
+            return None  # the traceback of the error holds the graph: both are freed here
         return loss
 
     def _micro_batch(self, trainer: Trainer, optimizer: Any, batch: Any, number: int) -> Tensor:
-        loop, total = trainer.fit_loop.epoch_loop.automatic_optimization, None
+        total = None
         for part, rows in enumerate(split(batch, self.parts)):
-            # Past DDP's forward, which might wait for other ranks. Each part draws random numbers of its own.
+            # Not through DDP's forward, which may wait for other ranks. Each part has its own random numbers.
             index = mix(number, part) if part else number
             with trainer.precision_plugin.train_step_context():
                 output: Any = trainer.lightning_module.training_step(rows, index)
-            if not part and (zero := loop._make_zero_grad_fn(number, optimizer)):
-                zero()
+            if not part:
+                zero_gradients(trainer, number, optimizer)
             loss = output / trainer.accumulate_grad_batches
             total = loss.detach().clone() if total is None else total + loss.detach()
             trainer.strategy.backward(loss, optimizer)
@@ -157,7 +162,7 @@ class OOMGuard(Callback):
             raise ConfigError(
                 f"OOMGuard: out of memory in step {trainer.global_step + 1}, on rank {trainer.global_rank}, with a single "
                 f"row of {batch['input_ids'].shape[1]:,} tokens.\nShorten --data.sequence_length, add "
-                "ActivationCheckpointing, or spread the model: --trainer.strategy=FSDP."
+                "ActivationCheckpointing, or shard the model: --trainer.strategy=FSDP."
             )
         self.parts *= 2
         print(
@@ -169,7 +174,7 @@ class OOMGuard(Callback):
 
 
 def split(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
-    """Returns a batch in so many parts of about as many rows; in single rows where there are fewer."""
+    """Returns a batch split into this many parts of about equal size, or into single rows where there are fewer."""
     if parts == 1:
         return [batch]
     parts = min(parts, len(batch["input_ids"]))

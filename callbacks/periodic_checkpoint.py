@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,36 +10,42 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from core.contracts import MeasuresStall, WaitsForDisk
 from core.errors import ConfigError
+from core.lightning_compat import is_accumulating, validates_after_batch
 from core.technique import technique
+from toolkit import durable
+from toolkit.checkpoint_names import ABANDONED, step_named
 
 
 @technique(
-    paper="own work: what ModelCheckpoint does with monitor='step', and a save of the last step",
+    paper="own work: like ModelCheckpoint with monitor='step', and a save of the last step",
     maturity="stable",
-    watches=True,
+    observer=True,
 )
 class PeriodicCheckpoint(Checkpoint):
     """Keeps the newest checkpoints of a run, and always one of its last step.
 
-    Files are named `step-00000100.ckpt`. Two are kept by default, so that there is one to go back to
-    should the disk damage the newest. Of a checkpoint that is written in the background, `checkpoint/stall_s` is
-    logged: the seconds for which it held training up.
+    Files are named `step-00000100.ckpt`. Two are kept by default, so that there is another one if the newest is
+    damaged. Only what this run has written is ever removed. Where a run goes back to an earlier step, later checkpoints
+    are renamed to `step-00000200.abandoned.ckpt`. Where the checkpoint format measures it, `checkpoint/stall_s` is
+    logged: the seconds for which the checkpoint interrupted training.
 
     Args:
         every_n_steps: Optimizer steps between checkpoints.
         keep: How many of the newest to keep; -1 keeps all.
-        dirpath: The folder to write to.
-        keep_every_n_steps: Checkpoints of multiples of so many steps are kept besides, for good.
-        keep_best: Whether the one with the lowest `val/loss` is kept besides; one is saved after each validation
-            that found a lower loss, but for one between the micro-batches of a step.
+        dirpath: The folder to write to, on this machine.
+        keep_every_n_steps: Checkpoints at multiples of this many steps are also kept, and never removed.
+        keep_best: Whether the one with the lowest `val/loss` is also kept. One is saved after each validation that
+            found a lower loss, unless that validation was between the micro-batches of a step.
 
     Attributes:
         last_model_path: The newest checkpoint that this process wrote; empty before the first.
         best_model_path: The one with the lowest `val/loss` so far; empty without `keep_best`.
 
     Raises:
-        ConfigError: If `every_n_steps` or `keep_every_n_steps` < 1, or `keep` is neither -1 nor at least 1.
+        ConfigError: If `every_n_steps` or `keep_every_n_steps` < 1, or `keep` is neither -1 nor at least 1;
+            if `dirpath` is a URL, or nothing can be written there.
 
     Example:
         trainer:
@@ -67,22 +74,38 @@ class PeriodicCheckpoint(Checkpoint):
             )
         self.every_n_steps = every_n_steps
         self.keep = keep
-        self.dirpath = dirpath
+        self.dirpath = durable.require_local_path(dirpath, "PeriodicCheckpoint: dirpath")
         self.keep_every_n_steps, self.keep_best = keep_every_n_steps, keep_best
         self.last_model_path = self.best_model_path = ""
         self._best = float("inf")
         self._io: Any = None
         self._saved_step = 0
         self._due = False
+        self._written: list[str] = []
+        self._restored: set[str] = set()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes the folder from rank 0, which alone knows the run's."""
+        """Takes the folder from rank 0, which alone knows the run folder."""
         self.dirpath = trainer.strategy.broadcast(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A resumed run need not save again where it starts."""
+        """Does not save again the step that a resumed run starts from."""
         self._io = trainer.strategy.checkpoint_io
         self._saved_step = trainer.global_step
+        if trainer.is_global_zero:
+            self._check_place()
+            if trainer.ckpt_path:
+                self._set_aside(trainer.global_step)
+
+    def _check_place(self) -> None:
+        """Raises a ConfigError if nothing can be written: at the first checkpoint it would be too late."""
+        folder = Path(self.dirpath).absolute()
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            fault = "is no folder" if not place.is_dir() else "cannot be written"
+            raise ConfigError(
+                f"PeriodicCheckpoint: dirpath is {self.dirpath}, and {place} {fault}. Set another."
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -91,17 +114,18 @@ class PeriodicCheckpoint(Checkpoint):
         step = trainer.global_step
         if step < self._saved_step:
             self._go_back(step)
+            if trainer.is_global_zero:
+                self._set_aside(step)
         self._due = step % self.every_n_steps == 0 and step not in (self._saved_step, trainer.max_steps)
-        loop = trainer.fit_loop
-        if self._due and not loop.epoch_loop._should_check_val_fx(loop._data_fetcher):
+        if self._due and not validates_after_batch(trainer):
             self._save(trainer, step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Saves what waited: a resumed run would not repeat the validation."""
+        """Saves the step that waited: a resumed run would not repeat the validation."""
         if trainer.sanity_checking:
             return
         # Not between the micro-batches of a step, whose gradients so far would not be saved.
-        if self.keep_best and not trainer.fit_loop.epoch_loop._should_accumulate():
+        if self.keep_best and not is_accumulating(trainer):
             loss, path = float(trainer.callback_metrics["val/loss"]), self.path_of(trainer.global_step)
             if loss < self._best:
                 self._best, self.best_model_path, self._due = loss, str(path), True
@@ -117,52 +141,83 @@ class PeriodicCheckpoint(Checkpoint):
         """Saves the last step, and waits until it is on the disk."""
         if trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
-        if hasattr(self._io, "wait"):
+        if isinstance(self._io, WaitsForDisk):
             self._io.wait()
             self._prune(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns which checkpoint was the best so far."""
-        return {"best": self._best, "path": self.best_model_path} if self.best_model_path else {}
+        """Returns what this run has written and keeps, and which checkpoint was the best so far."""
+        best = {"best": self._best, "path": self.best_model_path} if self.best_model_path else {}
+        return {"written": list(self._written), **best}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there."""
-        self._best, self.best_model_path = state_dict["best"], state_dict["path"]
+        """Goes on from there; the folder may be another one now."""
+        names = [str(name) for name in state_dict.get("written", ())]
+        self._written = [name for name in names if "/" not in name and step_named(Path(name)) is not None]
+        self._restored = set(self._written)
+        if state_dict.get("path"):
+            self._best = float(state_dict["best"])
+            self.best_model_path = str(Path(self.dirpath, Path(state_dict["path"]).name))
 
     def _go_back(self, step: int) -> None:
-        """Training has gone back to a step: those saved behind it come again, and overwrite what was saved."""
+        """Training has gone back to a step: later steps will be saved again."""
         self._saved_step = 0
-        if self.best_model_path and _step_of(Path(self.best_model_path)) > step:
+        if isinstance(self._io, WaitsForDisk):
+            self._io.wait()
+        if self.best_model_path and (step_named(Path(self.best_model_path)) or 0) > step:
             self._best, self.best_model_path = float("inf"), ""
+
+    def _set_aside(self, step: int) -> None:
+        """Renames the checkpoints after a step that the run continues from: they belong to a discarded history."""
+        for path in sorted(Path(self.dirpath).glob("step-*.ckpt")):
+            if (step_named(path) or 0) <= step or ABANDONED in path.name:
+                continue
+            number, name = 1, f"{path.stem}{ABANDONED}.ckpt"
+            while path.with_name(name).exists():
+                number += 1
+                name = f"{path.stem}{ABANDONED}-{number}.ckpt"
+            path.rename(path.with_name(name))
+            self._written = [name if old == path.name else old for old in self._written]
+            print(
+                f"{path} is after step {step}, from which the run continues: renamed to {name}.", flush=True
+            )
 
     def _save(self, trainer: Trainer, step: int) -> None:
         self._due = False
         path = self.path_of(step)
+        self._written = [*(name for name in self._written if name != path.name), path.name]
+        self._restored.discard(path.name)
         trainer.save_checkpoint(path)
         self._saved_step, self.last_model_path = step, str(path)
-        if hasattr(self._io, "stall_s"):
+        if isinstance(self._io, MeasuresStall):
             for logger in trainer.loggers:
                 logger.log_metrics({"checkpoint/stall_s": self._io.stall_s}, step=step)
         self._prune(trainer)
 
     def path_of(self, step: int) -> Path:
-        """Returns where the checkpoint of a step lies, or would."""
+        """Returns the path of the checkpoint of a step."""
         return Path(self.dirpath, f"step-{step:08d}.ckpt")
 
     def _prune(self, trainer: Trainer) -> None:
-        """Removes what need not be kept; one that is still being written is not seen here, and one more is kept."""
+        """Removes what need not be kept. A checkpoint that is still being written does not count: one more is kept."""
         if not trainer.is_global_zero or self.keep < 0:
             return
-        for old in _by_age(Path(self.dirpath))[: -self.keep]:
-            step = _step_of(old)
-            for_good = self.keep_every_n_steps and step % self.keep_every_n_steps == 0
-            if not for_good and old.name != Path(self.best_model_path).name:
+        paths = (Path(self.dirpath, name) for name in self._written)
+        present = sorted((path for path in paths if path.exists()), key=_order)
+        for old in present[: -self.keep]:
+            step, abandoned = step_named(old) or 0, ABANDONED in old.name
+            for_good = self.keep_every_n_steps and step % self.keep_every_n_steps == 0 and not abandoned
+            if not for_good and old.name != Path(self.best_model_path).name and self._is_mine(old, trainer):
                 trainer.strategy.remove_checkpoint(old)
+                self._written.remove(old.name)
+
+    def _is_mine(self, path: Path, trainer: Trainer) -> bool:
+        """Whether a file that the checkpoint lists as written may be removed: not through a link out of the folder."""
+        folder, root = Path(self.dirpath), Path(trainer.default_root_dir)
+        within = folder.absolute().is_relative_to(root.absolute())
+        leads_out = within and not folder.resolve().is_relative_to(root.resolve())
+        return path.name not in self._restored or not leads_out
 
 
-def _step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("step-"))
-
-
-def _by_age(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*.ckpt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+def _order(path: Path) -> tuple[bool, int]:
+    return ABANDONED not in path.name, step_named(path) or 0

@@ -1,4 +1,4 @@
-"""Where a run stands: a bar on a terminal, a line now and then in a log file."""
+"""The progress of a run: a bar on a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 
@@ -18,21 +18,27 @@ from rich.table import Table
 from core.errors import ConfigError
 from core.technique import technique
 
+ROOMY = 90
+"""Columns of a terminal from which on there is room for the epoch beside the bar."""
+
 
 @technique(
     paper="rich, rich.readthedocs.io/en/stable/live.html",
     after=("Throughput",),
     maturity="stable",
-    watches=True,
+    observer=True,
 )
 class ProgressBar(lightning_callbacks.ProgressBar):
-    """Shows step, loss, validation loss, tokens per second (of `Throughput`) and the time left.
+    """Shows step, loss, validation loss, epoch, tokens per second (of `Throughput`) and the time left.
 
-    On a terminal a bar is redrawn by a thread of its own; whatever is printed appears above it. Elsewhere
-    plain lines are printed, at the first logged step, then each tenth of the run or `line_every_s`. A
-    training step costs the test of two attributes; figures are fetched in logged steps alone.
+    On a terminal a separate thread redraws the bar; what is printed appears above it. Elsewhere plain lines are
+    printed: at the first logged step, then at each tenth of the run, or after `line_every_s`. A training step
+    costs two tests of attributes; figures are read in logged steps only.
 
-    The time left reckons with what ends first, `max_steps` or `max_epochs`, and with the mean time per step,
+    The epoch is how often the data have been gone through (`epoch/NAME`): 1.25 is a quarter of the second time, 0.40
+    to 2.10 the least and the most of several sources. Where the data module does not say, it is Lightning's, from 1 on.
+
+    The time left is until `max_steps` or `max_epochs`, whichever comes first, and from the mean time per step,
     validation and checkpoints included, since the first logged step (up to that, since the first one).
 
     Args:
@@ -60,9 +66,10 @@ class ProgressBar(lightning_callbacks.ProgressBar):
         self._line_every_s = line_every_s
         self._enabled = True
         self._live: Live | None = None
-        self._started: tuple[int, float] | None = None  # step and time from which the speed is reckoned
+        self._started: tuple[int, float] | None = None  # step and time from which the speed is computed
         self._total = float("inf")
         self._figures: dict[str, float] = {}
+        self._epoch = ""
         self._shown: tuple[int, float] | None = None  # tenth of the run and time of the last figures
         self._pass: tuple[str, int, float] | None = None  # what passes over data, batches done, of how many
 
@@ -88,14 +95,14 @@ class ProgressBar(lightning_callbacks.ProgressBar):
     # -- training ----------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begins with the step that the run begins or goes on with."""
+        """Begins with the step that the run begins or continues with."""
         self._started = self._shown = None
-        self._figures = {}
+        self._figures, self._epoch = {}, ""
         self._total = trainer.estimated_stepping_batches
         self._start()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Finds out anew how many steps the run has: epochs may differ in length."""
+        """Updates the number of steps of the run: epochs may differ in length."""
         self._total = trainer.estimated_stepping_batches
 
     def on_train_batch_end(
@@ -118,6 +125,7 @@ class ProgressBar(lightning_callbacks.ProgressBar):
         for short, name in (("loss", "train/loss"), ("tokens/s", "throughput/tokens_per_second")):
             if name in metrics:
                 self._figures[short] = float(metrics[name])
+        self._epoch = _epoch(trainer)
         if self._live is None:
             self._print_line(trainer.global_step)
         if first:
@@ -135,7 +143,7 @@ class ProgressBar(lightning_callbacks.ProgressBar):
         self._stop()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Gives the terminal back."""
+        """Restores the terminal."""
         self._stop()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -178,7 +186,7 @@ class ProgressBar(lightning_callbacks.ProgressBar):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Takes the bar of the pass away and the new validation loss in."""
+        """Removes the bar of the pass, and shows the new validation loss."""
         if trainer.state.fn != "fit":
             self._stop()
         elif not trainer.sanity_checking and self._enabled and "val/loss" in trainer.callback_metrics:
@@ -206,7 +214,7 @@ class ProgressBar(lightning_callbacks.ProgressBar):
             live.stop()
 
     def _render(self) -> Table:
-        """Draws the present state; called by the thread of `Live`, some times a second."""
+        """Draws the present state; called by the thread of `Live`, a few times a second."""
         table = Table.grid(padding=(0, 1), expand=True)
         table.add_column(no_wrap=True)
         table.add_column(ratio=1)
@@ -223,8 +231,13 @@ class ProgressBar(lightning_callbacks.ProgressBar):
 
     def _summary(self, step: int) -> str:
         formats = {"loss": "loss {:.3f}", "val": "val {:.3f}", "tokens/s": "{:,.0f} tokens/s"}
-        parts = [form.format(self._figures[name]) for name, form in formats.items() if name in self._figures]
-        return "  ".join([*parts, f"{self._time_left(step)} left"])
+        parts = {
+            name: form.format(self._figures[name]) for name, form in formats.items() if name in self._figures
+        }
+        speed = [parts.pop("tokens/s")] if "tokens/s" in parts else []
+        roomy = self._live is None or self._live.console.width >= ROOMY
+        epoch = [self._epoch] if self._epoch and roomy else []
+        return "  ".join([*parts.values(), *epoch, *speed, f"{self._time_left(step)} left"])
 
     def _time_left(self, step: int) -> str:
         if step >= self._total:
@@ -233,11 +246,19 @@ class ProgressBar(lightning_callbacks.ProgressBar):
             return "-:--:--"
         first, since = self._started
         seconds = (time.monotonic() - since) / (step - first) * (self._total - step)
-        return str(timedelta(seconds=round(seconds)))
+        return str(timedelta(seconds=round(min(seconds, timedelta.max.total_seconds() // 2))))
 
     def _print_line(self, step: int) -> None:
         percent = "" if self._total == float("inf") else f" ({step / self._total:.0%})"
         print(f"step {step:,}/{_count(self._total)}{percent}: {self._summary(step)}", flush=True)
+
+
+def _epoch(trainer: Trainer) -> str:
+    counts = [float(value) for name, value in trainer.callback_metrics.items() if name.startswith("epoch/")]
+    if not counts:
+        return f"epoch {trainer.current_epoch + 1}"
+    least, most = f"{min(counts):.2f}", f"{max(counts):.2f}"
+    return f"epoch {least}" if least == most else f"epoch {least} to {most}"
 
 
 def _count(number: float) -> str:

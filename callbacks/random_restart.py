@@ -1,4 +1,4 @@
-"""Several initialisations tried for a while, and the best of them trained on."""
+"""A search over seeds: several initialisations are trained for a while, and the best is used."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
-from callbacks.shared.trials import NOT_UNDONE, misfits, say, trial
-from core.configuration.building import changed
 from core.errors import ConfigError
-from core.files import durable, pictures
+from core.lightning_compat import collect_rng_states, set_rng_states
 from core.technique import technique
-from core.training.shards import reshard, take
+from core.training.network_changes import apply_network_changes
+from core.training.shards import reshard
+from toolkit import durable, pictures
+from toolkit.shards import copy_to_shard
+from toolkit.snapshots import tensors
+from toolkit.trials import NOT_UNDONE, compatibility_errors, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 
 @technique(
     paper="the best of several seeds after a short training, as in Dodge et al., arXiv:2002.06305, section 4",
     conflicts=NOT_UNDONE
-    | {"BitsandbytesWeights": "its weights are packed, and frozen: there is nothing to try"},
+    | {"BitsandbytesWeights": "its weights are quantised and frozen: a new seed would change nothing"},
     before=("ExponentialMovingAverage", "LRFinder"),
     after=(
         "BatchSizeFinder",
@@ -43,19 +46,25 @@ if TYPE_CHECKING:
     ),
 )
 class RandomRestart(Callback):
-    """Trains from several seeds for a few steps each, and goes on from the beginning with the best.
+    """A search over seeds: trains a few steps from each of several seeds, then starts the run from the best.
 
-    A seed decides the network's initial weights and what dropout draws; the data and its order are the same for all.
-    The first is the run's own (`seed_everything`), the others follow it. The best has the least mean loss over the last
-    tenth of its steps. All are put back: the run is bitwise that with the best in `seed_everything`, where nothing
-    else draws from it. `random_restart.png` and `random_restart.csv` in the run folder show all losses.
+    A seed determines the network's initial weights and its dropout; the data and its order are the same for all seeds,
+    unless `shuffle_data` gives each its own order. The first seed is the run's own (`seed_everything`), the others are
+    the next numbers. The best has the lowest mean loss over the last tenth of its steps. Then everything is restored: the run is
+    bitwise the one with the best seed in `seed_everything` (and the matching `data.seed`), where nothing else draws
+    from it. With `keep_weights` the run begins with the weights of the best after its steps; step, optimizer,
+    schedule and data begin from zero. `random_restart.png` and `random_restart.csv` in the run folder show all
+    losses.
 
     Args:
         seeds: How many to try, at least 2.
         num_steps: Optimizer steps of each.
+        shuffle_data: Whether the data, too, come in another order for each: by `data.seed`, plus 0 for the first
+            seed, 1 for the next. Losses are then of different batches: with few steps they say less.
+        keep_weights: Whether the run begins with the trained weights of the best, in place of its initial ones.
 
     Raises:
-        ConfigError: If a value is out of range, or the loss is finite from no seed.
+        ConfigError: If a value is out of range, unshuffled data are to be shuffled, or the loss is finite for no seed.
 
     Example:
         trainer:
@@ -64,38 +73,48 @@ class RandomRestart(Callback):
               init_args: {seeds: 4, num_steps: 50}
     """
 
-    def __init__(self, seeds: int = 4, num_steps: int = 50) -> None:
+    def __init__(
+        self, seeds: int = 4, num_steps: int = 50, shuffle_data: bool = False, keep_weights: bool = False
+    ) -> None:
         if seeds < 2 or num_steps < 1:
             raise ConfigError(
                 f"RandomRestart takes seeds from 2 and num_steps from 1 upwards, not {seeds} and {num_steps}."
             )
         self.seeds, self.num_steps = seeds, num_steps
+        self.shuffle_data, self.keep_weights = shuffle_data, keep_weights
+        self._kept: tuple[float, list[Tensor]] | None = (
+            None  # the lowest score so far, and the weights after its steps
+        )
         self._seed: int | None = None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields what trial steps do not work with, and trials that are longer than the run."""
-        yield from misfits(run)
+        """Yields what trial steps do not work with, and that trials are longer than the run."""
+        yield from compatibility_errors(run)
+        if own.arguments.get("shuffle_data") and run.argument("data.shuffle") is False:
+            yield "shuffle_data is true, and the data are read in order: set --data.shuffle=true or leave it out"
         steps, trials = run.argument("trainer.max_steps") or -1, own.arguments.get("num_steps") or 0
         if 0 < steps < trials:
-            yield f"num_steps is {trials}, the whole run only {steps} steps long: lower it"
+            yield f"num_steps is {trials}, and the run has only {steps} steps: lower it"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the seed that was chosen."""
         return {"seed": self._seed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes it over."""
+        """Restores that seed."""
         self._seed = state_dict["seed"]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Tries the seeds before the first step of a run; a resumed one goes on with its seed's random numbers."""
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Tries the seeds before the first step of a run; a resumed one continues with its seed's random numbers."""
         if trainer.ckpt_path:
-            pl_module._seed = pl_module._seed if self._seed is None else self._seed
+            pl_module.seed = pl_module.seed if self._seed is None else self._seed
             return
-        first = pl_module._seed
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        first, data_seed = pl_module.seed, data.seed  # of a TokenDataModule: trial steps need one
+        self._orders = {seed: data_seed + seed - first for seed in range(first, first + self.seeds)}
         say(trainer, self, f"{self.seeds} seeds from {first} on, {self.num_steps} trial steps each ...")
-        curves = {seed: self._curve(trainer, seed) for seed in range(first, first + self.seeds)}
+        curves = {seed: self._curve(trainer, seed) for seed in self._orders}
         scores = {seed: _score(losses) for seed, losses in curves.items()}
         best = min(scores, key=scores.__getitem__)
         if trainer.is_global_zero:
@@ -105,38 +124,55 @@ class RandomRestart(Callback):
                 "RandomRestart: from no seed the loss stayed finite; see random_restart.csv in the run folder.\n"
                 "Lower the learning rate (LRFinder finds one), or look for the fault with NonFiniteGuard."
             )
-        begin(trainer, best)
-        self._seed = best
-        told = ", ".join(f"{seed}: {score:.4f}" for seed, score in scores.items())
+        self._begin(trainer, best)
+        if self._kept is not None:
+            _put(trainer, self._kept[1])
+        self._seed, self._kept = best, None
+        scores_text = ", ".join(f"{seed}: {score:.4f}" for seed, score in scores.items())
         say(
             trainer,
             self,
-            f"seed {best} is the best; loss of each in nats per token: {told}. The run begins with it.",
+            f"seed {best} is the best; loss of each in nats per token: {scores_text}. The run begins with it.",
         )
+
+    def _begin(self, trainer: Trainer, seed: int) -> None:
+        begin(trainer, seed)
+        if self.shuffle_data:
+            trainer.datamodule.reshuffle(self._orders[seed])  # type: ignore[attr-defined]
 
     def _curve(self, trainer: Trainer, seed: int) -> list[float]:
         """Returns the losses from a seed on, the same on every rank."""
-        begin(trainer, seed)
+        self._begin(trainer, seed)
         with trial(trainer) as steps:
             losses = [float(next(steps)) for _ in range(self.num_steps)]
-        return list(trainer.strategy.broadcast(losses))
+            losses = list(trainer.strategy.broadcast(losses))
+            if self.keep_weights and (self._kept is None or _score(losses) < self._kept[0]):
+                weights = [tensor.to("cpu", copy=True) for tensor in tensors(trainer)]
+                self._kept = _score(losses), weights
+        return losses
+
+
+def _put(trainer: Trainer, weights: list[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors(trainer), weights, strict=True):
+            tensor.copy_(value)
 
 
 def begin(trainer: Trainer, seed: int) -> None:
     """Gives the network the weights that it would have been initialised with from this seed; called on every rank.
 
-    It is built once more, as the strategy has it built; its values go where the first one's are, from rank 0.
+    It is built once more, in the strategy's contexts; the values of rank 0 are copied into the weights of the first.
     """
     module: Any = trainer.lightning_module
     seed_everything(seed, verbose=False)
-    module._seed = seed
+    module.seed = seed
     with (
         trainer.strategy.tensor_init_context(),
         trainer.strategy.model_sharded_context(),
         trainer.precision_plugin.module_init_context(),
     ):
-        network = changed(module.build_network(), trainer)
-    random = _collect_rng_states()
+        network = apply_network_changes(module.build_network(), trainer)
+    random = collect_rng_states()
     reshard(module)
     own = {**dict(module.network.named_parameters()), **dict(module.network.named_buffers())}
     device, main = trainer.strategy.root_device, trainer.is_global_zero
@@ -145,8 +181,8 @@ def begin(trainer: Trainer, seed: int) -> None:
         if trainer.world_size > 1:
             dist.broadcast(value, 0)
         if name in own:  # of a pipeline's stages each has some
-            take(own[name], value)
-    _set_rng_states(random)
+            copy_to_shard(own[name], value)
+    set_rng_states(random)
 
 
 def _score(losses: list[float]) -> float:

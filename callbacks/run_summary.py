@@ -1,4 +1,4 @@
-"""What came out of a run: a few lines at its end, and what to type next."""
+"""A summary at the end of a run: losses, speed, files, and commands to continue with."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from rich.console import Console
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
+from core.contracts import HasUnigramLoss, KnowsCheckpoints
 from core.technique import technique
 
 PRODUCTS = {
@@ -24,22 +26,22 @@ PRODUCTS = {
     "metrics": "metrics.csv",
     "configuration": "config.yaml",
 }
-"""What is listed of a run folder, where it is there."""
+"""Files of a run folder that are listed, if they exist."""
 
 
 @technique(
     paper="perplexity beside the unigram entropy: Shannon, Prediction and Entropy of Printed English (1951)",
     after=("LossCurve", "ProgressBar", "TextSamples", "Throughput"),
     maturity="stable",
-    watches=True,
+    observer=True,
 )
 class RunSummary(Callback):
-    """Prints at the end of `fit`: losses, speed, where everything lies, and two commands to go on with.
+    """Prints at the end of `fit`: losses, speed, where the files are, and two commands to continue with.
 
-    The validation loss stands beside the entropy of the same text under token frequencies alone
-    (`unigram_loss` of the data module): what a model has to fall below to have learned anything from
-    context. Both are in nats per token. A run that an exception ends gets one line instead: its folder
-    and how to resume it.
+    The validation loss is shown with the entropy of the same text under token frequencies alone (`unigram_loss` of
+    the data module): a model below it has learned something from context. Both are in nats per token. If the
+    loss is not of the last step, the step is named. A run that an exception ends gets one line instead: its
+    folder and how to resume it.
 
     Example:
         trainer:
@@ -50,6 +52,12 @@ class RunSummary(Callback):
     def __init__(self) -> None:
         self._began: float | None = None
         self._first_step = 0
+        self._validated_step: int | None = None
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Notes which step's weights the validation loss is of."""
+        if not trainer.sanity_checking:
+            self._validated_step = trainer.global_step
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Starts the clock."""
@@ -63,7 +71,7 @@ class RunSummary(Callback):
         lines = [
             "",
             self._run_line(trainer, pl_module),
-            *_loss_lines(trainer),
+            *_loss_lines(trainer, self._validated_step),
             "",
             *_product_lines(trainer),
             "",
@@ -74,21 +82,21 @@ class RunSummary(Callback):
             console.print(line, soft_wrap=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Says where the run lies and how to resume it."""
+        """Prints where the run folder is and how to resume the run."""
         if not trainer.is_global_zero or self._began is None:
             return
         folder = _shown(Path(trainer.default_root_dir))
         found, saver = _checkpoint(trainer), trainer.checkpoint_callback
         signalled = isinstance(exception, SIGTERMException)
         if signalled and trainer.global_step and isinstance(saver, PeriodicCheckpoint):
-            found = saver.path_of(trainer.global_step)  # which it saves behind this
+            found = saver.path_of(trainer.global_step)  # which it saves after this hook
         resume = f"resume it with: {_resume(trainer, found)}" if found else "it has no checkpoint yet"
-        print(f"Stopped at step {trainer.global_step:,}. The run lies in {folder}; {resume}", flush=True)
+        print(f"Stopped at step {trainer.global_step:,}. The run folder is {folder}; {resume}", flush=True)
 
     def _run_line(self, trainer: Trainer, pl_module: LightningModule) -> str:
         step = trainer.global_step
         if self._began is None:
-            return f"Nothing was left to train: the run stands at step {step:,}."
+            return f"Nothing was left to train: the run is at step {step:,}."
         seconds = timedelta(seconds=round(time.monotonic() - self._began))
         line = f"Trained to step {step:,}{_tokens(trainer, pl_module)}, in {seconds}"
         if self._first_step:
@@ -103,21 +111,24 @@ def _tokens(trainer: Trainer, pl_module: LightningModule) -> str:
     return f", {seen:,} tokens{'' if logged else ' by the last logged step'}" if seen else ""
 
 
-def _loss_lines(trainer: Trainer) -> list[str]:
-    loss = trainer.callback_metrics.get("val/loss")
-    unigram = getattr(trainer.datamodule, "unigram_loss", None)
-    if loss is None:
+def _loss_lines(trainer: Trainer, validated_step: int | None) -> list[str]:
+    found = trainer.callback_metrics.get("val/loss")
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    unigram = data.unigram_loss if isinstance(data, HasUnigramLoss) else None
+    if found is None:
         return ["Validation: none was run."]
-    loss = float(loss)
+    loss = float(found)
+    late = validated_step is not None and validated_step != trainer.global_step
+    where = f", of step {validated_step:,}: none was run since" if late else ""
     lines = [
-        f"Validation loss             {loss:.3f} nats/token, perplexity {math.exp(min(loss, 700.0)):,.1f}"
+        f"Validation loss             {loss:.3f} nats/token, perplexity {math.exp(min(loss, 700.0)):,.1f}{where}"
     ]
     if unigram is None:
         return lines
     lines.append(f"Unigram entropy, same text  {unigram:.3f} nats/token, perplexity {math.exp(unigram):,.1f}")
     if loss < unigram:
         gain = f"{unigram - loss:.3f} nats per token"
-        lines.append(f"The model draws on context: it is {gain} better than token frequencies alone.")
+        lines.append(f"The model uses context: it is {gain} better than token frequencies alone.")
     else:
         lines.append("The model is not better than token frequencies alone yet: train it longer.")
     return lines
@@ -161,14 +172,15 @@ def _longer(trainer: Trainer) -> str:
 
 def _checkpoint(trainer: Trainer) -> Path | None:
     """Returns the newest checkpoint of this run that is still there."""
-    callback = trainer.checkpoint_callback
-    names = [getattr(callback, name, "") for name in ("last_model_path", "best_model_path")]
+    callback: Any = trainer.checkpoint_callback
+    knows = isinstance(callback, KnowsCheckpoints)
+    names = [callback.last_model_path, callback.best_model_path] if knows else []
     names.append(str(trainer.ckpt_path or ""))  # a finished run that was resumed wrote none itself
     found = [Path(name) for name in names if name and Path(name).exists()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
 def _shown(path: Path) -> str:
-    """Returns a path as it is shortest to type: relative, if it lies below the working directory."""
+    """Returns the shortest form of a path: relative, if it is below the working directory."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

@@ -1,4 +1,4 @@
-"""Short rows first, longer ones as the run goes on."""
+"""Sequence-length warm-up: short rows first, longer ones later."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Literal
 
 from core.errors import ConfigError
 from core.technique import technique
-from core.training.batch_shapes import Shape, ShapeSchedule
+from toolkit.batch_shapes import Shape, ShapeSchedule
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     },
 )
 class SequenceLengthSchedule(ShapeSchedule):
-    """Trains on rows that grow to `data.sequence_length`, without losing or repeating a token.
+    """Sequence-length warm-up: rows grow to `data.sequence_length`, without losing or repeating a token.
 
-    Short rows cost less attention, and early in training little is learnt from far back. The length of a step
+    Short rows cost less attention, and early in training little is learned from distant tokens. The length of a step
     depends on its number alone. A compiled network is compiled at most once for each length: linear growth has
     up to `data.sequence_length / multiple` of them. Validation is always on full rows.
 
@@ -36,10 +36,12 @@ class SequenceLengthSchedule(ShapeSchedule):
         growth: "linear" (cut down to a multiple), "doubling" (each length as long as the others), or "stages".
         multiple: Lengths of linear growth are multiples of it.
         stages: For growth "stages": the lengths before the full one, rising, each as long as the others.
-        keep: "tokens": as many tokens a step as full rows have, so that short rows are more rows (less than a row
-            is left out); "batch": as many rows.
-        intermittent_short: Share of the steps behind the growth that take one of the shorter lengths again, in
-            turn, from 0 to 1.
+        keep: "tokens": each full row is replaced by as many short ones as fit into it; "batch": as many rows.
+            The tokens of a step depend neither on the number of ranks nor on the micro-batch, and a micro-batch
+            never holds more than the configured one. Lengths that divide the full one ("doubling") leave no
+            room unused; 40 of 64 tokens, of which one row fits, leave 24 to later steps.
+        intermittent_short: Share of the steps after the growth that use one of the shorter lengths again, in
+            turn; from 0 to 1.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -98,8 +100,8 @@ class SequenceLengthSchedule(ShapeSchedule):
         growing = self.duration if isinstance(self.duration, int) else round(self.duration * max(steps, 0))
         length = self.length(step, growing, full.sequence_length)
         rows = full.batch_size
-        if self.keep == "tokens":
-            rows = full.batch_size * full.sequence_length // length
+        if self.keep == "tokens":  # by row: by micro-batch the layout would decide how much is rounded off
+            rows *= full.sequence_length // length
         return Shape(length, rows, full.accumulated)
 
     def length(self, step: int, growing: int, full: int) -> int:

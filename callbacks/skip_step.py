@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
-from callbacks.shared.outliers import OutlierWindow
 from core.errors import ConfigError
 from core.technique import Feature, technique
-from core.training.updates import drop_update, drops_updates
+from core.training.figures import log_figures
+from toolkit.outliers import OutlierWindow
+from toolkit.updates import drop_update, drops_updates
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     before=("GradientClip",),
 )
 class SkipStep(Callback):
-    """Skips the update when loss or gradient norm lies beyond `sigma` of its rolling window.
+    """Skips the update of a step whose loss or gradient norm is an outlier in a rolling window.
 
-    The decision is taken on the device: no synchronisation on any step. All ranks decide alike, because both
+    The decision is made on the device, without synchronisation. All ranks decide the same, because both
     figures are already reduced. A skipped step leaves weights and optimizer state as they are; the schedule
-    goes on. A loss or norm that is not finite is always skipped, from the second step on. An outlier enters
+    continues. A loss or norm that is not finite is always skipped, from the second step on. An outlier enters
     the window as the limit that it exceeded: one spike does not hide the next, and a loss that stays higher
     is accepted in time. Logged: `skip_step/skipped`, steps skipped so far.
 
@@ -68,12 +69,12 @@ class SkipStep(Callback):
         return self._window.state_dict() | {"skipped": int(self._skipped)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on with the window of a checkpoint, or, of another length, begins anew."""
+        """Restores the window of a checkpoint; one of another length is not used."""
         self._skipped = torch.tensor(state_dict["skipped"], device=self._skipped.device)
         self._window.load_state_dict(state_dict)
         self._began = True
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Moves the window to the device."""
         if not all(map(drops_updates, trainer.optimizers)):
             names = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers)
@@ -83,9 +84,7 @@ class SkipStep(Callback):
         self._window.to(pl_module.device)
         self._skipped = self._skipped.to(pl_module.device)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Decides about the step."""
         outlier, _, _ = self._window.take(pl_module.step_loss, pl_module.gradient_norm(optimizer))
         if self._began:
@@ -94,11 +93,8 @@ class SkipStep(Callback):
         self._began = True
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs how many steps were skipped."""
         if pl_module.logging_step:
-            figures = {"skip_step/skipped": float(self._skipped)}
-            for logger in trainer.loggers:
-                logger.log_metrics(figures, step=trainer.global_step)
-            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in figures.items()})
+            log_figures(trainer, {"skip_step/skipped": float(self._skipped)})

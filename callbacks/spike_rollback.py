@@ -1,4 +1,4 @@
-"""Goes back to before a loss spike, in the running process, and leaves out the data that caused it."""
+"""Rolls training back to before a loss spike, in the running process, and skips the data that caused it."""
 
 from __future__ import annotations
 
@@ -10,69 +10,85 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
-from callbacks.shared.outliers import OutlierWindow
-from callbacks.shared.snapshot_ring import SnapshotRing
+from core.contracts import GoesBack, ScalesLosses, SkipsBatches
 from core.data.token_datamodule import TRAIN_ON
-from core.errors import ConfigError
-from core.files import durable
+from core.errors import ConfigError, deprecated
+from core.lightning_compat import (
+    is_accumulating,
+    is_last_batch,
+    set_logged_steps,
+    steps_between_saves,
+    validates_after_batch,
+)
 from core.technique import technique
+from toolkit import durable
+from toolkit.outliers import OutlierWindow
+from toolkit.snapshot_ring import SnapshotRing
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 NONE = (math.inf, 0.0, 0.0, math.inf, math.inf)
-"""No spike. Of one: how many steps came between the last look and it, loss, gradient norm, and their limits."""
+"""No spike. Of a spike: steps since the last look, loss, gradient norm, and their limits."""
 
 
 @technique(
     paper="PaLM, arXiv:2204.02311, section 5.1: back about 100 steps, 200 to 500 batches skipped; "
     "window 128 and 6 sigma: OLMo-core's SkipStep optimizers",
     conflicts={
-        "SkipStep": "both answer the same outliers, one by dropping the update, the other by going back",
+        "SkipStep": "both react to the same outliers, one by dropping the update, the other by going back",
         "NonFiniteGuard": "it ends the run at the first loss that is not finite, where SpikeRollback goes back",
         "DeepSpeedZero": "DeepSpeed steps the optimizer by itself, and keeps weights where snapshots do not see them",
     },
-    # What is logged is logged of the spike; what decides about the next step decides about the one gone back to.
+    # Callbacks that log see the spike; callbacks that decide about the next step see the step gone back to.
     after=("Heartbeat", "LossCurve", "MemoryMonitor", "ProgressBar", "TextSamples", "Throughput"),
     before=("BatchSizeRamp", "ExponentialMovingAverage", "GradientClip", "SequenceLengthSchedule"),
 )
 class SpikeRollback(Callback):
-    """Rewinds to a snapshot from before a loss spike and goes on with later data.
+    """Rolls training back to a snapshot from before a loss spike, and skips the data that caused it.
 
-    A spike is a step whose loss or gradient norm lies beyond `sigma` deviations of its rolling window, or is not
-    finite (with fp16 gradients may overflow while the loss scale is being found: only the loss counts). Steps are
-    judged on the device; the host looks where figures are logged, and before a validation, a checkpoint and the end
-    of the run. What has been looked at and found good is copied into a ring of snapshots. At a spike all ranks go
-    back to the newest that is `rewind_steps` older, or to the oldest. The steps count from there again; the data
-    goes on behind what was read since, `skip_batches` further than the snapshot at least.
+    A spike is a step whose loss is more than `sigma` deviations above the mean of its rolling window, or whose gradient
+    norm is, and is also `norm_factor` times its mean, or in which one of them is not finite (with fp16, gradients may
+    overflow while the loss scale is being found: only the loss counts). Steps are judged on the device; the host looks
+    where figures are logged, and before a validation, a checkpoint and the end of the run. Steps that were found good
+    are copied into a ring of snapshots. At a spike all ranks go back to the newest snapshot that is `rewind_steps`
+    older, or to the oldest. Steps count from there again; the data continues after what was read, at least
+    `skip_batches` after the snapshot.
 
-    A run is in trouble until it is `rewind_steps` beyond its last spike. Spikes until then count as tries, and the
-    rate is lowered. All is written to `spike_rollbacks.json` in the run folder, to stderr, and logged as
-    `spike_rollback/rollbacks`, the number so far. metrics.csv holds the steps that count.
+    A rollback counts as a retry until training is `rewind_steps` beyond its last spike: each further spike until then
+    is one retry more, and the learning rate is lowered. Rollbacks are written to `spike_rollbacks.json` in the run folder, to
+    stderr, and logged as `spike_rollback/rollbacks`, the number so far. metrics.csv holds the steps that count.
 
-    A snapshot in memory costs each rank what it holds of weights and optimizer state, with AdamW 12 bytes a
-    parameter; at the defaults there are three. They end with the process: a resumed run begins a new ring where it
-    was resumed, and does what the uninterrupted one would have done at spikes that come later than `rewind_steps` +
-    `snapshot_every_n_steps` from there. Snapshots on disk (`snapshots/` in the run folder, a file for each rank) are
-    taken up again on as many ranks, and the run is the same in any case.
+    A snapshot in memory costs each rank as much as its weights and optimizer state, with AdamW 12 bytes a
+    parameter; with the defaults there are three. They end with the process: a resumed run begins a new ring, and does
+    what the uninterrupted one would have done at spikes later than `rewind_steps` + `snapshot_every_n_steps` from
+    there. Snapshots on disk (`snapshots/` in the run folder, a file for each rank) are used again on as many ranks,
+    and the run is the same in any case.
+
+    Gradient norms of ordinary steps have a long tail: in clean runs of 500 steps they came up to 18 deviations above
+    their mean and to 6.3 times the mean (a window of 40), losses to 3.1 deviations; garbled batches raised the loss by
+    9.9 deviations at least, in their first step (`tests.benchmarks.spike_rollback_defaults`).
 
     Args:
         window: Steps of history; at least 2. No outlier is looked for until it is full.
         sigma: Standard deviations above the rolling mean that count as an outlier.
         rewind_steps: Optimizer steps to go back before the spike, at least.
-        skip_batches: Batches (of a whole optimizer step) from the snapshot on that are not trained on again, those
-            read since among them.
-        retries: Rewinds in one trouble; at the next spike the run stops.
-        rate_factor: What the learning rate is multiplied by for each try, until the trouble is over.
+        skip_batches: Batches (each of a full optimizer step) after the snapshot that are not trained on again,
+            including those read since.
+        retries: Rollbacks for successive spikes; at the next spike the run stops.
+        lr_factor: What the learning rate is multiplied by for each retry, until training is beyond the spike.
         snapshot_every_n_steps: Optimizer steps between snapshots, which are taken where figures are logged.
         on_disk: Whether snapshots are kept on disk rather than in memory.
+        norm_factor: How many times its rolling mean a gradient norm must be to count as an outlier; 1: only
+            `sigma` decides.
+        rate_factor: Deprecated: `lr_factor`, if given.
 
     Raises:
-        ConfigError: If a value is out of range, the data module cannot skip batches, or there are no tries left.
+        ConfigError: If a value is out of range, the data module cannot skip batches, or no retries are left.
 
     Example:
         trainer:
@@ -88,25 +104,32 @@ class SpikeRollback(Callback):
         rewind_steps: int = 100,
         skip_batches: int = 200,
         retries: int = 3,
-        rate_factor: float = 1.0,
+        lr_factor: float = 1.0,
         snapshot_every_n_steps: int = 50,
         on_disk: bool = False,
+        norm_factor: float = 10.0,
+        rate_factor: float | None = None,
     ) -> None:
+        if rate_factor is not None:
+            deprecated("SpikeRollback(rate_factor=...)", "lr_factor")
+            lr_factor = rate_factor
         if window < 2 or not sigma > 0 or rewind_steps < 1 or snapshot_every_n_steps < 1:
             raise ConfigError(
                 "SpikeRollback takes window >= 2, sigma > 0, rewind_steps >= 1 and snapshot_every_n_steps >= 1, not "
                 f"{window}, {sigma}, {rewind_steps} and {snapshot_every_n_steps}."
             )
-        if skip_batches < 0 or retries < 1 or not 0 < rate_factor <= 1:
+        if skip_batches < 0 or retries < 1 or not 0 < lr_factor <= 1:
             raise ConfigError(
-                "SpikeRollback takes skip_batches >= 0, retries >= 1 and rate_factor above 0 and at most 1, not "
-                f"{skip_batches}, {retries} and {rate_factor}."
+                "SpikeRollback takes skip_batches >= 0, retries >= 1 and lr_factor above 0 and at most 1, not "
+                f"{skip_batches}, {retries} and {lr_factor}."
             )
+        if not 1 <= norm_factor < math.inf:
+            raise ConfigError(f"SpikeRollback takes a norm_factor from 1 upwards, not {norm_factor}.")
         self.rewind_steps, self.skip_batches, self.retries = rewind_steps, skip_batches, retries
-        self.rate_factor, self.snapshot_every_n_steps = rate_factor, snapshot_every_n_steps
+        self.lr_factor, self.snapshot_every_n_steps = lr_factor, snapshot_every_n_steps
         self.on_disk = on_disk
         self.rollbacks: list[dict[str, Any]] = []
-        self._window = OutlierWindow(2, window, sigma)
+        self._window = OutlierWindow(2, window, sigma, rises=(0.0, norm_factor - 1))
         self._first, self._unseen = torch.tensor(NONE), 0  # spike, steps since the last look
         self._scaled = False
         self._ring = SnapshotRing(rewind_steps)
@@ -116,7 +139,7 @@ class SpikeRollback(Callback):
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields that the data cannot be skipped."""
         for item in run.selected:
-            if item.key == "data" and not hasattr(item.target, "skip_batches"):
+            if item.key == "data" and not issubclass(item.target, SkipsBatches):
                 yield f"it skips batches, which {item.name} cannot: set --data=PretrainDataModule or MixtureDataModule"
 
     def state_dict(self) -> dict[str, Any]:
@@ -130,39 +153,36 @@ class SpikeRollback(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there; snapshots are looked for when training starts."""
+        """Restores it; snapshots are looked for when training starts."""
         self._window.load_state_dict(state_dict["window"])
         self._first = state_dict["first"].to(self._first.device, copy=True)
         self._unseen, self.rollbacks = state_dict["unseen"], list(state_dict["rollbacks"])
         self._restored = state_dict["ring"]
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Moves the window to the device, and finds the snapshots of a resumed run."""
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if not hasattr(data, "skip_batches"):
+        if not isinstance(data, SkipsBatches):
             raise ConfigError(
                 f"SpikeRollback skips batches, which {type(data).__name__} cannot.\n{TRAIN_ON}."
             )
         self._window.to(pl_module.device)
         self._first = self._first.to(pl_module.device)
-        self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        precision: Any = trainer.precision_plugin
+        self._scaled = isinstance(precision, ScalesLosses) and precision.scaler is not None
         folder = Path(trainer.default_root_dir, "snapshots") if self.on_disk else None
         self._ring = SnapshotRing(self.rewind_steps, folder)
         self._ring.find(trainer, self._restored)
         self._set_rate(trainer)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Takes the first snapshot, once every callback has begun."""
         if self._ring or batch_idx % trainer.accumulate_grad_batches:
             return
         if not bool(self._first[0].isfinite()):  # else it was resumed in the middle of a spike
             self._ring.add(trainer)
 
-    def on_before_optimizer_step(
-        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Judges the step, on the device."""
         loss, norm = pl_module.step_loss, pl_module.gradient_norm(optimizer)
         outlier, figures, limits = self._window.take(loss, norm)
@@ -173,14 +193,14 @@ class SpikeRollback(Callback):
         self._unseen += 1
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Looks whether there was a spike, where the host waits anyway."""
-        if trainer.fit_loop.epoch_loop._should_accumulate():
+        if is_accumulating(trainer):
             return
-        if self._looks(trainer, pl_module.logging_step):
+        if self._host_looks(trainer, pl_module.logging_step):
             step = trainer.global_step
-            if (spike := self._seen(trainer, pl_module)) is not None:
+            if (spike := self._find_spike(trainer, pl_module)) is not None:
                 self._roll_back(trainer, spike)
             elif pl_module.logging_step:
                 _log(trainer, len(self.rollbacks), step)
@@ -188,32 +208,26 @@ class SpikeRollback(Callback):
                     self._ring.add(trainer)
         self._set_rate(trainer)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Keeps the files of the snapshots that the checkpoint knows of."""
         self._ring.hold()
 
-    def _looks(self, trainer: Trainer, logging_step: bool) -> bool:
-        """Returns whether the host looks behind this step; all ranks come to the same."""
+    def _host_looks(self, trainer: Trainer, logging_step: bool) -> bool:
+        """Returns whether the host reads the flag after this step, the same on all ranks."""
         if logging_step or trainer.global_step == trainer.max_steps:
             return True
         if (
             trainer.received_sigterm
-        ):  # snapshots in memory end here; those on disk wait for the look that was to come
+        ):  # snapshots in memory end here; with those on disk a resumed run looks when it is due
             return not self.on_disk
-        loop, fetcher, step = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, trainer.global_step
-        if loop._num_ready_batches_reached() or loop._should_check_val_fx(fetcher):
+        if is_last_batch(trainer) or validates_after_batch(trainer):
             return True
-        # ours, and Lightning's ModelCheckpoint
-        every = (
-            getattr(saver, name, 0)
-            for saver in trainer.checkpoint_callbacks
-            for name in ("every_n_steps", "_every_n_train_steps")
+        step = trainer.global_step
+        return any(
+            every and step % every == 0 for every in map(steps_between_saves, trainer.checkpoint_callbacks)
         )
-        return any(n and step % n == 0 for n in every)
 
-    def _seen(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any] | None:
+    def _find_spike(self, trainer: Trainer, pl_module: Any) -> dict[str, Any] | None:
         """Returns the first spike since the last look, of all ranks; None: there was none."""
         found, self._unseen, unseen = self._first[0].isfinite().float(), 0, self._unseen
         if trainer.world_size > 1:
@@ -231,17 +245,17 @@ class SpikeRollback(Callback):
         }
 
     def _tries(self, step: int) -> int:
-        """Returns the tries that were made in the trouble that a step is in; 0: in none."""
+        """Returns the retries so far at a step; 0: training is beyond the last spike."""
         last = self.rollbacks[-1] if self.rollbacks else None
         return last["try"] if last and step <= last["step"] + self.rewind_steps else 0
 
     def _set_rate(self, trainer: Trainer) -> None:
         module: Any = trainer.lightning_module
-        module.rate_factors["SpikeRollback"] = self.rate_factor ** self._tries(trainer.global_step + 1)
+        module.lr_factors["SpikeRollback"] = self.lr_factor ** self._tries(trainer.global_step + 1)
 
     def _roll_back(self, trainer: Trainer, spike: dict[str, Any]) -> None:
         now, tries = trainer.global_step, self._tries(spike["step"]) + 1
-        told = (
+        message = (
             f"SpikeRollback: step {spike['step']:,}: loss {spike['loss']:.4g} (limit {spike['loss_limit']:.4g}), "
             f"gradient norm {spike['gradient_norm']:.4g} (limit {spike['gradient_norm_limit']:.4g})."
         )
@@ -252,7 +266,7 @@ class SpikeRollback(Callback):
                 else "There is no snapshot to go back to: the run was resumed in the middle of a spike"
             )
             raise ConfigError(
-                f"{told}\n{why}. Resume from an earlier checkpoint with a lower learning rate,\nor other data."
+                f"{message}\n{why}. Resume from an earlier checkpoint with a lower learning rate,\nor other data."
             )
         rollbacks = self.rollbacks
         step = self._ring.go_back(trainer, spike["step"] - self.rewind_steps)
@@ -262,20 +276,20 @@ class SpikeRollback(Callback):
         self._first, self._unseen = torch.tensor(NONE, device=self._first.device), 0
         if more := done["batches_skipped"] - (now - step):
             trainer.datamodule.skip_batches(more * trainer.accumulate_grad_batches)  # type: ignore[attr-defined]
-        trainer.fit_loop.epoch_loop._batches_that_stepped = step - 1  # Lightning adds one behind the batch
+        set_logged_steps(trainer, step - 1)
         _log(trainer, len(self.rollbacks), now)
         for logger in trainer.loggers:
-            if hasattr(logger, "go_back"):
+            if isinstance(logger, GoesBack):
                 logger.go_back(step)
-        self._tell(trainer, told, done)
+        self._report(trainer, message, done)
 
-    def _tell(self, trainer: Trainer, told: str, done: dict[str, Any]) -> None:
+    def _report(self, trainer: Trainer, message: str, done: dict[str, Any]) -> None:
         """Writes what was done to stderr and to the run folder."""
         if not trainer.is_global_zero:
             return
-        rate = f", learning rate times {self.rate_factor ** done['try']:.3g}" if self.rate_factor < 1 else ""
+        rate = f", learning rate times {self.lr_factor ** done['try']:.3g}" if self.lr_factor < 1 else ""
         print(
-            f"{told} Back to step {done['rewound_to_step']:,}, {done['batches_skipped']:,} batches further on"
+            f"{message} Back to step {done['rewound_to_step']:,}, {done['batches_skipped']:,} batches further on"
             f"{rate}; try {done['try']} of {self.retries}.",
             file=sys.stderr,
             flush=True,
@@ -286,7 +300,7 @@ class SpikeRollback(Callback):
         path = Path(trainer.default_root_dir, "spike_rollbacks.json")
         try:
             durable.write(path, json.dumps(plain, indent=1) + "\n")
-        except OSError as error:  # no reason to lose a run
+        except OSError as error:  # the run continues
             print(f"{path} could not be written: {error}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""What the model writes: continuations of a few prompts, during a run and at its end."""
+"""Text samples: continuations of a few prompts, during a run and at its end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,10 +15,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.text import Text
 
-from core.contracts import Network
+from core.contracts import HasTokenizer, MarksEndOfText, Network, PausesClock
 from core.errors import ConfigError
 from core.technique import technique
-from core.training.sampling import fault, generate
+from toolkit.sampling import fault, generate
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,24 +34,24 @@ Sample = tuple[str, str]
     paper="top-k sampling: Fan et al., arXiv:1805.04833, section 5; temperature 0 is greedy",
     after=("Throughput",),
     maturity="stable",
-    watches=True,
+    observer=True,
 )
 class TextSamples(Callback):
     """Prints continuations of prompts and appends them to `samples.txt` in the run folder.
 
-    The training goes on as if nothing had been sampled: each sample draws from a generator of its own,
-    and every module returns to its mode. Rank 0 alone samples, the other ranks wait. Without a tokenizer
-    (`tokenizer_json` of the data module), and where no rank holds the whole network, nothing is sampled,
-    which is said once.
+    Sampling does not change training: each sample has its own generator, and every module returns to its
+    mode. Only rank 0 samples; the other ranks wait. Without a tokenizer
+    (`tokenizer_json` of the data module), and where no rank has the full network, nothing is sampled,
+    and a message says so once.
 
     Args:
         num_samples: How many prompts to continue, at most as many as there are.
         prompts: The prompts; by default a few common openings of English text.
         every_n_steps: Sample after every so many optimizer steps; by default only at the end of `fit`.
-        max_new_tokens: Tokens per sample at most; the end of a text ends it earlier.
+        max_new_tokens: Tokens per sample at most; it ends earlier at the end of a text.
         temperature: Divides the logits.
         top_k: Draw from the k most probable tokens only; None: from all.
-        seed: Of the first sample; the next one takes the next number. Seed and weights decide the text.
+        seed: Of the first sample; the next one has the next number. The text depends on seed and weights only.
 
     Raises:
         ConfigError: If a number is out of its range, or `num_samples` is above the number of prompts.
@@ -95,35 +95,36 @@ class TextSamples(Callback):
         self._sampled_at = -1
         self._said_why_not = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Notes the step that the run begins or goes on with: it has been sampled, or is not worth it."""
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Notes the first step of the run: it was sampled before, or has random weights."""
         self._sampled_at = trainer.global_step
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Samples, if it is the turn of this step."""
+        """Samples at multiples of `every_n_steps`."""
         if self._every_n_steps is None:
             return
         step = trainer.global_step
         if step % self._every_n_steps == 0 and step != self._sampled_at:
             self._sample(trainer, pl_module)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Samples from the final weights."""
         if trainer.global_step != self._sampled_at:
             self._sample(trainer, pl_module)
 
-    def _sample(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _sample(self, trainer: Trainer, pl_module: Any) -> None:
         self._sampled_at = trainer.global_step
         if not trainer.is_global_zero or self._cannot(trainer, pl_module):
             return
-        for callback in trainer.callbacks:
-            getattr(callback, "pause_clock", lambda: None)()  # what measures speed leaves this time out
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, PausesClock):
+                callback.pause_clock()
         try:
             with trainer.precision_plugin.forward_context():
                 samples = self._continuations(trainer, pl_module)
-        except ConfigError as error:  # weights that are not finite, say: what ends a run is not decided here
+        except ConfigError as error:  # such as weights that are not finite: a sample must not end the run
             print(f"TextSamples, step {trainer.global_step:,}: {error}", file=sys.stderr)
             return
         self._show(trainer, samples)
@@ -135,22 +136,22 @@ class TextSamples(Callback):
                         f"samples/{number}", f"**{prompt}**{continuation}", trainer.global_step
                     )
 
-    def _continuations(self, trainer: Trainer, pl_module: LightningModule) -> list[Sample]:
+    def _continuations(self, trainer: Trainer, pl_module: Any) -> list[Sample]:
         from tokenizers import Tokenizer
 
-        data = trainer.datamodule
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
         tokenizer = Tokenizer.from_str(data.tokenizer_json)
-        stop_id = getattr(data, "end_of_text_id", None)
+        stop_id = data.end_of_text_id if isinstance(data, MarksEndOfText) else None
         return [
             (prompt, _continue(pl_module.network, tokenizer, prompt, stop_id, self._options, number))
             for number, prompt in enumerate(self._prompts)
         ]
 
-    def _cannot(self, trainer: Trainer, pl_module: LightningModule) -> bool:
-        if not getattr(trainer.datamodule, "tokenizer_json", None):
+    def _cannot(self, trainer: Trainer, pl_module: Any) -> bool:
+        if not isinstance(trainer.datamodule, HasTokenizer):  # type: ignore[attr-defined]
             reason = "the data module offers no tokenizer_json"
         elif _is_sharded(trainer, pl_module.network):
-            reason = "no rank holds the whole network"
+            reason = "no rank has the full network"
         else:
             return False
         if not self._said_why_not:
@@ -184,21 +185,19 @@ def _continue(
     options = {**options, "seed": options["seed"] + number}
     with torch.no_grad():
         new = list(generate(network, ids, stop_id=stop_id, **options))
-    # decoded together: a token may be a part of a character, or stand for a space before a word
+    # decoded together: a token may be part of a character, or mean a space before a word
     return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
 
 
 def _printable(text: str) -> str:
-    """Replaces control characters: a model may write bytes that a terminal obeys."""
+    """Replaces control characters, which a terminal might interpret."""
     return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _is_sharded(trainer: Trainer, network: torch.nn.Module) -> bool:
     if trainer.world_size > 1 and not isinstance(trainer.strategy, DDPStrategy):
         return True
-    if any(
-        p.numel() == 0 for p in network.parameters()
-    ):  # DeepSpeed's, which are elsewhere between their uses
+    if any(p.numel() == 0 for p in network.parameters()):  # DeepSpeed's, which are freed between their uses
         return True
     module = sys.modules.get("torch.distributed.tensor")  # not loaded: there is no DTensor
     return module is not None and any(isinstance(p, module.DTensor) for p in network.parameters())

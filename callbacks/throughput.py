@@ -1,4 +1,4 @@
-"""What a run costs: tokens per second, time per step, model FLOPs utilisation (MFU), and memory."""
+"""Speed and memory: tokens per second, time per step, model FLOPs utilisation (MFU), peak memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from core.technique import technique
+from core.training.figures import log_figures
 
 
 class Peak(NamedTuple):
-    """What one device can do at most, in dense (not sparse) TFLOP/s; None: not supported.
+    """Peak performance of one device, in dense (not sparse) TFLOP/s; None: not supported.
 
     Attributes:
         half: bf16 and fp16 matrix units with fp32 accumulation.
@@ -75,7 +75,7 @@ PRECISIONS = {
 @technique(
     paper="PaLM, arXiv:2204.02311, appendix B (MFU); peaks from the makers' datasheets, dense",
     maturity="stable",
-    watches=True,
+    observer=True,
 )
 class Throughput(Callback):
     """Logs tokens per second, milliseconds per step, MFU and peak memory, named `throughput/...`.
@@ -91,7 +91,7 @@ class Throughput(Callback):
     `PEAKS`; a device that is not there gets no MFU. A CPU's peak is measured once, as the best of a few
     matrix products in the run's precision, and the figure is called `throughput/mfu_of_measured_cpu_peak`.
 
-    `throughput/peak_memory_gib` is the most that the process of rank 0 has held so far, from its start, in
+    `throughput/peak_memory_gib` is the peak of the process of rank 0 since its start, in
     GiB (2**30 bytes): on CUDA, of its device in torch's allocator; on a CPU, of RAM (resident set).
 
     Nothing is done in steps that are not logged.
@@ -111,15 +111,13 @@ class Throughput(Callback):
         self._memory: dict[str, float] = {}
         self._rates: list[float] = []
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Forgets the interval of an earlier run."""
         self._since = self._paused_at = None
         self._rates = []
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Lets the clock run on after a pause."""
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Continues the clock after a pause."""
         if self._paused_at is not None:
             if self._since is not None:
                 self._since += time.perf_counter() - self._paused_at
@@ -128,32 +126,30 @@ class Throughput(Callback):
     def pause_clock(self) -> None:
         """Leaves out the time from now until the next training batch starts.
 
-        For callbacks that do something else than training between two batches: call it on every
-        callback that has it.
+        For callbacks that do something other than training between two batches: call it on every callback that
+        offers `core.contracts.PausesClock`.
         """
         if self._paused_at is None and self._since is not None:
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()  # the steps in the queue are training
             self._paused_at = time.perf_counter()
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Stops the clock."""
         self.pause_clock()
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Stops the clock."""
         self.pause_clock()
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the figures of the interval that ends with this step, if it is a logged one."""
         if not pl_module.logging_step:
             return
         now, step, tokens = time.perf_counter(), trainer.global_step, pl_module.tokens_seen
-        # Linux adds up late what each CPU has counted: the peak that it tells may fall by some pages
+        # Linux updates the count of each CPU late: the reported peak may fall by some pages
         memory = peak_memory(pl_module.device)
         self._memory = {name: max(gib, self._memory.get(name, gib)) for name, gib in memory.items()}
         figures = dict(self._memory)
@@ -164,18 +160,16 @@ class Throughput(Callback):
             figures["throughput/tokens_per_second"] = rate
             figures["throughput/step_time_ms"] = 1e3 * seconds / (step - self._step)
             figures |= self._utilisation(trainer, pl_module, rate, batch["input_ids"].shape[-1])
-        _log(trainer, figures)
+        log_figures(trainer, figures)
         self._since, self._step, self._tokens = time.perf_counter(), step, tokens
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leaves the median of the run for whoever sums it up."""
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Puts the median of the run into `trainer.callback_metrics`."""
         if self._rates:
             value = torch.tensor(median(self._rates), dtype=torch.float64)
             trainer.callback_metrics["throughput/median_tokens_per_second"] = value
 
-    def _utilisation(
-        self, trainer: Trainer, pl_module: LightningModule, rate: float, length: int
-    ) -> dict[str, float]:
+    def _utilisation(self, trainer: Trainer, pl_module: Any, rate: float, length: int) -> dict[str, float]:
         if self._peak is None:
             self._peak = peak_flops(pl_module.device, str(trainer.precision))
         name, peak = self._peak
@@ -184,17 +178,8 @@ class Throughput(Callback):
         return {name: rate * pl_module.network.flops_per_token(length) / (trainer.world_size * peak)}
 
 
-def _log(trainer: Trainer, figures: Mapping[str, float]) -> None:
-    # Not pl_module.log_dict: Lightning would go through its results again in every step, some 10
-    # microseconds a figure. It numbers the steps it logs from 0.
-    for logger in trainer.loggers:
-        logger.log_metrics(dict(figures), step=trainer.global_step)
-    values = {name: torch.tensor(value, dtype=torch.float64) for name, value in figures.items()}
-    trainer.callback_metrics.update(values)
-
-
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Returns `throughput/peak_memory_gib`, or nothing for a kind of device that does not tell its peak."""
+    """Returns `throughput/peak_memory_gib`, or nothing for devices that do not report a peak."""
     if device.type not in ("cuda", "cpu"):
         return {}
     held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_set()
@@ -202,8 +187,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 
 
 def peak_resident_set() -> int:
-    """Returns the most RAM that this process has held since it began, in bytes."""
-    # Not from getrusage where there is another way: Linux counts there what the parent held at the fork.
+    """Returns the peak RAM of this process since it started, in bytes."""
+    # Not from getrusage if possible: on Linux it includes what the parent had at the fork.
     with contextlib.suppress(OSError), open("/proc/self/status", encoding="utf-8") as status:
         if peak := re.search(r"^VmHWM:\s*(\d+) kB$", status.read(), re.MULTILINE):
             return 1024 * int(peak[1])
@@ -221,7 +206,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[str, float]:
         precision: The trainer's precision, for example "bf16-mixed".
 
     Returns:
-        The name and the device's peak in FLOP/s; 0 where the peak is not known, which is said.
+        The name and the device's peak in FLOP/s; 0 where the peak is not known, with a warning.
     """
     dtype = next((dtype for start, dtype in PRECISIONS.items() if precision.startswith(start)), None)
     if device.type == "cpu" and dtype is not None:

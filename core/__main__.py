@@ -1,8 +1,10 @@
 """`python -m core COMMAND ...`, also installed as `leyden`.
 
 Every command is a technique of the group `leyden.commands`: a function that takes the arguments after
-its name and returns an exit code. Only the one that is called is imported, so that help and listings
-answer without torch.
+its name and returns an exit code. Only the one that is called is imported, so that listings answer without torch.
+
+How errors and the list of commands are shown is the command line's: the module of the command that offers
+"command_line" has `report(error, debug)`, which returns an exit code, and `commands_help()`.
 """
 
 from __future__ import annotations
@@ -11,15 +13,14 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from core import __version__, catalog
 from core.errors import ConfigError
 
-MESSAGE_LINES = 10
-
 
 def _put_house_first() -> None:
-    """Lets `plugins`, `configs`... mean ours, whatever folders of these names the user stands in.
+    """Lets `plugins`, `configs`... mean ours, also if the working directory has folders of these names.
 
     The user's folder comes last: `leyden`, too, finds a class in a module that lies there.
     """
@@ -38,12 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in words
     words = [word for word in words if word != "--debug"]
     _put_house_first()
+    found = None
     try:
+        found = catalog.offering("command_line", "commands")  # now: a run may leave no memory to look for it
         code = _dispatch(words)
         sys.stdout.flush()
         return code
     except Exception as error:
-        return _complain(error, debug)
+        return int(_command_line(found).report(error, debug))
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)
         return 130
@@ -55,49 +58,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
-def _complain(error: Exception, debug: bool) -> int:
-    if isinstance(error, BrokenPipeError):  # the reader of our output (head, less) has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
-        return 141
-    if debug:
-        raise error
-    mistake: BaseException | None = error  # jsonargparse wraps what a technique raises into errors of its own
-    while mistake is not None and not isinstance(mistake, ConfigError):
-        mistake = mistake.__cause__ or mistake.__context__
-    from core.configuration.blame import blame
-
-    text = blame(error) if mistake is None else str(mistake)
-    print("\n".join(text.splitlines()[:MESSAGE_LINES]), file=sys.stderr)
-    return 1 if mistake is None else 2
+def _command_line(found: catalog.Entry | None = None) -> Any:
+    entry = found or catalog.offering("command_line", "commands")
+    entry.load()
+    return sys.modules[entry.module]
 
 
 def _dispatch(words: list[str]) -> int:
+    for word in words:
+        if "\0" in word or any("\ud800" <= character <= "\udfff" for character in word):
+            raise ConfigError(
+                f"The argument {word[:60]!a} is no text: it has a NUL character, or is not UTF-8.\n"
+                "If a file or folder has this name, give it another."
+            )
     if not words or words[0] in ("-h", "--help"):
-        print(_help())
+        print(_command_line().commands_help())
         return 0
     if words[0] == "--version":
         print(f"leyden {__version__}")
         return 0
     command = catalog.find(words[0], "commands").load()
     return command(words[1:]) or 0
-
-
-def _help() -> str:
-    commands = [entry for entry in catalog.entries() if entry.kind == "commands"]
-    width = max((len(entry.name) for entry in commands), default=0)
-    lines = [f"  {entry.name:<{width}}  {entry.summary()}" for entry in commands]
-    return "\n".join(
-        [
-            "leyden trains language models; every technique is a plugin switched on in a YAML file.",
-            "",
-            "usage: python -m core COMMAND [arguments]      (or: leyden COMMAND [arguments])",
-            "",
-            *lines,
-            "",
-            "Start with: python -m core fit --config quickstart",
-            "A command's own arguments: python -m core COMMAND --help",
-        ]
-    )
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ import ast
 import contextlib
 import importlib
 import importlib.util
-from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import Distribution, entry_points, requires
@@ -19,23 +17,26 @@ from pathlib import Path
 from typing import Any
 
 from core import API_VERSION, __version__
-from core.errors import ConfigError, nearest
+from core.errors import ConfigError, deprecated, nearest
+
+__all__ = ["Entry", "by_class_path", "find", "offering"]
 
 KINDS = (
-    "adapters",
-    "callbacks",
-    "checkpoints",
-    "commands",
-    "datamodules",
-    "loggers",
-    "networks",
-    "objectives",
-    "optimizers",
-    "precision",
-    "schedules",
-    "stages",
-    "strategies",
-)
+    "adapters", "callbacks", "checkpoints", "commands", "data", "datamodules", "loggers", "networks", "objectives",
+    "optimizers", "precision", "schedules", "strategies",
+)  # fmt: skip
+
+
+FORMER_KIND = "stages"
+"""What "data" was called up to core API 1.3."""
+
+
+def new_kind(kind: str, where: str) -> str:
+    """Returns the kind, under its present name."""
+    if kind == FORMER_KIND:
+        deprecated(where, "data")
+        return "data"
+    return kind
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,12 @@ class Entry:
 
     def summary(self) -> str:
         """Returns the first line of the docstring, read with `ast`; empty where there is no source."""
-        node = _definition(self.module, self.attribute)
+        node = definition(self.module, self.attribute)
         return (ast.get_docstring(node) or "").split("\n")[0] if node else ""
 
     def declared(self, field: str) -> Any:
-        """Returns a literal argument of `@technique`, read with `ast`; None where there is none to be read."""
-        node = _definition(self.module, self.attribute)
+        """Returns a literal argument of `@technique`, read with `ast`; None if it is absent or not a literal."""
+        node = definition(self.module, self.attribute, f"{field}=")
         for call in node.decorator_list if node else ():
             for argument in call.keywords if isinstance(call, ast.Call) else ():
                 if argument.arg == field:
@@ -140,12 +141,14 @@ def upgrade(wanted: str, found: str, package: str) -> str | None:
     return f"pip install --upgrade {'leyden' if behind else package}"
 
 
-def _definition(module: str, name: str) -> ast.ClassDef | ast.FunctionDef | None:
+def definition(module: str, name: str, containing: str = "") -> ast.ClassDef | ast.FunctionDef | None:
+    """Returns the definition of a class or function; None also where the file lacks a text, which saves parsing it."""
     path = source_file(module)
     if path is None:
         return None
     try:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        tree = ast.parse(text if containing in text else "")
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
     nodes = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
@@ -159,30 +162,26 @@ def source_file(module: str) -> Path | None:
         spec = importlib.util.find_spec(head)
     except (ImportError, ValueError):
         return None
-    if spec is None:
-        return None
-    if not rest:
-        return Path(spec.origin) if spec.origin else None
-    for folder in spec.submodule_search_locations or ():
-        base = Path(folder, *rest)
-        for candidate in (base.with_suffix(".py"), base / "__init__.py"):
-            if candidate.is_file():
-                return candidate
-    return None
+    if spec is None or not rest:
+        return Path(spec.origin) if spec and spec.origin else None
+    bases = (Path(folder, *rest) for folder in spec.submodule_search_locations or ())
+    files = (file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py"))
+    return next((file for file in files if file.is_file()), None)
 
 
 @cache
 def entries() -> tuple[Entry, ...]:
     """Returns every registered technique of every installed package, sorted by kind and name."""
-    # Groups at once, and each distribution's metadata once: every look reads the files anew, for a millisecond each.
+    # Groups at once, and each distribution's metadata once: each access reads the file again, which takes a millisecond.
     points = entry_points()
     found, origins = set(), dict[int, tuple[str, str]]()
-    for kind in KINDS:
+    for kind in (*KINDS, FORMER_KIND):
         for point in points.select(group=f"leyden.{kind}"):
             if id(point.dist) not in origins:
                 origins[id(point.dist)] = _origin(point.dist)
             # not point.module and point.attr: they fail on a malformed value, and everybody's run with it
             module, _, attribute = point.value.partition("[")[0].partition(":")
+            kind = new_kind(kind, f"the group of {point.name}, leyden.{kind},")
             found.add(Entry(point.name, kind, module.strip(), attribute.strip(), *origins[id(point.dist)]))
     return tuple(sorted(found, key=lambda entry: (entry.kind, entry.name, entry.package)))
 
@@ -199,6 +198,7 @@ def find(name: str, kind: str | None = None) -> Entry:
     Raises:
         ConfigError: If the name is unknown (names the nearest) or registered by two packages.
     """
+    kind = kind and new_kind(kind, 'The kind "stages"')
     pool = [entry for entry in entries() if kind is None or entry.kind == kind]
     matches = [entry for entry in pool if name in (entry.name, entry.class_path)]
     if len(matches) == 1:
@@ -211,43 +211,28 @@ def find(name: str, kind: str | None = None) -> Entry:
     raise ConfigError(f"There is no {what} named {name!r}.{hint}\nSee `python -m core plugins list`.")
 
 
-def registered(words: Iterable[str]) -> list[Entry]:
-    """Returns the techniques whose short name or full path is among the words.
+def offers(feature: str, kind: str | None = None) -> list[Entry]:
+    """Returns the techniques, of a kind or of all, whose `@technique` offers a feature, as literals in their source."""
+    pool = [entry for entry in entries() if kind in (None, entry.kind)]
+    return [entry for entry in pool if feature in (entry.declared("offers") or ())]
 
-    A short name that two packages registered is an error only here, where a run uses it; the full
-    path of one of them says which is meant.
+
+def offering(feature: str, kind: str) -> Entry:
+    """Returns the one technique of a kind that offers a feature, see :func:`offers`.
+
+    Raises:
+        ConfigError: If none does, or several do.
     """
-    words = set(words)
-    by_name: dict[tuple[str, str], list[Entry]] = defaultdict(list)
-    for entry in entries():
-        if entry.kind != "commands":
-            by_name[entry.kind, entry.name].append(entry)
-    chosen = []
-    for (kind, name), pool in by_name.items():
-        by_path = [entry for entry in pool if entry.class_path in words]
-        chosen += by_path
-        if name in words and not by_path:
-            chosen.append(find(name, kind))
-    return chosen
+    found = offers(feature, kind)
+    if len(found) == 1:
+        return found[0]
+    names = "".join(f"\n  {entry.class_path}  (from {entry.origin})" for entry in found)
+    raise ConfigError(
+        f"{len(found) or 'No'} techniques of the kind {kind} offer {feature}, one has to:{names}\n"
+        "Uninstall the packages of the others, or reinstall leyden."
+    )
 
 
 def by_class_path(class_path: str) -> Entry | None:
     """Returns the entry registered under a full dotted path, or None."""
     return next((entry for entry in entries() if entry.class_path == class_path), None)
-
-
-def qualify(value: Any, package: str | None = None) -> None:
-    """Replaces the short name at every `class_path` by the full path, in place; of one package's or of all."""
-    if isinstance(value, dict):
-        name = value.get("class_path")
-        pool = [entry for entry in entries() if entry.name == name and entry.kind != "commands"]
-        pool = [entry for entry in pool if package in (None, entry.package)]
-        if isinstance(name, str) and pool:
-            value["class_path"] = pool[0].class_path if package else find(name).class_path
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        qualify(item, package)
-
-
-def configs_folder() -> Path:
-    """The folder of the configs that ship with leyden: in the checkout, or inside site-packages."""
-    return Path(__file__).resolve().parent.parent / "configs"

@@ -7,7 +7,19 @@ class ConfigError(Exception):
     The command line prints the message (at most 10 lines) and ends with exit code 2. Write the
     message for the person who has to mend it: where, what was found, the nearest right thing, what
     to do.
+
+    Attributes:
+        exit_code: What the command ends with.
     """
+
+    exit_code = 2
+
+
+def deprecated(old: str, new: str) -> None:
+    """Warns that a name is used that goes with the next minor version of the API."""
+    import warnings
+
+    warnings.warn(f"{old} is deprecated and goes with core API 1.5: use {new}.", DeprecationWarning, 3)
 
 
 def nearest(word: str, candidates: "list[str] | tuple[str, ...] | set[str]") -> str:

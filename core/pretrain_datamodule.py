@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.contracts import DocumentSource, Engine, PackedBatches, Packing, Tokenizer, TokenWriter, Transform
-from core.data.prepared import (
-    MANIFEST,
-    check_shares,
-    default_cache_dir,
-    is_remote,
-    prepared_folder,
-    read_manifest,
-    read_tokenizer,
-)
-from core.data.remote_folder import open_remote
-from core.data.token_datamodule import TokenDataModule
+from core.contracts import (
+    DocumentSource,
+    Engine,
+    PackedBatches,
+    Packing,
+    Tokenizer,
+    TokenPreparer,
+    TokenWriter,
+    Transform,
+)  # fmt: skip
+from core.data.token_datamodule import TokenDataModule, default_cache_dir
 from core.errors import ConfigError
 from core.technique import technique
 
@@ -115,18 +115,16 @@ class PretrainDataModule(TokenDataModule):
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
         self.packing, self.stages, self.engine = packing, stages, engine
         self.max_reject_fraction = max_reject_fraction
-        self.cache_dir = Path(cache_dir or default_cache_dir()).expanduser()
+        self.cache_dir = Path(os.path.expanduser(cache_dir or default_cache_dir()))
         self.validation_fraction = validation_fraction
-        check_shares(validation_fraction, max_reject_fraction)
-        if is_remote(source):
-            self.prepared: Path | None = open_remote(source, self.cache_dir, cache_bytes, storage_options)
-        else:
-            self.prepared = prepared_folder(source)
+        self.preparer: type[TokenPreparer] = catalog.offering("token_preparation", "data").load()
+        self.preparer.check_shares(validation_fraction, max_reject_fraction)
+        self.prepared = self.preparer.find(source, self.cache_dir, cache_bytes, storage_options)
         if self.prepared is not None:
-            self.vocab_size = read_manifest(self.prepared)["vocab_size"]
+            self.vocab_size = self.preparer.vocab_size_of(str(self.prepared)) or 0
 
     def prepare_data(self) -> None:
-        """Writes the tokens unless they are there; see the stage TokenPreparation.
+        """Writes the tokens unless they are there.
 
         Raises:
             ConfigError: If the source is at fault or has too few documents, or nothing can be written.
@@ -134,7 +132,8 @@ class PretrainDataModule(TokenDataModule):
         if self.prepared is not None:
             self.folder = self.prepared
             return
-        preparation = catalog.find("TokenPreparation", "stages").load()(
+        prepare: Any = self.preparer
+        self.folder = prepare(
             self.reader(self.source),
             self.tokenizer,
             self.writer,
@@ -142,8 +141,7 @@ class PretrainDataModule(TokenDataModule):
             stages=self.stages,
             max_reject_fraction=self.max_reject_fraction,
             engine=self.engine,
-        )
-        self.folder = preparation.cached(self.cache_dir, label=self.source)
+        ).cached(self.cache_dir, label=self.source)
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the prepared folder and reads its manifest: the same on every rank.
@@ -159,26 +157,25 @@ class PretrainDataModule(TokenDataModule):
             self.prepare_data()
         assert self.folder is not None
         try:
-            manifest = read_manifest(self.folder)
-            self.tokenizer_json = read_tokenizer(self.folder, manifest)
-            self.vocab_size, self.train_tokens = manifest["vocab_size"], manifest["train_tokens"]
-            self.unigram_loss, self.end_of_text_id = manifest["unigram_loss"], manifest["end_of_text_id"]
-        except (ValueError, KeyError, ConfigError) as error:
-            told = error if isinstance(error, ConfigError) else f"{self.folder / MANIFEST}: {error!r}"
+            found = self.preparer.describe(self.folder)
+        except ConfigError as error:
             if self.prepared is not None:
-                raise ConfigError(f"{told}\n{_VERIFY}") from error
+                raise ConfigError(f"{error}\n{_VERIFY}") from error
             raise ConfigError(
-                f"The prepared data is missing or damaged on this machine: {told}.\nEvery machine needs the "
+                f"The prepared data is missing or damaged on this machine: {error}.\nEvery machine needs the "
                 f"same text in data.source. If {self.folder} is there, delete it and run again."
             ) from error
+        self.vocab_size, self.train_tokens = found.vocab_size, found.train_tokens
+        self.unigram_loss, self.end_of_text_id = found.unigram_loss, found.end_of_text_id
+        self.tokenizer_json = found.tokenizer_json
 
     def packed(self, split: str, **order: Any) -> PackedBatches:
         """Returns the batches of a split."""
         assert self.folder is not None
         try:
-            return self.packing.batches(self.folder / split, **order)
+            return self.packing.batches(self.preparer.split_folder(self.folder, split), **order)
         except ConfigError as error:
-            if is_remote(self.source):
+            if "://" in self.source:  # a remote folder, whose errors say what to do
                 raise
-            mend = f"Delete {self.folder} and run again: it is written anew."
+            mend = f"Delete {self.folder} and run again: it is written again."
             raise ConfigError(f"{error}\n{mend if self.prepared is None else _VERIFY}") from error

@@ -5,33 +5,22 @@ Light on purpose: importing this module imports no torch, so that a declaration 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar
 
-from core.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from core.selection import Run
+from core.errors import deprecated
 
 T = TypeVar("T")
 Maturity = Literal["stable", "experimental"]
 _ATTRIBUTE = "__technique__"
-_OWNABLE = (
-    "batch_size",
-    "gradient_accumulation",
-    "gradient_clipping",
-    "learning_rate",
-    "optimizer_step",
-    "sequence_length",
-)
 
 
 class Need(Protocol):
     """Something that must be present before a technique can run; `str` says what, for listings."""
 
-    def missing(self, run: Run) -> str | None:
-        """Returns what of it this run lacks and how to get it, or None when the need is met."""
+    def missing(self, run: Any) -> str | None:
+        """Returns what of it a `toolkit.selection.Run` lacks and how to get it, or None when the need is met."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +38,7 @@ class Package:
     def __str__(self) -> str:
         return self.requirement
 
-    def misread(self) -> str | None:
-        """Returns why the requirement cannot be read, or None."""
-        from packaging.requirements import InvalidRequirement, Requirement
-
-        try:
-            Requirement(self.requirement)
-        except (InvalidRequirement, TypeError) as error:
-            return str(error).splitlines()[0]
-        return None
-
-    def missing(self, run: Run | None = None) -> str | None:
+    def missing(self, run: Any = None) -> str | None:
         """Returns the pip line that would satisfy the requirement, or None."""
         from importlib.metadata import PackageNotFoundError, version
 
@@ -92,9 +71,9 @@ class Device:
         least = " of compute capability {}.{} or more".format(*self.capability) if self.capability else ""
         return f"a {self.kind.upper()} device{least}"
 
-    def missing(self, run: Run) -> str | None:
+    def missing(self, run: Any) -> str | None:
         """Returns a line that says which device the run has instead, or None."""
-        if run.elsewhere:
+        if run.offline:
             return None
         if run.accelerator != self.kind:
             return (
@@ -124,7 +103,7 @@ class WorldSize:
     def __str__(self) -> str:
         return f"at least {self.at_least} processes"
 
-    def missing(self, run: Run) -> str | None:
+    def missing(self, run: Any) -> str | None:
         """Returns a line with the number that the run has, or None."""
         if run.world_size >= self.at_least:
             return None
@@ -142,15 +121,13 @@ class Feature:
     def __str__(self) -> str:
         return f"the feature {self.name}"
 
-    def missing(self, run: Run) -> str | None:
+    def missing(self, run: Any) -> str | None:
         """Returns a line that names who among the registered techniques offers the feature, or None."""
         if any(self.name in item.declaration.offers for item in run.selected):
             return None
         from core import catalog
 
-        offering = [
-            entry.name for entry in catalog.entries() if self.name in (entry.declared("offers") or ())
-        ]
+        offering = [entry.name for entry in catalog.offers(self.name)]
         hint = f"select {' or '.join(offering)}" if offering else "no installed package has one that does"
         return f"nothing in this run offers {self.name}: {hint}"
 
@@ -168,7 +145,9 @@ class Declaration:
     offers: tuple[str, ...] = ()
     api: str | None = None
     maturity: Maturity = "experimental"
-    watches: bool = False
+    observer: bool = False
+    precision_words: tuple[str, ...] = ()
+    replaces: Mapping[str, str] = field(default_factory=dict)
 
 
 def technique(
@@ -182,12 +161,15 @@ def technique(
     offers: Iterable[str] = (),
     api: str | None = None,
     maturity: Maturity = "experimental",
-    watches: bool = False,
+    observer: bool = False,
+    precision_words: Iterable[str] = (),
+    replaces: Mapping[str, str] | None = None,
+    watches: bool | None = None,
 ) -> Callable[[T], T]:
     """Declares a class (or function) as a technique.
 
     What depends on the arguments, a class says in a classmethod ``preflight(run, own)``: it yields a line
-    for each that does not fit the :class:`core.selection.Run`; `own` is the class's place in it.
+    for each that does not fit the :class:`toolkit.selection.Run`; `own` is the class's place in it.
 
     Args:
         paper: The paper or source that the technique follows, with section where it has one.
@@ -203,62 +185,36 @@ def technique(
         api: The versions of the core's API (`core.API_VERSION`) that this was written for, for example
             ">=1,<2"; None: any.
         maturity: "stable" where arguments and results change only with a major version, else "experimental".
-        watches: Whether a callback only looks on (logs, draws, saves): it takes no part in trial steps, and is not
+        observer: Whether a callback only looks on (logs, draws, saves): it takes no part in trial steps, and is not
             wound back when training goes back. Another callback's `load_state_dict` holds at once, also in mid-run.
+        precision_words: Values of `trainer.precision` that mean this precision plugin with its defaults, such as
+            ("16", "16-mixed"). Written as literals: they are read without importing anything.
+        replaces: Name of a class of Lightning or torch that is refused in favour of this -> what is wrong with it.
+            Written as literals.
+        watches: Deprecated: `observer`.
 
     Returns:
-        A decorator that returns its argument unchanged but for the recorded :class:`Declaration`.
-
-    Raises:
-        ConfigError: By the decorator, which knows whose it is, if an argument is not of this form.
+        A decorator that returns its argument unchanged but for the recorded :class:`Declaration`. The command line
+        and the conformance kit refuse a declaration whose arguments are not of this form.
     """
-    given: dict[str, Any] = {"needs": needs, "before": before, "after": after, "owns": owns, "offers": offers}
-    lists = {name: tuple(value) if isinstance(value, Iterable) else value for name, value in given.items()}
+    if watches is not None:
+        deprecated("@technique(watches=...)", "observer")
+        observer = watches
     declaration = Declaration(
-        paper, conflicts=conflicts or {}, api=api, maturity=maturity, watches=watches, **lists
-    )
+        paper, _as_tuple(needs), conflicts or {}, _as_tuple(before), _as_tuple(after), _as_tuple(owns), _as_tuple(offers),
+        api, maturity, observer, _as_tuple(precision_words), replaces or {},
+    )  # fmt: skip
 
     def record(target: T) -> T:
-        for name, value in given.items():
-            if isinstance(value, str) or not isinstance(value, Iterable):
-                _refuse(target, f"{name} is {value!r}, not a list: write {name}=[...]")
-        if fault := next(_faults(declaration), None):
-            _refuse(target, fault)
         setattr(target, _ATTRIBUTE, declaration)
         return target
 
     return record
 
 
-def _refuse(target: Any, fault: str) -> None:
-    name = getattr(target, "__qualname__", repr(target))
-    raise ConfigError(f"@technique(...) of {getattr(target, '__module__', '?')}.{name}: {fault}.")
-
-
-def _faults(declared: Declaration) -> Iterator[str]:
-    """Yields what is wrong with the values of a declaration whose lists are lists."""
-    if not isinstance(declared.paper, str):
-        yield f"paper is {declared.paper!r}, not a text"
-    for need in declared.needs:
-        if isinstance(need, type) or not callable(getattr(need, "missing", None)):
-            example = f"Package({need!r})" if isinstance(need, str) else 'Package("acme>=2")'
-            yield f"needs has {need!r}, which is no need: write needs=[{example}]"
-        elif isinstance(need, Package) and (fault := need.misread()):
-            yield f"needs has {need!r}, which is no requirement as pip takes it: {fault}"
-    conflicts = declared.conflicts
-    if not isinstance(conflicts, Mapping) or not all(
-        isinstance(i, str) for p in conflicts.items() for i in p
-    ):
-        yield f"conflicts is {conflicts!r}, not a mapping of names to reasons"
-    for name in (*declared.before, *declared.after, *declared.owns, *declared.offers):
-        if not isinstance(name, str):
-            yield f"before, after, owns and offers are lists of names; {name!r} is none"
-        elif name in declared.owns and name not in _OWNABLE:
-            yield f"owns has {name!r}.{nearest(name, _OWNABLE)} It takes {', '.join(_OWNABLE)}"
-    if not isinstance(declared.api, str | None):
-        yield f"api is {declared.api!r}, not a range of versions, such as '>=1,<2'"
-    if declared.maturity not in get_args(Maturity):
-        yield f"maturity is {declared.maturity!r}, not one of {', '.join(get_args(Maturity))}"
+def _as_tuple(values: Any) -> Any:
+    """Returns a list as a tuple; what is none stays as it is, for those that check declarations."""
+    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else values
 
 
 def declaration_of(target: Any) -> Declaration | None:

@@ -1,17 +1,24 @@
-"""Training on several prepared folders in given shares."""
+"""Trains on several prepared folders, mixed in given shares."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from core.contracts import PackedBatches, Packing
-from core.data.prepared import default_cache_dir, is_remote, prepared_folder, read_manifest, read_tokenizer
-from core.data.remote_folder import open_remote
-from core.data.token_datamodule import TokenDataModule
+from core.data.token_datamodule import TokenDataModule, default_cache_dir
 from core.errors import ConfigError
 from core.technique import technique
 from datamodules.packing.mixture import MixedBatches
+from datamodules.remote.remote_folder import open_remote
+from toolkit.prepared import (
+    is_remote,
+    prepared_folder,
+    read_manifest,
+    read_tokenizer,
+    split_folder,
+)
 
 
 @technique(
@@ -22,24 +29,24 @@ from datamodules.packing.mixture import MixedBatches
 class MixtureDataModule(TokenDataModule):
     """Rows of several prepared folders, mixed in shares that may change over the run.
 
-    Which source a row comes from is no draw: after n rows each source has given its share to within a row. Each
-    goes through epochs of its own. Validation takes all sources' validation splits, one after the other.
+    The source of a row is not drawn at random: after n rows each source has given its share to within one row. Each
+    source has its own epochs. Validation reads the validation splits of all sources, one after the other.
 
     Args:
-        sources: Name -> a folder that `python -m core prepare` wrote, here or on s3://, gs://, azure:// or hf://
-            (see PretrainDataModule); all by the same tokenizer.
-        weights: Name -> its share of the rows, relative to the others'; or points [tokens, weight] between which
-            it changes linearly over the tokens of the run.
+        sources: Name -> a folder that `python -m core prepare` wrote, local or on s3://, gs://, azure:// or hf://
+            (see PretrainDataModule). All need the same tokenizer.
+        weights: Name -> its share of the rows, relative to the others; or points [tokens, weight] with linear
+            interpolation over the tokens of the run.
         packing: Puts documents into rows.
         sequence_length: Tokens in a row.
         batch_size: Rows in a micro-batch, on each rank.
-        shuffle: Whether each epoch of a source takes its rows in a new order.
-        seed: Of these orders.
+        shuffle: Whether each epoch of a source has its rows in a new order.
+        seed: Seed of these orders.
         num_workers: Processes that read ahead, on each rank.
-        cache_dir: Where shards of remote folders are kept; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
-        cache_bytes: Most bytes of such shards, of all sources together; None: three quarters of what is free on
+        cache_dir: Where shards of remote folders are cached; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
+        cache_bytes: Most bytes of such shards, of all sources together; None: three quarters of the free space on
             the disk.
-        storage_options: Of the remote folders' client, such as {endpoint_url: ..., region_name: ...} of boto3's.
+        storage_options: Options of the remote folders' client, such as boto3's {endpoint_url: ..., region_name: ...}.
 
     Raises:
         ConfigError: If a folder is not prepared, the tokenizers differ, or weights do not fit the sources.
@@ -69,7 +76,7 @@ class MixtureDataModule(TokenDataModule):
     ) -> None:
         super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
         self.packing, self.weights = packing, weights
-        cache = Path(cache_dir or default_cache_dir()).expanduser(), cache_bytes, storage_options
+        cache = Path(os.path.expanduser(cache_dir or default_cache_dir())), cache_bytes, storage_options
         self.folders = {
             name: open_remote(source, *cache) if is_remote(source) else _prepared(name, source)
             for name, source in sources.items()
@@ -81,7 +88,7 @@ class MixtureDataModule(TokenDataModule):
         self.train_tokens = sum(manifest["train_tokens"] for manifest in manifests.values())
 
     def setup(self, stage: str | None = None) -> None:
-        """Reads the tokenizers and makes sure that they are one.
+        """Reads the tokenizers and checks that they are the same.
 
         Raises:
             ConfigError: If they differ, or one cannot be read.
@@ -101,7 +108,10 @@ class MixtureDataModule(TokenDataModule):
 
     def packed(self, split: str, **order: Any) -> PackedBatches:
         """Returns the mixed batches of a split."""
-        parts = {name: self.packing.batches(folder / split, **order) for name, folder in self.folders.items()}
+        parts = {
+            name: self.packing.batches(split_folder(folder, split), **order)
+            for name, folder in self.folders.items()
+        }
         return MixedBatches(parts, self.weights)
 
 

@@ -14,12 +14,23 @@ import yaml
 from hypothesis import settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
+from conformance import runs
 from core import catalog
-from core.testing import runs
+from tests.support.technique_cost import Cost
 
 # One thread here and in every subprocess, set before torch is imported: sums over other numbers of threads
 # differ in their last bits, and two processes of two threads each crawl on two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Hundreds of processes would compile the same modules, and each worker rewrite the asserts of all tests: 4 CPU seconds.
+# What is compiled lies in __pycache__, as everywhere else.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+os.environ["LEYDEN_TRUST"] = (
+    # for the forked processes; `trusted` below adds each file's own classes
+    "tests,conformance,pytorch_optimizer,schedulefree,deepspeed"
+)
 
 # The same examples in every run: what fails here fails for everybody. `--hypothesis-profile default` looks further.
 settings.register_profile("repeatable", derandomize=True, database=None)
@@ -28,6 +39,13 @@ settings.load_profile("repeatable")
 # What our strategies import, above all DeepSpeed, a second in each rank; and what logs and draws.
 runs.PRELOADED += ["torch._inductor.compile_fx", "torch.distributed.pipelining"]
 runs.PRELOADED += ["torch.utils.tensorboard", "matplotlib.backends.backend_agg", "matplotlib.figure"]
+# What tiny runs name themselves: a tenth of their time.
+runs.PRELOADED += [
+    "torch.distributed.algorithms.join",
+    "plugins.networks.gpt",
+    "plugins.objectives.causal_lm",
+]
+runs.PRELOADED += ["datamodules.packing.concatenate", "datamodules.preparation.token_preparation"]
 
 HOUSE = Path(__file__).resolve().parent.parent
 
@@ -55,6 +73,13 @@ class ByFile(LoadScopeScheduling):
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One process more than cores: many tests wait, for the disk or for each other's ranks."""
     return (os.cpu_count() or 1) + 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has the costs of techniques printed by the process that hears of all tests."""
+    if not hasattr(config, "workerinput"):
+        workers = config.getoption("numprocesses", None) or 1
+        config.pluginmanager.register(Cost(min(workers, config.getoption("maxprocesses", None) or workers)))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
@@ -97,7 +122,7 @@ TINY: dict[str, Any] = {
         "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}},
         "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 2}},
     },
-    "data": {"class_path": "tests.toy.ToyData"},
+    "data": {"class_path": "tests.support.toy.ToyData"},
 }
 """A run of 6 optimizer steps with 16 batches an epoch: about 5 s in a subprocess, of which 4 are imports."""
 
@@ -179,6 +204,14 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packag
     catalog.entries.cache_clear()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def trusted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Lets configs name classes of the tests: what is refused without, tests/plugins/cli/configuration/test_trust.py says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEYDEN_TRUST", f"{os.environ['LEYDEN_TRUST']},{request.module.__name__}")
+        yield
+
+
 @pytest.fixture(autouse=True)
 def loggers_as_they_were() -> Iterator[None]:
     """`main` quietens Lightning's loggers; what another test captures of them must not depend on that."""
@@ -192,7 +225,7 @@ def loggers_as_they_were() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A bucket on a local S3 server."""
-    from tests.object_storage import Storage
+    from tests.support.object_storage import Storage
 
     storage = Storage(tmp_path_factory.mktemp("storage"))
     yield storage

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import textwrap
 import venv
 from pathlib import Path
 from typing import TypeVar
@@ -15,21 +16,8 @@ from typing import TypeVar
 import pytest
 
 from core import catalog
-
-PAGE = (Path(__file__).resolve().parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-
-
-def section(title):
-    """Returns the text below a heading of the second level."""
-    return re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)[1]
-
-
-def listed_names():
-    """Returns module -> names of the table of public contracts."""
-    rows = re.findall(r"^\| `(core[.\w]*)` \| (.*) \|$", section("Public contracts"), re.MULTILINE)
-    found = {module: re.findall(r"`(\w+)`", names) for module, names in rows}
-    assert found
-    return found
+from core.__main__ import main
+from tests.support.public_contracts import listed_names, section
 
 
 def public_names(module):
@@ -57,8 +45,10 @@ def test_the_listed_contracts_are_what_the_module_offers(name):
 
 
 def test_what_else_is_listed_exists():
-    paths = set(re.findall(r"`(core\.[\w.]+)`", section("Public contracts"))) - set(listed_names())
-    assert {"core.API_VERSION", "core.selection.Run", "core.testing.KIT_VERSION"} <= paths
+    paths = set(re.findall(r"`((?:core|conformance)\.[\w.]+)`", section("Public contracts"))) - set(
+        listed_names()
+    )
+    assert {"core.API_VERSION", "conformance.KIT_VERSION"} <= paths
     for path in paths:
         assert pkgutil.resolve_name(path) is not None
 
@@ -72,6 +62,29 @@ def commands():
     text = re.sub(r"^```.*?^```$", "", section("Write a technique"), flags=re.MULTILINE | re.DOTALL)
     blocks = re.findall(r"(?:^ {4}\S.*\n)+", text, re.MULTILINE)
     return "".join(blocks).replace("\n    ", "\n").strip()
+
+
+def test_a_command_builds_a_reader_by_name(packages, tmp_path, capsys):
+    """The page's own lines, in a package of somebody else's, called as a command."""
+    [block] = re.findall(
+        r"^  ```python\n(.*?)^  ```$", section("Write a technique"), re.MULTILINE | re.DOTALL
+    )
+    command = (
+        "\n\ndef list_texts(arguments):\n"
+        "    for text in reader(*arguments).documents():\n"
+        "        print(text)\n"
+    )
+    entries = {"leyden.commands": {"list-texts": "lister:list_texts"}}
+    packages.add("lister", entries, textwrap.dedent(block) + command)
+    (tmp_path / "notes.txt").write_text("a text")
+    assert main(["list-texts", "TextDocuments", str(tmp_path / "notes.txt")]) == 0
+    assert capsys.readouterr().out == "a text\n"
+    for name, said in (
+        ("TextDocument", "Did you mean TextDocuments?"),
+        ("Concatenate", "does not read documents"),
+    ):
+        assert main(["list-texts", name, str(tmp_path / "notes.txt")]) == 2
+        assert said in capsys.readouterr().err
 
 
 @pytest.fixture

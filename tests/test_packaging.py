@@ -55,10 +55,12 @@ def test_a_wheel_runs_from_any_folder(tmp_path):
     printed = run(sys.executable, "-m", "core", "fit", "--config", "quickstart", "--print_config")
     assert printed.returncode == 0, printed.stderr
     assert yaml.safe_load(printed.stdout)["model"]["network"]["class_path"] == "plugins.networks.gpt.GPT"
-    kit = "from core.testing import Case; print(Case('GPT').values['data']['class_path'])"
+    kit = "from conformance import Case; print(Case('GPT').values['data']['class_path'])"
     assert run(sys.executable, "-c", kit).stdout.strip() == "core.pretrain_datamodule.PretrainDataModule"
     script = run(sys.executable, str(site / "bin" / "leyden"), "plugins", "list")
     assert "CausalLM" in script.stdout, script.stderr
+    new = run(sys.executable, "-m", "core", "plugins", "new", "OwnSchedule", "--kind", "schedules")
+    assert (elsewhere / "leyden-own-schedule" / ".github" / "workflows" / "test.yml").is_file(), new.stderr
 
 
 def copy_of_the_house(folder):

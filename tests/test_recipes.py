@@ -7,8 +7,8 @@ import re
 import pytest
 import yaml
 
-from core.testing.runs import run
-from core.testing.workshop import workshop
+from conformance.runs import run
+from conformance.workshop import workshop
 from tests.conftest import HOUSE
 
 RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's by its table 2.1
@@ -28,14 +28,14 @@ def test_each_recipe_is_here():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_passes_preflight_elsewhere(name):
-    done = run(["check", "--elsewhere", f"--config=recipes/{name}"], workshop())
-    assert done.code == 0, done.complaint
+    done = run(["check", "--offline", f"--config=recipes/{name}"], workshop())
+    assert done.code == 0, done.error_text
     [count] = re.findall(r"GPT: ([\d,]+) parameters", done.printed)
     assert int(count.replace(",", "")) == RECIPES[name]
 
 
 def test_elsewhere_sizes_are_still_held_against_each_other():
-    words = ["check", "--elsewhere", "--config=recipes/gpt3_175b_3d", "--trainer.num_nodes=100"]
+    words = ["check", "--offline", "--config=recipes/gpt3_175b_3d", "--trainer.num_nodes=100"]
     done = run(words, workshop())
     assert done.code == 2
     assert "HybridParallel" in done.told
@@ -54,7 +54,7 @@ def test_a_recipe_runs_shrunken(name, tmp_path):
     words = ["fit", f"--config=recipes/{name}", f"--config=recipes/shrunken/{name}"]
     words += [f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.cache_dir={workshop() / 'recipes'}"]
     done = run(words, tmp_path, ranks=shrunken["trainer"]["devices"])
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
         losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
     assert len(losses) == 2

@@ -1,7 +1,6 @@
 """kill -9 at random moments, 20 times: the resumed run is bitwise the run that was never killed."""
 
 import csv
-import json
 import random
 from pathlib import Path
 
@@ -9,9 +8,10 @@ import pytest
 import torch
 import yaml
 
-from core.checkpoints import checkpoint
-from core.testing.runs import Run, run
-from tests.distributed.killing import Moment, killer
+from conformance.runs import Run, run
+from plugins.checkpoints import checkpoint, finding
+from tests.support.documents import write_documents
+from tests.support.killing import Moment, killer
 
 HOUSE = Path(__file__).resolve().parent.parent
 STEPS = 700
@@ -56,15 +56,6 @@ CONFIG = {
 }  # fmt: skip
 
 
-def write_documents(folder: Path) -> None:
-    folder.mkdir()
-    words = random.Random(0)
-    with open(folder / "text.jsonl", "w", encoding="utf-8") as file:
-        for _ in range(60):
-            text = " ".join(words.choice(["alpha", "beta", "gamma", "delta", "epsilon"]) for _ in range(60))
-            file.write(json.dumps({"text": text}) + "\n")
-
-
 def fit(folder: Path, config: Path, workers: int, resume: bool) -> Run:
     words = [
         "fit",
@@ -73,7 +64,7 @@ def fit(folder: Path, config: Path, workers: int, resume: bool) -> Run:
         f"--trainer.default_root_dir={folder}",
     ]
     words += [f"--data.source={folder.parent / 'documents'}", f"--data.cache_dir={folder.parent / 'cache'}"]
-    progress = f"{{class_path: tests.distributed.killing.Progress, init_args: {{folder: {folder}}}}}"
+    progress = f"{{class_path: tests.support.killing.Progress, init_args: {{folder: {folder}}}}}"
     return run(
         [*words, f"--trainer.callbacks+={progress}", *(["--ckpt_path=last"] if resume else [])], folder
     )
@@ -92,7 +83,7 @@ def killed_run(folder: Path, config: Path, workers: int) -> None:
         batches = chance.randint(1, 40) if kill else 20  # the first comes behind a checkpoint
         with killer(folder, Moment(0, batches, chance.uniform(0.0, 0.08))) as killed:
             done = fit(folder, config, workers, resume=kill > 0)
-        assert killed, f"the run was over before it could be killed: {done.complaint}"
+        assert killed, f"the run was over before it could be killed: {done.error_text}"
         assert done.codes == (-9,)
     finish(folder, config, workers, resume=True)
 
@@ -100,7 +91,7 @@ def killed_run(folder: Path, config: Path, workers: int) -> None:
 def finish(folder: Path, config: Path, workers: int, resume: bool) -> None:
     folder.mkdir(exist_ok=True)
     done = fit(folder, config, workers, resume)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
 
 
 @pytest.mark.ci  # the kit kills each technique's run once by default
@@ -117,7 +108,7 @@ def test_kills_change_no_bit(tmp_path):
         killed_run(folder, config, workers)
 
     expected_rows = rows(whole)
-    expected = checkpoint.read(checkpoint.newest(whole))
+    expected = checkpoint.read_checkpoint(finding.newest(whole))
     assert expected["global_step"] == STEPS
     assert expected["epoch"] >= 2, "the run crosses the end of an epoch"
     for folder in killed.values():
@@ -130,7 +121,7 @@ def test_kills_change_no_bit(tmp_path):
                 assert {s: r[column] for s, r in found_rows.items()} == {
                     s: r[column] for s, r in expected_rows.items()
                 }, f"{folder.name}: {column}"
-        found = checkpoint.read(checkpoint.newest(folder))
+        found = checkpoint.read_checkpoint(finding.newest(folder))
         assert_same_bits(found["state_dict"], expected["state_dict"])
         assert_same_bits(found["optimizer_states"], expected["optimizer_states"])
         assert found["lr_schedulers"] == expected["lr_schedulers"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from abc import abstractmethod
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningDataModule
@@ -13,8 +14,15 @@ from core.contracts import PackedBatches
 from core.data.token_loader import TokenLoader
 from core.errors import ConfigError
 
+__all__ = ["TRAIN_ON", "TokenDataModule", "default_cache_dir"]
+
 TRAIN_ON = "Train on --data=PretrainDataModule or MixtureDataModule"
 """What to do where a technique needs what stored tokens alone offer: a position, rows of any shape."""
+
+
+def default_cache_dir() -> Path:
+    """Returns where data goes that was prepared or downloaded without a place being named."""
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache"), "leyden")
 
 
 class TokenDataModule(LightningDataModule):
@@ -33,6 +41,7 @@ class TokenDataModule(LightningDataModule):
         vocab_size: Number of token ids.
         end_of_text_id: The id that ends every document.
         train_tokens: Tokens of the training split.
+        training_loader: The training batches, with their position; None before training.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -49,9 +58,9 @@ class TokenDataModule(LightningDataModule):
         super().__init__()
         self.sequence_length, self.batch_size, self.num_workers = sequence_length, batch_size, num_workers
         self.shuffle, self.seed = shuffle, seed
-        self._training: TokenLoader | None = None
+        self.training_loader: TokenLoader | None = None
         self._position: dict[str, Any] | None = None
-        self._told = False
+        self._reshuffled: int | None = None
         for name, least in {"sequence_length": 1, "batch_size": 1, "seed": 0, "num_workers": 0}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least {least}.")
@@ -66,7 +75,7 @@ class TokenDataModule(LightningDataModule):
 
     def setup(self, stage: str | None = None) -> None:
         """Forgets the position of an earlier run; a checkpoint's is loaded after this."""
-        self._position, self._told = None, False
+        self._position = self._reshuffled = None
 
     def train_dataloader(self) -> TokenLoader:
         """Returns this rank's training batches; Lightning saves their position with the checkpoint.
@@ -76,27 +85,17 @@ class TokenDataModule(LightningDataModule):
         """
         overfits = getattr(self.trainer, "overfit_batches", 0) > 0  # on the same few batches in each epoch
         shuffle = self.shuffle and not overfits
-        self._training = self._loader("train", shuffle=shuffle, seed=self.seed, repeat=overfits)
-        if len(self._training) == 0:
-            batches = self._training.batches
+        self.training_loader = self._loader("train", shuffle=shuffle, seed=self.seed, repeat=overfits)
+        if len(self.training_loader) == 0:
+            batches = self.training_loader.batches
             raise ConfigError(
                 f"The training split has {self.train_tokens:,} tokens, too few for a global batch of "
                 f"{batches.world_size} ranks x {self.batch_size} rows x\n{self.sequence_length} tokens. Lower "
                 "data.sequence_length or data.batch_size, or add text."
             )
         if self._position is not None:
-            self._training.load_state_dict(self._position)
-        self._tell_padding(self._training.batches.padding())
-        return self._training
-
-    def _tell_padding(self, shares: dict[str, float]) -> None:
-        """Says it once a run: Lightning may ask for the batches again."""
-        if shares and not self._told and (self.trainer is None or self.trainer.is_global_zero):
-            names = ", ".join(
-                f"{s:.2%}" + (f" ({name})" if len(shares) > 1 else "") for name, s in shares.items()
-            )
-            print(f"Padding in rows of {self.sequence_length:,} tokens: {names}", file=sys.stderr, flush=True)
-        self._told = True
+            self.training_loader.load_state_dict(self._position)
+        return self.training_loader
 
     def reshape_batches(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
         """Changes the training rows from the next batch on, in the middle of a run; call it on every rank.
@@ -111,9 +110,9 @@ class TokenDataModule(LightningDataModule):
         Raises:
             ConfigError: If there are no training batches yet.
         """
-        if self._training is None:
+        if self.training_loader is None:
             raise ConfigError("reshape_batches: there are no training batches before training begins.")
-        self._training.reshape(sequence_length, batch_size)
+        self.training_loader.reshape(sequence_length, batch_size)
 
     def skip_batches(self, batches: int) -> None:
         """Leaves out the coming training batches (micro-batches of each rank), in the middle of a run; on every rank.
@@ -121,13 +120,29 @@ class TokenDataModule(LightningDataModule):
         Raises:
             ConfigError: If there are no training batches yet.
         """
-        if self._training is None:
+        if self.training_loader is None:
             raise ConfigError("skip_batches: there are no training batches before training begins.")
-        self._training.skip(batches)
+        self.training_loader.skip(batches)
+
+    def reshuffle(self, seed: int) -> None:
+        """Puts the training data into another order, before the first batch; call it on every rank.
+
+        A checkpoint holds the seed: a resumed run has the same order.
+
+        Args:
+            seed: In the place of `data.seed`.
+
+        Raises:
+            ConfigError: If there are no training batches yet, or the data is not shuffled.
+        """
+        if self.training_loader is None or not self.shuffle:
+            raise ConfigError("reshuffle: it takes training batches, and data.shuffle=true.")
+        self.seed = self._reshuffled = seed
+        self.training_loader.batches = self._loader("train", shuffle=True, seed=seed).batches
 
     def epochs(self) -> dict[str, float]:
         """Returns how often the training tokens have been gone through, by the name of the source; "all": of one."""
-        return self._training.epochs() if self._training is not None else {}
+        return self.training_loader.epochs() if self.training_loader is not None else {}
 
     def val_dataloader(self) -> TokenLoader:
         """Returns this rank's validation batches: every token once, in order, the last batch filled up."""
@@ -153,13 +168,20 @@ class TokenDataModule(LightningDataModule):
             world_size=place["num_replicas"],
             **order,
         )
-        return TokenLoader(batches, self.num_workers, pin_memory=on_cuda, repeat=repeat)
+        return TokenLoader(
+            batches, self.num_workers, pin_memory=on_cuda, repeat=repeat, vocab_size=self.vocab_size
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and the tokenizer: a checkpoint alone is enough to turn text into ids and back."""
         # Lightning saves the loader's position too, but at the end of an epoch it does not give it back.
-        position = self._training.state_dict() if self._training is not None else None
-        return {"tokenizer": self.tokenizer_json, "end_of_text_id": self.end_of_text_id, "position": position}
+        position = self.training_loader.state_dict() if self.training_loader is not None else None
+        state = {
+            "tokenizer": self.tokenizer_json,
+            "end_of_text_id": self.end_of_text_id,
+            "position": position,
+        }
+        return state if self._reshuffled is None else state | {"reshuffled": self._reshuffled}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the position over, and makes sure that token ids mean what they meant to the checkpoint.
@@ -168,8 +190,18 @@ class TokenDataModule(LightningDataModule):
             ConfigError: If the data was written by another tokenizer.
         """
         self._position = state_dict.get("position")
-        if json.loads(state_dict["tokenizer"]) != json.loads(self.tokenizer_json):
+        if (seed := state_dict.get("reshuffled")) is not None:
+            self.seed = self._reshuffled = seed
+        if not _same_tokenizer(state_dict.get("tokenizer"), self.tokenizer_json):
             raise ConfigError(
                 "The data was written by another tokenizer than the checkpoint's: its token ids mean other text.\n"
                 "Take data.source, data.tokenizer and data.validation_fraction from the run that wrote the checkpoint."
             )
+
+
+def _same_tokenizer(one: Any, other: str) -> bool:
+    """Returns whether two texts describe the same tokenizer, in whatever way they are written."""
+    try:
+        return one == other or json.loads(str(one)) == json.loads(other)
+    except (ValueError, RecursionError):
+        return False

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
@@ -25,11 +26,22 @@ class TokenLoader:
         num_workers: Worker processes that read ahead; the batches and their order do not depend on it.
         pin_memory: Whether batches lie in page-locked memory, for faster copies to a CUDA device.
         repeat: Whether each pass begins from the first token, as padded ones do.
+        vocab_size: Number of token ids, below which all must lie; None: nothing is checked.
+
+    Raises:
+        ConfigError: While reading: at a token id beyond the vocabulary, of which a network would read or write
+            memory outside its weights, or stop with an error of the device.
     """
 
     def __init__(
-        self, batches: PackedBatches, num_workers: int = 0, pin_memory: bool = False, repeat: bool = False
+        self,
+        batches: PackedBatches,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        repeat: bool = False,
+        vocab_size: int | None = None,
     ) -> None:
+        self.vocab_size = vocab_size
         self.batches, self.num_workers, self.pin_memory = batches, num_workers, pin_memory
         self.begin = batches.cursor if batches.pad or repeat else None
         self._done = self._resume_at = 0
@@ -66,6 +78,7 @@ class TokenLoader:
                 ends = self._done == len(self)
                 if ends:
                     self._done = 0
+                self._require_known(batch)
                 yield batch
                 if ends:
                     return
@@ -74,6 +87,19 @@ class TokenLoader:
             else:
                 self._done = 0
                 return
+
+    def _require_known(self, batch: Batch) -> None:
+        if self.vocab_size is None:
+            return
+        # The batch is on the host: this waits for no device. numpy does not know pinned memory.
+        ids = [batch[name] for name in ("input_ids", "labels")]
+        largest = max(int((part if self.pin_memory else np.from_dlpack(part)).max()) for part in ids)
+        if largest >= self.vocab_size:
+            raise ConfigError(
+                f"The data has the token id {largest:,}, its vocabulary has {self.vocab_size:,} ids: it is damaged, or "
+                "was not written by prepare.\nSee what is wrong with `python -m core verify-data`, and prepare it "
+                "again."
+            )
 
     def _reader(self) -> Iterable[tuple[Any, Batch]]:
         if not self.num_workers and not self.pin_memory:
@@ -88,7 +114,7 @@ class TokenLoader:
         )
 
     def reshape(self, sequence_length: int | None = None, batch_size: int | None = None) -> None:
-        """Changes the rows from the next batch on; what workers have read ahead is read anew."""
+        """Changes the rows from the next batch on; what workers have read ahead is read again."""
         self.batches.sequence_length = sequence_length or self.batches.sequence_length
         self.batches.batch_size = batch_size or self.batches.batch_size
         self._reshaped = True

@@ -8,54 +8,73 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from core.checkpoints.checkpoint import EXTRA_STATE
+from core.contracts import AveragesWeights, KnowsItsWeights
+from core.training.shards import reshard
+from core.training.weights import EXTRA_STATE
 
 
 class AveragedWeights(LightningModule):
     """Shows the average wherever results are looked at, and trains on as if nobody had looked.
 
-    For optimizers with `eval()`, which puts the average into the parameters, and `train()`, which puts back
-    exactly what was there: schedule-free ones. A checkpoint's weights are the average; those in training are
+    For optimizers that offer `core.contracts.AveragesWeights`: schedule-free ones. A checkpoint's weights are the average; those in training are
     saved beside it.
     """
 
     _in_training: dict[str, Tensor] | None = None
+    _kept: list[Tensor] | None = None
 
     def _averaging(self) -> Any:
         optimizers = self.trainer.optimizers if self.trainer.state.fn == "fit" else []
-        return next((o for o in optimizers if hasattr(o, "eval") and hasattr(o, "train")), None)
+        return next((o for o in optimizers if isinstance(o, AveragesWeights)), None)
 
     def on_validation_start(self) -> None:
         """Puts the average into the parameters."""
         if optimizer := self._averaging():
-            optimizer.eval()
+            self._show_average(optimizer)
 
     def on_validation_end(self) -> None:
         """Puts back what is trained."""
         if optimizer := self._averaging():
-            optimizer.train()
+            self._train_on(optimizer)
+
+    def _show_average(self, optimizer: Any) -> None:
+        reshard(self)
+        if not isinstance(optimizer, KnowsItsWeights):  # those that have it put back every bit by themselves
+            self._kept = [parameter.detach().clone() for parameter in self.parameters()]
+        optimizer.eval()
+
+    @torch.no_grad()
+    def _train_on(self, optimizer: Any) -> None:
+        reshard(self)
+        optimizer.train()
+        if self._kept is not None:  # computed back they would be off in the last bits
+            for parameter, value in zip(self.parameters(), self._kept, strict=True):
+                parameter.copy_(value)
+        self._kept = None
 
     def save_averages(self, checkpoint: dict[str, Any]) -> None:
         """Puts the average into a checkpoint's `state_dict`, and the weights in training beside it."""
         optimizer, saved = self._averaging(), checkpoint["state_dict"]
         if optimizer is None:
             return
-        shown = not optimizer.in_training  # in the middle of a validation
+        shown = not _in_training(optimizer)  # in the middle of a validation
         if shown:
-            optimizer.train()
+            self._train_on(optimizer)
         own = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
         checkpoint["weights_in_training"] = {name: value.clone() for name, value in own.items()}
-        optimizer.eval()
+        self._show_average(optimizer)
         checkpoint["state_dict"] = {**saved, **{name: value.clone() for name, value in own.items()}}
         if not shown:
-            optimizer.train()
+            self._train_on(optimizer)
 
     def load_training_weights(self, checkpoint: dict[str, Any]) -> None:
         """Keeps the weights in training until they are asked for."""
         self._in_training = checkpoint.get("weights_in_training")
 
     def resume_training_weights(self) -> None:
-        """Goes on with the weights in training rather than with their average."""
+        """Begins training, or goes on with the weights in training rather than with their average."""
+        if (optimizer := self._averaging()) and not _in_training(optimizer):
+            optimizer.train()
         if self._in_training:
             with torch.no_grad():
                 own = self.state_dict(keep_vars=True)
@@ -63,3 +82,10 @@ class AveragedWeights(LightningModule):
                     if not name.endswith(EXTRA_STATE):
                         own[name].copy_(value)
         self._in_training = None
+
+
+def _in_training(optimizer: Any) -> bool:
+    """Returns whether the parameters are those that are trained, not their average."""
+    if isinstance(optimizer, KnowsItsWeights):
+        return bool(optimizer.in_training)
+    return bool(optimizer.param_groups[0].get("train_mode", True))

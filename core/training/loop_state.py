@@ -1,4 +1,4 @@
-"""Where in an epoch a checkpoint was saved, told so that Lightning's loops go on there."""
+"""Writes a checkpoint's position in the epoch so that Lightning's loops resume exactly there."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from core.lightning_compat import is_accumulating, is_last_batch
 
-def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int, accumulated: int) -> None:
-    """Makes the loops' state the same for each way in which a run can end after a batch.
+__all__ = ["convert_batch_counts"]
+
+
+def normalize_loops(trainer: Trainer, checkpoint: dict[str, Any], epoch: int, accumulated: int) -> None:
+    """Makes the state of the loops the same, however the run ended after a batch.
 
     Lightning 2.6 counts an epoch as done when `max_steps` or a signal ends the run within it: resumed, it would
     begin the next one, with other random numbers, or stop at `max_epochs`. Of a run that ended with an epoch it
-    would count one more without a batch; of one saved with a validation, one of the loggers' steps too few. What a
-    callback saves after a batch is understood: that form is taken.
+    would count one more without a batch; of one saved with a validation, one of the loggers' steps too few. A
+    checkpoint that a callback saves after a batch is restored correctly: all others get the same form.
 
     Args:
         trainer: The trainer that saves.
@@ -25,20 +29,20 @@ def settle(trainer: Trainer, checkpoint: dict[str, Any], epoch: int, accumulated
     state["accumulated"] = accumulated
     for progress in state["epoch_progress"].values():
         progress.update(ready=epoch + 1, started=epoch + 1, processed=epoch, completed=epoch)
-    batches, loop = state["epoch_loop.batch_progress"], trainer.fit_loop.epoch_loop
-    ended = loop._num_ready_batches_reached()
+    batches = state["epoch_loop.batch_progress"]
+    ended = is_last_batch(trainer)
     if ended and batches["current"]["completed"] == batches["current"]["ready"]:
         for progress in (batches["current"], batches["total"]):
             progress["completed"] -= 1
-    will_count = batches["total"]["completed"] < batches["total"]["ready"] and not loop._should_accumulate()
+    will_count = batches["total"]["completed"] < batches["total"]["ready"] and not is_accumulating(trainer)
     state["epoch_loop.state_dict"]["_batches_that_stepped"] = trainer.global_step - will_count
 
 
-def rescale(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Counts the batches of a checkpoint in the micro-batches of now, of which an optimizer step may take others.
+def convert_batch_counts(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    """Converts the batch counts of a checkpoint if an optimizer step now takes another number of micro-batches.
 
     Lightning steps when the number of micro-batches in the epoch is divisible by those of a step: a run that goes
-    on with other ones would take some of them too few or too many into its first step.
+    on with another number would take too few or too many into its first step.
 
     Args:
         trainer: The trainer that goes on.

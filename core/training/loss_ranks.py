@@ -1,64 +1,93 @@
-"""What `LanguageModule` asks a strategy: which ranks have different tokens, and what spread gradients add up to.
+"""Which ranks have different tokens, and what is computed over the gradients of all of them.
 
-A strategy under which several ranks work on the same tokens offers `loss_group`, the process group of those that
-have different ones: losses are summed over it, gradients averaged over it. One that spreads gradients offers
-`gradient_norm(optimizer)` and `clip_gradients(optimizer, limit, algorithm)`, one that does not show them
-`scale_gradients(optimizer, factor)` as well. One that gathers weights for the forward of the whole module offers
-`run_as_forward(name, *args)`, which calls a method of the module as that. Without them all ranks have different tokens and every rank has whole
-gradients.
+A strategy says it by what it offers of `core.contracts`: HasLossGroup, NormsGradients and ScalesGradients.
+Without them all ranks have different tokens, and every rank has all gradients, or their DTensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from core.contracts import TokenSum
-from core.training.shards import gradients, local, total_norm
+from core.contracts import ClipsGradients, HasLossGroup, NormsGradients, ScalesGradients
+from core.training.shards import gradients, local_tensors, total_norm
+
+__all__ = ["dp_group", "dp_rank", "dp_size", "gradient_norm", "scale_gradients", "sum_over"]
 
 
-def group_of(trainer: Trainer) -> Any:
+class LossRanks:
+    """What a trainer's strategy offers, asked once a run: `isinstance` with a Protocol takes microseconds.
+
+    Args:
+        trainer: The trainer, once the processes are connected.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        strategy: Any = trainer.strategy
+        self.strategy = strategy
+        self.group = dp_group(trainer)
+        ranks = self.group
+        self.dp_rank = ranks.rank() if ranks else trainer.global_rank
+        self.dp_size = ranks.size() if ranks else trainer.world_size
+        self.norm = strategy.gradient_norm if isinstance(strategy, NormsGradients) else _norm
+        self.clip = strategy.clip_gradients if isinstance(strategy, ClipsGradients) else None
+        self.scale = strategy.scale_gradients if isinstance(strategy, ScalesGradients) else _scale
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles as None: a copy of a LanguageModule has no trainer, and asks the next one."""
+        return type(None), ()
+
+
+def offers_of(trainer: Trainer) -> LossRanks:
+    """Returns what the strategy offers, as it was asked in the `setup` of the LanguageModule."""
+    module: Any = trainer.lightning_module
+    known: LossRanks | None = module.loss_ranks
+    return known if known is not None and known.strategy is trainer.strategy else LossRanks(trainer)
+
+
+def dp_group(trainer: Trainer) -> Any:
     """Returns the process group of the ranks that have different tokens; None: all ranks."""
-    return getattr(trainer.strategy, "loss_group", None)
+    strategy: Any = trainer.strategy
+    return strategy.loss_group if isinstance(strategy, HasLossGroup) else None
 
 
-def place_of(trainer: Trainer) -> tuple[int, int]:
-    """Returns this rank's place among the ranks that have different tokens, and their number."""
-    if (group := group_of(trainer)) is not None:
-        return group.rank(), group.size()
-    return trainer.global_rank, trainer.world_size
+def dp_rank(trainer: Trainer) -> int:
+    """Returns this rank's number among the ranks that have different tokens."""
+    return offers_of(trainer).dp_rank
+
+
+def dp_size(trainer: Trainer) -> int:
+    """Returns how many ranks have different tokens."""
+    return offers_of(trainer).dp_size
 
 
 def sum_over(trainer: Trainer, values: Tensor) -> Tensor:
     """Sums values over the ranks that have different tokens, in place."""
-    if place_of(trainer)[1] == 1:
+    ranks = offers_of(trainer)
+    if ranks.dp_size == 1:
         return values
-    total: Tensor = trainer.strategy.reduce(values, group=group_of(trainer), reduce_op="sum")
+    total: Tensor = trainer.strategy.reduce(values, group=ranks.group, reduce_op="sum")
     return total
 
 
-def loss_of(trainer: Trainer, module: Any, batch: Mapping[str, Tensor]) -> TokenSum:
-    """Returns the loss of a batch, for a callback: where no step of Lightning's runs."""
-    run = getattr(trainer.strategy, "run_as_forward", None)
-    loss: TokenSum = (run("compute_loss", batch) if run else module.compute_loss(batch))[0]
-    return loss
-
-
 def gradient_norm(trainer: Trainer, optimizer: Any) -> Tensor:
-    """Returns the norm of all gradients of the model, a 0-d tensor."""
-    if (norm_of := getattr(trainer.strategy, "gradient_norm", None)) is not None:
-        norm: Tensor = norm_of(optimizer)
-        return norm
-    return total_norm(gradients(optimizer))
+    """Returns the 2-norm of all gradients of the model, 0-d, on the device; called on every rank."""
+    norm: Tensor = offers_of(trainer).norm(optimizer)
+    return norm
 
 
 def scale_gradients(trainer: Trainer, optimizer: Any, factor: Tensor) -> None:
-    """Multiplies all gradients by a 0-d factor."""
-    if (scale := getattr(trainer.strategy, "scale_gradients", None)) is not None:
-        scale(optimizer, factor)
-    elif own := local(gradients(optimizer)):
+    """Multiplies all gradients of the model by a 0-d factor, in place; called on every rank."""
+    offers_of(trainer).scale(optimizer, factor)
+
+
+def _norm(optimizer: Any) -> Tensor:
+    return total_norm(gradients(optimizer))
+
+
+def _scale(optimizer: Any, factor: Tensor) -> None:
+    if own := local_tensors(gradients(optimizer)):
         torch._foreach_mul_(own, factor.to(own[0].device))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from core.errors import ConfigError, nearest
 
@@ -14,15 +14,15 @@ from core.errors import ConfigError, nearest
 def parameter_groups(
     module: nn.Module, decay_embeddings: bool, options: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Returns the trainable parameters in groups of equal settings; a shared one stands once.
+    """Returns the trainable parameters in groups of equal settings; a shared one is listed once.
 
-    First the decayed and the undecayed, then those that `options` set apart. The 2-dimensional weights of the
+    First the decayed and the undecayed, then groups that `options` makes. The 2-dimensional weights of the
     network's blocks are marked with an attribute `hidden_matrix`, for optimizers such as Muon.
 
     Args:
         module: Has the parameters, and where it has one, the `network` with its blocks.
         decay_embeddings: Whether embedding weights (tied output weights too) are decayed.
-        options: Pattern of parameter names (`*` stands for anything) -> settings; later patterns win.
+        options: Pattern of parameter names (`*` matches anything) -> settings; later patterns win.
 
     Raises:
         ConfigError: If a pattern matches no parameter.
@@ -57,11 +57,5 @@ def _check(options: Mapping[str, Mapping[str, Any]], names: list[str]) -> None:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"model.parameter_options: no parameter is named {pattern!r}.{nearest(pattern, names)}\n"
-                f"Names are {names[0]}, {names[-1]} and the like; * stands for anything."
+                f"Names are {names[0]}, {names[-1]} and the like; * matches anything."
             )
-
-
-def hidden_matrices(parameters: list[Tensor]) -> list[Tensor]:
-    """Returns those that are marked as hidden matrices; where none of a model's is, all 2-dimensional ones."""
-    marked = [parameter for parameter in parameters if hasattr(parameter, "hidden_matrix")]
-    return marked or [parameter for parameter in parameters if parameter.ndim == 2]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+__all__ = ["mix"]
+
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seeds the generators that a step on this device draws from, without waiting for it."""

@@ -11,26 +11,33 @@ from torch import Tensor
 
 from core.contracts import TokenSum
 
+__all__ = ["TokenSums"]
+
 
 class TokenSums:
-    """Adds up figures by name without waiting for the device; gives token-weighted means over all ranks."""
+    """Adds up figures by name without waiting for the device; gives weighted means over all ranks."""
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._tokens: Tensor | None = None
 
     def add(self, figures: Mapping[str, TokenSum]) -> None:
-        """Adds each figure's total and its number of tokens."""
-        for name, (total, tokens) in figures.items():
+        """Adds each figure's total and weight, and the number of tokens of "loss"."""
+        for name, figure in figures.items():
             if name in self._sums:
-                self._sums[name][0].add_(total.detach())
-                self._sums[name][1].add_(tokens)
+                self._sums[name][0].add_(figure.total.detach())
+                self._sums[name][1].add_(figure.weight.detach())
             else:
-                self._sums[name] = (wide(total.detach()), wide(tokens.detach()))
+                self._sums[name] = (to_float64(figure.total.detach()), to_float64(figure.weight.detach()))
+        if (loss := figures.get("loss")) is not None:
+            tokens = loss.tokens.detach()
+            self._tokens = to_float64(tokens) if self._tokens is None else self._tokens.add_(tokens)
 
     def copy(self) -> TokenSums:
         """Returns sums of their own that are the same now."""
         other = TokenSums()
-        other._sums = {name: (total.clone(), tokens.clone()) for name, (total, tokens) in self._sums.items()}
+        other._sums = {name: (total.clone(), weight.clone()) for name, (total, weight) in self._sums.items()}
+        other._tokens = None if self._tokens is None else self._tokens.clone()
         return other
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> tuple[dict[str, float], int]:
@@ -39,37 +46,47 @@ class TokenSums:
         Args:
             reduce: Sums a tensor over the ranks.
         """
-        values = reduce(self._flat()).tolist()  # the one wait for the device
+        *values, count = reduce(self._flat()).tolist()  # the one wait for the device
         pairs = dict(zip(self._sums, zip(values[::2], values[1::2], strict=True), strict=True))
         self._sums.clear()
-        return {name: total / max(tokens, 1) for name, (total, tokens) in pairs.items()}, round(
-            pairs["loss"][1]
-        )
+        self._tokens = None
+        return {
+            name: total / (weight if weight > 0 else 1) for name, (total, weight) in pairs.items()
+        }, round(count)
 
     def state_dict(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """Returns the sums of every rank, (ranks, 2 x figures) in `gather`'s order."""
-        return {
-            "names": list(self._sums),
-            "sums": torch.atleast_2d(gather(self._flat())).cpu(),
-        }
+        """Returns the sums of every rank, (ranks, 2 x figures) in `gather`'s order, and their tokens, (ranks,)."""
+        flat = torch.atleast_2d(gather(self._flat())).cpu()
+        return {"names": list(self._sums), "sums": flat[:, :-1].clone(), "tokens": flat[:, -1].clone()}
 
     def load_state_dict(
         self, state: Mapping[str, Any], rank: int, world_size: int, device: torch.device
     ) -> None:
         """Takes this rank's sums; at another world size rank 0 takes all."""
-        sums = state["sums"].to(device)
-        own = sums[rank] if len(sums) == world_size else sums.sum(0) * (rank == 0)
+        sums, names = state["sums"].to(device), state["names"]
+        tokens = state.get("tokens")
+        if tokens is None:  # of a checkpoint from when every token weighed 1
+            tokens = sums[:, 2 * names.index("loss") + 1] if names else sums.new_zeros(len(sums))
+        flat = torch.cat((sums, tokens.to(sums)[:, None]), 1)
+        own = flat[rank] if len(flat) == world_size else flat.sum(0) * (rank == 0)
         self._sums = {
-            name: (own[2 * index].clone(), own[2 * index + 1].clone())
-            for index, name in enumerate(state["names"])
+            name: (own[2 * index].clone(), own[2 * index + 1].clone()) for index, name in enumerate(names)
         }
+        self._tokens = to_float64(own[-1])  # older checkpoints have float32 where there are no figures
 
     def _flat(self) -> Tensor:
+        """Returns total and weight of each figure, and last the number of tokens."""
         tensors = [tensor for pair in self._sums.values() for tensor in pair]
-        return torch.stack(tensors) if tensors else torch.zeros(0)
+        if self._tokens is None:
+            return (
+                to_float64(torch.zeros(1))
+                if not tensors
+                else torch.stack([*tensors, torch.zeros_like(tensors[0])])
+            )
+        return torch.stack([*tensors, self._tokens])
 
 
-def wide(value: Tensor) -> Tensor:
+def to_float64(value: Tensor) -> Tensor:
     """Returns a copy in the widest type that the device has."""
     # exact for counts up to 2**53; Apple's GPUs have no float64
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)

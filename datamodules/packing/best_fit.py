@@ -1,4 +1,4 @@
-"""Rows filled with whole documents, as full as they get."""
+"""Rows of complete documents with as little padding as possible: best-fit decreasing."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from datamodules.packing.token_store import TokenStore
 
 
 class BestFitBatches(GroupedBatches):
-    """Batches of rows that best-fit decreasing filled."""
+    """Batches whose rows are filled by best-fit decreasing."""
 
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
-        """Puts each piece, longest first, into the row that it leaves the least room in."""
+        """Puts each piece, longest first, into the row where it leaves the least room."""
         rows: list[Row] = []
         free: list[tuple[int, int]] = []  # (room left, row), sorted
         for piece in sorted(pieces, key=lambda piece: -piece[1]):
@@ -35,18 +35,18 @@ class BestFitBatches(GroupedBatches):
         return [rows[row] for row in random.permutation(len(rows))] if self.shuffle else rows
 
     def padding(self) -> dict[str, float]:
-        """Returns about what share of the rows is padding."""
+        """Returns an estimate of the share of padding in the rows."""
         _, rows, tokens = self._sampled(self.sequence_length)
         return {"all": 1 - tokens / (rows * self.sequence_length)}
 
 
 @technique(paper="Fewer Truncations Improve Language Modeling, arXiv:2404.10830, section 3: best-fit packing")
 class BestFit(Packing):
-    """Packs whole documents into rows with as little padding as can be: only those longer than a row are cut.
+    """Best-fit packing: complete documents in rows with little padding; only those longer than a row are cut.
 
-    Documents in a row are on their own: attention and positions begin anew with each (`document_ids`,
-    `position_ids`), and no label reaches over an end. 2,048 documents at a time are packed together. How much of the
-    rows is padding is printed when training starts.
+    Documents in a row are separate: attention and positions restart with each (`document_ids`, `position_ids`), and
+    the last token of a document has no label. 2,048 documents at a time are packed together. The share of padding is
+    printed when training starts.
 
     Example:
         data:

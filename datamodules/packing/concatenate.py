@@ -1,4 +1,4 @@
-"""Rows cut from one stream of all documents: nothing is lost, nothing is padding."""
+"""Rows cut from one stream of all documents, without padding and without losing tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,37 +14,28 @@ import torch
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
 from core.technique import technique
 from datamodules.packing.permutation import Permutation
-from datamodules.packing.prefetching import Chunk, Prefetching
+from datamodules.packing.prefetching import Chunk
+from datamodules.packing.stored_batches import StoredBatches
 from datamodules.packing.token_store import TokenStore
 
 Segment = tuple[int, int]
-"""First token in the store, and how many."""
+"""Position of the first token in the store, and number of tokens."""
 
 
 @dataclass(eq=False)
-class ConcatenatedBatches(Prefetching):
-    """One rank's batches of a stream that goes on over the ends of epochs.
+class ConcatenatedBatches(StoredBatches):
+    """One rank's batches of a stream that continues across epochs.
 
-    An epoch is every token once (but for the last, which has no label), in blocks whose order is drawn anew.
-    Its position is a number of tokens, from which rows of any length go on: a row is cut from successive blocks,
-    and the label of a token is the one that follows it in the store, also at the end of a block. A global batch
-    is `batch_size * world_size` successive rows; each rank takes its slice of them, each worker its turn.
+    An epoch is every token once (except the last, which has no label), in blocks whose order is drawn for each
+    epoch. The position is a number of tokens, from which rows of any length continue: a row is cut from successive
+    blocks, and the label of a token is the one that follows it in the store, also at the end of a block. A global
+    batch is `batch_size * world_size` successive rows; each rank takes its slice, each worker its turn.
 
     Args:
-        store: The tokens.
-        sequence_length: T, in tokens; this and the following as in :class:`core.contracts.Packing`. The blocks
+        mask_documents: See :class:`Concatenate`; the other arguments are those of :class:`StoredBatches`. The blocks
             of a run are as long as its first rows.
-        mask_documents: See :class:`Concatenate`.
     """
 
-    store: TokenStore
-    sequence_length: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    shuffle: bool = False
-    seed: int = 0
-    pad: bool = False
     mask_documents: bool = False
     _orders: dict[int, Permutation] = field(default_factory=dict)
 
@@ -58,11 +49,11 @@ class ConcatenatedBatches(Prefetching):
         return -(-self.tokens // step) if self.pad else self.tokens // step
 
     def order(self) -> dict[str, Any]:
-        """Returns what the meaning of a cursor depends on."""
+        """Returns what a cursor depends on."""
         return {"tokens": self.tokens, "shuffle": self.shuffle, "seed": self.seed}
 
     def epochs(self, cursor: dict[str, int]) -> dict[str, float]:
-        """Returns how often the tokens have been gone through."""
+        """Returns the number of epochs up to a cursor."""
         return {"all": cursor["tokens"] / self.tokens}
 
     def take(self, cursor: dict[str, int], count: int) -> tuple[range, dict[str, int]]:
@@ -80,12 +71,8 @@ class ConcatenatedBatches(Prefetching):
         return to_batch(self.store, parts, self.sequence_length, self.mask_documents)
 
     def chunks(self, rows: Sequence[int], own: slice) -> Iterator[Chunk]:
-        """Yields the chunks of a remote folder that a slice of rows is read from."""
+        """Yields the chunks of a remote folder that a slice of rows needs."""
         return self.store.remote_chunks(chain.from_iterable(self._parts(rows[own])))
-
-    def cache_bytes(self) -> int:
-        """Returns the size of the cache; 0 where nothing is remote."""
-        return self.store.cache_bytes
 
     def _parts(self, rows: Sequence[int]) -> list[list[Segment]]:
         """Returns the parts of the store that each row consists of."""
@@ -94,12 +81,12 @@ class ConcatenatedBatches(Prefetching):
         return [_joined(self._segments(row, self.sequence_length)) for row in rows]
 
     def _segments(self, position: int, length: int) -> Iterator[Segment]:
-        """Yields the parts of the store that the stream consists of from a position on."""
+        """Yields the parts of the store that make up `length` tokens of the stream from a position on."""
         block = self._block
         while length:
             epoch, within = divmod(position, self.tokens)
             number, offset = divmod(within, block)
-            blocks = self.tokens // block  # whole ones; what is left after them comes last in every epoch
+            blocks = self.tokens // block  # full ones; the rest comes last in every epoch
             if number >= blocks or not self.shuffle:
                 first, size = within, self.tokens - within
             else:
@@ -115,7 +102,7 @@ class ConcatenatedBatches(Prefetching):
 
 
 def _joined(segments: Iterator[Segment]) -> list[Segment]:
-    """Returns parts of the store with those that follow each other there as one."""
+    """Returns parts of the store, adjacent ones merged."""
     result: list[Segment] = []
     for first, size in segments:
         if result and sum(result[-1]) == first:
@@ -126,39 +113,39 @@ def _joined(segments: Iterator[Segment]) -> list[Segment]:
 
 
 def to_batch(store: TokenStore, rows: list[list[Segment]], length: int, mask_documents: bool) -> Batch:
-    """Returns rows that consist of parts of the store as a batch; what no part fills has ignored labels.
+    """Returns rows that consist of parts of the store as a batch; padding has ignored labels.
 
     Args:
         store: The tokens.
-        rows: The parts of each row, one behind the other.
+        rows: The parts of each row, in order.
         length: T, in tokens.
-        mask_documents: Whether `document_ids` and `position_ids` begin anew with each document and each part,
-            and the last token of a document has no label.
+        mask_documents: Whether to add `document_ids` and `position_ids`, which restart with each document and each
+            part; the last token of a document then has no label.
     """
     inputs, labels = np.empty((2, len(rows), length), np.int64)
-    whole = True
+    unmasked = True
     for row, parts in enumerate(rows):
         at = 0
         for first, size in parts:
-            whole &= store.copy(first, inputs[row, at : at + size], labels[row, at : at + size])
+            unmasked &= store.copy(first, inputs[row, at : at + size], labels[row, at : at + size])
             at += size
         if at < length:
             inputs[row, at:] = labels[row, at:] = -1
-            whole = False
-    batch = {}
+            unmasked = False
+    ids: dict[str, torch.Tensor] = {}
     if mask_documents:
-        begins, whole = _document_begins(store, rows, labels), False
-        batch["document_ids"] = torch.from_numpy(np.cumsum(begins, axis=1) - 1)
+        begins, unmasked = _document_begins(store, rows, labels), False
+        ids["document_ids"] = torch.from_numpy(np.cumsum(begins, axis=1) - 1)
         places = np.arange(length)
         last = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
-        batch["position_ids"] = torch.from_numpy(places - last)
-    if not whole:
+        ids["position_ids"] = torch.from_numpy(places - last)
+    if not unmasked:
         inputs, labels = np.maximum(inputs, 0), np.where(labels < 0, IGNORED_LABEL, labels)
-    return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **batch}
+    return cast(Batch, {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **ids})
 
 
 def _document_begins(store: TokenStore, rows: list[list[Segment]], labels: np.ndarray) -> np.ndarray:
-    """Returns where a document or a part begins, (B, T) bool, and takes the labels before them away."""
+    """Returns where a document or a part begins, (B, T) bool; sets the labels before these places to -1."""
     begins = np.zeros(labels.shape, bool)
     for row, parts in enumerate(rows):
         at = 0
@@ -178,13 +165,13 @@ def _document_begins(store: TokenStore, rows: list[list[Segment]], labels: np.nd
     maturity="stable",
 )
 class Concatenate(Packing):
-    """Cuts the stream of all documents into rows of `sequence_length`, wherever documents end.
+    """Concatenates all documents and cuts the stream into rows of `sequence_length`, wherever documents end.
 
     Every row is full; a row may hold several documents.
 
     Args:
-        mask_documents: Whether each document in a row is on its own: attention and positions begin anew with it
-            (`document_ids`, `position_ids`), and its last token is not asked for the next document's first.
+        mask_documents: Whether documents in a row are separate: attention and positions restart with each
+            (`document_ids`, `position_ids`), and its last token has no label.
 
     Example:
         data:

@@ -1,8 +1,9 @@
-"""Rows made of whole documents, a group of documents at a time."""
+"""Rows made of complete documents, a group of documents at a time."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,40 +15,34 @@ import numpy as np
 from core.contracts import Batch
 from datamodules.packing.concatenate import Segment, to_batch
 from datamodules.packing.permutation import Permutation
-from datamodules.packing.prefetching import Chunk, Prefetching
-from datamodules.packing.token_store import TokenStore
+from datamodules.packing.prefetching import Chunk
+from datamodules.packing.stored_batches import StoredBatches
 
 GROUP = 2048
-"""Documents that are packed together: the memory it takes, and the choice that packing has."""
+"""Documents that are packed together: more leave less padding and take more memory."""
 
 SAMPLE = 8
 """Groups from which the length of a pass is estimated."""
 
+REMEMBERED = 4
+"""Packed groups kept in memory: for the reader and for the prefetcher ahead of it, before and after a change of T."""
+
 Row = list[Segment]
 Taken = tuple[tuple[int, int], ...]
-"""(sequence_length, rows) of what has been handed out of a group, in turn."""
+"""(sequence_length, rows) pairs: how many rows of each length were taken from a group, in order."""
+
+Packed = tuple[int, Taken, int]
+"""Group, what was taken from it at earlier lengths, and the current length."""
 
 
 @dataclass(eq=False)
-class GroupedBatches(Prefetching):
+class GroupedBatches(StoredBatches):
     """One rank's batches of documents that are packed into rows, group by group.
 
-    Documents come in an order drawn anew for each epoch; each successive group of them is cut into pieces of at
-    most T tokens and packed. When T changes within a group, what has not been handed out of it is packed anew.
-
-    Args:
-        store: The tokens.
-        sequence_length: T, in tokens; this and the following as in :class:`core.contracts.Packing`.
+    The order of documents is drawn for each epoch; each successive group of them is cut into pieces of at most T
+    tokens and packed. When T changes within a group, the rows not yet taken from it are packed again: a
+    change costs one packing, and resuming costs one for each earlier change in the group.
     """
-
-    store: TokenStore
-    sequence_length: int
-    batch_size: int
-    rank: int = 0
-    world_size: int = 1
-    shuffle: bool = False
-    seed: int = 0
-    pad: bool = False
 
     def __post_init__(self) -> None:
         self.documents = self.store.number_of_documents
@@ -56,11 +51,13 @@ class GroupedBatches(Prefetching):
         self._remember()
 
     def _remember(self) -> None:
-        self._rows = lru_cache(4)(self._pack_group)
+        self._packed: OrderedDict[Packed, list[Row]] = OrderedDict()
+        self._pieces = lru_cache(4)(self._documents_of)
         self._sampled = lru_cache(4)(self._sample)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name not in ("_rows", "_sampled")}
+        caches = ("_packed", "_pieces", "_sampled")
+        return {name: value for name, value in vars(self).items() if name not in caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -68,10 +65,10 @@ class GroupedBatches(Prefetching):
 
     @abstractmethod
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
-        """Puts pieces of at most `length` tokens into rows, in the order in which they are handed out."""
+        """Puts pieces of at most `length` tokens into rows; returns the rows in the order of training."""
 
     def order(self) -> dict[str, Any]:
-        """Returns what the meaning of a cursor depends on."""
+        """Returns what a cursor depends on."""
         return {
             "documents": self.documents,
             "tokens": len(self.store),
@@ -80,26 +77,29 @@ class GroupedBatches(Prefetching):
         }
 
     def __len__(self) -> int:
-        (groups, rows, _), whole = self._sampled(self.sequence_length), self.batch_size * self.world_size
+        (groups, rows, _), global_batch = (
+            self._sampled(self.sequence_length),
+            self.batch_size * self.world_size,
+        )
         rows = rows * self.groups // groups
-        return -(-rows // whole) if self.pad else rows // whole
+        return -(-rows // global_batch) if self.pad else rows // global_batch
 
     def _sample(self, length: int) -> tuple[int, int, int]:
-        """Returns numbers of groups, and of rows and tokens in them."""
-        # all groups where that is few; training only needs to know about how long a pass is
+        """Returns the number of groups sampled, and of rows and tokens in them."""
+        # padded batches need an exact count; training only needs an estimate
         groups = self.groups if self.pad else min(self.groups, SAMPLE)
-        packed = [self._pack_group(group, (), length) for group in range(groups)]
+        packed = [self._pack(self._documents_of(group), group, 0, length) for group in range(groups)]
         return groups, sum(map(len, packed)), sum(map(_tokens, packed))
 
     def epochs(self, cursor: dict[str, Any]) -> dict[str, float]:
-        """Returns how often the documents have been gone through; every group counts alike, its part by tokens."""
+        """Returns the number of epochs up to a cursor; each group counts equally, part of a group by its tokens."""
         group, taken = cursor["group"], tuple(map(tuple, cursor["taken"]))
         packed, done = self._left(group, taken)
-        left = _tokens(packed[done:]) / _tokens(self._rows(group, (), self.sequence_length)) if taken else 1.0
+        left = _tokens(packed[done:]) / sum(size for _, size in self._pieces(group)) if taken else 1.0
         return {"all": (group + 1 - left) / self.groups}
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
-        """Returns the parts of each row."""
+        """Returns the parts of the store of each row."""
         group, taken = cursor["group"], tuple(map(tuple, cursor["taken"]))
         rows: list[Row] = []
         while len(rows) < count and not (self.pad and group >= self.groups):
@@ -114,43 +114,58 @@ class GroupedBatches(Prefetching):
         return rows, {"group": group, "taken": [list(pair) for pair in taken]}
 
     def _left(self, group: int, taken: Taken) -> tuple[list[Row], int]:
-        """Returns a group's rows of the present length, and how many of them have been handed out."""
+        """Returns a group's rows of the current length, and how many of them have been taken."""
         if taken and taken[-1][0] == self.sequence_length:
             return self._rows(group, taken[:-1], self.sequence_length), taken[-1][1]
         return self._rows(group, taken, self.sequence_length), 0
 
     def read(self, rows: Sequence[Row], own: slice) -> Batch:
-        """Returns the rows of a slice as a batch, as wide as all of them need."""
+        """Returns a slice of the rows as a batch; the width is that of the longest row of all."""
         chosen = [*rows[own]]
         chosen += [[]] * (self.batch_size - len(chosen))
         return to_batch(self.store, chosen, self.width(rows), mask_documents=True)
 
     def chunks(self, rows: Sequence[Row], own: slice) -> Iterator[Chunk]:
-        """Yields the chunks of a remote folder that a slice of rows is read from."""
+        """Yields the chunks of a remote folder that a slice of rows needs."""
         return self.store.remote_chunks(chain.from_iterable(rows[own]))
 
-    def cache_bytes(self) -> int:
-        """Returns the size of the cache; 0 where nothing is remote."""
-        return self.store.cache_bytes
+    def _rows(self, group: int, history: Taken, length: int) -> list[Row]:
+        """Returns the rows that are left of a group after `history` was taken from it, packed to `length`.
 
-    def _pack_group(self, group: int, history: Taken, length: int) -> list[Row]:
-        """Returns the rows of a group that are left when, of earlier lengths, so many rows were handed out."""
+        The rows before the last change are usually cached, so that only one packing is needed.
+        """
+        known, turns = len(history), (*history, (length, 0))
+        while known > 0 and (group, history[:known], turns[known][0]) not in self._packed:
+            known -= 1
+        packed: list[Row] = []
+        for turn in range(known, len(turns)):
+            key = group, history[:turn], turns[turn][0]
+            if key not in self._packed:
+                pieces = self._pieces(group)
+                if turn:
+                    pieces = list(chain.from_iterable(packed[history[turn - 1][1] :]))
+                self._packed[key] = self._pack(pieces, group, turn, turns[turn][0])
+            self._packed.move_to_end(key)
+            packed = self._packed[key]
+            if len(self._packed) > REMEMBERED:
+                self._packed.popitem(last=False)
+        return packed
+
+    def _pack(self, pieces: list[Segment], group: int, turn: int, length: int) -> list[Row]:
+        """Cuts pieces to `length` tokens and packs them; `turn` is the number of earlier changes of length."""
+        pieces = [
+            (first + at, min(length, size - at)) for first, size in pieces for at in range(0, size, length)
+        ]
+        return self.pack(
+            pieces, length, np.random.default_rng((self.seed, *divmod(group, self.groups), turn))
+        )
+
+    def _documents_of(self, group: int) -> list[Segment]:
         epoch, number = divmod(group, self.groups)
         indices = np.arange(number * GROUP, min((number + 1) * GROUP, self.documents))
         if self.shuffle:
             indices = Permutation(self.documents, (self.seed, epoch)).map(indices)
-        pieces: list[Segment] = list(self.store.documents(indices))
-        packed: list[Row] = []
-        for turn, (longest, taken) in enumerate((*history, (length, 0))):
-            pieces = [
-                (first + at, min(longest, size - at))
-                for first, size in pieces
-                for at in range(0, size, longest)
-            ]
-            random = np.random.default_rng((self.seed, epoch, number, turn))
-            packed = self.pack(pieces, longest, random)
-            pieces = [piece for row in packed[taken:] for piece in row]
-        return packed
+        return list(self.store.documents(indices))
 
 
 def _tokens(rows: list[Row]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from datamodules.packing.prefetching import Chunk, Prefetching
 
 Weight = float | list[tuple[int, float]]
-"""A share, or points (tokens, share) between which it changes linearly; constant before the first and after the last."""
+"""A share, or points (tokens, share) with linear interpolation; constant before the first and after the last point."""
 
 FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "document_ids": -1, "position_ids": 0}
 
@@ -21,12 +21,11 @@ FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "document_ids": -1, "position_i
 class MixedBatches(Prefetching):
     """One rank's batches whose rows come from several sources, each in its own order.
 
-    Which source a row comes from is no draw: the one that is furthest behind its share gives the next row, so
-    that after n rows each source has given its share of them to within a row, from the first batch on. Each source
-    goes through its own epochs.
+    The source of a row is not drawn at random: the source with the largest deficit to its share gives the next row, so that
+    after n rows each source has given its share of them to within one row. Each source has its own epochs.
 
     Args:
-        parts: Name -> the batches of a source; all with the same shape and place among the ranks.
+        parts: Name -> the batches of a source; all with the same shape, rank and world size.
         weights: Name -> its share, relative to the others'.
 
     Raises:
@@ -55,7 +54,7 @@ class MixedBatches(Prefetching):
         self.shares(0)
 
     def shares(self, tokens: int) -> dict[str, float]:
-        """Returns each source's share of the rows after so many tokens; they add up to 1.
+        """Returns each source's share of the rows after a number of tokens; the shares add up to 1.
 
         Raises:
             ConfigError: If none is positive.
@@ -84,17 +83,17 @@ class MixedBatches(Prefetching):
         return {name: part.order() for name, part in self.parts.items()}
 
     def epochs(self, cursor: Any) -> dict[str, float]:
-        """Returns how often each source has been gone through."""
+        """Returns the number of epochs of each source up to a cursor."""
         return {
             name: next(iter(part.epochs(cursor["parts"][name]).values())) for name, part in self.parts.items()
         }
 
     def padding(self) -> dict[str, float]:
-        """Returns about what share of each source's rows is padding."""
+        """Returns an estimate of the share of padding in each source's rows."""
         return {name: share for name, part in self.parts.items() for share in part.padding().values()}
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-        """Returns (source, row) of the next rows; padded ones come source by source."""
+        """Returns (source, row) of the next rows; padded batches take one source after the other."""
         if self.pad:
             return self._take_in_turn(cursor, count)
         credit, tokens = dict(cursor["credit"]), cursor["tokens"]
@@ -125,7 +124,7 @@ class MixedBatches(Prefetching):
         return rows, {**cursor, "parts": cursors}
 
     def read(self, rows: Sequence[tuple[str, Any]], own: slice) -> Batch:
-        """Returns the rows of a slice as a batch, as wide as the widest source's."""
+        """Returns a slice of the rows as a batch, with the width of the widest source."""
         width, pieces = 0, []
         for name, part in self.parts.items():
             mine = [row for source, row in rows if source == name]
@@ -141,14 +140,14 @@ class MixedBatches(Prefetching):
         return self._merged([name for name, _ in rows[own]], pieces, width)
 
     def chunks(self, rows: Sequence[tuple[str, Any]], own: slice) -> Iterator[Chunk]:
-        """Yields the chunks of remote folders that a slice of rows is read from."""
+        """Yields the chunks of remote folders that a slice of rows needs."""
         for name, part in self.parts.items():
             mine = [row for source, row in rows[own] if source == name]
             if mine and isinstance(part, Prefetching):
                 yield from part.chunks(mine, slice(None))
 
     def cache_bytes(self) -> int:
-        """Returns the size of the cache; 0 where nothing is remote."""
+        """Returns the size of the cache in bytes; 0 if no source is remote."""
         return max(part.cache_bytes() if isinstance(part, Prefetching) else 0 for part in self.parts.values())
 
     def _merged(self, names: list[str], pieces: list[tuple[str, Batch]], width: int) -> Batch:
@@ -157,10 +156,10 @@ class MixedBatches(Prefetching):
         found = {key: torch.full(shape, FILL[key], dtype=torch.int64) for key in FILL if key in keys}
         for name, piece in pieces:
             at = torch.tensor([index for index, source in enumerate(names) if source == name])
-            for key, values in found.items():
-                if key in piece:
-                    values[at, : piece[key].shape[1]] = piece[key]
-        return found
+            for key, values in cast(dict[str, torch.Tensor], piece).items():
+                if key in found:
+                    found[key][at, : values.shape[1]] = values
+        return cast(Batch, found)
 
 
 def _points(name: str, weight: Weight) -> tuple[list[float], list[float]]:

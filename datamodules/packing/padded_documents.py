@@ -1,4 +1,4 @@
-"""One document a row, among documents of about its length."""
+"""One document per row, batched with documents of similar length."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from datamodules.packing.grouped import GroupedBatches, Row
 from datamodules.packing.token_store import TokenStore
 
 BUCKET = 256
-"""Rows of like length that are shuffled among each other, of the 2,048 documents that are sorted together."""
+"""Rows of similar length that are shuffled together, out of the 2,048 documents that are sorted together."""
 
 MULTIPLE = 8
-"""Rows are padded to a multiple of so many tokens."""
+"""Rows are padded to a multiple of this number of tokens."""
 
 
 class PaddedBatches(GroupedBatches):
-    """Batches whose rows hold one piece each, and are as long as the longest of them."""
+    """Batches whose rows hold one piece each, padded to the longest of them."""
 
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
         """Sorts the pieces by length; shuffles buckets of them, and the rows in each."""
@@ -44,9 +44,9 @@ class PaddedBatches(GroupedBatches):
 
 @technique(paper="length bucketing: Khomenko et al., arXiv:1708.05604")
 class PaddedDocuments(Packing):
-    """Gives each document a row of its own, padded to the longest in its batch; longer ones are cut.
+    """One document per row, padded to the longest in its batch; documents longer than a row are cut.
 
-    Batches hold documents of like length: 2,048 at a time are sorted and dealt out in buckets of 256.
+    Batches hold documents of similar length: 2,048 at a time are sorted and shuffled in buckets of 256.
 
     Example:
         data:

@@ -1,4 +1,4 @@
-"""A seeded permutation of any number of things, computed where it is asked for: nothing is stored."""
+"""A seeded permutation of any size, computed on demand: nothing is stored."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 class Permutation:
     """Maps 0 ... size-1 onto themselves, in an order drawn from the key.
 
-    A Feistel network of 6 rounds over the next even number of bits; what falls outside is mapped again until
-    it falls inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). Up to
-    4096 things are shuffled in memory: so few bits are mixed unevenly.
+    A Feistel network of 6 rounds over the next even number of bits; an index that falls outside the range is mapped
+    again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    Up to 4096 items are shuffled in memory, because so few bits are mixed unevenly.
 
     Args:
-        size: How many; at least 1.
+        size: Number of items; at least 1.
         key: Any integers, such as (seed, epoch).
     """
 
@@ -30,14 +30,14 @@ class Permutation:
         self._first, self._window = -1, np.empty(0, np.int64)
 
     def __call__(self, index: int) -> int:
-        """Returns where one index goes; the indices after it are computed along with it."""
+        """Returns the image of one index; also computes and keeps those of the next 4095."""
         if not 0 <= index - self._first < len(self._window):
             self._first = index
             self._window = self.map(np.arange(index, min(index + WINDOW, self.size)))
         return int(self._window[index - self._first])
 
     def map(self, indices: np.ndarray) -> np.ndarray:
-        """Returns where each index goes, int64 of the same shape."""
+        """Returns the image of each index, int64 of the same shape."""
         if self._table is not None:
             return self._table[indices]
         result = self._encrypt(indices.astype(np.uint64))
@@ -53,7 +53,7 @@ class Permutation:
 
 
 def _hash(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser; multiplication wraps around."""
+    """The finalizer of splitmix64; multiplication wraps around."""
     values = (values ^ (values >> np.uint64(30))) * _MIX[0]
     values = (values ^ (values >> np.uint64(27))) * _MIX[1]
     return values ^ (values >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Fetches what the next batches need while the present one is used, where tokens lie on object storage."""
+"""Fetches the chunks of the next batches in the background, for tokens on object storage."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from datamodules.packing.remote_chunks import RemoteChunks
 Chunk = tuple[RemoteChunks, int]
 
 BATCHES = 512
-"""So many of its batches a process looks ahead, if what they need fits into its share of half the cache."""
+"""Most batches that a process looks ahead; fewer if their chunks exceed its share of half the cache."""
 
 THREADS = 4
 
 
 class Prefetching(PackedBatches):
-    """Batches that may come from remote folders: each process fetches ahead what its own ones need.
+    """Batches that may come from remote folders: each process prefetches the chunks of its own batches.
 
-    Rows and cursors are known before anything is read, so that looking ahead costs a second :meth:`take`, and only
-    where there is a remote folder.
+    Rows and cursors are known before anything is read, so that looking ahead only costs a second call of
+    :meth:`take`, and nothing for local folders.
     """
 
     @abstractmethod
     def chunks(self, rows: Sequence[Any], own: slice) -> Iterator[Chunk]:
-        """Yields the chunks of remote folders that a slice of the rows of a global batch is read from."""
+        """Yields the chunks of remote folders that a slice of the rows of a global batch needs."""
 
     @abstractmethod
     def cache_bytes(self) -> int:
-        """Returns the size of the cache; 0 where nothing is remote."""
+        """Returns the size of the cache in bytes; 0 if nothing is remote."""
 
     def __iter__(self) -> Iterator[tuple[Any, Batch]]:
         """Yields the cursor after each batch, and the batch."""
@@ -57,18 +57,18 @@ class Prefetching(PackedBatches):
                 yield item
         finally:
             with suppress(Empty):
-                while True:  # what is not needed any more
+                while True:  # drop the chunks that are no longer needed
                     queue.get_nowait()
             for _ in range(THREADS):
                 queue.put(None)
 
 
 class _Scout:
-    """Goes through the rows ahead of the reader, and says which chunks will be needed.
+    """Iterates over the rows ahead of the reader and queues the chunks that they need.
 
     Args:
-        batches: What is read.
-        queue: Takes the chunks.
+        batches: The batches that the reader reads.
+        queue: Receives the chunks.
     """
 
     def __init__(self, batches: Prefetching, queue: SimpleQueue[Chunk | None]) -> None:
@@ -81,7 +81,7 @@ class _Scout:
         self.number = 0
 
     def advance(self) -> None:
-        """Goes with the reader to its next batch, and up to two batches further away from it."""
+        """Follows the reader by one batch, and looks up to two more batches ahead."""
         if self.ahead:
             gone = self.ahead.popleft().keys()
             self.needed.subtract(gone)
@@ -115,5 +115,5 @@ class _Scout:
 def _fetch(queue: SimpleQueue[Chunk | None]) -> None:
     while (chunk := queue.get()) is not None:
         chunks, number = chunk
-        with suppress(ConfigError):  # whoever reads it will meet the same, and say so
+        with suppress(ConfigError):  # the reader gets the same error and raises it
             chunks.remote.fetch(chunks.names[number])

@@ -1,4 +1,4 @@
-"""The chunks of a remote folder, mapped into memory while they are read."""
+"""The chunks of a remote folder, memory-mapped while they are read."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from core.data.remote_folder import RemoteFolder
 from core.errors import ConfigError
+from datamodules.packing.token_index import TokenIndex, checked_header, header_bytes
+from datamodules.remote.remote_folder import RemoteFolder
 
 _MAPPED = 256
-"""So many chunks and headers, at most, a process has mapped or in memory at a time."""
+"""Most chunks, and most headers, that a process keeps mapped or in memory."""
 
 _SHARE = 16
-"""Chunks that one process has mapped, and the cache cannot delete, take up to one part in so many of it."""
+"""Mapped chunks cannot be deleted: those of one process take at most this fraction (1/16) of the cache."""
 
 _CONNECTIONS = 16
 
 
 @dataclass
-class _Numbered(Sequence):
-    """What a function returns for each number, as a sequence."""
+class Numbered(Sequence):
+    """A sequence whose items a function computes."""
 
     length: int
     get: Callable[[int], np.ndarray]
@@ -40,16 +41,15 @@ class _Numbered(Sequence):
 
 
 class RemoteChunks:
-    """The chunks of a split: fetched when they are read, and mapped as long as they are among the last few read.
+    """The chunks of a split: fetched when they are read, and mapped while they are among the most recently read.
 
-    Headers, which say where documents begin, are kept in files of their own once they were asked for: packing
-    whole documents asks for all of them before it reads many tokens.
+    Headers hold where documents begin. Each is stored in a file of its own after its first use, because packing
+    complete documents reads all headers before it reads many tokens.
 
     Args:
         remote: The folder.
         split: "train" or "validation".
-        chunks: What index.json says of each chunk.
-        dtype: Of a token.
+        index: The content of index.json.
 
     Attributes:
         tokens: The tokens of each chunk.
@@ -57,30 +57,27 @@ class RemoteChunks:
         sizes: Bytes of each chunk.
     """
 
-    def __init__(
-        self, remote: RemoteFolder, split: str, chunks: Sequence[dict[str, Any]], dtype: np.dtype
-    ) -> None:
-        self.remote, self.dtype = remote, dtype
-        self.names = [f"{split}/{chunk['filename']}" for chunk in chunks]
-        self.sizes = [int(chunk["chunk_bytes"]) for chunk in chunks]
-        self._items = [int(chunk["chunk_size"]) for chunk in chunks]
+    def __init__(self, remote: RemoteFolder, split: str, index: TokenIndex) -> None:
+        self.remote, self.dtype = remote, index.dtype
+        self.names = [f"{split}/{name}" for name in index.names]
+        self.sizes, self._items = index.sizes.tolist(), index.items.tolist()
         for name, size in zip(self.names, self.sizes, strict=True):
-            known = remote.files.get(name, {}).get("bytes") == size
-            if not known or name.count("/") > 1:  # which could lead out of the cache
+            if remote.files.get(name, {}).get("bytes") != size:
                 raise ConfigError(
                     f"{remote.url}: manifest.json and {split}/index.json do not agree on {name}. Upload them again."
                 )
         most = min(_MAPPED, max(1, remote.limit // (_SHARE * max(self.sizes))))
-        self.tokens = _Numbered(len(chunks), lru_cache(most)(self._map))
-        self.offsets = _Numbered(len(chunks), lru_cache(_MAPPED)(self._map_header))
+        self.tokens = Numbered(len(self.names), lru_cache(most)(self._map))
+        self.offsets = Numbered(len(self.names), lru_cache(_MAPPED)(self._map_header))
 
     def _map(self, number: int) -> np.ndarray:
-        return self.remote.map(self.names[number])[4 * (self._items[number] + 2) :].view(self.dtype)
+        return self.remote.map(self.names[number])[header_bytes(self._items[number]) :].view(self.dtype)
 
     def _map_header(self, number: int) -> np.ndarray:
         path, items = self._header(number), self._items[number]
         try:
-            return checked_header(np.fromfile(path, np.uint8), self.sizes[number], items)[1:]
+            raw = np.fromfile(path, np.uint8)
+            return checked_header(raw, self.sizes[number], items, self.dtype.itemsize)
         except ValueError as error:
             path.unlink(missing_ok=True)
             raise ConfigError(
@@ -88,17 +85,9 @@ class RemoteChunks:
             ) from error
 
     def _header(self, number: int) -> Path:
-        return self.remote.fetch_head(self.names[number], 4 * (self._items[number] + 2))
+        return self.remote.fetch_head(self.names[number], header_bytes(self._items[number]))
 
     def fetch_headers(self, numbers: Sequence[int]) -> None:
-        """Fetches the headers of several chunks at the same time, those that are not here."""
+        """Fetches the missing headers of several chunks in parallel."""
         with ThreadPoolExecutor(_CONNECTIONS) as pool:
             list(pool.map(self._header, numbers))
-
-
-def checked_header(raw: np.ndarray, size: int, items: int) -> np.ndarray:
-    """Returns a chunk's header as uint32; ValueError if it is not that of so many items in so many bytes."""
-    header = raw.view(np.uint32)
-    if len(header) != items + 2 or (header[0], header[1], header[-1]) != (items, header.nbytes, size):
-        raise ValueError(f"its header does not describe {items} items in {size:,} bytes")
-    return header

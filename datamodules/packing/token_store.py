@@ -6,7 +6,8 @@ and repeats and skips data when ranks or workers change.
 
 from __future__ import annotations
 
-import json
+import errno
+import resource
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,64 +15,79 @@ from typing import Any
 
 import numpy as np
 
-from core.data.remote_folder import RemoteFolder, remote_of
 from core.errors import ConfigError
-from datamodules.packing.remote_chunks import RemoteChunks, checked_header
+from datamodules.packing.remote_chunks import Numbered, RemoteChunks
+from datamodules.packing.token_index import (
+    INDEX,
+    TokenIndex,
+    checked_header,
+    header_bytes,
+    read_header,
+    read_index,
+    within,
+)
+from datamodules.remote.remote_folder import RemoteFolder, remote_of
+from toolkit.bounded import open_inside, read_error
 
-_DTYPES = {"no_header_numpy:5": "uint16", "no_header_numpy:6": "uint32"}  # litdata's names
+_CHECKED_AT_ONCE = 1 << 24
+"""Up to this number of documents, all headers are checked when the store is opened; beyond it, when they are used."""
 
 
 class TokenStore:
     """The tokens of a folder of litdata chunks as one stream, mapped into memory.
 
-    A chunk is a header of uint32 (number of items; byte offset of each item and of the end), then the
-    items' tokens. An item is a document.
-
     Args:
-        folder: The chunks and their index.json; of a remote folder's copy, chunks come when they are read.
-        remote: That remote folder; None: the one that this process has opened, if there is one.
+        folder: The chunks and their index.json (see :mod:`datamodules.packing.token_index`). In the local copy of a
+            remote folder, chunks are downloaded when they are read.
+        remote: The remote folder; None: the one that this process has opened for `folder`, if any.
 
     Attributes:
-        remote: Its chunks; None where they are all here.
+        remote: Chunks of the remote folder; None for a local one.
 
     Raises:
-        ConfigError: If the index or a chunk is missing, cut off, or not what the index says.
+        ConfigError: If the index or a chunk is missing, truncated, inconsistent with the index, or outside the folder.
     """
 
     remote: RemoteChunks | None = None
+    _chunks: Sequence[np.ndarray]
+    _offsets: Sequence[np.ndarray]
 
     def __init__(self, folder: Path, remote: RemoteFolder | None = None) -> None:
         self.folder, self._of = folder, remote or remote_of(folder.parent)
-        self._chunks: Sequence[np.ndarray] = []
-        self._offsets: Sequence[np.ndarray] = []
-        path = folder / "index.json"
+        path = folder / INDEX
         try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-            dtype = np.dtype(_DTYPES[index["config"]["data_format"][0]])
-            chunks = index["chunks"]
-            if not chunks:
-                raise ValueError("it lists no chunks")
-            sizes = np.array([(chunk["chunk_bytes"], chunk["chunk_size"]) for chunk in chunks], np.int64)
-            tokens = (sizes[:, 0] - 4 * (sizes[:, 1] + 2)) // dtype.itemsize
+            index = read_index(folder)
+            self._chunks, self._offsets = [], []
             if self._of is not None:
-                self.remote = RemoteChunks(self._of, folder.name, chunks, dtype)
+                self.remote = RemoteChunks(self._of, folder.name, index)
                 self._chunks, self._offsets = self.remote.tokens, self.remote.offsets
             else:
-                mapped = []
-                for chunk in chunks:
-                    path = folder / chunk["filename"]
-                    mapped.append(_map(path, chunk["chunk_bytes"], chunk["chunk_size"], dtype))
-                self._offsets, self._chunks = zip(*mapped, strict=True)
-            self._ends = np.cumsum(tokens)
-            self._starts = self._ends - tokens
-            self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
-            self._counts = np.cumsum(sizes[:, 1])
-            self._itemsize, self._none = dtype.itemsize, np.empty(0, dtype)
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise ConfigError(f"{path} is missing or damaged: {type(error).__name__}: {error}") from error
+                files = []
+                for number, name in enumerate(index.names):
+                    path = folder / name
+                    try:
+                        files.append(_map(folder, index, number))
+                    except OSError as error:
+                        _allow_more_files(error, folder, len(index.names))
+                        files.append(_map(folder, index, number))
+                self._chunks = [
+                    raw[header_bytes(items) :].view(index.dtype)
+                    for raw, items in zip(files, index.items.tolist(), strict=True)
+                ]
+                self._offsets = Numbered(len(files), _Headers(folder, index, files))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is missing or damaged: {read_error(error)}") from error
+        self._ends = np.cumsum(index.tokens)
+        self._starts = self._ends - index.tokens
+        self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
+        self._counts, self._items = np.cumsum(index.items), index.items
+        self._itemsize, self._none = index.dtype.itemsize, np.empty(0, index.dtype)
+        if self.remote is None and self.number_of_documents <= _CHECKED_AT_ONCE:
+            for number in range(len(self._chunks)):
+                self._offsets[number]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.folder, self._of)  # a spawned worker maps the chunks anew
+        return TokenStore, (self.folder, self._of)  # a spawned worker maps the chunks itself
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -83,20 +99,17 @@ class TokenStore:
 
     @property
     def number_of_documents(self) -> int:
-        """How many documents there are."""
+        """Number of documents."""
         return int(self._counts[-1])
 
     def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
-        """Returns (first token, tokens) of each document, numbered in the stream's order."""
+        """Returns (first token, number of tokens) of documents, which are numbered in the stream's order."""
         found = []
         chunks = np.searchsorted(self._counts, indices, side="right")
         if self.remote is not None:
             self.remote.fetch_headers(np.unique(chunks).tolist())
         for index, chunk in zip(indices, chunks, strict=True):
-            offsets, within = (
-                self._offsets[chunk],
-                index - (self._counts[chunk] - len(self._offsets[chunk]) + 1),
-            )
+            offsets, within = self._offsets[chunk], index - (self._counts[chunk] - self._items[chunk])
             begin, end = ((int(offsets[i]) - int(offsets[0])) // self._itemsize for i in (within, within + 1))
             found.append((int(self._starts[chunk]) + begin, end - begin))
         return found
@@ -107,7 +120,7 @@ class TokenStore:
         pieces = []
         while chunk < len(self._chunks) and (at := self._start_list[chunk]) < stop:
             offsets = self._offsets[chunk]
-            base = int(offsets[0]) - at * self._itemsize  # in bytes, as the header has them
+            base = int(offsets[0]) - at * self._itemsize  # in bytes, as in the header
             low = bisect_left(offsets, base + start * self._itemsize, 0, len(offsets) - 1)
             high = bisect_left(offsets, base + stop * self._itemsize, low, len(offsets) - 1)
             pieces.append((offsets[low:high].astype(np.int64) - base) // self._itemsize)
@@ -120,7 +133,7 @@ class TokenStore:
         """Copies len(inputs) tokens from `first` on, and the one after each; -1 past the end.
 
         Returns:
-            Whether all are there.
+            Whether all of them exist.
         """
         chunk, size = bisect_right(self._end_list, first), len(inputs)
         if chunk < len(self._chunks):
@@ -149,7 +162,7 @@ class TokenStore:
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the cache that the chunks of a remote folder go through; 0 where all are here."""
+        """Size of the cache of remote chunks, in bytes; 0 for a local folder."""
         return self._of.limit if self._of is not None else 0
 
     def remote_chunks(self, segments: Iterable[tuple[int, int]]) -> Iterator[tuple[RemoteChunks, int]]:
@@ -167,10 +180,52 @@ class TokenStore:
         return total
 
 
-def _map(path: Path, size: int, items: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a chunk's byte offsets and tokens, both mapped; ValueError if it is not as announced."""
-    raw = np.asarray(np.memmap(path, np.uint8, mode="r"))
-    if len(raw) != size:
-        raise ValueError(f"it has {len(raw):,} bytes, index.json says {size:,}")
-    header = checked_header(raw[: 4 * (items + 2)], size, items)
-    return header[1:], raw[header.nbytes :].view(dtype)
+class _Headers:
+    """The offsets of each chunk's documents, memory-mapped and checked at first use."""
+
+    def __init__(self, folder: Path, index: TokenIndex, files: Sequence[np.ndarray]) -> None:
+        self.folder, self.index, self.files = folder, index, files
+        self.found: dict[int, np.ndarray] = {}
+
+    def __call__(self, number: int) -> np.ndarray:
+        """Returns the byte offsets of a chunk's documents and of its end."""
+        if number not in self.found:
+            index, raw = self.index, self.files[number]
+            try:
+                self.found[number] = checked_header(
+                    raw, len(raw), int(index.items[number]), index.dtype.itemsize
+                )
+            except ValueError as error:
+                raise ConfigError(
+                    f"{self.folder / index.names[number]} is missing or damaged: {error}"
+                ) from error
+        return self.found[number]
+
+
+def _map(folder: Path, index: TokenIndex, number: int) -> np.ndarray:
+    """Returns a chunk's bytes, memory-mapped; ValueError if their number differs from the index."""
+    size = int(index.sizes[number])
+    with open_inside(*within(folder, index.names[number])) as stream:
+        if (found := stream.seek(0, 2)) != size:
+            raise ValueError(f"it has {found:,} bytes, {INDEX} says {size:,}")
+        raw = np.asarray(np.memmap(stream, np.uint8, mode="r"))  # type: ignore[call-overload]
+    read_header(raw, size, int(index.items[number]))
+    return raw
+
+
+def _allow_more_files(error: OSError, folder: Path, chunks: int) -> None:
+    """Raises this process's soft limit of open files to the hard limit: each mapped chunk is an open file.
+
+    Raises:
+        ConfigError: If the limit cannot be raised.
+        OSError: `error` itself, if it is not about the number of open files.
+    """
+    if error.errno != errno.EMFILE:
+        raise error
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        raise ConfigError(
+            f"{folder} has {chunks:,} chunks; each is an open file, of which a process may have {soft:,}.\nRaise the "
+            "limit (`ulimit -Hn`, as root), or prepare larger chunks (data.writer.shard_bytes)."
+        ) from error
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,12 +1,11 @@
-"""What a prepared folder says about itself: counts, checksums, and what it was made with."""
+"""Writes the manifest of a prepared folder: counts, checksums and options."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,22 @@ import numpy as np
 
 from core.contracts import TokenWriter
 from core.errors import ConfigError
-from core.files import durable
-from datamodules.preparation.preparation_task import COUNTS, REJECTS, SPLITS, read_record
+from datamodules.preparation.pipeline import SPLITS
+from datamodules.preparation.preparation_report import FILES as REPORT
+from datamodules.preparation.preparation_report import write_report
+from datamodules.preparation.preparation_task import COUNTS, REJECTS, file_digest, read_record
+from toolkit import durable
+from toolkit.manifest_schema import CHECKSUM, checksum
+from toolkit.prepared import MANIFEST, PLAN
+
+EXTRAS = (PLAN, REJECTS, *REPORT)
+"""Files that no run reads: they may be missing, but not changed."""
 
 FORMAT = 3
-"""Version of what a prepared folder holds; part of its digest."""
+"""Version of the format of a prepared folder; part of its digest."""
 
 _EARLIEST = 1000
-"""So many documents are looked at before too many rejected ones stop a run that is going on."""
+"""Least number of documents after which too many rejected ones stop a preparation before its end."""
 
 
 class Totals:
@@ -29,9 +36,11 @@ class Totals:
 
     Args:
         stages: Number of stages.
+        source_bytes: Size of the source's files.
     """
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, stages: int, source_bytes: int = 0) -> None:
+        self.source_bytes, self.lost_bytes = source_bytes, 0
         self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.rejected: Counter[str] = Counter()
@@ -41,12 +50,13 @@ class Totals:
         self.example = ""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Adds what a task counted."""
+        """Adds the counts of a task."""
         for split in SPLITS:
             self.splits[split].update(record["splits"][split])
         for source, counts in record["sources"].items():
             self.sources[source].update(counts)
         self.rejected.update(record["rejected"])
+        self.lost_bytes += record.get("lost_bytes", 0)
         self.lengths.update(record["lengths"])
         for mine, counts in zip(self.dropped, record["dropped"], strict=True):
             mine.update(counts)
@@ -65,42 +75,56 @@ class Totals:
         return sum(counts["tokens"] for counts in self.splits.values())
 
     @property
+    def shares(self) -> str:
+        """The tokens of both splits, for messages."""
+        return shares(*(self.splits[split]["tokens"] for split in SPLITS))
+
+    @property
     def text_bytes(self) -> int:
         """Size of the documents that were kept, as UTF-8."""
         return sum(counts["bytes"] for counts in self.sources.values())
 
     def check_rejects(self, limit: float, final: bool) -> None:
-        """Raises a ConfigError where too much of the source is unusable; early only if there is much of it."""
+        """Raises a ConfigError if too much of the source is unusable; before the end only after 1,000 documents."""
         rejected, dropped = sum(self.rejected.values()), sum(sum(counts.values()) for counts in self.dropped)
         seen = rejected + dropped + self.documents
-        if rejected <= limit * seen or (not final and seen < _EARLIEST):
-            return
+        if self.lost_bytes > limit * self.source_bytes:
+            self._refuse(f"{self.lost_bytes:,} of {self.source_bytes:,} bytes", limit)
+        if rejected > limit * seen and (final or seen >= _EARLIEST):
+            self._refuse(f"{rejected:,} of {seen:,} documents", limit)
+
+    def _refuse(self, share: str, limit: float) -> None:
         reasons = ", ".join(f"{reason} ({count:,})" for reason, count in self.rejected.most_common(3))
         raise ConfigError(
-            f"{rejected:,} of {seen:,} documents cannot be used, more than data.max_reject_fraction={limit}: {reasons}."
-            f"\nFor example {self.example}.\nMend the source, or raise the limit and run the same again."
+            f"{share} cannot be used, more than data.max_reject_fraction={limit}: {reasons}."
+            f"\nFor example {self.example}.\nCorrect the source, or raise the limit and run the same again."
         )
 
 
 def write_manifest(
-    folder: Path, parts: Path, tasks: int, writer: TokenWriter, head: Mapping[str, Any], limit: float
+    folder: Path,
+    parts: Path,
+    tasks: Sequence[Mapping[str, Any]],
+    writer: TokenWriter,
+    head: Mapping[str, Any],
+    limit: float,
 ) -> Totals:
-    """Joins the shards of the finished tasks, then writes manifest.json, then removes the tasks' folders.
+    """Joins the shards of the finished tasks, writes the report and manifest.json, then removes the tasks' folders.
 
     Args:
         folder: The prepared folder.
         parts: The folder of the tasks' folders.
-        tasks: Their number.
+        tasks: The tasks.
         writer: Joins shards.
-        head: What the manifest says besides; `stages` get what they dropped.
+        head: Further content of the manifest; the counts of dropped documents are added to its `stages`.
         limit: The `max_reject_fraction`.
 
     Raises:
         ConfigError: If too much was rejected.
     """
-    finished = [parts / f"{number:06}" for number in range(tasks)]
+    finished = [parts / f"{number:06}" for number in range(len(tasks))]
     records = [read_record(part) for part in finished]
-    totals = Totals(len(head["stages"]))
+    totals = Totals(len(head["stages"]), source_bytes(tasks))
     for record in records:
         totals.add(record)
     totals.check_rejects(limit, final=True)
@@ -119,18 +143,41 @@ def write_manifest(
         "lengths": {key: totals.lengths[key] for key in sorted(totals.lengths, key=int)},
         "rejected": dict(sorted(totals.rejected.items())),
         "blank": totals.blank,
+        **_left_out(tasks),
         "files": _join(folder, finished, records, writer),
     }
     _write_rejects(folder, finished)
-    durable.write(folder / "manifest.json", json.dumps(manifest, indent=2) + "\n")
+    if (folder / PLAN).exists():  # a run's cache has no plan and needs no report
+        write_report(folder, manifest)
+    manifest["extras"] = {name: file_digest(folder / name) for name in EXTRAS if (folder / name).exists()}
+    manifest[CHECKSUM] = checksum(manifest)
+    durable.write(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
     shutil.rmtree(parts)
     return totals
 
 
+def shares(train: int, validation: int) -> str:
+    """Returns the sizes of both splits in tokens, for messages."""
+    return f"training {train:,}, validation {validation:,}: {validation / (train + validation):.1%}"
+
+
+def source_bytes(tasks: Sequence[Mapping[str, Any]]) -> int:
+    """Returns the total size of the files of tasks, in bytes."""
+    return sum(piece.get("bytes", 0) for task in tasks for piece in task.get("pieces", []))
+
+
+def _left_out(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the number of files that were not read, by reason; empty if all were read."""
+    counts: Counter[str] = Counter()
+    for task in tasks:
+        counts.update(task.get("left_out", {}))
+    return {"left_out": dict(sorted(counts.items()))} if counts else {}
+
+
 def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWriter) -> dict[str, Any]:
     """Joins both splits; returns size and SHA-256 of each file but the manifest."""
-    files = {}
-    told = {
+    files: dict[str, Any] = {}
+    recorded = {
         part / name: digest
         for part, record in zip(parts, records, strict=True)
         for name, digest in record["files"].items()
@@ -138,16 +185,16 @@ def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWrit
     for split in SPLITS:
         of_split = [part / split for part in parts if (part / split).is_dir()]
         moved = writer.join(of_split, folder / split)
-        files |= {f"{split}/{name}": told[old] for name, old in moved.items()}
+        files |= {f"{split}/{name}": recorded[old] for name, old in moved.items()}
         durable.sync(folder / split)
         for path in sorted(folder.glob(f"{split}/*")):
             if path.name not in moved:
-                files[f"{split}/{path.name}"] = described(path)
-    return files | {"tokenizer.json": described(folder / "tokenizer.json")}
+                files[f"{split}/{path.name}"] = file_digest(path)
+    return files | {"tokenizer.json": file_digest(folder / "tokenizer.json")}
 
 
 def _write_rejects(folder: Path, parts: list[Path]) -> None:
-    """Writes what was rejected, in the order of the source; no file if there was nothing."""
+    """Writes the rejected documents in the order of the source; no file if there are none."""
     rejected = [part / REJECTS for part in parts if (part / REJECTS).stat().st_size]
     if not rejected:
         return
@@ -155,13 +202,6 @@ def _write_rejects(folder: Path, parts: list[Path]) -> None:
         for path in rejected:
             with path.open("rb") as lines:
                 shutil.copyfileobj(lines, stream)
-
-
-def described(path: Path) -> dict[str, Any]:
-    """Returns size and SHA-256 of a file."""
-    with path.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"bytes": stream.tell(), "sha256": digest}
 
 
 def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
@@ -172,7 +212,7 @@ def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
         validation: The same of the validation split.
 
     Returns:
-        Nats per token: what a model that only knows how frequent tokens are would reach.
+        Nats per token: the loss of a model that only knows the token frequencies.
     """
     log_probability = np.log((train + 1) / (train.sum() + len(train)))
     return -float(validation @ log_probability / validation.sum())

@@ -1,4 +1,4 @@
-"""Where a preparation stands: a bar on a terminal, a line now and then in a log file."""
+"""Shows the progress of a preparation: a bar on a terminal, lines at intervals in a log file."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from datamodules.preparation.preparation_task import SPLITS
+from datamodules.preparation.pipeline import SPLITS
+from toolkit.sizes import readable
 
 _LINE_EVERY_S = 30.0
 
 
 def watched(records: Iterator[dict[str, Any]], number: int) -> Iterator[dict[str, Any]]:
-    """Passes the records of finished tasks on, and shows on stderr how far and how fast they come.
+    """Yields the records of finished tasks, and shows progress and speed on stderr.
 
-    What an earlier run had finished counts as done and not as fast.
+    Tasks that an earlier run finished count as done, but not for the speed.
 
     Args:
-        records: Of the tasks, as they are done.
-        number: How many there will be.
+        records: Records of the tasks, as they finish.
+        number: Number of tasks.
     """
     speed, shown, tenth = _Speed(number), time.monotonic(), 0
     screen = Console(stderr=True)
@@ -66,6 +67,6 @@ class _Speed:
         seconds = max(time.monotonic() - self.since, 1e-9)
         left = timedelta(seconds=round(seconds / self.fresh * (self.number - self.done)))
         return (
-            f"{self.documents / seconds:,.0f} documents/s  {self.bytes / 1e6 / seconds:,.2f} MB/s  "
+            f"{self.documents / seconds:,.0f} documents/s  {readable(self.bytes / seconds)}/s  "
             f"{self.tokens / seconds:,.0f} tokens/s  {left} left"
         )

@@ -1,4 +1,4 @@
-"""Writes what a prepared folder holds as report.md, report.json and a picture of the documents' lengths."""
+"""Writes the report of a prepared folder: report.md, report.json and a histogram of document lengths."""
 
 from __future__ import annotations
 
@@ -7,18 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from core.data.prepared import read_manifest
-from core.files import durable, pictures
+from toolkit import durable, pictures
+from toolkit.prepared import read_manifest
 
 FILES = ("report.md", "report.json", "lengths.png")
 _MOST_SOURCES = 100
 
 
-def write_report(folder: Path) -> None:
-    """Writes the report from the manifest, unless it is there; the same manifest gives the same bytes."""
-    manifest = read_manifest(folder)
-    if all((folder / name).exists() for name in FILES):
-        return
+def write_report(folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
+    """Writes the report from the manifest, unless it exists; the same manifest gives the same bytes.
+
+    Args:
+        folder: The prepared folder.
+        manifest: Content of a manifest that is not written yet; None: read it, if there is no report yet.
+    """
+    if manifest is None:
+        if all((folder / name).exists() for name in FILES):
+            return
+        manifest = read_manifest(folder)
     durable.write(folder / "report.json", json.dumps(figures(manifest), indent=2) + "\n")
     durable.write(folder / "lengths.png", _picture(manifest["lengths"]))
     durable.write(folder / "report.md", as_markdown(manifest))
@@ -26,10 +32,11 @@ def write_report(folder: Path) -> None:
 
 def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of the report."""
-    names = ("train_documents", "train_tokens", "validation_documents", "validation_tokens", "text_bytes")
-    names += ("vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank")
+    names = ["train_documents", "train_tokens", "validation_documents", "validation_tokens", "text_bytes"]
+    names += ["vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank"]
     dropped = {stage["name"]: stage["dropped"] for stage in manifest["stages"]}
     tokens = manifest["train_tokens"] + manifest["validation_tokens"]
+    names += [name for name in ("left_out", "validation_tails_from_bytes") if name in manifest]
     return {name: manifest[name] for name in names} | {
         "dropped": dropped,
         "bytes_per_token": manifest["text_bytes"] / tokens,
@@ -38,36 +45,36 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_markdown(manifest: Mapping[str, Any]) -> str:
     """Returns the report as Markdown."""
-    told = figures(manifest)
+    values = figures(manifest)
     lines = [f"# {manifest['source']}", "", "| split | documents | tokens |", "| --- | ---: | ---: |"]
     for split in ("train", "validation"):
-        lines.append(f"| {split} | {told[f'{split}_documents']:,} | {told[f'{split}_tokens']:,} |")
+        lines.append(f"| {split} | {values[f'{split}_documents']:,} | {values[f'{split}_tokens']:,} |")
     lines += [
         "",
-        f"{told['text_bytes']:,} bytes of text, {told['bytes_per_token']:.3f} bytes per token, vocabulary of "
-        f"{told['vocab_size']:,}; {told['unigram_loss']:.3f} nats per token under token frequencies alone.",
+        f"{values['text_bytes']:,} bytes of text, {values['bytes_per_token']:.3f} bytes per token, vocabulary of "
+        f"{values['vocab_size']:,}; {values['unigram_loss']:.3f} nats per token under token frequencies alone.",
         "",
         "| source | documents | tokens | share of tokens | bytes per token |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    total = told["train_tokens"] + told["validation_tokens"]
-    largest = sorted(told["sources"].items(), key=lambda item: -item[1]["tokens"])
+    total = values["train_tokens"] + values["validation_tokens"]
+    largest = sorted(values["sources"].items(), key=lambda item: -item[1]["tokens"])
     for name, n in largest[:_MOST_SOURCES]:
         cells = f"{n['documents']:,} | {n['tokens']:,} | {n['tokens'] / total:.2%} | {n['bytes'] / n['tokens']:.3f}"
         lines.append(f"| {name} | {cells} |")
     if len(largest) > _MOST_SOURCES:
         lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | | | |")
     lines += ["", "| left out | reason | documents |", "| --- | --- | ---: |"]
-    left_out = [("blank", "", told["blank"])] if told["blank"] else []
-    left_out += [("rejected", reason, n) for reason, n in told["rejected"].items()]
-    left_out += [(name, reason, n) for name, of in told["dropped"].items() for reason, n in of.items()]
+    left_out = [("blank", "", values["blank"])] if values["blank"] else []
+    left_out += [("rejected", reason, n) for reason, n in values["rejected"].items()]
+    left_out += [(name, reason, n) for name, of in values["dropped"].items() for reason, n in of.items()]
+    left_out += [("not read", reason, n) for reason, n in values.get("left_out", {}).items()]
     lines += [f"| {who} | {reason} | {n:,} |" for who, reason, n in left_out or [("nothing", "", 0)]]
     lines += ["", "![Documents by length in tokens](lengths.png)", ""]
     return "\n".join(lines)
 
 
 def _picture(lengths: Mapping[str, int]) -> bytes:
-
     exponents = range(min(map(int, lengths)), max(map(int, lengths)) + 1)
     figure = pictures.new_figure(7, 3.5)
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""Lets the stages that have to see all documents see them, before anything is encoded."""
+"""Runs the stages that have to see all documents before anything is encoded: a map and a reduce step."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from core.files import durable
-from datamodules.preparation.preparation_task import Pipeline, Tally
+from datamodules.preparation.pipeline import Pipeline, Tally
+from toolkit import durable
 
 
 @dataclass
 class SurveyTask:
-    """Shows one task's documents, behind the stages before it, to a stage; in any process.
+    """The map step: runs `map` of a stage over one task's documents, after the stages before it; in any process.
 
     Args:
         pipeline: Reader and stages.
-        index: Of the stage.
-        folder: Where findings go, a file for each task.
+        index: Index of the stage.
+        folder: Holds what `map` writes, one file per task.
     """
 
     pipeline: Pipeline
@@ -26,12 +26,12 @@ class SurveyTask:
     folder: Path
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Writes the findings unless they are there; returns the name of their file."""
+        """Runs `map` unless its file exists; returns the name of the file."""
         path = self.folder / f"{task['number']:06}"
         if not path.exists():
             found = self.pipeline.batches(task, Tally(len(self.pipeline.stages)), until=self.index)
             with durable.replacing(path) as temporary:
-                self.pipeline.stages[self.index].survey(found, temporary)
+                self.pipeline.stages[self.index].map(found, temporary)
         return {"findings": str(path)}
 
 
@@ -41,9 +41,9 @@ def survey(
     parts: Path,
     over: Callable[[Any, Sequence[dict[str, Any]]], Iterator[dict[str, Any]]],
 ) -> dict[int, Path]:
-    """Runs the surveys, one stage after the other; returns index of the stage -> its conclusion."""
+    """Runs map and reduce of each stage in order; returns index of the stage -> file with what its `reduce` wrote."""
     for index, stage in enumerate(pipeline.stages):
-        if not stage.surveys:
+        if not stage.needs_all_documents:
             continue
         folder = parts / f"survey-{index}"
         folder.mkdir(exist_ok=True)
@@ -53,6 +53,6 @@ def survey(
                 Path(done["findings"]) for done in over(SurveyTask(pipeline, index, folder), tasks)
             )
             with durable.replacing(conclusion) as temporary:
-                stage.conclude(findings, temporary)
-        pipeline.conclusions[index] = conclusion
-    return pipeline.conclusions
+                stage.reduce(findings, temporary)
+        pipeline.reduced[index] = conclusion
+    return pipeline.reduced

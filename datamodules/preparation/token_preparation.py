@@ -16,49 +16,77 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.contracts import DocumentSource, Engine, Reader, Tokenizer, TokenWriter, Transform
-from core.data.prepared import check_shares
+from core.contracts import (
+    DocumentSource,
+    Engine,
+    Reader,
+    TokenFolder,
+    Tokenizer,
+    TokenPreparer,
+    TokenWriter,
+    Transform,
+)
 from core.errors import ConfigError
-from core.files import durable
 from core.technique import technique
-from datamodules.preparation.engine_worker import over_tasks
-from datamodules.preparation.manifest import FORMAT, Totals, write_manifest
-from datamodules.preparation.preparation_task import JSONEncoder, Pipeline, PreparationTask, Tally, text_hash
-from datamodules.preparation.source_files import undivided
+from datamodules.preparation.engines.engine_worker import over_tasks, return_memory
+from datamodules.preparation.manifest import FORMAT, Totals, shares, source_bytes, write_manifest
+from datamodules.preparation.pipeline import Pipeline, Tally
+from datamodules.preparation.preparation_report import figures, write_report
+from datamodules.preparation.preparation_task import PreparationTask
+from datamodules.preparation.readers.file_reader import SingleTaskReader
+from datamodules.preparation.split import Split, chosen_split
 from datamodules.preparation.survey_task import survey
+from datamodules.preparation.tokenizers.json_encoder import JSONEncoder
+from datamodules.remote.remote_folder import open_remote
+from toolkit import durable
+from toolkit.prepared import (
+    is_remote,
+    prepared_folder,
+    read_manifest,
+    read_tokenizer,
+    split_folder,
+    stored_vocab_size,
+)
 
 PARTS, TOKENIZER, VOCABULARY = "parts", "tokenizer.json", "vocabulary.json"
 _TRAINING_BYTES = 1 << 30
-"""A tokenizer is trained on tasks, spread over the source, of about so many bytes altogether."""
+"""Bytes of text, about, that a tokenizer is trained on: tasks evenly spaced over the source."""
 _TEMPORARY = "preparing-"
 _STALE_SECONDS = 24 * 3600
 
 Watch = Callable[[Iterator[dict[str, Any]], int], Iterator[dict[str, Any]]]
 
 
-@technique(paper="own work: split by a hash of the text; tasks and folders published by one rename")
+@technique(
+    paper="own work: split by a hash of the text; tasks and folders published by one rename",
+    offers=("token_preparation",),
+)
 @dataclass
-class TokenPreparation:
-    """Runs the stages from documents to a folder of tokens: for `prepare`, and for a run that finds none.
+class TokenPreparation(TokenPreparer):
+    """Runs the stages from documents to a folder of tokens: for `prepare`, and for a run without prepared data.
 
-    The folder holds train/ and validation/ (what the writer wrote), tokenizer.json and manifest.json, which is
-    written last. The source is cut into tasks, each of which writes its own shards: what comes out depends
-    neither on the engine nor on interruptions.
+    The folder holds train/ and validation/ (the writer's output), tokenizer.json and manifest.json, which is
+    written last. The source is cut into tasks, each of which writes its own shards: the result depends neither on the
+    engine nor on interruptions.
 
-    Documents are split by a hash of their text behind the stages: equal ones stay together, and one that is
-    added moves no other. If need be, the smallest hash is held out and the largest trained on: no split is empty.
+    Documents are split by a hash of their transformed text: equal documents stay together, and adding one moves no
+    other. If that holds out less than half or more than twice of the wanted share, because documents are few or very
+    unequal, the tail of each long document is held out instead; such a text then counts as two documents.
 
     Args:
-        documents: The text.
+        documents: The source of the text.
         tokenizer: Trained on the training documents (of about 1 GiB of a larger source), then used on all.
         writer: Stores the token ids of a split.
-        validation_fraction: Share of the documents that is held out.
-        stages: What is done with documents before they are encoded, in this order.
-        max_reject_fraction: Share of the source's documents that may be unusable; 0: the first one stops it.
-        engine: Where tasks are worked on; None: in this process.
+        validation_fraction: Share of the text that is held out.
+        stages: Transforms that are applied to documents before they are encoded, in this order.
+        max_reject_fraction: Share of the source's documents that may be unusable; 0: the first one is an error.
+        engine: Runs the tasks; None: this process.
+
+    Raises:
+        ConfigError: If a share is out of range.
 
     Example:
-        # TokenPreparation is run by the data module, on the stages that stand here
+        # the data module runs TokenPreparation with the stages named here
         data:
           class_path: PretrainDataModule
           init_args:
@@ -77,14 +105,111 @@ class TokenPreparation:
     max_reject_fraction: float = 0.0
     engine: Engine | None = None
 
-    def cached(self, cache_dir: Path, label: str) -> Path:
-        """Returns the finished folder, named after text and options, written now if it was not there.
+    def __post_init__(self) -> None:
+        self.check_shares(self.validation_fraction, self.max_reject_fraction)
 
-        Several processes may do this at once: one wins, and the others take its folder.
+    @staticmethod
+    def check_shares(validation_fraction: float, max_reject_fraction: float) -> None:
+        """Raises a ConfigError if one of the shares that `data` takes is out of range."""
+        if not 0 < validation_fraction < 1:
+            raise ConfigError(f"data.validation_fraction is {validation_fraction}; it is between 0 and 1.")
+        if not 0 <= max_reject_fraction < 1:
+            raise ConfigError(
+                f"data.max_reject_fraction is {max_reject_fraction}; it is at least 0 and below 1."
+            )
+
+    @staticmethod
+    def vocab_size_of(source: Any) -> int | None:
+        """Returns the number of token ids of a folder on this machine; None for text, 0 for a remote folder."""
+        return 0 if is_remote(source) else stored_vocab_size(source)
+
+    @staticmethod
+    def find(
+        source: str, cache_dir: Path, cache_bytes: int | None, storage_options: Mapping[str, Any] | None
+    ) -> Path | None:
+        """Returns the prepared folder that `data.source` names, or the local copy of a remote one; None for text.
+
+        Raises:
+            ConfigError: If the folder is not finished or cannot be read.
+        """
+        if is_remote(source):
+            return open_remote(source, cache_dir, cache_bytes, storage_options)
+        return prepared_folder(source)
+
+    @staticmethod
+    def describe(folder: Path) -> TokenFolder:
+        """Returns what is stored in a prepared folder.
+
+        Raises:
+            ConfigError: If it is damaged.
+        """
+        manifest = read_manifest(folder)
+        return TokenFolder(
+            manifest["vocab_size"],
+            manifest["end_of_text_id"],
+            manifest["train_tokens"],
+            manifest["unigram_loss"],
+            read_tokenizer(folder, manifest),
+        )
+
+    @staticmethod
+    def split_folder(folder: Path, split: str) -> Path:
+        """Returns the folder of the tokens of "train" or "validation".
+
+        Raises:
+            ConfigError: If it is a symbolic link that leads out of the prepared folder.
+        """
+        return split_folder(folder, split)
+
+    def finish(self, folder: Path, label: str) -> dict[str, Any]:
+        """Writes a folder or finishes it, with progress on stderr and a report; returns the report's figures.
 
         Args:
-            cache_dir: Where the folder is.
+            folder: As for :meth:`run`; nothing is prepared if it has a manifest.
             label: Names the text to people.
+
+        Returns:
+            The figures, and under "shares" the sizes of both splits as text.
+        """
+        from datamodules.preparation.preparation_progress import watched
+
+        if not (folder / "manifest.json").exists():
+            self.run(folder, label, watched)
+        write_report(folder)
+        found = figures(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
+        return found | {"shares": shares(found["train_tokens"], found["validation_tokens"])}
+
+    @staticmethod
+    def build(
+        reader: Callable[[str], DocumentSource],
+        tokenizer: Tokenizer,
+        writer: TokenWriter,
+        source: str = "python-docs",
+        validation_fraction: float = 0.05,
+        stages: Sequence[Transform] = (),
+        max_reject_fraction: float = 0.0,
+        engine: Engine | None = None,
+    ) -> TokenPreparation:
+        """Returns what the options of `PretrainDataModule` of these names describe, with `LocalEngine` by default.
+
+        Raises:
+            ConfigError: If a share is out of range, or there is no such source.
+        """
+        TokenPreparation.check_shares(validation_fraction, max_reject_fraction)
+        engine = engine or catalog.find("LocalEngine", "data").load()()
+        documents = reader(source)
+        return TokenPreparation(
+            documents, tokenizer, writer, validation_fraction, stages, max_reject_fraction, engine
+        )
+
+    def cached(self, cache_dir: Path, label: str) -> Path:
+        """Returns the finished folder, named by a hash of text and options; writes it if it is missing.
+
+        Several processes may do this at once: all return the folder of the first to finish.
+
+        Args:
+            cache_dir: Parent of the folder.
+            label: Name of the text, for messages.
 
         Raises:
             ConfigError: If there are fewer than two different documents, or nothing can be written.
@@ -107,51 +232,57 @@ class TokenPreparation:
                 shutil.rmtree(temporary, ignore_errors=True)
         except OSError as error:
             raise ConfigError(
-                f"{error.filename or cache_dir}: {durable.reason(error)}.\nPrepared data goes to "
+                f"{error.filename or cache_dir}: {durable.write_error(error)}.\nPrepared data goes to "
                 f"data.cache_dir={cache_dir}, which must be writable and have room."
             ) from error
-        told = f"{totals.documents:,} documents, {totals.tokens:,} tokens"
-        print(f"Prepared {told} in {time.perf_counter() - begin:.1f} s", file=sys.stderr, flush=True)
+        counts = f"{totals.documents:,} documents, {totals.tokens:,} tokens"
+        seconds = time.perf_counter() - begin
+        print(f"Prepared {counts} in {seconds:.1f} s ({totals.shares})", file=sys.stderr, flush=True)
         return folder
 
     def run(self, folder: Path, label: str, watch: Watch = lambda records, number: records) -> Totals:
-        """Writes a folder, or finishes one that was begun with the same tasks and options.
+        """Writes a folder, or finishes one that was started with the same tasks and options.
 
         Args:
-            folder: An empty folder, or one that an earlier call has begun.
-            label: Names the text to people.
-            watch: Passes the records of finished tasks on, as they come; told the number of tasks.
+            folder: An empty folder, or one that an earlier call has started.
+            label: Name of the text, for messages.
+            watch: Called with the records of finished tasks and the number of tasks; yields the records, for
+                example to show progress.
 
         Raises:
-            ConfigError: If the source is at fault, too much of it is unusable, or no document is kept.
+            ConfigError: If the source cannot be read, too much of it is unusable, or no document is kept.
         """
         parts = folder / PARTS
         parts.mkdir(exist_ok=True)
         over = partial(over_tasks, self.engine, parts)
-        conclusions = survey(self._pipeline({}), self.tasks, parts, over)
-        pipeline = self._pipeline(conclusions)
-        bound = self._bound(pipeline)
-        vocabulary, trained = self._train_tokenizer(pipeline, bound, folder)
-        here = trained and self.engine is None  # then encoding takes all cores
-        encode = self.tokenizer.encode_batch if here else JSONEncoder(folder / TOKENIZER)
+        reduced = survey(self._pipeline({}), self.tasks, parts, over)
+        pipeline = self._pipeline(reduced)
+        split = chosen_split(self._texts(pipeline, self.tasks), self.validation_fraction, self._label())
+        vocabulary, trained = self._train_tokenizer(pipeline, split, folder)
+        in_process = trained and self.engine is None  # then encoding uses all cores
+        in_workers = self.tokenizer.encoder() or JSONEncoder(folder / TOKENIZER)
+        encode = self.tokenizer.encode_batch if in_process else in_workers
         sizes = vocabulary["vocab_size"], vocabulary["end_of_text_id"]
-        work = PreparationTask(pipeline, encode, self.writer, *sizes, bound, parts)
-        seen = Totals(len(self.stages))
+        work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts)
+        seen = Totals(len(self.stages), source_bytes(self.tasks))
         for record in watch(over(work, self.tasks), len(self.tasks)):
             seen.add(record)
             seen.check_rejects(self.max_reject_fraction, final=False)
         stages = [{"name": type(stage).__name__} | _described(stage) for stage in self.stages]
         head = {"source": label, **self._identity(), **vocabulary, "stages": stages}
-        return write_manifest(folder, parts, len(self.tasks), self.writer, head, self.max_reject_fraction)
+        if split.tails_from is not None:
+            head["validation_tails_from_bytes"] = split.tails_from
+        return write_manifest(folder, parts, self.tasks, self.writer, head, self.max_reject_fraction)
 
     def plan(self) -> dict[str, Any]:
-        """Returns what a begun folder must have been begun with to be gone on with, as JSON values."""
+        """Returns the plan of the folder, as JSON values: only a folder with an equal plan can be resumed."""
+        tasks = [{key: value for key, value in task.items() if key != "left_out"} for task in self.tasks]
         return json.loads(
-            json.dumps({"format": FORMAT, "options": self.options(), "tasks": self.tasks}, default=str)
+            json.dumps({"format": FORMAT, "options": self.options(), "tasks": tasks}, default=str)
         )
 
     def options(self) -> dict[str, Any]:
-        """Returns what decides the tokens, but for the text, as JSON values."""
+        """Returns everything but the text that determines the tokens, as JSON values."""
         return {
             "format": FORMAT,
             "reader": {"class": _class(self.documents), **self._reader.options()},
@@ -168,13 +299,13 @@ class TokenPreparation:
 
     @cached_property
     def _reader(self) -> Reader:
-        return self.documents if isinstance(self.documents, Reader) else undivided(self.documents)
+        return self.documents if isinstance(self.documents, Reader) else SingleTaskReader(self.documents)
 
-    def _pipeline(self, conclusions: dict[int, Path]) -> Pipeline:
-        return Pipeline(self._reader, self.stages, conclusions, self.max_reject_fraction == 0)
+    def _pipeline(self, reduced: dict[int, Path]) -> Pipeline:
+        return Pipeline(self._reader, self.stages, reduced, self.max_reject_fraction == 0)
 
     def _identity(self) -> dict[str, Any]:
-        """Returns a digest of what decides the tokens: files by name and size, wherever they are and since when."""
+        """Returns a digest of what determines the tokens; independent of the files' folder and time of change."""
         unchanged = [
             [
                 {k: v for k, v in piece.items() if k not in ("path", "changed_ns")}
@@ -190,70 +321,34 @@ class TokenPreparation:
             for batch in pipeline.batches(task, tally):
                 yield from batch["text"].to_pylist()
 
-    def _bound(self, pipeline: Pipeline) -> int:
-        """Returns the hash below which documents are held out; reads until there is one on either side."""
-        bound = int(self.validation_fraction * 2**64)
-        least, most = 2**64, -1
-        for text in self._texts(pipeline, self.tasks):
-            place = text_hash(text.encode())
-            least, most = min(least, place), max(most, place)
-            if least < bound <= most:
-                return bound
-        if most == -1:
-            raise ConfigError(
-                f"{self._label()}: there is no text: all documents are blank, unusable, or dropped by a stage."
-            )
-        if least == most:
-            raise ConfigError(
-                "data.source holds a single document: training and validation need different ones.\n"
-                'Cut the text into several files, or into the lines of a .jsonl file: {"text": "..."}.'
-            )
-        return min(max(bound, least + 1), most)
-
     def _label(self) -> str:
         pieces = [piece["path"] for task in self.tasks for piece in task.get("pieces", []) if "path" in piece]
         return f"data.source ({', '.join(pieces[:2])}{', ...' if len(pieces) > 2 else ''})"
 
-    def _train_tokenizer(self, pipeline: Pipeline, bound: int, folder: Path) -> tuple[dict[str, int], bool]:
-        """Writes tokenizer.json unless it is there; returns the vocabulary's sizes, and whether it was written."""
+    def _train_tokenizer(self, pipeline: Pipeline, split: Split, folder: Path) -> tuple[dict[str, int], bool]:
+        """Writes tokenizer.json unless it exists; returns vocab_size and end_of_text_id, and whether it was written."""
         path = folder / PARTS / VOCABULARY
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8")), False
-        size = sum(piece.get("bytes", 0) for task in self.tasks for piece in task.get("pieces", []))
-        step = -(-size // _TRAINING_BYTES) or 1
+        step = -(-source_bytes(self.tasks) // _TRAINING_BYTES) or 1
         texts = self._texts(pipeline, self.tasks[::step])
-        self.tokenizer.prepare(text for text in texts if text_hash(text.encode()) >= bound)
+        self.tokenizer.prepare(part for text in texts for side, part in split.parts(text) if side == 0)
+        return_memory()  # otherwise this process keeps it while the workers need memory
         durable.write(folder / TOKENIZER, self.tokenizer.to_json())
         sizes = {"vocab_size": self.tokenizer.vocab_size, "end_of_text_id": self.tokenizer.end_of_text_id}
         durable.write(path, json.dumps(sizes))
         return sizes, True
 
 
-def build(
-    reader: Callable[[str], DocumentSource],
-    tokenizer: Tokenizer,
-    writer: TokenWriter,
-    source: str = "python-docs",
-    validation_fraction: float = 0.05,
-    stages: Sequence[Transform] = (),
-    max_reject_fraction: float = 0.0,
-    engine: Engine | None = None,
-) -> TokenPreparation:
-    """Returns what the options of `PretrainDataModule` of these names describe, with `LocalEngine` by default.
-
-    Raises:
-        ConfigError: If a share is out of range, or there is no such source.
-    """
-    check_shares(validation_fraction, max_reject_fraction)
-    engine = engine or catalog.find("LocalEngine", "stages").load()()
-    documents = reader(source)
-    return TokenPreparation(
-        documents, tokenizer, writer, validation_fraction, stages, max_reject_fraction, engine
-    )
-
-
 def _class(stage: Any) -> str:
-    return f"{type(stage).__module__}.{type(stage).__qualname__}"
+    """Returns what plans and digests call a stage's class: without the subfolder of its file in this package.
+
+    Data prepared before the file moved to a subfolder stays valid.
+    """
+    module, home = type(stage).__module__, "datamodules.preparation"
+    if module.startswith(f"{home}."):
+        module = f"{home}.{module.rpartition('.')[2]}"
+    return f"{module}.{type(stage).__qualname__}"
 
 
 def _described(stage: Transform) -> dict[str, Any]:
@@ -265,20 +360,21 @@ def _digest(identity: Mapping[str, Any]) -> str:
 
 
 def _publish(temporary: Path, folder: Path) -> None:
-    """Gives a finished folder its name once it is on disk: whatever happens, nobody sees half of it."""
+    """Renames a finished folder to its name after it is on disk: no process sees an unfinished folder of that name."""
     durable.sync_all(temporary)
     try:
         temporary.rename(folder)
     except OSError:
-        if not (folder / "manifest.json").exists():  # else another process was first, with the same
+        # Otherwise another process was first, with the same content.
+        if not (folder / "manifest.json").exists():
             raise
     durable.sync(folder.parent)
 
 
 def _remove_stale(cache_dir: Path) -> None:
-    """Removes what killed runs left behind, once it has not changed for a day."""
+    """Removes the remains of killed runs that have not changed for a day."""
     for folder in cache_dir.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError):  # it may be finished, and renamed, at this moment
+        with suppress(OSError):  # it may be renamed at this moment
             newest = max(path.lstat().st_mtime for path in [folder, *folder.rglob("*")])
             if newest < time.time() - _STALE_SECONDS:
                 shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or absent."""
+"""Checkpoints of one file, which is either complete or absent."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
-from core.checkpoints import sharded
-from core.checkpoints.checkpoint import defect
 from core.errors import ConfigError
-from core.files import durable
 from core.technique import technique
+from plugins.checkpoints import sharded
+from plugins.checkpoints.checkpoint import checked, defect
+from plugins.checkpoints.patience import Patience, no_room
+from plugins.checkpoints.shared_memory import separate
+from toolkit import durable
+from toolkit.checkpoint_names import step_named
 
 
 @technique(
@@ -27,12 +30,13 @@ from core.technique import technique
 class AtomicCheckpoint(CheckpointIO):
     """Writes each checkpoint under a temporary name, flushes it to the disk, then renames it.
 
-    A kill, a crash or a full disk at any moment leaves the earlier checkpoints as they were, and none
-    that is cut off. Nothing is serialised in memory first. Loading takes tensors and plain values
-    only (`weights_only=True`), memory-mapped.
+    If the run is killed, crashes or fills the disk, earlier checkpoints stay as they were and no truncated one
+    remains. If the disk is full, the run prints a message, waits and tries again. Nothing is serialised in memory
+    first. Loading accepts tensors and plain values only (`weights_only=True`) and maps the file into memory.
 
     Raises:
-        ConfigError: If there is no space left, or the file to load is not whole.
+        ConfigError: If the file cannot be written, a signal ends the wait for space on the disk, or the file to load
+            is not complete.
 
     Example:
         trainer:
@@ -42,7 +46,18 @@ class AtomicCheckpoint(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes the checkpoint; called on rank 0."""
-        path = Path(path)
+        path, patience = Path(path), Patience()
+        while True:
+            try:
+                self._write(checkpoint, path)
+                break
+            except ConfigError as error:
+                if not no_room(error):
+                    raise
+                patience.wait(error)
+        patience.over()
+
+    def _write(self, checkpoint: dict[str, Any], path: Path) -> None:
         temporary = path.with_name(f".{path.name}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,15 +77,16 @@ class AtomicCheckpoint(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads a checkpoint onto the CPU unless `map_location` says otherwise."""
+        """Reads a checkpoint, onto the CPU unless `map_location` is given."""
         if reason := defect(Path(path)):
-            raise ConfigError(f"{path}: {reason}. --ckpt_path last finds the newest whole checkpoint.")
+            raise ConfigError(f"{path}: {reason}. --ckpt_path last finds the newest complete checkpoint.")
         if sharded.is_sharded(Path(path)):
-            return sharded.read(Path(path))
-        loaded: dict[str, Any] = torch.load(
-            path, map_location=map_location or "cpu", weights_only=True, mmap=True
-        )
-        return loaded
+            return sharded.read_sharded(Path(path))
+        loaded = torch.load(path, map_location=map_location or "cpu", weights_only=True, mmap=True)
+        content = checked(loaded, Path(path))
+        for optimizer in content.get("optimizer_states", ()):
+            separate(optimizer)
+        return content
 
     def remove_checkpoint(self, path: Any) -> None:
         """Deletes a checkpoint."""
@@ -79,7 +95,7 @@ class AtomicCheckpoint(CheckpointIO):
 
 @contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Holds Ctrl-C back until the file is written: raised inside torch's writer it aborts the process."""
+    """Delays Ctrl-C until the file is written: raised inside torch's writer it would abort the process."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -94,17 +110,20 @@ def _interrupts_wait() -> Iterator[None]:
 
 
 def failure(path: Path, error: Exception, written: int) -> ConfigError:
-    """Returns what to say of a checkpoint that could not be written, of which so many bytes were."""
-    earlier = sorted(path.parent.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
-    kept = f"The last good one is {earlier[-1]}." if earlier else "There is no earlier one."
+    """Returns the error for a checkpoint that could not be written, after `written` bytes."""
+    earlier = sorted(path.parent.glob("*.ckpt"), key=lambda p: (step_named(p) or 0, p.name))
+    kept, then = "There is no earlier one.", "start the run again as you did"
+    if earlier:
+        kept, then = f"The last good one is {earlier[-1]}.", f"resume with --ckpt_path {earlier[-1]}"
+    fix = "Free space on the disk" if no_room(error) else "Correct that"
     return ConfigError(
-        f"The checkpoint {path} could not be written: {reason(error)} ({written:,} bytes were).\n"
-        f"{kept}\nMake room on the disk, then resume with --ckpt_path last."
+        f"The checkpoint {path} could not be written: {system_error(error)} ({written:,} bytes were).\n"
+        f"{kept}\n{fix}, then {then}."
     )
 
 
-def reason(error: Exception) -> str:
-    """Returns what the system said of a write that failed, through whatever was made of it since."""
+def system_error(error: Exception) -> str:
+    """Returns the operating system's reason for a failed write, found in the chain of causes."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
@@ -114,7 +133,7 @@ def reason(error: Exception) -> str:
 
 
 def remove(path: Path) -> None:
-    """Deletes a checkpoint, a file or a folder, which is under its name no longer as soon as a part is missing."""
+    """Deletes a checkpoint, a file or a folder; a folder is renamed first, so that no incomplete one has its name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -122,7 +141,7 @@ def remove(path: Path) -> None:
 
 
 def set_aside(path: Path) -> Path:
-    """Takes its name from a checkpoint, if there is one; returns where it lies now, for nobody to load."""
+    """Renames a checkpoint, if it exists, to a name that is never loaded; returns the new path."""
     gone = path.with_name(f".{path.stem}.removed.ckpt.tmp")
     remove(gone)  # of a run that was killed here
     with suppress(FileNotFoundError):
@@ -131,6 +150,6 @@ def set_aside(path: Path) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Deletes what runs left that were killed while they wrote or removed a checkpoint."""
+    """Deletes temporary files of runs that were killed while they wrote or removed a checkpoint."""
     for leftover in folder.glob(".*.ckpt.tmp"):
         remove(leftover)

@@ -1,4 +1,4 @@
-"""Writes a checkpoint folder together with the other ranks, so that it is there as a whole or not at all."""
+"""Writes a sharded checkpoint together with the other ranks; the folder is either complete or absent."""
 
 from __future__ import annotations
 
@@ -19,38 +19,61 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from core.checkpoints import sharded
-from core.files import durable
-from plugins.checkpoints.atomic_checkpoint import failure, reason, remove, remove_leftovers, set_aside
+from core.errors import ConfigError
+from plugins.checkpoints import sharded
+from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
+from plugins.checkpoints.patience import Patience, no_room
+from toolkit import durable
 
 
 class _Writer(dcp.FileSystemWriter):
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return super().write_data(*args, **kwargs)
-        except (OSError, RuntimeError) as error:  # what caused it would not get to the other ranks
-            raise OSError(errno.EIO, reason(error)) from error
+        except (OSError, RuntimeError) as error:  # the cause of the error would not reach the other ranks
+            raise OSError(errno.ENOSPC if no_room(error) else errno.EIO, system_error(error)) from error
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta()  # torch's own names the temporary folder
 
 
 def write(
-    path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], group: dist.ProcessGroup | None
+    path: Path,
+    tensors: dict[str, Tensor],
+    rest: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    patience: Patience,
 ) -> None:
-    """Writes a checkpoint under a temporary name, and gives it its own once every rank's part is on the disk.
+    """Writes a checkpoint under a temporary name, and renames it once the shards of all ranks are on the disk.
+
+    If the disk is full, all ranks wait and try again together.
 
     Args:
         path: The folder to make.
-        tensors: What `core.checkpoints.sharded.split` returned on this rank.
-        rest: The same, without tensors of model and optimizers; counts on the first rank.
-        group: The ranks that write, each of which calls this; None: this one alone.
+        tensors: What `plugins.checkpoints.sharded.split` returned on this rank.
+        rest: The other part that `split` returned; that of the first rank is written.
+        group: The ranks that write, each of which calls this; None: only this process.
+        patience: Waits for space on the disk.
 
     Raises:
         ConfigError: On every rank, if one of them could not write.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
     rank = dist.get_rank(group) if group is not None else 0
+    while True:
+        try:
+            _attempt(path, tensors, rest, group, rank)
+            break
+        except ConfigError as error:
+            if not no_room(error):
+                raise
+            patience.wait(error, quiet=rank != 0)
+    patience.over(quiet=rank != 0)
+
+
+def _attempt(
+    path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], group: dist.ProcessGroup | None, rank: int
+) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         _together(group, lambda: _begin(temporary) if rank == 0 else None)
         _save(temporary, tensors, group)
@@ -66,11 +89,12 @@ def write(
 
 
 def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:
-    """Returns what each rank's action returned; raises on all what one raised."""
+    """Returns the results of the action on all ranks; raises on every rank what one raised."""
+    outcome: Any
     try:
         outcome = action()
-    except Exception as error:
-        outcome = error
+    except Exception as raised:
+        outcome = raised
     outcomes = [outcome]
     if group is not None:
         outcomes = [None] * dist.get_world_size(group)
@@ -95,7 +119,7 @@ def _save(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | N
 
 
 def _own_part(folder: Path, rank: int, rest: dict[str, Any]) -> dict[str, Any]:
-    """Returns checksums of this rank's files, and what only this rank knows of a pipeline's stage."""
+    """Returns checksums of this rank's files, and the small state of its pipeline stage."""
     files = {path.name: sharded.checksum(path) for path in folder.glob(f"__{rank}_*")}
     states = [optimizer["state"] for optimizer in rest.get("optimizer_states", ())]
     return {"files": files, "order": rest[sharded.ORDER], "states": states, "weights": rest["state_dict"]}
@@ -107,22 +131,25 @@ def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[dict[
     rest = {**rest, sharded.ORDER: list(order), "state_dict": weights}
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
         optimizer["state"] = {n: v for part in parts for n, v in part["states"][index].items()}
-    torch.save(rest, temporary / sharded.STATE)
+    with open(
+        temporary / sharded.STATE, "wb"
+    ) as file:  # with a path, torch would not report the system's reason
+        torch.save(rest, file)
     files = {name: sums for part in parts for name, sums in part["files"].items()}
     if missing := [name for name in files if not (temporary / name).is_file()]:
-        raise OSError(f"{missing[0]} is not seen by rank 0: ranks have to write to one and the same disk")
+        raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
     files |= {name: sharded.checksum(temporary / name) for name in (sharded.STATE, sharded.METADATA)}
     manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
     durable.write(temporary / sharded.MANIFEST, manifest)
     durable.sync_all(temporary)
     durable.write(temporary / sharded.MARKER, hashlib.sha256(manifest).hexdigest() + "\n")
-    before = set_aside(path)  # of the same step, which the run has come to again
+    before = set_aside(path)  # an earlier checkpoint of the same step, which the run reached again
     os.replace(temporary, path)
     durable.sync(path.parent)
     remove(before)
 
 
 def _first(error: BaseException) -> Any:
-    """Returns what went wrong on the first rank where something did."""
+    """Returns the error of the first rank that failed."""
     failures = getattr(error, "failures", None)  # a CheckpointException
     return next(iter(failures.values()))[0] if failures else error

@@ -1,4 +1,4 @@
-"""Checkpoints that each rank writes its own part of, while training goes on."""
+"""Sharded checkpoints: each rank writes its own shards, while training continues."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_map
 
-from core.checkpoints import sharded
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.checkpoints import sharded
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.checkpoints.patience import Patience
 from plugins.checkpoints.shard_writing import write
 
 
@@ -25,22 +26,22 @@ from plugins.checkpoints.shard_writing import write
     paper="torch.distributed.checkpoint; snapshot, then write in the background: CheckFreq, FAST 2021, section 4"
 )
 class ShardedCheckpoint(AtomicCheckpoint):
-    """Each rank writes its own part of a checkpoint into one folder, while training goes on.
+    """Each rank writes its own shards of a checkpoint into one folder, while training continues.
 
-    The run goes on from it with any strategy on any number of ranks; all of them need the same disk. A folder is
-    there as a whole or not at all, and holds checksums; it is read without running code. `consolidate` makes the
-    single file of it. Under strategies with whole copies of the model (one process, `DDP`), rank 0 writes.
+    A run can resume from it with any strategy on any number of ranks; all ranks need the same disk. A folder is
+    either complete or absent, contains checksums, and is read without running code. `consolidate` converts it to a
+    single file. Under strategies that replicate the model (one process, `DDP`), rank 0 writes.
 
     Args:
-        asynchronous: Whether training goes on as soon as tensors are copied to the host, which takes as much of its
-            memory as a rank's parts; the next checkpoint waits for the one before.
+        asynchronous: Whether training continues as soon as tensors are copied to the host. This takes as much host
+            memory as a rank's shards. The next checkpoint waits for the previous one.
 
     Attributes:
-        stall_s: For how many seconds the last checkpoint held training up.
+        stall_s: Seconds for which the last checkpoint blocked training.
 
     Raises:
-        ConfigError: If a checkpoint could not be written; of one in the background, when the next begins or the
-            run ends.
+        ConfigError: If a checkpoint could not be written; in the background, it is raised when the next one begins
+            or the run ends.
 
     Example:
         trainer:
@@ -56,20 +57,22 @@ class ShardedCheckpoint(AtomicCheckpoint):
         self._thread: ThreadPoolExecutor | None = None
         self._pending: Future[None] | None = None
         self._stager: DefaultStager | None = None
+        self._patience = Patience()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes the checkpoint of a whole model; called on rank 0."""
+        """Writes the checkpoint of a replicated model; called on rank 0."""
         self._begin(checkpoint, Path(path), None)
 
     def connect(self) -> None:
-        """Lets the ranks meet for the background, where messages must not get between those of training.
+        """Makes a process group for the background thread, whose messages must not mix with those of training.
 
-        Called on every rank as the run starts: of one that dies while they meet, the others notice nothing.
+        Called on every rank as the run starts: the others would not notice a rank that dies meanwhile.
         """
-        self._group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
+        self._group = group
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
-        """Writes what this rank has of a checkpoint; called on every rank."""
+        """Writes this rank's shards of a checkpoint; called on every rank."""
         self._begin(checkpoint, Path(path), self._group)
 
     def _begin(self, checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
@@ -80,20 +83,20 @@ class ShardedCheckpoint(AtomicCheckpoint):
             self._thread = ThreadPoolExecutor(1, "checkpoint")
         if self.asynchronous:
             tensors, rest = self._snapshot(tensors), tree_map(_copied, rest)
-        # A thread in both cases: Ctrl-C, which only the main one sees, does not get into torch's writer.
-        self._pending = self._thread.submit(write, path, tensors, rest, group)
+        # A thread in both cases: Ctrl-C is raised in the main thread only, not inside torch's writer.
+        self._pending = self._thread.submit(write, path, tensors, rest, group, self._patience)
         if not self.asynchronous:
             self.wait()
         self.stall_s = time.perf_counter() - start
         self._stalls.append(self.stall_s)
 
     def _snapshot(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        if self._stager is None:  # keeps its memory for the next checkpoint
+        if self._stager is None:  # its memory is used again for the next checkpoint
             self._stager = _stager()
         copied: Any
         try:
             copied = self._stager.stage(tensors)
-        except KeyError:  # torch 2.11 empties it behind its first use
+        except KeyError:  # torch 2.11 clears the stager after its first use
             self._stager = _stager()
             copied = self._stager.stage(tensors)
         return dict(copied)
@@ -108,14 +111,17 @@ class ShardedCheckpoint(AtomicCheckpoint):
         if pending is None:
             return
         try:
-            pending.result()
+            with self._patience.stopped_by_signals():
+                pending.result()
         finally:
             if pending.done():
                 self._pending = None
 
     def teardown(self) -> None:
-        """Waits at the end of the run, however it ends; says how long checkpoints held it up."""
+        """Waits at the end of the run, also after an error; prints how long checkpoints blocked training."""
         failed = sys.exc_info()[1] is not None
+        if failed:
+            self._patience.stop()
         try:
             self.wait()
         except ConfigError as error:
@@ -126,10 +132,11 @@ class ShardedCheckpoint(AtomicCheckpoint):
             if self._thread is not None:
                 self._thread.shutdown()
                 self._thread = None
+        self._patience.renew()
         if self._stalls and (not dist.is_initialized() or dist.get_rank() == 0):
             most, total = max(self._stalls) * 1e3, sum(self._stalls) * 1e3
-            told = f"{most:,.1f} ms at most, {total:,.1f} ms in all ({len(self._stalls)} written)"
-            print(f"Checkpoints held training up for {told}.", flush=True)
+            times = f"{most:,.1f} ms at most, {total:,.1f} ms in all ({len(self._stalls)} written)"
+            print(f"Checkpoints interrupted training for {times}.", flush=True)
         self._stalls.clear()
 
 

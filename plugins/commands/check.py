@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from core.errors import deprecated
 from core.technique import technique
 
 _BEFORE_BATCHES = (
@@ -31,22 +32,26 @@ _AFTER_BATCHES = (
 )
 
 
-@technique(paper="own work: preflight without the flight")
+@technique(paper="own work: the checks of `fit`, without the run")
 def check(arguments: list[str]) -> int:
     """Parses, checks and builds a run without starting it; prints the selection and the order of hooks.
 
-    With --elsewhere it is checked for machines that are not here, a cluster from a laptop: as many processes as it
-    says, on whatever devices; packages are held against those that are installed here.
+    With --offline the run is checked for other machines, such as a cluster from a laptop: with as many processes as
+    it names, on any devices; the packages that are checked are those installed here.
 
     Example:
         python -m core check --config quickstart --trainer.callbacks+=LearningRateMonitor
     """
-    from core.cli import build
+    from plugins.cli.run_commands import build
 
-    elsewhere = "--elsewhere" in arguments
-    if elsewhere:
-        arguments = [word for word in arguments if word != "--elsewhere"] + ["--trainer.accelerator=cpu"]
-    cli = build("fit", arguments, elsewhere=elsewhere)
+    if "--elsewhere" in arguments:
+        deprecated("check --elsewhere", "--offline")
+    offline = not {"--offline", "--elsewhere"}.isdisjoint(arguments)
+    if offline:
+        arguments = [word for word in arguments if word not in ("--offline", "--elsewhere")] + [
+            "--trainer.accelerator=cpu"
+        ]
+    cli = build("fit", arguments, offline=offline)
     print("\nHooks fire in this order:")
     for hook, names in firing_order(cli.trainer.callbacks, cli.model, cli.datamodule).items():
         print(f"  {hook:<26} {', '.join(names)}")
@@ -57,7 +62,7 @@ def check(arguments: list[str]) -> int:
 
 def hooks() -> tuple[str, ...]:
     """Returns Lightning's callback hooks, in the order in which a run first meets them."""
-    from core.runs.every_step import BATCH_HOOKS
+    from core.training.every_step import BATCH_HOOKS
 
     return *_BEFORE_BATCHES, *BATCH_HOOKS, *_AFTER_BATCHES
 

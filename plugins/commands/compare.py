@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import csv
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from core.configuration.command_parser import Parser
-from core.configuration.config_files import read_yaml
 from core.errors import ConfigError, nearest
-from core.files import durable
 from core.technique import technique
+from plugins.cli.configuration.command_parser import Parser
+from plugins.cli.configuration.yaml_texts import read_yaml
 from plugins.commands.compare_report import NOTE, Curve, Rows, Run, as_html, as_markdown, draw_png
 from plugins.commands.config import Flat, differing, flatten, read_all, short, technique_cells, value_cells
-from plugins.commands.plugins_terminal import print_table
+from plugins.commands.plugins_terminal import print_table, write
+from toolkit.bounded import MOST_TABLE_BYTES
 
 
 @technique(paper="loss over tokens and over time, as scaling studies show them: arXiv:2001.08361, figure 2")
@@ -38,9 +38,9 @@ def compare(arguments: list[str]) -> int:
     results, differences, notes = result_rows(runs), difference_rows(runs), _notes(runs)
     picture = draw_png(runs)
     folder = Path(options.output)
-    _write(folder / "compare.png", picture)
-    _write(folder / "compare.md", as_markdown(results, differences, notes).encode())
-    _write(folder / "compare.html", as_html(results, differences, notes, picture).encode())
+    write(folder / "compare.png", picture)
+    write(folder / "compare.md", as_markdown(results, differences, notes).encode())
+    write(folder / "compare.html", as_html(results, differences, notes, picture).encode())
     print_table(results)
     if len(differences) > 1:
         print()
@@ -55,7 +55,9 @@ def _cut(cell: str) -> str:
 
 def _notes(runs: Sequence[Run]) -> str:
     without = ", ".join(run.name for run in runs if not run.timed)
-    return f"{NOTE} Without the callback Throughput, so without time: {without}." if without else NOTE
+    if not without:
+        return NOTE
+    return f"{NOTE} No times, which the callback Throughput logs from the second logged step on: {without}."
 
 
 def read_runs(names: Sequence[str]) -> list[Run]:
@@ -84,31 +86,53 @@ def _columns(folder: Path) -> dict[str, np.ndarray]:
         raise ConfigError(f"There is no run folder {folder}.{nearest(str(folder), beside)}")
     if not path.is_file():
         raise ConfigError(f"{folder} has no metrics.csv: {_why_none(folder)}")
-    text = path.read_text(encoding="utf-8")
-    rows = list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))  # a killed run may end in mid-line
+    if path.stat().st_size > MOST_TABLE_BYTES:
+        raise ConfigError(
+            f"{path} has more than {MOST_TABLE_BYTES:,} bytes: it is not as MetricsCSV writes it."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+        # a killed run may end in mid-line
+        rows = list(csv.DictReader(text[: text.rfind("\n") + 1].split("\n")))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"{path} is not as MetricsCSV writes it: {error}.") from error
     if not any(row.get("train/loss") and row.get("train/tokens") for row in rows):
         raise ConfigError(
             f"{path} holds no train/loss: the run ended before its first logged step.{_steps(folder)}"
         )
     try:
-        return {name: np.array([float(row[name] or "nan") for row in rows]) for name in rows[0]}
-    except ValueError as error:
+        columns = {name: np.array([float(row[name] or "nan") for row in rows]) for name in rows[0]}
+        _check_steps(columns)
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is not as MetricsCSV writes it: {error}.") from None
+    return columns
+
+
+def _check_steps(columns: Mapping[str, np.ndarray]) -> None:
+    """Raises a ValueError where steps or tokens cannot be those of a run."""
+    trained = np.isfinite(columns["train/tokens"]) & np.isfinite(columns["train/loss"])
+    steps, tokens = columns["step"], columns["train/tokens"][trained]
+    if not trained.any():
+        raise ValueError("no row has both train/loss and train/tokens")
+    if not (np.isfinite(steps) & (steps >= 0)).all() or not (np.diff(steps) >= 0).all():
+        raise ValueError("its steps do not rise")
+    if tokens[0] < 0 or not (np.diff(tokens) >= 0).all() or not tokens[-1] > 0:
+        raise ValueError("its train/tokens do not rise")
 
 
 def _why_none(folder: Path) -> str:
     config = folder / "config.yaml"
-    if config.is_file() and "MetricsCSV" in config.read_text(encoding="utf-8"):
+    if config.is_file() and "MetricsCSV" in config.read_text(encoding="utf-8", errors="replace"):
         return f"the run ended before its first logged step.{_steps(folder)}"
     return "add the logger MetricsCSV to the run (trainer.logger)."
 
 
 def _steps(folder: Path) -> str:
-    """Returns how often a run logs and what to do about it; nothing where its config does not tell."""
+    """Returns how often a run logs and what to do about it; nothing if its config does not say."""
     path = folder / "config.yaml"
     values = read_yaml(path)[0] if path.is_file() else {}
-    trainer = values.get("trainer") or {}
-    if not (every := trainer.get("log_every_n_steps")):
+    trainer = values.get("trainer")
+    if not isinstance(trainer, Mapping) or not (every := trainer.get("log_every_n_steps")):
         return ""
     return (
         f"\nIts log_every_n_steps is {every} and its max_steps {trainer.get('max_steps')}: "
@@ -143,7 +167,7 @@ def seconds_at(steps: np.ndarray, step_time_ms: np.ndarray) -> np.ndarray:
     Args:
         steps: Logged steps, (n,).
         step_time_ms: Mean time of the steps since the logged one before, (n,). It is not known (NaN)
-            after a start, when warm-up would be measured: the nearest that is known stands in.
+            after a start, when warm-up would be measured: the nearest known one is used.
     """
     known = np.flatnonzero(np.isfinite(step_time_ms))
     if not len(known):
@@ -153,7 +177,7 @@ def seconds_at(steps: np.ndarray, step_time_ms: np.ndarray) -> np.ndarray:
 
 
 def _between(at: np.ndarray, steps: np.ndarray, amounts: np.ndarray) -> np.ndarray:
-    """Interpolates an amount that starts at 0 and goes on after the last logged step as on average."""
+    """Interpolates an amount that starts at 0 and continues after the last logged step as on average."""
     end = max(at.max(initial=0), steps[-1] + 1)
     return np.interp(at, [0, *steps, end], [0, *amounts, amounts[-1] / steps[-1] * end])
 
@@ -208,10 +232,3 @@ def difference_rows(runs: Sequence[Run]) -> Rows:
     ]
     rows += [(key, *value_cells(flats, key)) for key in values if key != "trainer.default_root_dir"]
     return [("", *(run.name for run in runs)), *rows]
-
-
-def _write(path: Path, content: bytes) -> None:
-    try:
-        durable.write(path, content)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}. Choose another --output.") from error

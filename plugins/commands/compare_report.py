@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core.files import pictures
 from plugins.commands.config import Flat
+from toolkit import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.configuration.arguments import option_values, split_configs
-from core.configuration.class_names import KIND_OF
-from core.configuration.config_files import compose
-from core.configuration.named_callbacks import take_options
-from core.configuration.request import resolve_names
 from core.errors import ConfigError
+from plugins.cli.configuration.arguments import option_values, split_configs
+from plugins.cli.configuration.class_names import KIND_OF
+from plugins.cli.configuration.class_paths import resolve_names
+from plugins.cli.configuration.config_files import compose, configs_folder
+from plugins.cli.configuration.named_callbacks import take_options
 from plugins.commands.completion_sources import (
     Argument,
     Word,
@@ -24,7 +24,7 @@ from plugins.commands.completion_sources import (
 )
 
 Candidates = Iterator[tuple[str, str]]
-"""(what may stand there, what it is) of each possibility."""
+"""(text, description) of each candidate."""
 
 RUNS = {"fit": "fit", "validate": "validate", "test": "test", "predict": "predict", "check": "fit"}
 """Commands that take a run's options -> the Trainer's method."""
@@ -67,7 +67,7 @@ def _commands() -> Candidates:
 
 
 def _configs(current: str) -> Candidates:
-    folder = catalog.configs_folder()
+    folder = configs_folder()
     for path in sorted(folder.rglob("*.yaml")):
         yield str(path.relative_to(folder).with_suffix("")), "ships with leyden"
     yield from _paths(current, (".yaml", ".yml"))
@@ -82,7 +82,7 @@ def _paths(current: str, endings: tuple[str, ...] = ("",)) -> Candidates:
         return
     for item in items:
         if not item.name.startswith(".") or current[len(head) :].startswith("."):
-            if item.is_dir():
+            if os.path.isdir(item.path):  # not item.is_dir(): it raises for a link that leads to itself
                 yield f"{head}{item.name}/", ""
             elif item.name.endswith(endings):
                 yield f"{head}{item.name}", ""
@@ -187,7 +187,7 @@ class Run:
         return _of_class(self._chosen(path), place) if place.bases else {}
 
     def _chosen(self, path: str) -> str:
-        """Returns the class that stands at a path, on the command line or in the configs; empty for none."""
+        """Returns the class at a path, from the command line or the configs; empty for none."""
         for key in (path, f"{path}.class_path"):
             if key in self.options:
                 return self.options[key]
@@ -217,10 +217,11 @@ def _values(argument: Argument, current: str) -> Candidates:
 
 
 def _fitting(bases: Sequence[str]) -> list[catalog.Entry]:
-    """Returns the registered techniques that derive from one of these bases; only stages are of several."""
+    """Returns the registered techniques that derive from one of these bases; only the kind data has several."""
     kinds = {KIND_OF[base] for base in bases}
+    kinds |= {"adapters"} if "callbacks" in kinds else set()  # adapters are listed among the callbacks
     found = [entry for entry in catalog.entries() if entry.kind in kinds]
-    return [e for e in found if e.kind != "stages" or derives(e.module, e.attribute, bases)]
+    return [e for e in found if e.kind != "data" or derives(e.module, e.attribute, bases)]
 
 
 def _classes(bases: Sequence[str]) -> Candidates:

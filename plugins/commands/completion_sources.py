@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from core import catalog
-from core.configuration.class_names import KIND_OF
-from core.configuration.docstrings import documented, first_sentence, plain, sections
+from plugins.cli.configuration.class_names import KIND_OF
+from plugins.cli.configuration.docstrings import documented, first_sentence, plain, sections
 
 Definition = tuple[str, ast.AST]
 """The module that defines a name, and the class, function or value that it defines."""
@@ -97,23 +97,27 @@ def derives(module: str, name: str, bases: Sequence[str]) -> bool:
 def arguments(module: str, name: str, method: str = "__init__") -> dict[str, Argument]:
     """Returns the arguments of a class, those that it passes on to its bases included."""
     found: dict[str, Argument] = {}
-    told: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for home, kind in lineage(module, name):
         functions = [n for n in kind.body if isinstance(n, ast.FunctionDef) and n.name == method]
-        for node in (kind, *functions):
+        nodes: list[ast.ClassDef | ast.FunctionDef] = [kind, *functions]
+        for node in nodes:
             text = sections(ast.get_docstring(node)).get("Args", "")
-            told = {**{key: first_sentence(plain(value)) for key, value in documented(text).items()}, **told}
+            texts = {
+                **{key: first_sentence(plain(value)) for key, value in documented(text).items()},
+                **texts,
+            }
         for function in functions:
             given = function.args
-            for argument in [*given.posonlyargs, *given.args, *given.kwonlyargs][1:]:
-                found.setdefault(argument.arg, _understand(argument.annotation, home))
+            for each in [*given.posonlyargs, *given.args, *given.kwonlyargs][1:]:
+                found.setdefault(each.arg, _understand(each.annotation, home))
         if any("dataclass" in ast.unparse(decorator) for decorator in kind.decorator_list):
-            fields = [node for node in kind.body if isinstance(node, ast.AnnAssign)]
-            found |= {ast.unparse(each.target): _understand(each.annotation, home) for each in fields}
+            fields = [part for part in kind.body if isinstance(part, ast.AnnAssign)]
+            found |= {ast.unparse(part.target): _understand(part.annotation, home) for part in fields}
         if functions and not functions[0].args.kwarg:
             break
     for key, argument in found.items():
-        argument.text = told.get(key, "")
+        argument.text = texts.get(key, "")
     return found
 
 
@@ -163,7 +167,7 @@ def _name(name: str, module: str, result: Argument, depth: int) -> None:
 
 
 def _last(node: ast.AST) -> str:
-    return getattr(node, "attr", None) or getattr(node, "id", "")
+    return str(getattr(node, "attr", None) or getattr(node, "id", ""))
 
 
 # -- commands that use argparse -------------------------------------------------------------------
@@ -178,7 +182,8 @@ class Word:
         name: "--option", the name of a positional argument, or the subcommand.
         kind: "option", "flag" (an option without a value), "positional" or "subcommand".
         choices: The values that it may take.
-        text: Its `help`.
+        text: Its `help`, with the default filled in.
+        metavar: The name of its value in help.
     """
 
     parent: str
@@ -186,35 +191,53 @@ class Word:
     kind: str
     choices: list[str]
     text: str
+    metavar: str = ""
 
 
 @cache
 def command_words(module: str) -> list[Word]:
     """Returns what the calls of `add_argument` and `add_parser` in a module declare."""
-    parsers: dict[str, str] = {}
-    words = []
-    nodes = list(ast.walk(_module(module)))
-    for node in nodes:
-        if isinstance(node, ast.Assign) and _called(node.value) == "add_parser":
-            parsers[ast.unparse(node.targets[0])] = _text(node.value.args[0])  # type: ignore[attr-defined]
-    for node in nodes:
-        called = _called(node)
-        if called not in ("add_argument", "add_parser") or not (
-            name := _text(node.args[0] if node.args else None)
-        ):  # type: ignore[attr-defined]
-            continue
-        told: dict[str, Any] = {word.arg: word.value for word in node.keywords}  # type: ignore[attr-defined]
-        parent = parsers.get(ast.unparse(node.func.value), "")  # type: ignore[attr-defined]
-        if called == "add_parser":
-            kind = "subcommand"
-        elif name.startswith("-"):
-            kind = (
-                "flag" if _text(told.get("action")) in ("store_true", "store_false", "version") else "option"
-            )
-        else:
-            kind = "positional"
-        words.append(Word(parent, name, kind, _choices(told.get("choices"), module), _text(told.get("help"))))
-    return words
+    calls = [node for node in ast.walk(_module(module)) if isinstance(node, ast.Call)]
+    parsers = {
+        ast.unparse(node.targets[0]): _text(node.value.args[0])
+        for node in ast.walk(_module(module))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Call)
+        and _called(node.value) == "add_parser"
+    }
+    return [word for call in calls if (word := _declared(call, parsers, module))]
+
+
+def _declared(call: ast.Call, parsers: Mapping[str, str], module: str) -> Word | None:
+    """Returns what a call of `add_argument` or `add_parser` declares; None for other calls."""
+    called, name = _called(call), _text(call.args[0] if call.args else None)
+    if called not in ("add_argument", "add_parser") or not name or not isinstance(call.func, ast.Attribute):
+        return None
+    given = {word.arg: word.value for word in call.keywords if word.arg}
+    parent = parsers.get(ast.unparse(call.func.value), "")
+    if called == "add_parser":
+        kind = "subcommand"
+    elif not name.startswith("-"):
+        kind = "positional"
+    else:
+        is_flag = _text(given.get("action")) in ("store_true", "store_false", "version")
+        kind = "flag" if is_flag else "option"
+    choices, metavar = _choices(given.get("choices"), module), _text(given.get("metavar"))
+    return Word(parent, name, kind, choices, _help(given, module), metavar)
+
+
+def _help(keywords: Mapping[str, ast.AST], module: str) -> str:
+    """Returns what argparse makes of a `help`: the default in its place, a sign of percent for two."""
+    node = keywords.get("help")
+    if isinstance(node, ast.Name) and (found := find(module, node.id)):
+        node = found[1]
+    try:
+        value = ast.literal_eval(keywords.get("default", ast.Constant(None)))
+        default = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    except ValueError:  # worked out when the command runs
+        default = "..."
+    filled = {"%%": "%", "%(default)s": default}
+    return re.sub(r"%%|%\(default\)s", lambda found: filled[found[0]], _text(node))
 
 
 def _called(node: ast.AST | None) -> str:

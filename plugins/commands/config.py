@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.configuration.command_parser import Parser
-from core.configuration.config_files import compose, find_config, parse_yaml, read_yaml
-from core.configuration.named_callbacks import PATHS
-from core.configuration.request import POSITIONS, SECTIONS, resolve_names
 from core.errors import ConfigError, nearest
 from core.technique import technique
+from plugins.cli.configuration.class_paths import POSITIONS, resolve_names
+from plugins.cli.configuration.command_parser import Parser
+from plugins.cli.configuration.config_files import compose, find_config
+from plugins.cli.configuration.named_callbacks import PATHS
+from plugins.cli.configuration.request import SECTIONS
+from plugins.cli.configuration.yaml_texts import parse_yaml, read_yaml
 
 ABSENT = "(absent)"
 
@@ -47,7 +49,7 @@ def config(arguments: list[str]) -> int:
     """Says what differs between two runs or configs: config diff A B.
 
     A and B: a run folder, a YAML file, the name of a config that ships with leyden, or a checkpoint.
-    Callbacks, loggers and plugins are matched by class, wherever they stand in their list. A config that
+    Callbacks, loggers and plugins are matched by class, whatever their place in the list. A config that
     is compared with a run is completed with the defaults that the run's record holds.
 
     Example:
@@ -70,7 +72,7 @@ def config(arguments: list[str]) -> int:
 
 
 def read_all(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the configuration behind each name; see :func:`config` for what a name may be.
+    """Returns the configuration of each name; see :func:`config` for what a name may be.
 
     Raises:
         ConfigError: If there is nothing of this name, or it holds no configuration.
@@ -107,7 +109,8 @@ def _read(name: str) -> tuple[dict[str, Any], bool]:
 
 
 def _of_checkpoint(name: str) -> dict[str, Any]:
-    from core.checkpoints.checkpoint import resolve, stored_config
+    from plugins.checkpoints.checkpoint import stored_config
+    from plugins.checkpoints.finding import resolve
 
     path = resolve(name, Path(name))
     values = stored_config(path)
@@ -118,7 +121,7 @@ def _of_checkpoint(name: str) -> dict[str, Any]:
 
 def _completed(name: str) -> dict[str, Any]:
     """Returns what `fit --config NAME` would run with, every default filled in."""
-    from core.cli import fit
+    from plugins.cli.run_commands import fit
 
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.suppress(SystemExit):
         fit(["--config", name, "--print_config"])
@@ -130,7 +133,8 @@ def flatten(values: Mapping[str, Any]) -> Flat:
     sections = deepcopy({key: values[key] for key in SECTIONS if key in values})
     resolve_names(sections)
     flat = Flat()
-    _flatten(sections, "", flat)
+    if sections:
+        _flatten(sections, "", flat)
     return flat
 
 
@@ -174,7 +178,7 @@ def short(class_path: str) -> str:
 def differing(flats: Sequence[Flat]) -> tuple[list[str], list[str]]:
     """Returns the keys of the techniques and of the values that are not the same in all configurations.
 
-    The arguments of a technique that some do not have at all are not among the values: they are told
+    The arguments of a technique that some do not have at all are not among the values: they are shown
     with it.
     """
     first = flats[0]
@@ -185,14 +189,14 @@ def differing(flats: Sequence[Flat]) -> tuple[list[str], list[str]]:
     ]
     lonely = [key for key in techniques if any(key not in flat.techniques for flat in flats)]
 
-    def told(key: str) -> bool:
-        """Whether a value belongs to such a technique, or stands where one is in another configuration."""
+    def is_shown(key: str) -> bool:
+        """Whether a value belongs to such a technique, or is at the place of one in another configuration."""
         return any(key == k or key.startswith(f"{k}.") or k.startswith(f"{key}.") for k in lonely)
 
     values = [
         key
         for key in _keys(flat.values for flat in flats)
-        if not told(key) and any(_value(flat, key) != _value(first, key) for flat in flats)
+        if not is_shown(key) and any(_value(flat, key) != _value(first, key) for flat in flats)
     ]
     return techniques, values
 

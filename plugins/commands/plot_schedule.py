@@ -7,17 +7,20 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from core.cli import build
-from core.configuration.command_parser import Parser
 from core.errors import ConfigError
-from core.files import durable, pictures
 from core.technique import technique
+from plugins.cli.configuration.command_parser import Parser
+from plugins.cli.run_commands import build
+from plugins.commands.plugins_terminal import write
+from toolkit import pictures
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ROWS = 5000
 """Of longer runs every so many steps are kept, and always the first and the last."""
+MAX_STEPS = 10_000_000
+"""Optimizer steps that are gone through: some minutes."""
 
 
 class Step(NamedTuple):
@@ -58,13 +61,8 @@ def plot_schedule(arguments: list[str]) -> int:
     steps = simulate(build("fit", rest))
     folder, last = Path(options.output), steps[-1]
     picture = pictures.as_png(draw(steps))
-    try:
-        durable.write(folder / "schedule.csv", as_csv(steps))
-        durable.write(folder / "schedule.png", picture)
-    except OSError as error:
-        raise ConfigError(
-            f"{folder} cannot be written: {durable.reason(error)}. Choose another --output."
-        ) from None
+    write(folder / "schedule.csv", as_csv(steps))
+    write(folder / "schedule.png", picture)
     rates = [step.learning_rate for step in steps]
     print(f"\n{last.step:,} optimizer steps, {last.tokens:,} tokens. Nothing was started.")
     print(f"Learning rate: first {rates[0]:g}, highest {max(rates):g}, last {rates[-1]:g}.")
@@ -78,24 +76,15 @@ def simulate(cli: Any) -> list[Step]:
     Raises:
         ConfigError: If its length or the shape of its batches is not known.
     """
-    import torch
-
     total, tokens = cli.trainer.max_steps, 0
     if total < 1:
         raise ConfigError("The run has no length in steps: set --trainer.max_steps.")
-    weight = torch.nn.Parameter(torch.zeros(1, 1))
-    weight.grad = torch.zeros_like(weight)
-    optimizer = cli.model.build_optimizer([weight])
-    if not (
-        warms_up := "scheduled_lr" in optimizer.param_groups[0]
-    ):  # schedule-free ones warm up by themselves
-        optimizer = torch.optim.SGD([weight], lr=float(optimizer.param_groups[0]["lr"]))
+    if total > MAX_STEPS:
+        raise ConfigError(
+            f"trainer.max_steps is {total:,}; plot-schedule goes through each step, {MAX_STEPS:,} at most."
+        )
+    optimizer, schedule, warms_up = _on_one_weight(cli.model, total)
     group = optimizer.param_groups[0]
-    schedule = cli.model.build_lr_scheduler(optimizer) if cli.model.build_lr_scheduler else None
-    if hasattr(schedule, "bind"):
-        schedule.bind(total)
-    if not warms_up:
-        optimizer.step()  # torch's schedules complain where none was made
     steps, every = [], -(-total // MAX_ROWS)
     for number in range(1, total + 1):
         rows, length, factor = shape(cli, number - 1, tokens)
@@ -112,9 +101,27 @@ def simulate(cli: Any) -> list[Step]:
     return steps
 
 
+def _on_one_weight(model: Any, total: int) -> tuple[Any, Any, bool]:
+    """Returns the optimizer and schedule of a run, for one weight, and whether the optimizer sets the rate by itself."""
+    import torch
+
+    weight = torch.nn.Parameter(torch.zeros(1, 1))
+    weight.grad = torch.zeros_like(weight)
+    optimizer = model.build_optimizer([weight])
+    warms_up = "scheduled_lr" in optimizer.param_groups[0]  # schedule-free ones
+    if not warms_up:
+        optimizer = torch.optim.SGD([weight], lr=float(optimizer.param_groups[0]["lr"]))
+    schedule: Any = model.build_lr_scheduler(optimizer) if model.build_lr_scheduler else None
+    if hasattr(schedule, "bind"):
+        schedule.bind(total)
+    if not warms_up:
+        optimizer.step()  # torch's schedules warn if no step was made before theirs
+    return optimizer, schedule, warms_up
+
+
 def shape(cli: Any, step: int, tokens: int) -> tuple[int, int, float]:
     """Returns the rows of a step's global batch, the tokens of a row, and what the rate is multiplied by."""
-    from core.training.batch_shapes import Shape, ShapeSchedule
+    from toolkit.batch_shapes import Shape, ShapeSchedule
 
     data, trainer = cli.datamodule, cli.trainer
     rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
@@ -122,13 +129,13 @@ def shape(cli: Any, step: int, tokens: int) -> tuple[int, int, float]:
         raise ConfigError(
             f"{type(data).__name__} does not say how large its batches are: it has no batch_size and sequence_length."
         )
-    readers = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
+    dp_size = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1))
     full = found = Shape(length, rows, trainer.accumulate_grad_batches)
     factor = 1.0
     for schedule in (callback for callback in trainer.callbacks if isinstance(callback, ShapeSchedule)):
         found = schedule.shape(step, tokens, trainer.max_steps, full)
-        factor *= schedule.rate_factor(tokens)
-    return found.batch_size * found.accumulated * readers, found.sequence_length, factor
+        factor *= schedule.lr_factor(tokens)
+    return found.batch_size * found.accumulated * dp_size, found.sequence_length, factor
 
 
 def as_csv(steps: list[Step]) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from core import catalog
-from core.configuration.command_parser import Parser
 from core.errors import ConfigError, nearest
 from core.technique import technique
-from plugins.commands.plugins_terminal import one_of, print_table
+from plugins.cli.configuration.command_parser import Parser
+from plugins.commands.plugins_terminal import print_table
 
 
 @technique(paper="own work: entry points as the only registry")
@@ -19,6 +20,7 @@ def plugins(arguments: list[str]) -> int:
         python -m core plugins list --kind callbacks
         python -m core plugins show WarmupCosine
         python -m core plugins new SpikeGuard --kind callbacks
+        python -m core plugins new ShortTexts --kind data --contract Transform --into leyden-spike-guard
         python -m core plugins check leyden-spike-guard
     """
     options = _options(arguments)
@@ -32,27 +34,36 @@ def plugins(arguments: list[str]) -> int:
     if options.action == "new":
         from plugins.commands.plugins_new import new
 
-        return new(options.name, options.kind, options.output)
+        return new(options.name, options.kind, options.output, options.into, options.contract)
     from plugins.commands.plugins_check import check
 
     return check(options.package)
 
 
+def _kind(word: str) -> str:
+    """Returns the kind of an option; a former name is taken with a warning."""
+    return catalog.new_kind(word, f"--kind {word}")
+
+
 def _options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m core plugins", description=plugins.__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
-    kind = one_of(catalog.KINDS)
+    kind: dict[str, Any] = {"type": _kind, "choices": catalog.KINDS, "metavar": "KIND"}
     listing = actions.add_parser("list", help="list techniques, their kind, package and purpose")
-    listing.add_argument("--kind", type=kind, help="only this kind: " + ", ".join(catalog.KINDS))
+    listing.add_argument("--kind", **kind, help="only this kind: " + ", ".join(catalog.KINDS))
     listing.add_argument("--package", help="only this distribution")
     listing.add_argument("--search", metavar="WORD", help="only names and summaries with this word")
     listing.add_argument("--markdown", action="store_true", help="as a Markdown table")
     show = actions.add_parser("show", help="all about one technique, with YAML to paste")
     show.add_argument("name", metavar="NAME", help="short name or full path")
     new = actions.add_parser("new", help="write a package with a technique that works, to start from")
-    new.add_argument("name", metavar="NAME", help="a class name like SpikeGuard; for a command a word")
-    new.add_argument("--kind", type=kind, required=True, help="what it is: callbacks, networks, ...")
+    new.add_argument(
+        "name", metavar="NAME", help="a class name like SpikeGuard; for a command a word like count-tokens"
+    )
+    new.add_argument("--kind", **kind, required=True, help="what it is: callbacks, networks, ...")
     new.add_argument("--output", metavar="DIR", help="folder of the project; default ./leyden-NAME")
+    new.add_argument("--into", metavar="DIR", help="add it to the package in this folder instead")
+    new.add_argument("--contract", help="of the kind data: DocumentSource (the default) or Transform")
     check = actions.add_parser("check", help="import every technique and say what is wrong with it")
     check.add_argument("package", metavar="PACKAGE", nargs="?", help="only this distribution")
     return parser.parse_args(arguments)

@@ -1,6 +1,6 @@
 """`plugins check`: imports every technique of a package and says what is wrong with it.
 
-What it runs is the part of the conformance kit (`core.testing`) that trains nothing.
+What it runs is the part of the conformance kit (`conformance`) that trains nothing.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from importlib.metadata import distributions
 
 from packaging.utils import canonicalize_name
 
+from conformance.case import Case, entries_of
+from conformance.proof import STATIC, proofs
 from core import catalog
 from core.errors import ConfigError, nearest
-from core.testing.case import Case, entries_of
-from core.testing.proof import STATIC, proofs
 from plugins.commands.plugins_terminal import print_table
 
 
@@ -42,7 +42,7 @@ def check(package: str | None) -> int:
 
 
 def _problems(entry: catalog.Entry) -> Iterator[str]:
-    """Yields what each proof says; what cannot be imported is not looked at further."""
+    """Yields what each proof reports; a technique that cannot be imported is not checked further."""
     case = Case(entry)
     for proof in proofs(entry.kind, STATIC):
         try:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from conformance.case import at_position
+from conformance.declared import example_problem
 from core import catalog
-from core.configuration.config_files import dump_yaml
-from core.configuration.docstrings import documented, sections
-from core.configuration.signatures import REQUIRED, parameters
 from core.technique import Declaration, Package, declaration_of
-from core.testing.case import at_position
-from core.testing.declared import example_problem
+from plugins.cli.configuration.docstrings import described, sections
+from plugins.cli.configuration.signatures import REQUIRED, parameters
+from plugins.cli.configuration.yaml_texts import dump_yaml
+from plugins.commands.completion_sources import Word, command_words
 
 GIVEN = {"optimizers": 1, "schedules": 1}
 """Kind -> how many of the first arguments the run supplies: parameters, or the optimizer."""
@@ -28,12 +29,13 @@ def show(name: str) -> int:
     """
     entry = catalog.find(name)
     target = entry.load()
-    told = sections(target.__doc__)
+    docstring = sections(target.__doc__)
     blocks = [
-        ("", [f"{entry.name}  ({entry.kind}, from {entry.origin})", "", told[""]]),
-        ("Arguments", list(_arguments(entry, target, documented(told.get("Args", ""))))),
-        ("Attributes", told.get("Attributes", "").splitlines()),
-        ("Raises", told.get("Raises", "").splitlines()),
+        ("", [f"{entry.name}  ({entry.kind}, from {entry.origin})", "", docstring[""]]),
+        ("Options", list(_options(entry))),
+        ("Arguments", list(_arguments(entry, target, described(target)))),
+        ("Attributes", docstring.get("Attributes", "").splitlines()),
+        ("Raises", docstring.get("Raises", "").splitlines()),
         ("Declared", list(_declared(declaration_of(target)))),
         ("Example", _example(entry, target).splitlines()),
         ("Where", list(_where(entry, target))),
@@ -46,7 +48,38 @@ def show(name: str) -> int:
     return 0
 
 
-def _arguments(entry: catalog.Entry, target: Any, told: Mapping[str, str]) -> Iterator[str]:
+def _options(entry: catalog.Entry) -> Iterator[str]:
+    """Yields what a command takes, as far as its source declares it, those of a subcommand below it."""
+    if entry.kind != "commands":
+        return
+    words = command_words(entry.module)
+    shown = sorted(words, key=lambda word: (word.kind == "subcommand", word.kind != "positional"))
+    for word in shown:
+        if word.parent:
+            continue
+        yield from _option(word, "")
+        if word.kind == "subcommand":
+            for below in shown:
+                yield from _option(below, "  ") if below.parent == word.name else ()
+    call = f"python -m core {entry.name} --help"
+    yield f"`{call}` shows them all." if not words else f"See also `{call}`."
+
+
+def _option(word: Word, indent: str) -> Iterator[str]:
+    value = f"{{{','.join(word.choices)}}}" if word.choices else word.metavar
+    if word.kind == "option":
+        name = f"{word.name} {value or word.name.lstrip('-').replace('-', '_').upper()}"
+    else:
+        name = value if word.kind == "positional" and value else word.name
+    yield f"{indent}{name}"
+    yield from textwrap.wrap(
+        word.text, 104, initial_indent=f"{indent}    ", subsequent_indent=f"{indent}    "
+    )
+
+
+def _arguments(entry: catalog.Entry, target: Any, texts: Mapping[str, str]) -> Iterator[str]:
+    if entry.kind == "commands":  # it takes the words after its name
+        return
     for index, (name, argument) in enumerate(parameters(target)[0].items()):
         kind = f": {argument.written}" if argument.written else ""
         if index < GIVEN.get(entry.kind, 0):
@@ -56,8 +89,8 @@ def _arguments(entry: catalog.Entry, target: Any, told: Mapping[str, str]) -> It
         else:
             default = f" = {argument.default!r}"
         yield f"{name}{kind}{default}"
-        if name in told:
-            yield from textwrap.wrap(told[name], 104, initial_indent="    ", subsequent_indent="    ")
+        if name in texts:
+            yield from textwrap.wrap(texts[name], 104, initial_indent="    ", subsequent_indent="    ")
 
 
 def _declared(declaration: Declaration | None) -> Iterator[str]:

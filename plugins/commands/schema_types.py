@@ -16,9 +16,9 @@ from pathlib import PurePath
 from typing import Any
 
 from core import catalog
-from core.configuration.class_names import Bases, names_for
-from core.configuration.docstrings import described, summary
-from core.configuration.signatures import REQUIRED, class_types, is_callable, parameters, takes_list
+from plugins.cli.configuration.class_names import Bases, names_for
+from plugins.cli.configuration.docstrings import described, summary
+from plugins.cli.configuration.signatures import REQUIRED, class_types, is_callable, parameters, takes_list
 
 Schema = dict[str, Any]
 
@@ -46,7 +46,7 @@ class Builder:
         loaded: Full path -> class, of each registered technique that can be imported.
 
     Attributes:
-        definitions: Name -> schema, for the `definitions` of the whole.
+        definitions: Name -> schema, for the `definitions` of the full schema.
     """
 
     def __init__(self, loaded: Mapping[str, Any]) -> None:
@@ -146,10 +146,10 @@ class Builder:
         if key not in self.definitions:
             self.definitions[key] = {}
             found, takes_more = parameters(target)
-            told = described(target)
+            texts = described(target)
             properties: dict[str, Schema] = {}
             for name, argument in list(found.items())[given:]:
-                properties[name] = self.argument(argument.hint, argument.default, told.get(name, ""))
+                properties[name] = self.argument(argument.hint, argument.default, texts.get(name, ""))
                 if takes_list(argument.hint):
                     properties[f"{name}+"] = self._appended(argument.hint, name)
             self.definitions[key] = {
@@ -206,7 +206,7 @@ def spellings(name: str, kind: type) -> list[str]:
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether a default can stand in JSON."""
+    """Returns whether a default can be written as JSON."""
     if isinstance(value, float):
         return value - value == 0  # neither infinite nor NaN
     if isinstance(value, Sequence) and not isinstance(value, str):

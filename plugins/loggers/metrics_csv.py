@@ -1,4 +1,4 @@
-"""One `metrics.csv` for the whole history of a run, however often it was stopped and resumed."""
+"""One `metrics.csv` for the full history of a run, also if it was stopped and resumed."""
 
 from __future__ import annotations
 
@@ -14,36 +14,35 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from core.errors import ConfigError
-from core.files import durable
 from core.technique import technique
+from toolkit import durable
+from toolkit.bounded import MOST_TABLE_BYTES
 
 EVALUATION = ("val", "test", "epoch")
-"""How the names of figures begin that do not come from a training step."""
+"""Prefixes of metrics that do not come from a training step."""
 
 
 @technique(paper="RFC 4180; a wide table, as pandas.read_csv takes it", maturity="stable")
 class MetricsCSV(Logger):
-    """Writes every logged figure to `metrics.csv`: one row a step, one column a figure.
+    """Writes every logged metric to `metrics.csv`: one row per step, one column per metric.
 
-    Training and validation figures of one step share its row; a figure that was not logged there is
-    left empty. Names are the logged ones, the same as in TensorBoard: losses are in nats per token,
-    `train/tokens` counts label tokens, other units stand in the name (`throughput/step_time_ms`).
-    `step` is Lightning's: the number of optimizer steps done. Numbers are written so that they
-    read back exactly.
+    Training and validation metrics of one step share its row. A metric that was not logged in a step is left empty.
+    Names are those that are logged, as in TensorBoard: losses are in nats per token, `train/tokens` counts label
+    tokens, other units are part of the name (`throughput/step_time_ms`). `step` is the number of optimizer steps
+    done. Numbers are written so that they read back exactly.
 
-    Each call reaches the operating system before it returns, in one write: a kill loses at most the
-    row that was about to be written. A new column rewrites the file atomically.
+    Each call writes to the operating system before it returns, in one write: if the process is killed, at most the
+    row being written is lost. A new column rewrites the file atomically.
 
-    A resumed run goes on in the same file: when its first training figures come, the rows from that
-    step on, which a killed run had written beyond its last checkpoint, give way. Evaluation figures
-    wait for training figures, so that `validate` and `test` change nothing. Where training goes back to an earlier
-    step (`SpikeRollback`), the rows behind that step give way too.
+    A resumed run continues the same file. Rows that the stopped run wrote after its last checkpoint are dropped when
+    the first training metrics are logged. Evaluation metrics wait for training metrics, so that `validate` and
+    `test` do not change the file. If training goes back to an earlier step (`SpikeRollback`), later rows are dropped.
 
     Args:
         save_dir: The folder of `metrics.csv`; the run folder by default.
 
     Raises:
-        ConfigError: If there is a `metrics.csv` that has no `step` column.
+        ConfigError: If an existing `metrics.csv` is not text or has no `step` column, or if `save_dir` is a URL.
 
     Example:
         trainer:
@@ -53,14 +52,14 @@ class MetricsCSV(Logger):
 
     def __init__(self, save_dir: str = "${run_folder}") -> None:
         super().__init__()
-        self._save_dir = save_dir
+        self._save_dir = durable.require_local_path(save_dir, "MetricsCSV: save_dir")
         self._reset()
 
     def _reset(self) -> None:
         self._file: io.FileIO | None = None
         self._columns: list[str] = []
-        self._row: dict[str, str] = {}  # the newest row, the last of the file
-        self._row_start = self._size = 0  # bytes: where it begins, where the file ends
+        self._row: dict[str, str] = {}  # the newest row, which is the last of the file
+        self._row_start = self._size = 0  # bytes: start of the newest row, end of the file
         self._waiting: list[tuple[int, dict[str, float]]] = []
 
     @property
@@ -75,24 +74,29 @@ class MetricsCSV(Logger):
 
     @property
     def name(self) -> str:
-        """Empty: nothing is put below a folder of its own."""
+        """Empty: the logger makes no folder of its own."""
         return ""
 
     @property
     def version(self) -> str:
-        """Empty: a run has one history."""
+        """Empty: there is one file per run."""
         return ""
 
     def log_hyperparams(self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: the run folder holds the whole configuration."""
+        """Does nothing: the run folder contains the configuration."""
+
+    @rank_zero_only
+    def log_graph(self, *args: Any, **kwargs: Any) -> None:
+        """Reads an existing file, so that a damaged one is reported before training starts."""
+        _read(self.path)
 
     @rank_zero_only
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """Adds figures to the row of a step.
+        """Adds metrics to the row of a step.
 
         Args:
             metrics: Name -> number.
-            step: The step; without one, that of the newest row.
+            step: The step; None: the step of the newest row.
         """
         if step is None:
             step = int(self._row.get("step", 0))
@@ -109,7 +113,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def go_back(self, step: int) -> None:
-        """Drops the rows behind a step that training has gone back to."""
+        """Drops the rows after a step that training has gone back to."""
         self._waiting = [(at, metrics) for at, metrics in self._waiting if at <= step]
         if self._file is not None:
             rows = [row for row in _read(self.path)[1] if int(row["step"]) <= step]
@@ -117,7 +121,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
-        """Closes the file; a later `fit` in the same process finds its place anew."""
+        """Closes the file; a later `fit` in the same process opens it again."""
         if self._file is not None:
             self._file.close()
         self._reset()
@@ -128,7 +132,7 @@ class MetricsCSV(Logger):
         self._rewrite(columns or ["step"], rows)
 
     def _rewrite(self, columns: list[str], rows: list[dict[str, str]]) -> None:
-        """Replaces the file and takes its last row as the newest."""
+        """Replaces the file; its last row becomes the newest."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -151,10 +155,10 @@ class MetricsCSV(Logger):
         self._row.update({name: str(value) for name, value in metrics.items()})
         line = _line([self._row.get(name, "") for name in self._columns]).encode()
         end = self._row_start + len(line)
-        line += b"\n" * (self._size - end)  # over a longer row, of which nothing may be left to be read
+        line += b"\n" * (self._size - end)  # overwrites the rest of a longer row
         try:
             written = os.pwrite(self._file.fileno(), line, self._row_start)
-            if written < len(line):  # the row has no line end: it is not read back
+            if written < len(line):  # a row without a line end is ignored when the file is read
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if end < self._size:
                 os.ftruncate(self._file.fileno(), end)
@@ -171,12 +175,26 @@ def _line(values: list[str]) -> str:
 
 
 def _read(path: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Returns the columns and the rows of a file; an unfinished last line is left out."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = text[: text.rfind("\n") + 1].splitlines()
-    if not lines:
-        return [], []
-    columns = next(csv.reader(lines[:1]))
+    """Returns the columns and the rows of a file, without an unfinished last line."""
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is not a file, so it was not written by MetricsCSV.\nMove it away.")
+    if path.exists() and path.stat().st_size > MOST_TABLE_BYTES:
+        raise ConfigError(
+            f"{path} has more than {MOST_TABLE_BYTES:,} bytes, too many to continue it.\nMove it away."
+        )
+    try:
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
+        if not lines:
+            return [], []
+        columns = next(csv.reader(lines[:1]))
+        rows = [row for row in csv.DictReader(lines) if _is_step(row.get("step"))]
+    except (UnicodeDecodeError, csv.Error, StopIteration) as error:
+        raise ConfigError(f"{path} is not a table of text ({error}).\nMove it away.") from error
     if "step" not in columns:
         raise ConfigError(f"{path} has no `step` column, so it was not written by MetricsCSV.\nMove it away.")
-    return columns, [row for row in csv.DictReader(lines) if row["step"].isdigit()]
+    return columns, rows
+
+
+def _is_step(text: str | None) -> bool:
+    return text is not None and text.isascii() and text.isdecimal() and len(text) < 19

@@ -14,7 +14,11 @@ from torch.nn import functional as F
 
 from plugins.networks.kv_cache import KVCache
 
-ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu": F.relu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
@@ -25,9 +29,9 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
 
 
 def attention_mask(start: int, end: int, document_ids: Tensor | None, device: torch.device) -> Tensor | None:
-    """Returns which of the keys [0, end) each query in [start, end) sees, as booleans ([B, 1,] T, end).
+    """Returns which of the keys [0, end) each query in [start, end) attends to, as booleans ([B, 1,] T, end).
 
-    None stands for the two cases that need no mask: as many keys as queries, or a single query.
+    Returns None in the two cases that need no mask: as many keys as queries, or a single query.
     """
     if document_ids is None and (start == 0 or end - start == 1):
         return None
@@ -50,15 +54,15 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(n_embd, n_embd, bias)
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """Maps x (B, T, C) to (B, T, C), for what `rotate`, `attention_mask` and `KVCache` return."""
+        """Maps x (B, T, C) to (B, T, C), with rotary positions, mask and cache where they are not None."""
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        # -1: under tensor parallelism a projection has only this rank's heads.
+        # -1: under tensor parallelism a projection only has the heads of this rank.
         q, k, v = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in projected)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
             k, v = cache.append(k, v)
-        # without a cache a constant: compiled with lengths that vary, the comparison would be none
+        # Without a cache a constant: with dynamic shapes the compiler would not treat the comparison as one.
         causal = mask is None and (cache is None or q.shape[2] == k.shape[2])
         dropout, grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         y = self.attend(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
@@ -70,7 +74,7 @@ class MLP(nn.Module):
 
     def __init__(self, n_embd: int, intermediate_size: int, activation: str, bias: bool):
         super().__init__()
-        self.activation = ACTIVATIONS.get(activation, F.silu)
+        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS.get(activation, F.silu)
         self.gate_proj = nn.Linear(n_embd, intermediate_size, bias) if activation == "swiglu" else None
         self.up_proj = nn.Linear(n_embd, intermediate_size, bias)
         self.down_proj = nn.Linear(intermediate_size, n_embd, bias)
@@ -92,7 +96,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: KVCache | None) -> Tensor:
-        """Maps x (B, T, C) to (B, T, C); the rest is for the attention."""
+        """Maps x (B, T, C) to (B, T, C); the other arguments go to the attention."""
         if self.pre_norm:
             x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
             return x + self.dropout(self.mlp(self.mlp_norm(x)))

@@ -1,7 +1,8 @@
-"""How GPT is split over tensor-parallel ranks."""
+"""Tensor-parallel and sequence-parallel plans of GPT."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -11,16 +12,18 @@ if TYPE_CHECKING:
 
 
 def tensor_parallel(network: GPT) -> dict[str, Any]:
-    """Splits heads and MLP width."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    """Shards heads and MLP width."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-    styles = dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel)
+    styles: dict[str, Callable[[], ParallelStyle]] = dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel
+    )
     styles |= dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel)
     return {n: styles[leaf]() for n, _ in network.named_modules() if (leaf := n.split(".")[-1]) in styles}
 
 
 def sequence_parallel(network: GPT) -> dict[str, Any]:
-    """Splits tokens, too, where heads and MLP width are not split."""
+    """Also shards tokens, where heads and MLP width are not sharded."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         PrepareModuleInput,
@@ -29,12 +32,12 @@ def sequence_parallel(network: GPT) -> dict[str, Any]:
         SequenceParallel,
     )
 
-    whole, split = Replicate(), Shard(1)
+    replicated, split = Replicate(), Shard(1)
 
     def gathered(inputs: int) -> Any:
         rest = (None,) * (inputs - 1)
         return PrepareModuleInput(
-            input_layouts=(split, *rest), desired_input_layouts=(whole, *rest), use_local_output=True
+            input_layouts=(split, *rest), desired_input_layouts=(replicated, *rest), use_local_output=True
         )
 
     plan: dict[str, Any] = tensor_parallel(network)
@@ -43,7 +46,7 @@ def sequence_parallel(network: GPT) -> dict[str, Any]:
         plan |= {f"layers.{name}.attention": gathered(4), f"layers.{name}.mlp": gathered(1)}
         for norm in ("attention_norm", "mlp_norm"):
             plan[f"layers.{name}.{norm}"] = SequenceParallel(use_local_output=True)
-    plan["dropout"] = PrepareModuleOutput(output_layouts=whole, desired_output_layouts=split)
-    last = PrepareModuleOutput(output_layouts=split, desired_output_layouts=whole)
+    plan["dropout"] = PrepareModuleOutput(output_layouts=replicated, desired_output_layouts=split)
+    last = PrepareModuleOutput(output_layouts=split, desired_output_layouts=replicated)
     plan["norm"] = last if isinstance(network.norm, nn.Identity) else [SequenceParallel(), last]
     return plan

@@ -1,4 +1,4 @@
-"""What attention keeps of the tokens so far when a network generates."""
+"""Keys and values of the tokens so far, for generation."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from torch import Tensor
 class KVCache:
     """One layer's keys and values, (B, heads, max_length, D) each; the first `length` tokens are filled.
 
-    Allocated once, by the first `append`: only there are the data type (autocast) and the number of
-    heads on this rank (tensor parallelism) known.
+    Allocated by the first `append`: only then the data type (autocast) and the number of heads on this rank (tensor
+    parallelism) are known.
     """
 
     def __init__(self, batch_size: int, max_length: int):
         self.batch_size, self.max_length, self.length = batch_size, max_length, 0
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values (B, heads, T, D); returns views of all so far (B, heads, length, D)."""
+        """Stores new keys and values (B, heads, T, D); returns views of all tokens so far (B, heads, length, D)."""
         if self.length == 0:
             shape = (self.batch_size, key.shape[1], self.max_length, key.shape[3])
             self.keys, self.values = key.new_empty(shape), value.new_empty(shape)

@@ -1,8 +1,9 @@
-"""Next-token prediction."""
+"""Next-token prediction: the language modelling loss."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,10 +16,10 @@ from core.technique import technique
 from plugins.objectives.chunked import in_chunks
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
-SPREADING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
-"""Strategies that keep parts of weights on each rank, and gather or reduce them where `network` computes only."""
+SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
+"""Strategies that shard weights, and gather them only in the forward of the network."""
 
 
 @technique(
@@ -26,25 +27,25 @@ SPREADING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
     maturity="stable",
 )
 class CausalLM(Objective):
-    """Minimises the cross-entropy of the next token, in nats, summed over the tokens that have a label.
+    """Cross-entropy of the next token, in nats, summed over the tokens that have a label.
 
-    Logits (B, T, V) are compared in float32 whatever the precision of the network; positions whose
-    label is -100 count neither in the sum nor in the number of tokens. Smoothing, z-loss and L2 are part of
-    the training loss alone: `train/cross_entropy` is the loss without them, `val/loss` never has them.
+    Logits (B, T, V) are converted to float32 first. Positions with label -100 count neither in the sum nor in the
+    number of tokens. Smoothing, z-loss and L2 are part of the training loss only: `train/cross_entropy` is the loss
+    without them, `val/loss` never has them.
 
     Args:
-        label_smoothing: Share s of the target that is spread evenly over the V tokens: (1 - s) of the
-            cross-entropy with the label plus s times the mean of those with every token.
+        label_smoothing: Fraction s of the target that is distributed evenly over the V tokens: the loss is (1 - s)
+            times the cross-entropy with the label plus s times the mean of the cross-entropies with every token.
         z_loss: Coefficient of the mean square of log Z, the logarithm of the softmax's denominator; 1e-4 in PaLM.
             Logged as `train/z_loss`, without the coefficient.
         l2: Coefficient c of c/2 times the sum of squares of all weights of two and more dimensions. Unlike the
             optimizer's decoupled weight decay, its gradient passes through the optimizer's moments.
-            Needs whole weights on each rank: not with `FSDP`, `HybridParallel` and stage 3 of `DeepSpeedZero`.
-        chunk_tokens: Positions whose logits exist at a time, so that memory does not grow with B T V; None: all.
+            Needs full weights on each rank: not with `FSDP`, `HybridParallel` and stage 3 of `DeepSpeedZero`.
+        chunk_tokens: Positions whose logits are computed at a time, so that memory does not grow with B T V; None: all.
             For networks that return hidden states.
 
     Raises:
-        ConfigError: If a value is out of range, or chunks are asked of a network that has logits of its own.
+        ConfigError: If a value is out of range, or if `chunk_tokens` is set and the network computes logits itself.
 
     Example:
         model:
@@ -77,12 +78,12 @@ class CausalLM(Objective):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that weights are decayed twice, where they are, and that their sum is that of parts."""
+        """Yields an error if `l2` is used with sharded weights, or together with weight decay."""
         zero = [item.name for item in run.selected if item.arguments.get("stage") == 3]
-        spread = [item.name for item in run.selected if item.name in SPREADING] or zero
-        if own.arguments.get("l2") and spread:
+        sharding = [item.name for item in run.selected if item.name in SHARDING] or zero
+        if own.arguments.get("l2") and sharding:
             yield (
-                f"l2 is {own.arguments['l2']}, a sum over whole weights, of which {spread[0]} keeps parts on each rank. "
+                f"l2 is {own.arguments['l2']}, a sum over full weights, and {sharding[0]} shards them. "
                 "Set --model.objective.l2=0, and --model.optimizer.weight_decay instead."
             )
         decay = run.argument("model.optimizer.weight_decay")
@@ -93,7 +94,7 @@ class CausalLM(Objective):
             )
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
-        """Returns the summed loss with the number of label tokens, and the parts of a loss that has several."""
+        """Returns the summed loss with the number of label tokens, and the terms of a loss that has several."""
         labels = batch["labels"]
         tokens = (labels != IGNORED_LABEL).sum()
         hidden = network(batch)
@@ -120,20 +121,20 @@ class CausalLM(Objective):
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Tensor:
-    """Returns three sums over the positions that have a label: the loss, its plain cross-entropy, log Z squared.
+    """Returns three sums over the positions with a label: loss, plain cross-entropy and (log Z)^2, shape (3,).
 
     Args:
         logits: (N, V), float32 or wider.
         labels: (N,).
-        smoothing: Share of the target that is spread over all tokens.
-        z_loss: Coefficient of log Z squared.
+        smoothing: Fraction of the target that is distributed over all tokens.
+        z_loss: Coefficient of (log Z)^2.
     """
-    options = {"ignore_index": IGNORED_LABEL, "reduction": "sum"}
-    total = F.cross_entropy(logits, labels, label_smoothing=smoothing, **options)
+    summed = partial(F.cross_entropy, logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    total = summed(label_smoothing=smoothing)
     plain, squares = total, torch.zeros_like(total)
     if smoothing:
         with torch.no_grad():
-            plain = F.cross_entropy(logits, labels, **options)
+            plain = summed()
     if z_loss:
         squares = logits.logsumexp(-1).square().masked_fill(labels == IGNORED_LABEL, 0.0).sum()
         total = total + z_loss * squares

@@ -1,4 +1,4 @@
-"""A loss over logits that exist only a chunk of positions at a time."""
+"""A loss whose logits are computed for one chunk of positions at a time."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Parts = Callable[[Tensor, Tensor], Tensor]
-"""(logits (n, V), labels (n,)) -> sums (P,), of which the first is differentiated."""
+"""(logits (n, V), labels (n,)) -> sums (P,); the first one is differentiated."""
 
 
 def in_chunks(parts: Parts, hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Tensor:
-    """Returns `parts(hidden @ weight.T, labels)` without ever holding all logits.
+    """Returns `parts(hidden @ weight.T, labels)` without holding all logits in memory.
 
     Args:
-        parts: Sums over positions.
-        hidden: (N, C).
-        weight: (V, C).
-        labels: (N,).
-        size: Positions in a chunk.
+        parts: Computes sums over positions.
+        hidden: Hidden states, (N, C).
+        weight: Output weight, (V, C).
+        labels: Labels, (N,).
+        size: Positions per chunk.
     """
     return _Chunks.apply(hidden, weight, parts, labels, size)
 
 
 class _Chunks(torch.autograd.Function):
-    """Takes the gradient of each chunk at once, while its logits are there: backward only scales it."""
+    """Computes the gradient of each chunk in forward, while its logits exist; backward only scales it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, parts: Parts, labels: Tensor, size: int) -> Tensor:
         wanted = ctx.needs_input_grad[:2]
-        # Sums over many chunks: float32 where the weights are narrower.
+        # Gradients are summed over many chunks: at least in float32.
         wide = torch.promote_types(weight.dtype, torch.float32)
         by_hidden = torch.empty_like(hidden) if wanted[0] else None
         by_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None

@@ -1,4 +1,4 @@
-"""Adafactor: second moments as a product of a row and a column."""
+"""Adafactor: second moments factored into rows and columns."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from plugins.optimizers.libraries import not_on_shards
     conflicts=not_on_shards("torch's Adafactor fails on sharded weights", "AdamW or Lion"),
 )
 class Adafactor(torch.optim.Adafactor):
-    """Adam without first moment, whose second moments take one number a row and one a column of a matrix.
+    """Adam without first moments; the second moments of a matrix take one number per row and one per column.
 
     State: about 0.01 bytes per float32 parameter. The step is `lr` or, if that is less, 1/sqrt(step), times
-    the root mean square of the weights. The decay is decoupled. torch's implementation reads two norms of each
-    tensor on the host: every step waits for the device.
+    the root mean square of the weights. The weight decay is decoupled. torch's implementation reads two norms of
+    each tensor on the host: every step waits for the device.
 
     Args:
         params: Parameters or parameter groups.

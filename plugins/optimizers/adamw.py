@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from core.technique import technique
-from core.training.shards import is_spread, local
+from core.training.shards import local_tensors
+from toolkit.shards import is_sharded
 
 
 @technique(
@@ -26,7 +27,7 @@ class AdamW(torch.optim.AdamW):
         betas: Decay rates of the first and the second moment.
         eps: Added to the square root of the second moment.
         weight_decay: Decoupled decay per step, times the learning rate.
-        fused: One kernel for all parameters (CPU and CUDA); false: torch's own choice.
+        fused: Whether to use one kernel for all parameters (CPU and CUDA); false: torch chooses.
 
     Example:
         model:
@@ -45,13 +46,13 @@ class AdamW(torch.optim.AdamW):
         fused: bool = True,
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused or None)
-        # A fused step could unscale fp16 gradients itself; Lightning must do so before, or it refuses to clip.
+        # A fused step could unscale fp16 gradients itself, but Lightning then refuses to clip them.
         self._step_supports_amp_scaling = False
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Lets the kernel work on what this rank has: it takes whole and spread tensors only apart."""
+        """Gives the kernel the local shards: it does not take DTensors and plain tensors in one call."""
         found = super()._init_group(group, *lists)
-        if is_spread(group["params"]):
+        if is_sharded(group["params"]):
             for tensors in lists:
-                tensors[:] = local(tensors)
+                tensors[:] = local_tensors(tensors)
         return found

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits."""
+"""AdamW with 8-bit moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plugins.optimizers.libraries import library, not_on_shards, unwrapped
     conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "TorchaoAdamW8bit or AdamW"),
 )
 class AdamW8bit(library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
-    """AdamW whose two moments are stored in 8 bits each, in blocks of 256 with a scale of their own.
+    """AdamW whose two moments are stored in 8 bits each, in blocks of 256 with one scale each.
 
     State: about 2 bytes per parameter of a tensor of 4,096 or more elements; 8 bytes in smaller ones.
 
@@ -32,6 +32,9 @@ class AdamW8bit(library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
             init_args: {lr: 6.0e-4, betas: [0.9, 0.95], weight_decay: 0.1}
     """
 
+    paged = False
+    """Whether the state is kept in unified memory."""
+
     def __init__(
         self,
         params: Any,
@@ -40,8 +43,10 @@ class AdamW8bit(library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
         eps: float = 1e-8,
         weight_decay: float = 0.1,
     ) -> None:
-        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
+        super().__init__(
+            params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, is_paged=self.paged
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, each tensor of a parameter under a name of its own."""
+        """Returns the state dict; each tensor of a parameter has its own name."""
         return unwrapped(super().state_dict())

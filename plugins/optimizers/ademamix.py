@@ -13,17 +13,17 @@ from plugins.optimizers.libraries import library
     needs=(Package("pytorch_optimizer>=4", extra="optimizers"),),
 )
 class AdEMAMix(library("pytorch_optimizer").AdEMAMix):  # type: ignore[misc]
-    """AdamW whose update adds `alpha` times a momentum that remembers tens of thousands of steps.
+    """AdamW whose update adds `alpha` times a slow momentum, an average over tens of thousands of steps.
 
     State: 12 bytes per float32 parameter (three moments). `alpha` rises from 0, and the slow momentum's decay
-    rate from beta1, over `alpha_beta3_steps`: without that early training diverges. The decay is decoupled.
+    rate from beta1, over `alpha_beta3_steps`: without this, early training diverges. The weight decay is decoupled.
 
     Args:
         params: Parameters or parameter groups.
         lr: Peak learning rate.
         betas: Decay rates of the fast momentum, the second moment and the slow momentum.
         alpha: Weight of the slow momentum.
-        alpha_beta3_steps: Optimizer steps over which both rise; None: the length of the run, as in the paper.
+        alpha_beta3_steps: Optimizer steps over which `alpha` and the slow decay rate rise; None: the length of the run, as in the paper.
         eps: Added to the square root of the second moment.
         weight_decay: Decoupled decay per step, times the learning rate.
 
@@ -51,6 +51,6 @@ class AdEMAMix(library("pytorch_optimizer").AdEMAMix):  # type: ignore[misc]
         )  # fmt: skip
 
     def bind(self, total_steps: int) -> None:
-        """Takes the length of the run, unless one was given."""
+        """Sets the length of the run, unless `alpha_beta3_steps` was given."""
         for group in self.param_groups:
             group["t_alpha_beta3"] = self.fixed_steps or total_steps

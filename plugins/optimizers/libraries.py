@@ -1,4 +1,4 @@
-"""Optimizers of packages that are extras of leyden, and what some cannot do."""
+"""Helpers for optimizers of optional packages: imports, conflicts, state dicts."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from core.errors import ConfigError
 
 
 def library(name: str, extra: str = "optimizers") -> Any:
-    """Imports an optional package, or a module of it, which an extra of leyden's installs.
+    """Imports an optional package, or a module of it.
+
+    Args:
+        name: The module.
+        extra: The extra of leyden that installs it, for the message.
 
     Raises:
-        ConfigError: If it is not installed; with the pip line.
+        ConfigError: If it is not installed, with the pip command.
     """
-    logging.getLogger(name).setLevel(
-        logging.ERROR
-    )  # bitsandbytes warns of 4-bit kernels, which are not wanted
+    # bitsandbytes warns that kernels for 4-bit weights are missing, which no optimizer uses.
+    logging.getLogger(name).setLevel(logging.ERROR)
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -32,9 +35,9 @@ def not_on_shards(why: str, instead: str) -> dict[str, str]:
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state with what lies in mappings of a parameter's state beside the rest of it.
+    """Returns an optimizer's state dict with nested mappings in a parameter's state flattened.
 
-    bitsandbytes hides quantised tensors from FSDP in that way; its `load_state_dict` takes both forms.
+    bitsandbytes nests quantised tensors to hide them from FSDP. Its `load_state_dict` takes both forms.
     """
     state = {}
     for key, own in state_dict["state"].items():

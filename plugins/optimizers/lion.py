@@ -15,13 +15,13 @@ from plugins.optimizers.libraries import library
 class Lion(library("pytorch_optimizer").Lion):  # type: ignore[misc]
     """Steps by the sign of a momentum: every weight moves by the learning rate.
 
-    State: 4 bytes per float32 parameter. The paper takes a rate 3 to 10 times lower than AdamW's, and a decay
-    as many times higher.
+    State: 4 bytes per float32 parameter. The paper uses a learning rate 3 to 10 times lower than AdamW's, and a
+    weight decay as many times higher.
 
     Args:
         params: Parameters or parameter groups.
         lr: Peak learning rate.
-        betas: Shares of the old momentum in the update and in the new momentum.
+        betas: Weights of the old momentum in the update and in the new momentum.
         weight_decay: Decoupled decay per step, times the learning rate.
 
     Example:

@@ -1,4 +1,4 @@
-"""Lion with a momentum of 8 bits."""
+"""Lion with an 8-bit momentum."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from plugins.optimizers.libraries import library, not_on_shards, unwrapped
     conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "Lion"),
 )
 class Lion8bit(library("bitsandbytes").optim.Lion8bit):  # type: ignore[misc]
-    """Lion whose momentum is stored in 8 bits, in blocks of 256 with a scale of their own.
+    """Lion whose momentum is stored in 8 bits, in blocks of 256 with one scale each.
 
     State: about 1 byte per parameter of a tensor of 4,096 or more elements; 4 bytes in smaller ones.
 
     Args:
         params: Parameters or parameter groups.
         lr: Peak learning rate.
-        betas: Shares of the old momentum in the update and in the new momentum.
+        betas: Weights of the old momentum in the update and in the new momentum.
         weight_decay: Decoupled decay per step, times the learning rate.
 
     Example:
@@ -41,5 +41,5 @@ class Lion8bit(library("bitsandbytes").optim.Lion8bit):  # type: ignore[misc]
         super().__init__(params, lr=lr, betas=tuple(betas), weight_decay=weight_decay)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state, each tensor of a parameter under a name of its own."""
+        """Returns the state dict; each tensor of a parameter has its own name."""
         return unwrapped(super().state_dict())

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from core.technique import technique
-from core.training.parameter_groups import hidden_matrices
-from core.training.shards import is_spread, whole
+from core.training.shards import full_tensor
+from toolkit.shards import is_sharded
 
 
 @technique(
@@ -20,16 +20,16 @@ class Muon(Optimizer):
     """Orthogonalises the momentum of each hidden matrix; embeddings, head, norms and biases get AdamW.
 
     Hidden matrices are the 2-dimensional weights of the network's blocks. Their update is scaled to a root
-    mean square of about 0.2 times the learning rate, that of a usual AdamW update: one rate and one decay do
-    for both. State: 4 bytes per float32 parameter of a hidden matrix, 8 of the others.
+    mean square of about 0.2 times the learning rate, that of a usual AdamW update: one learning rate and one weight
+    decay serve both. State: 4 bytes per float32 parameter of a hidden matrix, 8 of the others.
 
     Args:
         params: Parameters or parameter groups.
-        lr: Peak learning rate, of both.
-        momentum: Decay rate of the matrices' momentum, taken ahead as Nesterov's.
+        lr: Peak learning rate, for Muon and AdamW.
+        momentum: Decay rate of the matrices' momentum (Nesterov).
         ns_steps: Newton-Schulz iterations, in bfloat16.
         betas: AdamW's decay rates of the first and the second moment.
-        eps: AdamW's.
+        eps: Added to the square root of AdamW's second moment.
         weight_decay: Decoupled decay per step, times the learning rate.
 
     Example:
@@ -50,18 +50,19 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
     ) -> None:
         matrices, rest = _split(params)
-        shared = {"lr": lr, "weight_decay": weight_decay}
-        own = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
+        shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay}
+        own: dict[str, Any] = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
+        adam: dict[str, Any] = {"betas": tuple(betas), "eps": eps, "fused": True}
         self._parts: list[Optimizer] = []
         if matrices:
             self._parts.append(_Matrices(matrices, **shared, **own))
         if rest:
-            self._parts.append(torch.optim.AdamW(rest, **shared, betas=tuple(betas), eps=eps, fused=True))
+            self._parts.append(torch.optim.AdamW(rest, **shared, **adam))
         super().__init__([group for part in self._parts for group in part.param_groups], shared)
         self._share()
 
     def _share(self) -> None:
-        """Lets both parts step this optimizer's groups, with this optimizer's state."""
+        """Makes both optimizers use this optimizer's parameter groups and state."""
         first = 0
         for part in self._parts:
             part.state = self.state
@@ -69,12 +70,12 @@ class Muon(Optimizer):
             first += len(part.param_groups)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes a saved state, flat as every optimizer's."""
+        """Loads a state dict."""
         super().load_state_dict(state_dict)
         self._share()
 
     def step(self, closure: Any = None) -> Any:
-        """Steps both parts."""
+        """Steps both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -85,30 +86,31 @@ class Muon(Optimizer):
 
 
 class _Matrices(torch.optim.Muon):
-    """Orthogonalises a matrix that is spread over ranks as a whole, one at a time, on each of them.
+    """torch's Muon; a matrix that is sharded over ranks is gathered and orthogonalised on each rank.
 
-    torch's own sends a message for each of 15 products, and adds up parts of them in bfloat16: five iterations
-    make a rounding up to 480 times larger, and weights were 0.5% off one process's after three steps.
+    On DTensors torch's own communicates for each of 15 products and sums partial products in bfloat16. Five
+    iterations make the rounding error up to 480 times larger: after three steps weights differed by 0.5% from those
+    of one process.
     """
 
     def _init_group(self, group: Any, *lists: Any) -> bool:
-        """Steps the spread matrices, and leaves the others to torch."""
+        """Steps the sharded matrices, and leaves the others to torch."""
         super()._init_group(group, *lists)
         for parameter, gradient, momentum in zip(*lists, strict=True):
-            if is_spread([parameter]):
-                _step_spread(group, parameter, gradient, momentum)
-        rest = [index for index, parameter in enumerate(lists[0]) if not is_spread([parameter])]
+            if is_sharded([parameter]):
+                _step_sharded(group, parameter, gradient, momentum)
+        rest = [index for index, parameter in enumerate(lists[0]) if not is_sharded([parameter])]
         for tensors in lists:
             tensors[:] = [tensors[index] for index in rest]
-        return False  # none is complex
+        return False  # has_complex: none of the matrices is
 
 
-def _step_spread(group: dict[str, Any], parameter: Any, gradient: Tensor, momentum: Tensor) -> None:
+def _step_sharded(group: dict[str, Any], parameter: Any, gradient: Tensor, momentum: Tensor) -> None:
     from torch.distributed.tensor import distribute_tensor
     from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
     momentum.lerp_(gradient, 1 - group["momentum"])
-    ahead = whole(gradient.lerp(momentum, group["momentum"]))
+    ahead = full_tensor(gradient.lerp(momentum, group["momentum"]))
     update = _zeropower_via_newtonschulz(ahead, group["ns_coefficients"], group["ns_steps"], group["eps"])
     own = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.mul_(1 - group["lr"] * group["weight_decay"])
@@ -116,11 +118,11 @@ def _step_spread(group: dict[str, Any], parameter: Any, gradient: Tensor, moment
 
 
 def _split(params: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns groups of hidden matrices and groups of all else, each with its settings."""
+    """Returns the groups of hidden matrices and the groups of all other parameters, with their settings."""
     groups = list(params)
     groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
     named = [[p if isinstance(p, tuple) else (None, p) for p in group["params"]] for group in groups]
-    marked = {id(p) for p in hidden_matrices([p for own in named for _, p in own])}
+    marked = {id(p) for p in _hidden_matrices([p for own in named for _, p in own])}
     parts: list[list[dict[str, Any]]] = []
     for wanted in (True, False):
         found = []
@@ -129,3 +131,9 @@ def _split(params: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
             found.append({**group, "params": chosen})
         parts.append([group for group in found if group["params"]])
     return parts[0], parts[1]
+
+
+def _hidden_matrices(parameters: list[Tensor]) -> list[Tensor]:
+    """Returns those that are marked as hidden matrices; where none of a model's is, all 2-dimensional ones."""
+    marked = [parameter for parameter in parameters if hasattr(parameter, "hidden_matrix")]
+    return marked or [parameter for parameter in parameters if parameter.ndim == 2]

@@ -1,11 +1,10 @@
-"""AdamW with moments of 8 bits, which leave the GPU when memory runs short."""
+"""AdamW with 8-bit moments that move to the host when GPU memory runs short."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from core.technique import Package, technique
-from plugins.optimizers.libraries import library, not_on_shards, unwrapped
+from plugins.optimizers.adamw8bit import AdamW8bit
+from plugins.optimizers.libraries import not_on_shards
 
 
 @technique(
@@ -13,17 +12,11 @@ from plugins.optimizers.libraries import library, not_on_shards, unwrapped
     needs=(Package("bitsandbytes>=0.48"),),
     conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "TorchaoAdamW8bit or AdamW"),
 )
-class PagedAdamW8bit(library("bitsandbytes").optim.PagedAdamW8bit):  # type: ignore[misc]
-    """AdamW8bit whose state lies in unified memory: on CUDA it moves to the host where the device is full.
+class PagedAdamW8bit(AdamW8bit):
+    """AdamW8bit with its state in unified memory: on CUDA it moves to the host when the device is full.
 
-    State: about 2 bytes per parameter of a tensor of 4,096 or more elements; 8 bytes in smaller ones. On a CPU it is AdamW8bit.
-
-    Args:
-        params: Parameters or parameter groups.
-        lr: Peak learning rate.
-        betas: Decay rates of the first and the second moment.
-        eps: Added to the square root of the second moment.
-        weight_decay: Decoupled decay per step, times the learning rate.
+    State: about 2 bytes per parameter of a tensor of 4,096 or more elements; 8 bytes in smaller ones. On a CPU it
+    does the same as AdamW8bit.
 
     Example:
         model:
@@ -32,16 +25,4 @@ class PagedAdamW8bit(library("bitsandbytes").optim.PagedAdamW8bit):  # type: ign
             init_args: {lr: 6.0e-4, betas: [0.9, 0.95], weight_decay: 0.1}
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 6e-4,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        weight_decay: float = 0.1,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state, each tensor of a parameter under a name of its own."""
-        return unwrapped(super().state_dict())
+    paged = True

@@ -1,4 +1,4 @@
-"""AdamW without a schedule: the average of the weights takes its place."""
+"""AdamW without a learning rate schedule: an average of the weights takes its place."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from plugins.optimizers.libraries import library, not_on_shards
 @technique(
     paper="The Road Less Scheduled, arXiv:2405.15682, algorithm 1; the authors' package schedulefree",
     needs=(Package("schedulefree>=1.4", extra="optimizers"),),
-    conflicts=not_on_shards("its averages are put into whole checkpoints only", "AdamW"),
+    conflicts=not_on_shards("its averages are only written to checkpoints of full weights", "AdamW"),
     owns=("learning_rate",),
 )
 class ScheduleFreeAdamW(library("schedulefree").AdamWScheduleFree):  # type: ignore[misc]
-    """AdamW whose result is a running average of the weights, as good at every step as after a decay.
+    """Schedule-Free AdamW: a running average of the weights, which replaces the decay of a learning rate schedule.
 
-    Validation, and the weights in checkpoints, are the average; training goes on from exactly where it was.
-    After a linear warm-up the rate stays: run it without `lr_scheduler`. State: 8 bytes per float32 parameter,
-    and 4 more while validating or saving.
+    Validation and checkpoints use the average; training continues from the exact trained weights. After a linear
+    warm-up the learning rate is constant: run it without `lr_scheduler`. State: 8 bytes per float32 parameter, and 4
+    more while validating or saving.
 
     Args:
         params: Parameters or parameter groups.
-        lr: Learning rate; the paper takes 1 to 10 times that of a schedule.
-        betas: Share of the average in the point where gradients are taken; decay rate of the second moment.
+        lr: Learning rate; the paper uses 1 to 10 times the peak of a schedule.
+        betas: Weight of the average in the point where gradients are computed; decay rate of the second moment.
         eps: Added to the square root of the second moment.
         weight_decay: Decoupled decay per step, times the learning rate.
-        warmup_steps: Optimizer steps until the rate.
+        warmup_steps: Optimizer steps of the linear warm-up.
 
     Example:
         model:
@@ -42,7 +42,7 @@ class ScheduleFreeAdamW(library("schedulefree").AdamWScheduleFree):  # type: ign
     """
 
     group_state = ("k", "train_mode", "weight_sum", "lr_max", "scheduled_lr")
-    """What changes in the parameter groups from step to step."""
+    """Keys of the parameter groups that change from step to step."""
 
     def __init__(
         self,
@@ -61,21 +61,21 @@ class ScheduleFreeAdamW(library("schedulefree").AdamWScheduleFree):  # type: ign
 
     @property
     def in_training(self) -> bool:
-        """Whether the parameters are those that are trained, not their average."""
+        """Whether the parameters hold the trained weights, not their average."""
         return bool(self.param_groups[0]["train_mode"])
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Puts the average into the parameters."""
+        """Copies the average into the parameters."""
         if self.in_training:
             self._kept = [parameter.clone() for parameter in self._parameters()]
             super().eval()
 
     @torch.no_grad()
     def train(self) -> None:
-        """Puts back, bit by bit, what is trained."""
+        """Restores the trained weights exactly."""
         if not self.in_training:
-            for parameter, value in zip(self._parameters(), self._kept, strict=True):
+            for parameter, value in zip(self._parameters(), self._kept, strict=bool(self._kept)):
                 parameter.copy_(value)
             self._kept = []
             self._set_mode(training=True)

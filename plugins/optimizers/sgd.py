@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from core.technique import technique
-from core.training.shards import is_spread
+from toolkit.shards import is_sharded
 
 
 @technique(
@@ -17,16 +17,16 @@ from core.training.shards import is_spread
 class SGD(torch.optim.SGD):
     """Gradient descent with momentum, as one fused kernel over all parameters.
 
-    State: 4 bytes per float32 parameter (momentum). `weight_decay` is that of the objective (L2): it is
-    added to the gradient and passes through the momentum.
+    State: 4 bytes per float32 parameter (momentum). `weight_decay` is L2 regularisation: it is added to the
+    gradient and passes through the momentum.
 
     Args:
         params: Parameters or parameter groups.
         lr: Peak learning rate.
-        momentum: How much of the last update is kept.
+        momentum: Weight of the previous update in the next one.
         weight_decay: Coefficient c of c/2 times the sum of squares of the weights.
-        nesterov: Whether the gradient is taken ahead of the momentum.
-        fused: One kernel for all parameters (CPU and CUDA); false: torch's own choice.
+        nesterov: Whether to use Nesterov momentum.
+        fused: Whether to use one kernel for all parameters (CPU and CUDA); false: torch chooses.
 
     Example:
         model:
@@ -44,14 +44,20 @@ class SGD(torch.optim.SGD):
         nesterov: bool = False,
         fused: bool = True,
     ) -> None:
-        options = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
-        super().__init__(params, **options, fused=fused or None)
-        # As in AdamW: Lightning unscales fp16 gradients before, or it refuses to clip.
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            fused=fused or None,
+        )
+        # As in AdamW: Lightning refuses to clip gradients unless it unscales them before the step.
         self._step_supports_amp_scaling = False
 
     def _init_group(self, group: dict[str, Any], *lists: Any) -> Any:
-        """Steps spread weights without the fused kernel, which does not take them; together if of one mesh."""
-        if is_spread(group["params"]):
+        """Steps sharded weights without the fused kernel, which does not take DTensors; with foreach if of one mesh."""
+        if is_sharded(group["params"]):
             meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
             group["fused"], group["foreach"] = False, len(meshes) == 1
         return super()._init_group(group, *lists)

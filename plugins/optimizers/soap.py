@@ -10,26 +10,26 @@ from core.technique import Package, technique
 from plugins.optimizers.libraries import library, not_on_shards
 
 LISTS = ("GG", "Q")
-"""Parts of a parameter's state that pytorch_optimizer keeps as lists, one matrix (or nothing) a dimension."""
+"""Parts of a parameter's state that pytorch_optimizer keeps as lists, with one matrix (or nothing) per dimension."""
 
 
 @technique(
     paper="SOAP, arXiv:2409.11321, algorithm 3; pytorch_optimizer",
     needs=(Package("pytorch_optimizer>=4", extra="optimizers"),),
-    conflicts=not_on_shards("its eigenbases need whole matrices", "Muon or AdamW"),
+    conflicts=not_on_shards("its eigenbases need full matrices", "Muon or AdamW"),
 )
 class SOAP(library("pytorch_optimizer").SOAP):  # type: ignore[misc]
     """Adam in the eigenbasis of the averaged products of a matrix's gradients with themselves.
 
-    State: 8 bytes per float32 parameter, and for an (m, n) matrix 8 (m^2 + n^2) bytes besides. The first step
-    only makes the basis. The decay is decoupled.
+    State: 8 bytes per float32 parameter, and for an (m, n) matrix 8 (m^2 + n^2) bytes in addition. The first step
+    only computes the basis and changes no weight. The weight decay is decoupled.
 
     Args:
         params: Parameters or parameter groups.
         lr: Peak learning rate.
-        betas: Decay rates of the first and the second moment; the basis's is the second.
+        betas: Decay rates of the first and the second moment; the second is used for the basis, too.
         weight_decay: Decoupled decay per step, times the learning rate.
-        precondition_frequency: Steps from one basis to the next.
+        precondition_frequency: Steps between two updates of the basis.
         max_precondition_dim: Larger dimensions, such as a vocabulary, keep the identity as their basis.
         eps: Added to the square root of the second moment.
 
@@ -56,12 +56,12 @@ class SOAP(library("pytorch_optimizer").SOAP):  # type: ignore[misc]
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state with each matrix under a name of its own: GG_0, GG_1, Q_0, Q_1."""
+        """Returns the state dict with each matrix under its own name: GG_0, GG_1, Q_0, Q_1."""
         state = super().state_dict()
         return {**state, "state": {key: _flat(own) for key, own in state["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned."""
+        """Loads what :meth:`state_dict` returned."""
         super().load_state_dict(state_dict)
         for parameter, own in self.state.items():
             for name in LISTS:

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits that are spread over ranks like the weights."""
+"""AdamW with 8-bit moments that are sharded over ranks like the weights."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core.technique import Package, technique
-from core.training.shards import local
+from core.training.shards import local_tensors
 from plugins.optimizers.libraries import library
 
 _states = library("torchao.optim.subclass_8bit", "torchao")
 OptimState8bit, get_qmap_signed = _states.OptimState8bit, _states.get_qmap_signed
 get_qmap_unsigned = _states.get_qmap_unsigned
-NO_BLOCKS = "moments are quantised in blocks of rows, which only FSDP leaves whole: take AdamW with sharded weights, or FSDP"
+NO_BLOCKS = "moments are quantised in blocks of rows, which only FSDP keeps together: take AdamW with sharded weights, or FSDP"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 256
 
@@ -29,10 +29,10 @@ BLOCK = 256
     conflicts=dict.fromkeys(("HybridParallel", "ModelParallelStrategy", "FSDPStrategy"), NO_BLOCKS),
 )
 class TorchaoAdamW8bit(library("torchao.optim", "torchao").AdamW8bit):  # type: ignore[misc]
-    """AdamW whose two moments are stored in 8 bits each, also under `FSDP`, in blocks of 256 with a scale of their own.
+    """AdamW whose two moments are stored in 8 bits each, also under `FSDP`, in blocks of 256 with one scale each.
 
-    State: about 2 bytes per parameter of a tensor of which each rank has a multiple of 256 elements, 4,096 or more,
-    and as many as every other rank; 8 bytes in others. A run goes on from a checkpoint on another number of ranks.
+    State: about 2 bytes per parameter of a tensor of which every rank has the same number of elements, at least
+    4,096 and a multiple of 256; 8 bytes in other tensors. A run can resume on another number of ranks.
 
     Args:
         params: Parameters or parameter groups.
@@ -40,7 +40,7 @@ class TorchaoAdamW8bit(library("torchao.optim", "torchao").AdamW8bit):  # type: 
         betas: Decay rates of the first and the second moment.
         eps: Added to the square root of the second moment.
         weight_decay: Decoupled decay per step, times the learning rate.
-        compiled: Whether steps are compiled, in the first one, for 15 to 42 s; null: on CUDA.
+        compiled: Whether to compile the step, which takes 15 to 42 s in the first one; None: on CUDA only.
 
     Example:
         model:
@@ -64,13 +64,13 @@ class TorchaoAdamW8bit(library("torchao.optim", "torchao").AdamW8bit):  # type: 
         self.compiled = compiled
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; its rate stays a number, as schedules leave it."""
+        """Adds a group; its learning rate stays a float, as schedules set it."""
         rate = param_group.get("lr", self.defaults["lr"])
         super().add_param_group(param_group)
         self.param_groups[-1]["lr"] = rate
 
     def step(self, closure: Any = None) -> Any:
-        """Steps; torchao takes the rate as a tensor, and compiles unless it is told not to."""
+        """Performs a step. torchao takes the learning rate as a tensor, and compiles unless compilation is disabled."""
         rates = [group["lr"] for group in self.param_groups]
         device = self.param_groups[0]["params"][0].device
         compiled = device.type == "cuda" if self.compiled is None else self.compiled
@@ -83,16 +83,16 @@ class TorchaoAdamW8bit(library("torchao.optim", "torchao").AdamW8bit):  # type: 
         return loss
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Any:
-        """Returns zeros in 8 bits, where blocks are those of a single process."""
+        """Returns 8-bit zeros if the blocks are the same as in a single process, else zeros like `p`."""
         return super()._new_buffer(p, signed) if _even(p) else torch.zeros_like(p)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state with codes (of a parameter's shape) and scales (one for a block) as tensors by name."""
+        """Returns the state dict with codes (shaped as the parameter) and scales (one per block) as plain tensors."""
         found = super().state_dict()
         return {**found, "state": {key: _flat(own) for key, own in found["state"].items()}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what :meth:`state_dict` returned, of any number of ranks."""
+        """Loads what :meth:`state_dict` returned on any number of ranks."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {key: self._joined(own, parameters[key]) for key, own in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
@@ -121,19 +121,19 @@ def _flat(own: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, value in own.items():
         if isinstance(inner := _local(value), OptimState8bit):
-            found[f"{name}_codes"] = _spread(inner.codes, value, value.shape)
-            found[f"{name}_scales"] = _spread(inner.scale, value, torch.Size([value.numel() // BLOCK]))
+            found[f"{name}_codes"] = _sharded_like(inner.codes, value, value.shape)
+            found[f"{name}_scales"] = _sharded_like(inner.scale, value, torch.Size([value.numel() // BLOCK]))
         else:
             found[name] = value
     return found
 
 
 def _local(value: Tensor) -> Tensor:
-    return local([value])[0]
+    return local_tensors([value])[0]
 
 
-def _spread(part: Tensor, like: Any, shape: torch.Size) -> Tensor:
-    """Returns a tensor of that shape of which each rank has a part, as of another one; or the part, which is whole."""
+def _sharded_like(part: Tensor, like: Any, shape: torch.Size) -> Tensor:
+    """Returns a DTensor of that shape, sharded as `like`; or `part` itself, if `like` is not sharded."""
     if not hasattr(like, "to_local"):
         return part
     stride = torch.empty(shape, device="meta").stride()
@@ -143,7 +143,7 @@ def _spread(part: Tensor, like: Any, shape: torch.Size) -> Tensor:
 
 
 def _even(parameter: Any) -> bool:
-    """Returns whether each rank has as many rows as every other."""
+    """Returns whether all ranks have the same number of rows."""
     if not hasattr(parameter, "to_local"):
         return True
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -151,7 +151,7 @@ def _even(parameter: Any) -> bool:
 
 
 def _first(parameter: Any) -> int:
-    """Returns the number of this rank's first element among the parameter's."""
+    """Returns the index of this rank's first element in the flattened parameter."""
     if not hasattr(parameter, "to_local"):
         return 0
     _, offset = compute_local_shape_and_global_offset(

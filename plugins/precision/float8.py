@@ -18,10 +18,10 @@ from core.technique import Package, technique
 from plugins.precision.layers import linear_layers, run_device
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 CAPABILITY = (8, 9)
-"""The least compute capability of GPUs that multiply fp8: Ada and Hopper."""
+"""The lowest compute capability with fp8 products: Ada and Hopper."""
 
 
 @technique(
@@ -29,20 +29,20 @@ CAPABILITY = (8, 9)
     needs=[Package("torchao>=0.18", extra="torchao")],
 )
 class Float8(MixedPrecision):
-    """Multiplies linear layers in fp8, scaled anew in each product; all else is bf16-mixed.
+    """Computes linear layers in fp8 with dynamic scaling; everything else is bf16-mixed.
 
-    Weights stay in float32 under their names, so that a checkpoint fits any other precision. The output head
-    stays in bf16 unless `layers` names it. Where there is no GPU of compute capability 8.9, fp8 is emulated:
-    the same roundings, at less than bf16's speed. On a GPU the speed comes with torch.compile.
+    Weights stay in float32 under their names, so that checkpoints work with any other precision. The output head
+    stays in bf16 unless `layers` names it. Without a GPU of compute capability 8.9 fp8 is emulated: with the same
+    rounding, but slower than bf16. On a GPU the speed-up needs torch.compile.
 
     Args:
-        recipe: What shares a scale. "tensorwise": a whole tensor (fastest). "rowwise": a row or column, a power of
-            two (more exact). "rowwise_with_gw_hp": the same, and weight gradients in bf16 (most exact).
+        recipe: What shares a scale. "tensorwise": a whole tensor (fastest). "rowwise": a row or column, with scales
+            that are powers of two (more exact). "rowwise_with_gw_hp": also weight gradients in bf16 (most exact).
         layers: Names of linear layers, with `*` and `?`; None: all in the network's blocks.
-        emulate: Whether to round to fp8 and multiply in bf16; None: where the hardware has no fp8.
+        emulate: Whether to round to fp8 and multiply in bf16; None: if the hardware has no fp8.
 
     Raises:
-        ConfigError: If no layer has such a name; without emulation, if sizes are no multiples of 16.
+        ConfigError: If an entry of `layers` matches no layer; without emulation, if a size is not a multiple of 16.
 
     Example:
         trainer:
@@ -57,18 +57,18 @@ class Float8(MixedPrecision):
         layers: list[str] | None = None,
         emulate: bool | None = None,
     ) -> None:
-        super().__init__("bf16-mixed", "cpu")  # the run's device comes with `connect`
+        super().__init__("bf16-mixed", "cpu")  # `connect` sets the run's device
         self.recipe, self.layers, self.emulate = recipe, layers, emulate
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that the GPU cannot do what it is told to."""
+        """Yields an error if `emulate` is false and the GPU has no fp8."""
         if own.arguments.get("emulate") is False and run.accelerator == "cuda" and not _has_fp8():
             least = "{}.{}".format(*CAPABILITY)
             yield f"emulate is false, and a GPU without compute capability {least} has no fp8: leave emulate out"
 
     def change_network(self, network: Network) -> None:
-        """Puts fp8 layers in the place of linear ones, around the same parameters."""
+        """Replaces linear layers by fp8 layers with the same parameters."""
         from torchao.float8 import Float8LinearConfig
 
         chosen = linear_layers(network, self.layers, "Float8")
@@ -81,7 +81,7 @@ class Float8(MixedPrecision):
             network.set_submodule(name, _layer_class().from_float(layer, config=config))
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Takes over the run's device."""
+        """Sets the run's device."""
         self.device = run_device(model)
         return super().connect(model, optimizers, lr_schedulers)
 
@@ -103,17 +103,20 @@ def _layer_class() -> Any:
     from torchao.float8.float8_linear import Float8Linear
 
     class AutocastFloat8Linear(Float8Linear):
-        """Computes in fp8 where autocast is on, and as any linear layer where it is not: sampling is in float32."""
+        """Computes in fp8 under autocast, and as a plain linear layer otherwise: sampling is in float32."""
 
         def forward(self, input: Tensor) -> Tensor:
             device = input.device.type
             if not torch.is_autocast_enabled(device):
                 return F.linear(input, self.weight, self.bias)
-            # torchao asks for autocast on GPUs alone: on a CPU the gradient's dtype would not be the input's
+            # torchao checks autocast on GPUs only: on a CPU gradients would not have the dtype of the input
             input = input.to(torch.get_autocast_dtype(device))
             if not torch.is_inference_mode_enabled():
                 return super().forward(input)
-            with torch.inference_mode(False), torch.no_grad():  # torchao's tensors do not know inference mode
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+            ):  # torchao's tensors do not support inference mode
                 return super().forward(input)
 
     return AutocastFloat8Linear

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from core.errors import ConfigError
+from core.lightning_compat import after_closure
 from core.technique import technique
 from plugins.precision.layers import run_device
 
@@ -16,22 +17,23 @@ from plugins.precision.layers import run_device
 @technique(
     paper="Mixed Precision Training, arXiv:1710.03740, section 3.2; torch.amp.GradScaler",
     conflicts={"LBFGS": "it evaluates the loss several times a step, loss scaling allows one evaluation"},
+    precision_words=("16", "16-mixed"),
 )
 class FP16Mixed(MixedPrecision):
-    """Computes in fp16 under autocast, keeps weights in float32, and scales the loss so that gradients fit.
+    """Mixed precision in fp16: autocast, weights in float32, and a loss scale that keeps gradients in range.
 
-    The loss is multiplied by a scale before backward, and gradients are divided by it before anything sees
-    them: logged norms and clipping are of the true gradients. A step whose gradients overflow is skipped and
-    the scale shrinks; after `growth_interval` steps without one it grows. `trainer.precision: 16-mixed` means
-    this with its defaults. On a CPU it is for trying out what a GPU will do: bf16-mixed is faster there.
+    The loss is multiplied by a scale before backward, and gradients are divided by it before they are logged or
+    clipped. A step whose gradients overflow is skipped and the scale shrinks. After `growth_interval` steps without
+    an overflow the scale grows. `trainer.precision: 16-mixed` selects this with its defaults. On a CPU it is for
+    trying out what a GPU will do: bf16-mixed is faster there.
 
-    A skipped step counts as a step of the schedule. With a fused Adam or AdamW the decision stays on the
-    device; other optimizers make the host wait for it once a step.
+    A skipped step counts as a step of the schedule. With a fused Adam or AdamW the decision is taken on the
+    device; with other optimizers the host waits for it once per step.
 
     Args:
         init_scale: The scale of the first step.
-        growth_factor: Above 1.
-        backoff_factor: Between 0 and 1.
+        growth_factor: Factor by which the scale grows, above 1.
+        backoff_factor: Factor by which the scale shrinks, between 0 and 1.
         growth_interval: Steps without an overflow after which the scale grows.
 
     Attributes:
@@ -62,15 +64,15 @@ class FP16Mixed(MixedPrecision):
                 "FP16Mixed takes init_scale > 0, growth_factor > 1, 0 < backoff_factor < 1 and "
                 "growth_interval >= 1, not {}, {}, {} and {}.".format(*self._options)
             )
-        # the device, and so the scaler, are those of the run: see `connect`
+        # `connect` sets the run's device and makes its scaler
         super().__init__("16-mixed", "cpu", torch.amp.GradScaler("cpu", *self._options))
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Makes the scaler for the run's device, and lets fused kernels skip a step by themselves."""
+        """Makes the scaler for the run's device; fused Adam kernels skip a step by themselves."""
         self.device = run_device(model)
         self.scaler = torch.amp.GradScaler(self.device, *self._options)
         for optimizer in optimizers:
-            # Not SGD: skipped in its first step, torch 2.15's fused one goes on with momentum it never wrote.
+            # Not SGD: if its first step is skipped, the fused SGD of torch 2.15 continues with uninitialised momentum.
             adam = isinstance(optimizer, torch.optim.Adam)  # AdamW is one, too
             optimizer._step_supports_amp_scaling = adam and bool(optimizer.defaults.get("fused"))
         return super().connect(model, optimizers, lr_schedulers)
@@ -80,13 +82,13 @@ class FP16Mixed(MixedPrecision):
     ) -> Any:
         """Runs backward, unscales, then logs and clips, then steps unless there was an overflow."""
         if closure() is None:  # a training step without a loss
-            return self._after_closure(model, optimizer)
+            return after_closure(self, model, optimizer)
         self.scaler.unscale_(optimizer)
-        self._after_closure(model, optimizer)
+        after_closure(self, model, optimizer)
         result = self.scaler.step(optimizer, **kwargs)
         self.scaler.update()
         return result
 
     def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Clips, also beside fused optimizers: here they find gradients unscaled."""
+        """Clips also with fused optimizers, which Lightning refuses: here gradients are unscaled before the step."""
         Precision.clip_gradients(self, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Linear layers whose weight bitsandbytes keeps in 4 or 8 bits; biases train."""
+"""Linear layers with a frozen weight that bitsandbytes keeps in 4 or 8 bits; biases train."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Kind = Literal["nf4", "fp4", "int8"]
 
 
 class Frozen4bit(bnb.nn.Linear4bit):
-    """A `Linear4bit` that computes in what autocast says, keeps its bias' dtype, and loads what it saves."""
+    """A `Linear4bit` that computes in autocast's dtype, keeps the dtype of its bias, and loads what it saves."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., in) to (..., out)."""
-        # not the base class's: it packs weights anew in eval mode on some CPUs, and casts the bias for good
+        # Not the forward of the base class: on some CPUs it repacks weights in eval mode, and it casts the bias.
         x = in_autocast(x)
         state = getattr(self.weight, "quant_state", None)
         if state is None:
@@ -41,7 +41,7 @@ class Frozen4bit(bnb.nn.Linear4bit):
 
 
 class Frozen8bit(bnb.nn.Linear8bitLt):
-    """A `Linear8bitLt` that computes the same in evaluation as in training, and keeps its bias' dtype."""
+    """A `Linear8bitLt` that computes the same in evaluation as in training, and keeps the dtype of its bias."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., in) to (..., out)."""
@@ -50,14 +50,14 @@ class Frozen8bit(bnb.nn.Linear8bitLt):
             self.init_8bit_state()
         if self.state.CB is None:
             raise ConfigError(NOT_THERE)
-        self.state.is_training = (
-            True  # else bitsandbytes rounds activations on a CPU, to int8, in evaluation only
-        )
+        # Otherwise, on a CPU, bitsandbytes rounds activations to int8 in evaluation only.
+        self.state.is_training = True
         return with_bias(bnb.matmul(x, self.weight, state=self.state), self.bias)
 
     def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
-        if self.weight.CB is None:  # it has been used; the base class loads into one that has not
-            self.weight.CB, self.weight.SCB = self.state.CB, self.state.SCB
+        weight: Any = self.weight  # an Int8Params
+        if weight.CB is None:  # after the first use; the base class can only load before it
+            weight.CB, weight.SCB = self.state.CB, self.state.SCB
             self.state.CB = self.state.SCB = None
         super()._load_from_state_dict(*given, **named)
 
@@ -69,12 +69,12 @@ NOT_THERE = (
 
 
 def frozen(layer: nn.Linear, kind: Kind, double_quantization: bool) -> nn.Module:
-    """Returns a layer with the weight quantised on the device where it is, and the same bias parameter.
+    """Returns a layer with the weight quantised on its device, and the same bias parameter.
 
     On the meta device nothing is quantised.
     """
     size, weight = (layer.in_features, layer.out_features), layer.weight.detach()
-    start = weight if weight.is_meta else weight.cpu()  # `to` quantises what comes from there
+    start = weight if weight.is_meta else weight.cpu()  # `to` quantises tensors that come from the CPU
     result: Any
     with torch.device("meta"):
         if kind == "int8":
@@ -90,7 +90,7 @@ def frozen(layer: nn.Linear, kind: Kind, double_quantization: bool) -> nn.Module
 
 
 def in_autocast(x: Tensor) -> Tensor:
-    """Returns x in the dtype that autocast would give it, so that gradients have it, too."""
+    """Returns x in autocast's dtype, so that gradients have it, too."""
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 

@@ -1,4 +1,4 @@
-"""What precisions ask of a run: which device it is on, which of a network's layers are meant."""
+"""What the precision techniques share: the device of the run, the selection of linear layers by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.errors import ConfigError, nearest
 
 
 def run_device(model: Any) -> str:
-    """Returns "cpu" or "cuda": the kind of device on which a strategy runs its model, wrapped or not."""
+    """Returns "cpu" or "cuda", the device type of the strategy that runs a model, wrapped or not."""
     module = model if isinstance(model, LightningModule) else model.module
     return str(module.trainer.strategy.root_device.type)
 
@@ -23,13 +23,13 @@ def linear_layers(network: Network, patterns: Sequence[str] | None, who: str) ->
     """Returns linear layers by their full names.
 
     Args:
-        network: Their network.
-        patterns: What the names match, with `*` and `?`; None: all layers in the network's blocks, so that the
-            output head is none of them.
-        who: The technique that asks, for the message.
+        network: The network.
+        patterns: Patterns for names, with `*` and `?`; None: all layers in the network's blocks, and so not the
+            output head.
+        who: The name of the technique, for the message.
 
     Raises:
-        ConfigError: If a pattern matches none.
+        ConfigError: If a pattern matches no layer.
     """
     found = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
     if patterns is None:

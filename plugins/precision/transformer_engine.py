@@ -23,17 +23,17 @@ from plugins.precision.layers import linear_layers
     ],
 )
 class TransformerEngine(MixedPrecision):
-    """Multiplies linear layers in fp8 with Transformer Engine's kernels; all else is bf16-mixed.
+    """Computes linear layers in fp8 with Transformer Engine's kernels; everything else is bf16-mixed.
 
-    One scale a tensor, from its present values, so that no history has to be saved; weights stay in float32
-    under their names. `Float8` does the same with torchao and without a GPU.
+    Each tensor has one scale, computed from its current values, so that no history has to be saved. Weights stay in
+    float32 under their names. `Float8` does the same with torchao and also runs without a GPU.
 
     Args:
-        fp8_format: "HYBRID": e4m3 forward, e5m2 for gradients; "E4M3": that everywhere.
+        fp8_format: "HYBRID": e4m3 in forward, e5m2 for gradients; "E4M3": e4m3 for both.
         layers: Names of linear layers, with `*` and `?`; None: all in the network's blocks.
 
     Raises:
-        ConfigError: If no layer has such a name.
+        ConfigError: If an entry of `layers` matches no layer.
 
     Example:
         trainer:
@@ -50,13 +50,13 @@ class TransformerEngine(MixedPrecision):
         self.fp8_format, self.layers = fp8_format, layers
 
     def change_network(self, network: Network) -> None:
-        """Puts Transformer Engine's layers in the place of linear ones, around the same parameters."""
+        """Replaces linear layers by Transformer Engine's, with the same parameters."""
         for name, layer in linear_layers(network, self.layers, "TransformerEngine").items():
             network.set_submodule(name, _converted(layer))
 
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Computes in bf16, and in fp8 where a layer can."""
+        """Computes in bf16, and in fp8 in layers that support it."""
         import transformer_engine.pytorch as te
         from transformer_engine.common.recipe import Float8CurrentScaling, Format
 
@@ -69,7 +69,7 @@ def _converted(layer: nn.Linear) -> Any:
     import transformer_engine.pytorch as te
 
     class Linear(te.Linear):
-        # Its extra state is a pickle, which a checkpoint from strangers must not hold, and without a history empty.
+        # Its extra state is a pickle, which the safe loader refuses; without a scaling history it is empty anyway.
         def get_extra_state(self) -> torch.Tensor:
             return torch.empty(0)
 

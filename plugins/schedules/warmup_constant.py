@@ -1,4 +1,4 @@
-"""Linear warm-up, then the same rate for ever."""
+"""Linear warm-up, then a constant learning rate."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from plugins.schedules.warmup import WarmupSchedule
 
 @technique(paper="Goyal et al., arXiv:1706.02677, section 2.2 (gradual warm-up)")
 class WarmupConstant(WarmupSchedule):
-    """Raises the learning rate linearly to its peak, and keeps it there.
+    """Linear warm-up, then a constant learning rate.
 
     Args:
-        optimizer: Its learning rates are the peaks.
-        warmup_steps: Optimizer steps until the peak; below 1 a fraction of the run; 0 starts there.
-        warmup_tokens: Tokens until the peak, in place of steps. Positions of all ranks, padding included.
+        warmup_steps: Optimizer steps until the peak; below 1 a fraction of the run; 0 starts at the peak.
+        warmup_tokens: Tokens until the peak, in place of steps. All positions on all ranks count, with padding.
 
     Raises:
         ConfigError: If the warm-up is below 0 or as long as the run.
@@ -35,7 +34,7 @@ class WarmupConstant(WarmupSchedule):
         warmup_steps: int | float = 100,
         warmup_tokens: int | float | None = None,
     ) -> None:
-        super().__init__(optimizer, 1.0, warmup_steps=warmup_steps, warmup_tokens=warmup_tokens)
+        super().__init__(optimizer, warmup_steps, 1.0, warmup_tokens=warmup_tokens)
 
     def after_warmup(self, done: float, warmup: float, end: float) -> float:
         """Returns 1."""

@@ -1,32 +1,30 @@
-"""Linear warm-up, then one minus a square root."""
+"""Linear warm-up, then a decay along a square root."""
 
 from __future__ import annotations
 
-import math
+from typing import Literal
 
 from torch.optim import Optimizer
 
+from core.errors import ConfigError, nearest
 from core.technique import technique
-from plugins.schedules.warmup import WarmupSchedule, progress
+from plugins.schedules.warmup import SQUARE_ROOTS, WarmupSchedule, progress
 
 
-@technique(paper="the decay of arXiv:2405.18392, section 3, over the whole run")
+@technique(paper="the decay of arXiv:2405.18392, section 3, over the full run")
 class WarmupSquareRoot(WarmupSchedule):
-    """Raises the learning rate linearly, then lowers it as 1 - sqrt to `min_lr_ratio` of its peak.
+    """Linear warm-up, then square-root decay of the learning rate to `min_lr_ratio` of its peak.
 
-    It falls fast at first and slowly towards the end.
+    Over the T steps of the decay, at step t, `decay` is 1 - sqrt(t/T), which falls fast at first and slowly towards
+    the end, or sqrt((T - t)/T), which falls slowly at first and fast at the end (a polynomial decay of power 0.5). Halfway
+    they are at 0.29 and 0.71 of the peak.
 
     Args:
-        optimizer: Its learning rates are the peaks.
-        warmup_steps: Optimizer steps until the peak; below 1 a fraction of the schedule; 0 starts there.
-        min_lr_ratio: Final learning rate over the peak, 0 to 1.
-        total_steps: Optimizer steps of the whole schedule, after which the rate stays at its end; below 1 a
-            fraction of the run; None: the length of the run.
-        warmup_tokens: Tokens until the peak, in place of steps.
-        total_tokens: Tokens of the whole schedule, in place of steps. Positions of all ranks, padding included.
+        decay: "square_root" is 1 - sqrt(t/T), "square_root_remaining" sqrt((T - t)/T).
 
     Raises:
-        ConfigError: If a value is out of range, the warm-up is as long as the schedule, or that longer than the run.
+        ConfigError: If a value is out of range, `decay` is unknown, the warm-up is as long as the schedule, or the
+            schedule is longer than the run.
 
     Example:
         model:
@@ -40,15 +38,18 @@ class WarmupSquareRoot(WarmupSchedule):
         optimizer: Optimizer,
         warmup_steps: int | float = 100,
         min_lr_ratio: float = 0.0,
-        total_steps: int | float | None = None,
-        warmup_tokens: int | float | None = None,
-        total_tokens: int | float | None = None,
+        *,
+        decay: Literal["square_root", "square_root_remaining"] = "square_root",
+        **lengths: int | float | None,
     ) -> None:
-        lengths = {"warmup_tokens": warmup_tokens, "total_tokens": total_tokens}
-        super().__init__(
-            optimizer, min_lr_ratio, warmup_steps=warmup_steps, total_steps=total_steps, **lengths
-        )
+        if decay not in SQUARE_ROOTS:
+            raise ConfigError(
+                f"WarmupSquareRoot: decay is {decay!r}, not one of {', '.join(SQUARE_ROOTS)}."
+                f"{nearest(decay, set(SQUARE_ROOTS))}"
+            )
+        self.shape = SQUARE_ROOTS[decay]
+        super().__init__(optimizer, warmup_steps, min_lr_ratio, **lengths)
 
     def after_warmup(self, done: float, warmup: float, end: float) -> float:
-        """Returns min + (1 - min) (1 - sqrt(p)) at a share p of the way to the end."""
-        return self.between(1 - math.sqrt(progress(done, warmup, end)))
+        """Returns min + (1 - min) shape(p) at a fraction p of the way to the end."""
+        return self.between(self.shape(progress(done, warmup, end)))

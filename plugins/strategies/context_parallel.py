@@ -1,6 +1,6 @@
-"""Sequences cut up over ranks: which tokens a rank has, and attention across them.
+"""Context parallelism: sequences sharded over ranks, and attention across the shards.
 
-Shapes: B sequences of T tokens in all and t on a rank; H query heads, G key-value heads, D features.
+Shapes: B sequences of T tokens, t of them on a rank; H query heads, G key-value heads, D features.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Method = Literal["ring", "ulysses"]
 
 
 class ContextParallel:
-    """Deals out the tokens of a batch, and attends to those of other ranks.
+    """Shards the tokens of a batch, and attends to those of other ranks.
 
-    "ring": rank r of n has the r-th and the r-th last of 2n chunks, so that all have as much to attend to;
-    keys and values go round. "ulysses" (arXiv:2309.14509): ranks have chunks in order, and change tokens for
-    heads before attention and back after it.
+    "ring": rank r of n has the r-th and the r-th last of 2n chunks, so that all ranks have the same amount of
+    attention; keys and values are passed around a ring. "ulysses" (arXiv:2309.14509): ranks have chunks in order;
+    an all-to-all exchanges tokens for heads before attention and back after it.
 
     Args:
         group: The ranks that share each sequence.
-        method: How attention reaches other ranks' tokens.
+        method: How attention reaches the tokens of other ranks.
 
     Attributes:
-        documents: Which document each token of the batch belongs to, (B, T); None: one each row.
+        documents: Document of each token of the batch, (B, T); None: one document per row.
     """
 
     def __init__(self, group: dist.ProcessGroup, method: Method) -> None:
@@ -41,14 +41,14 @@ class ContextParallel:
         self.documents: Tensor | None = None
 
     def install(self, network: Network) -> None:
-        """Makes a network attend through this."""
+        """Makes a network use this attention."""
         network.replace_attention(self.attend)
 
     def shard(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns this rank's tokens (B, t) of each tensor (B, T), with their positions.
 
         Raises:
-            ConfigError: If T cannot be divided.
+            ConfigError: If T is not a multiple of the number of chunks.
         """
         rows, length = batch["input_ids"].shape
         cuts = pieces(self.ranks, self.method)
@@ -77,10 +77,10 @@ class ContextParallel:
         is_causal: bool = False,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Attends from q (B, H, t, D) to k and v (B, G, t, D) of all ranks; called as torch's attention is.
+        """Attends from q (B, H, t, D) to k and v (B, G, t, D) of all ranks; called as torch's attention.
 
         Raises:
-            ConfigError: If attention is not causal, or drops weights.
+            ConfigError: If attention is not causal, or has dropout.
         """
         if mask is not None or not is_causal or dropout:
             raise ConfigError("HybridParallel: context above 1 takes causal attention without dropout.")
@@ -96,12 +96,14 @@ class ContextParallel:
 
 
 def pieces(size: int, method: Method) -> int:
-    """Returns how many parts of one length a sequence is cut into: for `ring`, each rank has two."""
+    """Returns the number of chunks of a sequence: two per rank for `ring`, one for `ulysses`."""
     return size * (2 if method == "ring" else 1)
 
 
-def misfits(network: Network, size: int, tensor: int, method: Method, length: int | None) -> Iterator[str]:
-    """Yields why sequences of a network cannot be cut up over so many ranks."""
+def compatibility_errors(
+    network: Network, size: int, tensor: int, method: Method, length: int | None
+) -> Iterator[str]:
+    """Yields why sequences of a network cannot be sharded over `size` ranks."""
     name, cuts = type(network).__name__, pieces(size, method)
     if not network.replace_attention(F.scaled_dot_product_attention):
         yield f"{name} does not let its attention be replaced: set context to 1"
@@ -117,7 +119,7 @@ def misfits(network: Network, size: int, tensor: int, method: Method, length: in
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends the i-th part of the first dimension to the i-th rank."""
+    """All-to-all: sends slice i of the first dimension to rank i."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -140,6 +142,6 @@ def _heads_for_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _tokens_for_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The way back."""
+    """(B, H / n, T, D) of some heads and all tokens -> (B, H, t, D) of all heads and some tokens."""
     parts = torch.stack(x.chunk(group.size(), dim=2)).contiguous()  # (n, B, H / n, t, D)
     return _Exchange.apply(parts, group).permute(1, 0, 2, 3, 4).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Data parallelism with whole copies of the model."""
+"""Data parallelism with a full copy of the model on each rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.technique import technique
 from plugins.strategies.shared_scaler import scales_losses
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "bf16": default_hooks.bf16_compress_hook,
@@ -32,23 +32,23 @@ HOOKS: dict[str, Callable[..., Any]] = {
     maturity="stable",
 )
 class DDP(DDPStrategy):
-    """Each rank holds the whole model; gradients are averaged in buckets while backward goes on.
+    """Distributed data parallelism: each rank holds the full model; gradients are averaged during backward.
 
-    Gradients may be compressed on their way between ranks, on CPU and GPU alike. Two-byte formats round them
-    (bf16 by up to 2^-9, fp16 by 2^-11 within its range); PowerSGD sends matrices of low rank, adds what it left
-    out to the next step's gradients, and begins anew after a resume, which is then not bitwise.
+    Gradients are averaged in buckets, and can be compressed for communication, on CPU and GPU. Two-byte formats round them (bf16 by up to 2^-9,
+    fp16 by 2^-11 within its range). PowerSGD sends low-rank matrices and adds the error to the gradients of the next
+    step. Its state is not saved: a resumed run is then not bitwise the same.
 
     Args:
-        compression: Of gradients on their way: "none", "bf16", "fp16" or "powersgd".
+        compression: Compression of gradients for communication: "none", "bf16", "fp16" or "powersgd".
         powersgd_rank: Rank of the matrices that PowerSGD sends.
-        powersgd_start: Optimizer steps before PowerSGD begins, at least 2; a tenth of the run is usual.
-        bucket_mb: Megabytes of gradients that travel together.
-        static_graph: Whether each step uses the same parameters in the same way, which saves a search.
-        find_unused_parameters: Whether some parameters may take no part in a step.
-        timeout_minutes: How long a rank waits for the others before it gives up.
+        powersgd_start: Optimizer steps before PowerSGD starts, at least 2; usually a tenth of the run.
+        bucket_mb: Size of a bucket of gradients in megabytes.
+        static_graph: Whether every step uses the same parameters in the same way, which saves a search.
+        find_unused_parameters: Whether a step may leave some parameters unused.
+        timeout_minutes: Minutes that a rank waits for the others before it raises an error.
 
     Raises:
-        ConfigError: If a number is out of its range.
+        ConfigError: If a number is out of range.
 
     Example:
         trainer:
@@ -77,17 +77,16 @@ class DDP(DDPStrategy):
         self._recording = static_graph
         self.compression, self.powersgd_rank, self.powersgd_start = compression, powersgd_rank, powersgd_start
         super().__init__(
-            ddp_comm_hook=HOOKS.get(compression),
             timeout=timedelta(minutes=timeout_minutes),
             bucket_cap_mb=bucket_mb,
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
-            gradient_as_bucket_view=True,  # gradients lie in the buckets: one copy less of each
+            gradient_as_bucket_view=True,  # gradients are views of the buckets: one copy less
         )
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields what lets a run go on behind gradients that are not finite, which PowerSGD does not forget."""
+        """Yields techniques that continue after non-finite gradients, which would stay in PowerSGD's error."""
         if own.arguments.get("compression") != "powersgd":
             return
         others = [item.name for item in run.selected if item.name in ("SkipStep", "SpikeRollback")]
@@ -95,30 +94,31 @@ class DDP(DDPStrategy):
             others.append("fp16")
         for name in others:
             yield (
-                f"compression=powersgd adds what it left out of gradients to the next ones, for ever if they were not "
-                f"finite, and {name} goes on behind those: set --trainer.strategy.compression=bf16 or none."
+                f"compression=powersgd adds the error of gradients to the next ones, so that values that are not finite "
+                f"stay in it, and {name} continues after those: set --trainer.strategy.compression=bf16 or none."
             )
 
-    def _register_ddp_hooks(self) -> None:
-        # Lightning's own does so on CUDA only, and says nothing elsewhere.
+    def configure_ddp(self) -> None:
+        """Wraps the model and registers the compression, which Lightning does on CUDA only."""
+        super().configure_ddp()
         assert isinstance(self.model, DistributedDataParallel)
-        if self._ddp_comm_hook is None:
-            return
+        state, hook = None, HOOKS.get(self.compression)
         if self.compression == "powersgd":
-            self._ddp_comm_state = powerSGD_hook.PowerSGDState(
+            state = powerSGD_hook.PowerSGDState(
                 None, matrix_approximation_rank=self.powersgd_rank, start_powerSGD_iter=self.powersgd_start
             )
-        self.model.register_comm_hook(self._ddp_comm_state, self._ddp_comm_hook)
+        if hook is not None:
+            self.model.register_comm_hook(state, hook)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Keeps gradients of a micro-batch on this rank, but for the first: there a static graph is recorded."""
+        """Skips the synchronisation of gradients, except in the first backward, which records a static graph."""
         recording, self._recording = self._recording, False
         with nullcontext() if recording else super().block_backward_sync():
             yield
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Sums or averages a tensor over ranks, in place; Lightning's own waits at a barrier first."""
+        """Sums or averages a tensor over ranks, in place; a sum without the barrier of Lightning's own."""
         if not isinstance(tensor, Tensor) or reduce_op not in ("sum", dist.ReduceOp.SUM):
             return super().reduce(tensor, group, reduce_op)
         dist.all_reduce(tensor, group=group)

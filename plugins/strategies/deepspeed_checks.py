@@ -1,4 +1,4 @@
-"""What of a DeepSpeedZero does not fit the precision, the optimizer, the other techniques or the machine."""
+"""Checks of DeepSpeedZero before the run: precision, optimizer, other techniques, machine."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from core.errors import nearest
 from plugins.strategies.deepspeed_engine import library
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 CONFLICTS = {
-    "SkipStep": "DeepSpeed steps the optimizer by itself, and by itself drops a step whose norm is not finite: "
+    "SkipStep": "DeepSpeed steps the optimizer by itself, and drops a step whose norm is not finite: "
     "take GradientClip, method adaptive",
-    "NonFiniteGuard": "it runs a step again outside of DeepSpeed's engine, which by itself drops a step whose "
-    "gradient norm is not finite",
+    "NonFiniteGuard": "it runs a step again outside of DeepSpeed's engine, which drops a step whose "
+    "gradient norm is not finite by itself",
 }
 ELEMENTWISE = (torch.optim.Adam, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
-"""Optimizers that treat every weight by itself, as flat parts of many weights require; AdamW is an Adam."""
+"""Elementwise optimizers, which ZeRO's flat partitions need; AdamW is a subclass of Adam."""
 FORMATS = {None: 32, "32": 32, "32-true": 32, "bf16": "bf16", "bf16-mixed": "bf16", "16": 16, "16-mixed": 16}
 COMPILED = "deepspeed.ops."
 
 
-def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each that does not fit; `given` are the strategy's arguments."""
+def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a message for each problem; `given` are the strategy's arguments."""
     given = {
         "stage": 2,
         "offload_optimizer": "none",
@@ -41,11 +41,11 @@ def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     stage = given["stage"]
     if given["offload_parameters"] != "none" and stage != 3:
         yield (
-            f"offload_parameters is {given['offload_parameters']}, and stage {stage} leaves parameters whole on the "
-            "device: set stage to 3"
+            f"offload_parameters is {given['offload_parameters']}, and stage {stage} keeps full "
+            "parameters on the device: set stage to 3"
         )
     if given["offload_optimizer"] == "nvme" and stage != 3:
-        yield f"offload_optimizer is nvme, for which stage has to be 3, not {stage}; cpu goes with each"
+        yield f"offload_optimizer is nvme, which needs stage 3, not {stage}; cpu works with each stage"
     if "nvme" in (given["offload_optimizer"], given["offload_parameters"]):
         yield from _nvme(run, given["nvme_path"])
     optimizer = next((item for item in run.selected if item.key == "model.optimizer"), None)
@@ -58,11 +58,11 @@ def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
 def _nvme(run: Run, path: str | None) -> Iterator[str]:
     if not path:
         yield "nvme_path is missing: name a folder on the NVMe disk"
-    elif not run.elsewhere and not Path(path).is_dir():
+    elif not run.offline and not Path(path).is_dir():
         parent = Path(path).parent
         hint = nearest(Path(path).name, [p.name for p in parent.iterdir()] if parent.is_dir() else [])
-        yield f"nvme_path is {path}, which is no folder.{hint} Make it: mkdir -p {path}"
-    if run.elsewhere or find_spec("deepspeed") is None:
+        yield f"nvme_path is {path}, which is not a folder.{hint} Make it: mkdir -p {path}"
+    if run.offline or find_spec("deepspeed") is None:
         return
     yield from _tools("nvme reads and writes with DeepSpeed's async_io, which")
     if not library(run.accelerator).ops.__compatible_ops__.get("async_io"):
@@ -70,7 +70,7 @@ def _nvme(run: Run, path: str | None) -> Iterator[str]:
 
 
 def _tools(what: str) -> Iterator[str]:
-    """Yields what is missing of what DeepSpeed compiles with."""
+    """Yields which tools are missing that DeepSpeed needs to compile."""
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         yield f"{what} is compiled when it is first used, and there is no C++ compiler ({compiler}): apt install g++"
@@ -81,13 +81,13 @@ def _tools(what: str) -> Iterator[str]:
 def _optimizer(run: Run, item: Selected) -> Iterator[str]:
     target = item.target
     if item.class_path.startswith(COMPILED):
-        if not run.elsewhere:
+        if not run.offline:
             yield from (f"{line}, or take AdamW" for line in _tools(item.name))
     elif "elementwise" not in item.declaration.offers and not (
         isinstance(target, type) and issubclass(target, ELEMENTWISE)
     ):
         yield (
-            f"{run.named(item)} cannot step flat parts of many weights, as ZeRO has them: take AdamW, SGD, or "
+            f"{run.named(item)} cannot step flat partitions of many weights, as ZeRO has them: take AdamW, SGD, or "
             f"{COMPILED}adam.DeepSpeedCPUAdam; {item.name} runs under DDP"
         )
 
@@ -96,18 +96,18 @@ def _precision(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     own = [item for item in run.selected if item.kind == "precision" and item.key != "trainer.precision"]
     for item in own:
         yield (
-            f"{run.named(item)} keeps weights in formats of its own, DeepSpeed in its: take "
+            f"{run.named(item)} and DeepSpeed both change the format of weights: take "
             "--trainer.precision=32-true or bf16-mixed"
         )
     word = _word(run)
     place = run.place("trainer.precision")
-    told = f"precision {word}{f' ({place})' if place else ''}"
+    setting = f"precision {word}{f' ({place})' if place else ''}"
     if word not in FORMATS:
-        yield f"{told} is none of DeepSpeed's: take 32-true or bf16-mixed, which keeps the optimizer's weights in float32"
-    elif FORMATS[word] == 16 and run.accelerator == "cpu" and not run.elsewhere:
-        yield f"{told} is refused by DeepSpeed on a CPU: take bf16-mixed or 32-true"
+        yield f"{setting} is not supported by DeepSpeed: take 32-true or bf16-mixed, which keeps the optimizer's weights in float32"
+    elif FORMATS[word] == 16 and run.accelerator == "cpu" and not run.offline:
+        yield f"{setting} is not supported by DeepSpeed on a CPU: take bf16-mixed or 32-true"
     elif FORMATS[word] == "bf16" and given["stage"] == 1 and given["offload_optimizer"] == "none":
-        yield f"stage 1 would add up gradients in bfloat16 under {told}: take stage 2, which adds them in float32"
+        yield f"stage 1 would sum gradients in bfloat16 under {setting}: take stage 2, which sums them in float32"
 
 
 def _word(run: Run) -> str | None:
@@ -117,7 +117,7 @@ def _word(run: Run) -> str | None:
 
 def _techniques(run: Run, stage: int) -> Iterator[str]:
     by_name = {item.name: item for item in run.selected}
-    value = "clips single numbers of gradients, which DeepSpeed does not show: take norm"
+    value = "clips single values of gradients, to which DeepSpeed gives no access: take norm"
     if (clip := by_name.get("GradientClip")) and clip.arguments.get("method") == "value":
         yield f"{run.named(clip)}, method value, {value} or adaptive"
     if (
@@ -128,6 +128,6 @@ def _techniques(run: Run, stage: int) -> Iterator[str]:
     average = by_name.get("ExponentialMovingAverage")
     if average and (stage == 3 or FORMATS.get(_word(run)) != 32):
         yield (
-            f"{run.named(average)} averages whole weights in float32, which the network has here in stages 1 and 2 "
-            "with --trainer.precision=32-true alone"
+            f"{run.named(average)} averages full weights in float32, which the network only has in stages 1 and 2 "
+            "with --trainer.precision=32-true"
         )

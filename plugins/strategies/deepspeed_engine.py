@@ -1,4 +1,4 @@
-"""DeepSpeed itself: imported for a device, configured, and its optimizer as Lightning sees it."""
+"""DeepSpeed's engine: import for a device, configuration, and a wrapper of its optimizer for Lightning."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from core.errors import ConfigError
 
 BUCKET = 200_000_000
-"""Elements that travel together at most, as in Lightning; DeepSpeed takes that much memory at once."""
+"""Largest number of elements in a communication bucket, as in Lightning; DeepSpeed allocates that much at once."""
 FORMATS = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}
 
 
 def library(device: str) -> Any:
-    """Imports DeepSpeed for a kind of device.
+    """Imports DeepSpeed for a device type.
 
     Raises:
         ConfigError: If it is set up for another one.
@@ -28,14 +28,13 @@ def library(device: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device)
     import deepspeed
 
-    logging.getLogger("DeepSpeed").setLevel(
-        logging.ERROR
-    )  # it warns of optimizers that it has not tried itself
+    # It warns of optimizers that it was not tested with.
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if (chosen := deepspeed.get_accelerator().device_name()) != device:
         raise ConfigError(
             f"DeepSpeed is set up for {chosen}, this run is on {device}: set DS_ACCELERATOR={device}."
         )
-    # Sums for inference in shared memory, which it would compile for half a minute on a CPU.
+    # An all-reduce for inference, whose compilation would take half a minute on a CPU.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -51,12 +50,12 @@ def configuration(
     """Returns the configuration of an engine.
 
     Args:
-        module: What is trained.
+        module: The module that is trained.
         device: "cpu" or "cuda".
-        format: What the network is kept and computed in.
+        format: Data type of the network's weights and computation.
         stage: 1, 2 or 3.
-        persistence_threshold: Elements up to which a parameter stays whole, in stage 3.
-        offload: "nvme_path", and where "offload_optimizer" and "offload_param" go.
+        persistence_threshold: In stage 3, largest number of elements of parameters that are not sharded.
+        offload: "nvme_path", and the places of "offload_optimizer" and "offload_param".
     """
     elements = sum(p.numel() for p in module.parameters())
     bucket, cuda = min(BUCKET, elements + elements % 2), device == "cuda"
@@ -73,10 +72,10 @@ def configuration(
         if place != "none":
             zero[name] = {"device": place, "nvme_path": path, "pin_memory": cuda}
     config = {
-        "train_micro_batch_size_per_gpu": 1,  # for figures of DeepSpeed's own alone
-        "gradient_accumulation_steps": 1,  # it is told of each micro-batch whether it is the last
+        "train_micro_batch_size_per_gpu": 1,  # used only for DeepSpeed's own statistics
+        "gradient_accumulation_steps": 1,  # `set_gradient_accumulation_boundary` marks the last micro-batch
         "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,  # torch's fused kernels step on the CPU as well
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused kernels also run on the CPU
         "zero_optimization": zero,
     }
     if format == torch.bfloat16:
@@ -87,43 +86,42 @@ def configuration(
 
 
 def cast(module: nn.Module, format: torch.dtype) -> None:
-    """Makes floating parameters of that format, one at a time; buffers stay as they are."""
+    """Converts floating-point parameters to a data type, one at a time; buffers stay as they are."""
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(format)
 
 
 class EngineOptimizer(Optimizer):
-    """What Lightning sees of DeepSpeed's optimizer: gradients stay with DeepSpeed, and wait for one factor.
+    """Wraps DeepSpeed's optimizer for Lightning; DeepSpeed keeps the gradients, and scales them when it steps.
 
     Attributes:
-        zero: DeepSpeed's optimizer around that of the run.
-        factor: What the gradients of this step will be multiplied by, 0-d; None: 1.
+        zero: DeepSpeed's optimizer, which wraps that of the run.
+        factor: Factor for the gradients of this step, 0-d; None: 1.
     """
 
-    def __init__(
-        self, engine: Any, stage: int
-    ) -> None:  # not torch's, which would make groups and states of its own
+    def __init__(self, engine: Any, stage: int) -> None:
+        # Does not call the constructor of torch, which would make other groups and states.
         self.engine, self.zero, self.stage = engine, engine.optimizer, stage
         self.defaults = self.zero.optimizer.defaults
         self.factor: Tensor | None = None
 
-    @property  # type: ignore[override]
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of the run's own optimizer."""
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
+        """The groups of the run's optimizer."""
         groups: list[dict[str, Any]] = self.zero.optimizer.param_groups
         return groups
 
-    @property  # type: ignore[override]
-    def state(self) -> Any:
-        """The states of the run's own optimizer, by flat parts."""
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # torch's is an attribute
+        """The states of the run's optimizer, by flat partition."""
         return self.zero.optimizer.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: DeepSpeed gives gradients up after each step."""
+        """Does nothing: DeepSpeed frees gradients after each step."""
 
     def gradient_norm(self) -> Tensor:
-        """Returns the norm of all gradients times the factor, 0-d; infinite where one is not finite."""
+        """Returns the norm of all gradients times the factor, 0-d; infinite if a gradient is not finite."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         zero = self.zero
@@ -131,8 +129,8 @@ class EngineOptimizer(Optimizer):
         norm: Tensor = combine_grad_norm_groups(groups) / zero.loss_scale
         return norm if self.factor is None else norm * self.factor.to(norm.device)
 
-    def step(self, closure: Callable[[], Any]) -> Any:
-        """Runs forward, backward and hooks; then DeepSpeed divides gradients by a loss scale, clips and steps."""
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]  # Lightning always gives one
+        """Runs the closure (forward, backward, hooks); then DeepSpeed unscales and clips gradients, and steps."""
         self.factor = None
         result = closure()
         zero = self.zero

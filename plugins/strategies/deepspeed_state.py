@@ -1,6 +1,6 @@
-"""What DeepSpeed has cut into flat parts: put together for a checkpoint, and taken apart again.
+"""Gathers DeepSpeed's flat partitions for a checkpoint, and loads them from one.
 
-DeepSpeed's own checkpoints are pickles for one stage and one number of ranks: none is written or read here.
+DeepSpeed's own checkpoints are pickles for one stage and one number of ranks; they are neither written nor read.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from core.checkpoints import sharded
+from plugins.checkpoints import sharded
 
 
 def is_cut(parameter: Any) -> bool:
-    """Returns whether a parameter lies on the ranks in parts (stage 3)."""
+    """Returns whether a parameter is sharded by DeepSpeed (stage 3)."""
     return hasattr(parameter, "ds_id")
 
 
-def tell_whole_shapes(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Puts tensors without memory, of the whole shapes, for what is cut: a hook of `state_dict`."""
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+def with_full_shapes(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Replaces sharded parameters by meta tensors of the full shape: a hook of `state_dict`."""
+    parameters: Iterator[tuple[str, Any]] = module.named_parameters(remove_duplicate=False)
+    for name, parameter in parameters:
         if is_cut(parameter) and not isinstance(state.get(prefix + name), nn.Parameter):
-            shape: Any = parameter.ds_shape
-            state[prefix + name] = torch.empty(shape, dtype=parameter.dtype, device="meta")
+            state[prefix + name] = torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
 
 
 # -- weights -----------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def whole_weight(tensor: Tensor, zero: Any) -> Tensor:
-    """Returns a whole parameter as the optimizer has it, in float32, or a buffer; called on every rank.
+def full_weight(tensor: Tensor, zero: Any) -> Tensor:
+    """Returns the optimizer's full float32 copy of a parameter, or a buffer; called on every rank.
 
     Args:
         tensor: Parameter or buffer.
-        zero: DeepSpeed's optimizer; None where nothing is trained.
+        zero: DeepSpeed's optimizer; None if nothing is trained.
     """
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_get_full_fp32_param
@@ -57,15 +57,15 @@ def _shared(parameter: Tensor, zero: Any) -> bool:
 
 
 def _own(parameter: Any, zero: Any, name: str | None = None) -> Tensor:
-    """Returns what one rank has whole in stage 3, where it lies: on the host there is no room for two of it."""
+    """Returns the full value in stage 3 on one rank as a view: the host may lack memory for a copy."""
     part, _ = zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=True, optim_state_key=name)
-    whole: Tensor = part[: parameter.ds_numel].view(parameter.ds_shape)
-    return whole
+    full: Tensor = part[: parameter.ds_numel].view(parameter.ds_shape)
+    return full
 
 
 @torch.no_grad()
 def put_weight(tensor: Tensor, value: Tensor, zero: Any) -> None:
-    """Fills a parameter or buffer from a whole one; called on every rank, and then `spread_weights`."""
+    """Fills a parameter or buffer from a full one; called on every rank, and then `copy_weights_to_network`."""
     from deepspeed.runtime.zero import GatheredParameters
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_local_fp32_param
 
@@ -80,8 +80,8 @@ def put_weight(tensor: Tensor, value: Tensor, zero: Any) -> None:
 
 
 @torch.no_grad()
-def spread_weights(zero: Any, stage: int) -> None:
-    """Gives the network the weights that were put into the optimizer's parts."""
+def copy_weights_to_network(zero: Any, stage: int) -> None:
+    """Copies the weights from the optimizer's partitions to the network."""
     if stage < 3:
         zero.update_lp_params()
         return
@@ -89,13 +89,13 @@ def spread_weights(zero: Any, stage: int) -> None:
     for number in range(len(zero.fp16_groups)):
         with _at_hand(zero, number):
             zero._reassign_or_swap_out_partitioned_parameters(number)
-    if zero.persistent_parameters:  # they are whole on every rank between steps, too
+    if zero.persistent_parameters:  # not sharded: every rank has them in full between steps
         zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
 @contextmanager
 def _at_hand(zero: Any, number: int) -> Iterator[None]:
-    """Fetches from NVMe what is stepped as one flat part, if it is there, and brings it back."""
+    """Swaps one flat partition in from NVMe, if it is there, and out again."""
     swapped = getattr(zero, "swap_optimizer", False) and zero._swappable_optimizer_subgroup(number)
     if swapped:
         zero._optimizer_states_and_gradient_swap_in(number)
@@ -105,7 +105,7 @@ def _at_hand(zero: Any, number: int) -> Iterator[None]:
 
 
 def _own_part(value: Tensor, parameter: Any) -> Tensor:
-    """Returns this rank's part of a flattened tensor; zeros fill up the last rank's."""
+    """Returns this rank's partition of a flattened tensor, padded with zeros on the last rank."""
     size = parameter.ds_tensor.numel()
     own = value.flatten()[dist.get_rank() * size :][:size]
     return nn.functional.pad(own, (0, size - own.numel()))
@@ -115,7 +115,7 @@ def _own_part(value: Tensor, parameter: Any) -> Tensor:
 
 
 def _parts(zero: Any, stage: int) -> list[tuple[dict[str, Any], Tensor, list[Any]]]:
-    """Returns each flat tensor that is stepped, behind its group, before the parameters that it has parts of."""
+    """Returns (parameter group, flat partition, parameters in it) for each flat partition."""
     groups = zero.optimizer.param_groups
     if stage < 3:
         return list(zip(groups, zero.single_partition_of_fp32_groups, zero.bit16_groups, strict=True))
@@ -124,34 +124,36 @@ def _parts(zero: Any, stage: int) -> list[tuple[dict[str, Any], Tensor, list[Any
 
 
 @torch.no_grad()
-def whole_states(
+def full_states(
     zero: Any, stage: int, numbers: Mapping[int, int], keep: Callable[[Any], bool]
 ) -> dict[int, dict[str, Any]]:
-    """Returns the optimizer's states of whole parameters, on the CPU; called on every rank.
+    """Returns the full optimizer state of each parameter, on the CPU; called on every rank.
 
     Args:
         zero: DeepSpeed's optimizer.
         stage: 1, 2 or 3.
-        numbers: id of a parameter -> its number in the optimizer of one process.
-        keep: Whether this rank is to have the states of a parameter.
+        numbers: id of a parameter -> its index in the optimizer of a single process.
+        keep: Returns whether this rank keeps the state of a parameter.
     """
     states: dict[int, dict[str, Any]] = {}
     _link(zero, stage)
     for _, flat, parameters in _parts(zero, stage):
         own = zero.optimizer.state.get(flat, {})
         for parameter in parameters if own else ():
-            found = {name: _whole_state(parameter, zero, name, value) for name, value in own.items()}
+            found = {name: _full_state(parameter, zero, name, value) for name, value in own.items()}
             if keep(parameter):
                 on_host = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in found.items()}
                 states[numbers[id(parameter)]] = on_host
     return dict(sorted(states.items()))
 
 
-def _whole_state(parameter: Tensor, zero: Any, name: str, value: Any) -> Any:
+def _full_state(parameter: Tensor, zero: Any, name: str, value: Any) -> Any:
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    if not isinstance(value, Tensor) or value.ndim == 0:  # a count of steps, which is that of all
+    if not isinstance(value, Tensor):
         return value
+    if value.ndim == 0:  # the step count: one for all parameters here, one for each in a single process
+        return value.clone()
     return (
         safe_get_full_optimizer_state(parameter, name)
         if _shared(parameter, zero)
@@ -161,13 +163,13 @@ def _whole_state(parameter: Tensor, zero: Any, name: str, value: Any) -> Any:
 
 @torch.no_grad()
 def put_states(zero: Any, stage: int, numbers: Mapping[int, int], states: Mapping[int, Any]) -> None:
-    """Takes this rank's parts of the states of whole parameters, where there are any yet.
+    """Loads this rank's partitions of the full optimizer states, if there are any.
 
     Args:
         zero: DeepSpeed's optimizer.
         stage: 1, 2 or 3.
-        numbers: id of a parameter -> its number in `states`.
-        states: Number -> name -> value, which may not have been read.
+        numbers: id of a parameter -> its index in `states`.
+        states: Index -> name -> value, possibly not read yet.
     """
     for number, (group, flat, parameters) in enumerate(_parts(zero, stage) if states else ()):
         with _at_hand(zero, number):
@@ -180,20 +182,22 @@ def put_states(zero: Any, stage: int, numbers: Mapping[int, int], states: Mappin
             for parameter in parameters:
                 saved = states[numbers[id(parameter)]]
                 for name in filter(lambda name: _is_stored_cut(saved[name]), saved):
-                    _put_state(zero, stage, parameter, own[name], read(saved[name]))
+                    _put_state(zero, stage, parameter, own[name], load_stored(saved[name]))
 
 
 def _put_state(zero: Any, stage: int, parameter: Any, flat: Tensor, value: Tensor) -> None:
     if stage == 3:
         _, start, size = zero.grad_position[zero.get_param_id(parameter)]
         flat[start : start + size] = _own_part(value, parameter)
-    elif (place := parameter._hp_mapping) is not None:  # else no part of it is this rank's
+    elif (place := parameter._hp_mapping) is not None:  # None: this rank has no part of it
         own, there = place.lp_fragment_address, place.hp_fragment_address
         flat[there.start :][: there.numel] = value.flatten()[own.start :][: own.numel]
 
 
 def _link(zero: Any, stage: int) -> None:
-    if stage < 3:  # DeepSpeed does it after the first group's first step, when the others have no states yet
+    if (
+        stage < 3
+    ):  # DeepSpeed links states after the first group's first step, when the other groups have none yet
         zero._hp_optimizer_states_linked = False
         zero._lazy_init_hp_params_optimizer_state()
 
@@ -203,17 +207,17 @@ def _is_stored_cut(value: Any) -> bool:
 
 
 def _scalar(value: Any, group: Mapping[str, Any], flat: Tensor) -> Any:
-    value = read(value)
+    value = load_stored(value)
     if not isinstance(value, Tensor):
         return value
     on_device = group.get("fused") or group.get("capturable")
     return value.to(flat.device if on_device else "cpu", copy=True)
 
 
-def read(value: Any) -> Any:
-    """Returns a tensor of a checkpoint, from its folder if it has not been read; anything else as it is."""
+def load_stored(value: Any) -> Any:
+    """Reads a stored tensor from its checkpoint folder; returns other values as they are."""
     if not isinstance(value, sharded.Stored):
         return value
     room = torch.empty(value.shape, dtype=value.dtype)
-    sharded.fill([(value, room)])
+    sharded.load_tensors([(value, room)])
     return room

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO: optimizer states, gradients and parameters spread over the ranks, or moved to the host."""
+"""DeepSpeed's ZeRO: optimizer states, gradients and parameters sharded over ranks, or offloaded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from core import lightning_compat
 from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
@@ -24,7 +24,7 @@ from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.tensors import state_of
 
 if TYPE_CHECKING:
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 Place = Literal["none", "cpu", "nvme"]
 
@@ -33,25 +33,27 @@ Place = Literal["none", "cpu", "nvme"]
     paper="ZeRO, arXiv:1910.02054; ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; deepspeed",
     needs=(Package("deepspeed>=0.19,<0.20", extra="deepspeed"),),
     conflicts=deepspeed_checks.CONFLICTS,
+    replaces={
+        "DeepSpeedStrategy": "Lightning's hides gradients from what has to scale them by the number of tokens"
+    },
 )
 class DeepSpeedZero(MeshStrategy):
-    """Spreads optimizer states, gradients and parameters over the ranks, and moves them to CPU memory or NVMe.
+    """Shards optimizer states, gradients and parameters over the ranks, and offloads them to CPU memory or NVMe.
 
-    The optimizer is the run's own, stepping flat parts; a step whose gradient norm is not finite changes nothing.
-    Under `bf16-mixed` the network is kept in bfloat16 as a whole and the optimizer's weights in float32.
-    Checkpoints are those of a single process, gathered on rank 0 or, with `ShardedCheckpoint`, dealt out among
-    the ranks: a run goes on from them under any strategy on any number of ranks, and from theirs under this one.
+    The optimizer is that of the run; it steps flat partitions. A step whose gradient norm is not finite changes
+    nothing. Under `bf16-mixed` the full network is kept in bfloat16 and the optimizer's weights in float32.
+    Checkpoints are those of a single process, gathered on rank 0 or, with `ShardedCheckpoint`, distributed over the
+    ranks. A run can resume from them under any strategy on any number of ranks, and from others under this one.
 
     Args:
-        stage: 1 spreads optimizer states, 2 gradients too, 3 parameters as well.
-        offload_optimizer: Where optimizer states are and step: "none" is the device, "cpu", "nvme" (stage 3).
-        offload_parameters: Where parameters wait for their use, in stage 3.
+        stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
+        offload_optimizer: Where optimizer states are kept and stepped: "none" (the device), "cpu", "nvme" (stage 3).
+        offload_parameters: Where parameters are kept until they are used, in stage 3.
         nvme_path: A folder on the NVMe disk.
-        persistence_threshold: In stage 3, parameters of at most so many elements stay whole on each rank.
-        timeout_minutes: How long a rank waits for the others before it gives up.
+        persistence_threshold: In stage 3, parameters of at most this many elements are not sharded.
 
     Raises:
-        ConfigError: If a number is out of its range.
+        ConfigError: If a number is out of range.
 
     Example:
         trainer:
@@ -82,14 +84,14 @@ class DeepSpeedZero(MeshStrategy):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields what of the arguments, the precision, the optimizer and the machine does not fit."""
-        yield from deepspeed_checks.misfits(run, own.arguments)
+        """Yields problems of the arguments, the precision, the optimizer and the machine."""
+        yield from deepspeed_checks.compatibility_errors(run, own.arguments)
 
     # -- processes --------------------------------------------------------------------------------
 
     @property
     def precision_plugin(self) -> Precision:
-        """Leaves formats to DeepSpeed: no autocast, no scaler."""
+        """A precision without autocast or scaler: DeepSpeed handles data types."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -100,33 +102,27 @@ class DeepSpeedZero(MeshStrategy):
             self._precision_plugin.precision = plugin.precision  # type: ignore[assignment]
 
     def connect_mesh(self) -> None:
-        """Hands the connected processes to DeepSpeed."""
+        """Initialises DeepSpeed with the connected processes."""
         assert dist.group.WORLD is not None
         self.loss_group = dist.group.WORLD
-        os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed finds its device by it
+        os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed chooses its device by it
         deepspeed = deepspeed_engine.library(self.root_device.type)
         deepspeed.init_distributed(dist.get_backend(), timeout=self.timeout, dist_init_required=False)
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Each rank reads rows of its own."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
     def parameter_device(self) -> torch.device:
-        """The CPU, until DeepSpeed takes the parameters."""
+        """The CPU, until DeepSpeed moves the parameters."""
         return torch.device("cpu")
 
     def parallelize(self, module: LightningModule) -> None:
-        """Does nothing: DeepSpeed cuts up parameters that have their values."""
+        """Does nothing: DeepSpeed shards parameters after they have their values."""
 
     # -- the model --------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Gives every rank rank 0's weights, then module and optimizer to DeepSpeed."""
+        """Broadcasts the weights of rank 0, then wraps module and optimizer in DeepSpeed's engine."""
         super().setup(trainer)
-        module = self.lightning_module
-        assert module is not None
+        module = self.language_module
         format = deepspeed_engine.FORMATS.get(str(self.precision_plugin.precision), torch.float32)
         optimizer = self._inner
         groups = optimizer.param_groups if optimizer is not None else []
@@ -137,15 +133,14 @@ class DeepSpeedZero(MeshStrategy):
             self._start_engine(module, optimizer, format)
         else:
             module.to(self.root_device)
-        module._device = self.root_device
+        lightning_compat.set_device(module, self.root_device)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Builds the run's own optimizer, which only DeepSpeed is to have.
+        """Builds the run's optimizer, which only DeepSpeed refers to.
 
-        Lightning's wrapper would inherit its destructor: DeepSpeed's own optimizers lose their kernel with that.
+        Lightning's wrapper would inherit its destructor, which in DeepSpeed's own optimizers frees their kernel.
         """
-        assert self.lightning_module is not None
-        [self._inner], self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(self.lightning_module)
+        [self._inner], self.lr_scheduler_configs = lightning_compat.init_optimizers(self.language_module)
 
     def _start_engine(
         self, module: LightningModule, optimizer: Optimizer | None, format: torch.dtype
@@ -162,11 +157,11 @@ class DeepSpeedZero(MeshStrategy):
             offload_param=self.offload_parameters,
             nvme_path=self.nvme_path,
         )
-        if self.stage == 3:  # one parameter after another: the device need not have room for all at once
+        if self.stage == 3:  # one parameter at a time: the device may lack memory for all at once
             deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=format)
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(self.root_device)
-            module.register_state_dict_post_hook(deepspeed_state.tell_whole_shapes)
+            module.register_state_dict_post_hook(deepspeed_state.with_full_shapes)
         self.model = deepspeed.initialize(
             model=module, optimizer=optimizer, config=config, dist_init_required=False
         )[0]
@@ -178,26 +173,32 @@ class DeepSpeedZero(MeshStrategy):
 
     @contextmanager
     def step_context(self) -> Iterator[None]:
-        """Leaves inference mode: parameters that are gathered there could not be trained later."""
+        """Disables inference mode: parameters that are gathered in it could not be trained later."""
         training = torch.is_grad_enabled()
         with torch.inference_mode(False), torch.set_grad_enabled(training):
             yield
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Tells DeepSpeed that more micro-batches of the step follow."""
-        self.model.set_gradient_accumulation_boundary(False)
+        """Marks for DeepSpeed that more micro-batches of the step follow."""
+        self._engine.set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
-            self.model.set_gradient_accumulation_boundary(True)
+            self._engine.set_gradient_accumulation_boundary(True)
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Lets DeepSpeed differentiate, which averages gradients over the ranks."""
-        assert self.lightning_module is not None
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)  # calls hooks
-        self.model.backward(closure_loss, scale_wrt_gas=False)  # Lightning has divided
-        return self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        """Runs DeepSpeed's backward, which averages gradients over the ranks."""
+        module = self.language_module
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # calls hooks
+        self._engine.backward(
+            closure_loss, scale_wrt_gas=False
+        )  # Lightning divides by the number of micro-batches
+        return self.precision_plugin.post_backward(closure_loss, module)
+
+    @property
+    def _engine(self) -> Any:
+        return self.model
 
     @property
     def _stepped(self) -> EngineOptimizer:
@@ -205,24 +206,24 @@ class DeepSpeedZero(MeshStrategy):
         return stepped
 
     def scale_gradients(self, optimizer: Any, factor: Tensor) -> None:
-        """Has the step multiply all gradients by a 0-d factor, and by those given before."""
+        """Makes the step multiply all gradients by a 0-d factor, in addition to earlier ones."""
         before = self._stepped.factor
         self._stepped.factor = factor if before is None else before * factor
 
     def gradient_norm(self, optimizer: Any) -> Tensor:
-        """Returns the norm, a 0-d tensor, of the gradients of the whole model; infinite where one is not finite."""
+        """Returns the norm of the full gradient, a 0-d tensor; infinite if a value is not finite."""
         return self._stepped.gradient_norm()
 
     def clip_gradients(self, optimizer: Any, clip: float | None = None, algorithm: str | None = None) -> None:
-        """Has the step scale gradients to a norm of at most `clip`."""
+        """Makes the step scale gradients to a norm of at most `clip`."""
         self.zero.clip_grad = float(clip or 0.0)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     @cached_property
     def _owners(self) -> dict[int, int]:
-        """Id of a parameter or buffer -> the rank that writes it into a folder; about as much for each."""
-        tensors = list({id(t): t for t in state_of(self.lightning_module).values()}.values())
+        """Id of a parameter or buffer -> the rank that writes it to a sharded checkpoint; about equal sizes."""
+        tensors = list({id(t): t for t in state_of(self.language_module).values()}.values())
         sizes = [int(getattr(t, "ds_numel", t.numel())) for t in tensors]
         ends = torch.tensor(sizes).cumsum(0) - 1
         share = ends.double() / max(sum(sizes), 1)
@@ -232,39 +233,37 @@ class DeepSpeedZero(MeshStrategy):
         return self.global_rank == (self._owners[id(tensor)] if self.writes_parts else 0)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole weights on rank 0, or on the rank that writes each; called on every rank."""
-        assert self.lightning_module is not None
+        """Returns the full weights on rank 0, or each on the rank that writes it; called on every rank."""
         found, seen = {}, {}
-        for name, tensor in state_of(self.lightning_module).items():
+        for name, tensor in state_of(self.language_module).items():
             if id(tensor) not in seen:
-                value = deepspeed_state.whole_weight(tensor, self.zero)
+                value = deepspeed_state.full_weight(tensor, self.zero)
                 seen[id(tensor)] = value.cpu() if self._keeps(tensor) else None
             if seen[id(tensor)] is not None:
                 found[name] = seen[id(tensor)]
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes this rank's parts of the whole weights."""
-        assert self.lightning_module is not None
-        for name, tensor in state_of(self.lightning_module).items():
+        """Loads this rank's shards of the full weights."""
+        for name, tensor in state_of(self.language_module).items():
             if strict or name in checkpoint["state_dict"]:
-                value = deepspeed_state.read(checkpoint["state_dict"][name])
+                value = deepspeed_state.load_stored(checkpoint["state_dict"][name])
                 deepspeed_state.put_weight(tensor, value.to(self.root_device), self.zero)
         if self.zero is not None:
-            deepspeed_state.spread_weights(self.zero, self.stage)
+            deepspeed_state.copy_weights_to_network(self.zero, self.stage)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole optimizer's state on rank 0, or each parameter's on the rank that writes it."""
+        """Returns the full optimizer state on rank 0, or that of each parameter on the rank that writes it."""
         groups, first = [], 0
         for group, count in zip(self._stepped.param_groups, self._counts, strict=True):
             numbers = list(range(first, first + count))
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
             first += count
-        state = deepspeed_state.whole_states(self.zero, self.stage, self.numbers, self._keeps)
+        state = deepspeed_state.full_states(self.zero, self.stage, self.numbers, self._keeps)
         return {"state": state, "param_groups": groups}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes this rank's part of the whole optimizer's state."""
+        """Loads this rank's shards of the full optimizer state."""
         [saved] = checkpoint["optimizer_states"]
         for group, own in zip(self._stepped.param_groups, saved["param_groups"], strict=True):
             group.update({name: value for name, value in own.items() if name != "params"})

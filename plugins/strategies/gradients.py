@@ -1,4 +1,4 @@
-"""Gradients whose parts lie on several ranks: their norm, clipping by it."""
+"""Gradients that are sharded over ranks: norm, averaging, clipping."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from plugins.strategies.tensors import local
+from plugins.strategies.tensors import local_shard
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of the squares of whole gradients, a 0-d float32 tensor; called on every rank.
+    """Returns the sum of the squares of full gradients, a 0-d float32 tensor; called on every rank.
 
-    One sum is sent for each set of ranks over which gradients are spread, not one for each gradient.
+    Communicates once for each set of ranks over which gradients are sharded, not once for each gradient.
     """
-    spread: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
+    by_mesh: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[Tensor]] = {}
     for gradient in gradients:
         where: tuple[DeviceMesh | None, tuple[int, ...]] = (None, ())
         if isinstance(gradient, DTensor):
             dims = tuple(dim for dim, place in enumerate(gradient.placements) if not place.is_replicate())
             where = (gradient.device_mesh, dims)
-        spread.setdefault(where, []).append(local(gradient))
+        by_mesh.setdefault(where, []).append(local_shard(gradient))
     total: Tensor | None = None
-    for (mesh, dims), parts in spread.items():
+    for (mesh, dims), parts in by_mesh.items():
         squares = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
         for dim in dims:
             assert mesh is not None
@@ -37,7 +37,7 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
 
 
 def summed(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a gradient that lies as its parameter does, where each rank may have a part of a sum."""
+    """Returns a gradient with the placements of its parameter; partial sums are reduced."""
     if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
         return gradient
     return gradient.redistribute(placements=parameter.placements)
@@ -45,9 +45,9 @@ def summed(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 @torch.no_grad()
 def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Averages gradients over a group, all of a kind in one message."""
+    """Averages gradients over a group, with one message for each data type."""
     kinds: dict[torch.dtype, list[Tensor]] = {}
-    for part in map(local, gradients):
+    for part in map(local_shard, gradients):
         kinds.setdefault(part.dtype, []).append(part)
     for parts in kinds.values():
         flat = torch.cat([part.flatten() for part in parts])
@@ -60,15 +60,15 @@ def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def scale_to_(gradients: Sequence[Tensor], norm: Tensor, limit: float) -> None:
-    """Scales gradients of that norm to one of at most `limit`, without waiting for the device."""
+    """Scales gradients of norm `norm` to a norm of at most `limit`, without waiting for the device."""
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # the same epsilon as in torch's clip_grad_norm_
-    parts = [local(gradient) for gradient in gradients]
+    parts = [local_shard(gradient) for gradient in gradients]
     torch._foreach_mul_(parts, factor.to(parts[0].device))
 
 
 @torch.no_grad()
 def clamp_(gradients: Sequence[Tensor], limit: float) -> None:
-    """Cuts each number off at plus and minus `limit`."""
-    parts = [local(gradient) for gradient in gradients]
+    """Clamps each value to [-limit, limit]."""
+    parts = [local_shard(gradient) for gradient in gradients]
     torch._foreach_clamp_min_(parts, -limit)
     torch._foreach_clamp_max_(parts, limit)

@@ -1,4 +1,4 @@
-"""What of a HybridParallel's sizes does not fit the ranks, the network or the data."""
+"""Checks of HybridParallel before the run: which sizes do not fit the ranks, the network or the data."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from core.training.batch_shapes import shapes_of
 from plugins.strategies import context_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
 from plugins.strategies.shared_scaler import scales_losses
+from toolkit.batch_shapes import shapes_of
 
 if TYPE_CHECKING:
     from core.contracts import Network
-    from core.selection import Run
+    from toolkit.selection import Run
 
-NO_SCALER = "pipeline above 1 differentiates before a loss can be scaled, which fp16 needs: take bf16"
+NO_SCALER = "pipeline above 1 runs backward before the loss can be scaled, which fp16 needs: take bf16"
 
-NO_PREDICT = "predict takes pipeline 1 and context 1, with which it goes on from the same checkpoint"
+NO_PREDICT = "predict takes pipeline 1 and context 1, which can read the same checkpoint"
 
 
 def sizes_of(given: Mapping[str, Any]) -> MeshSizes:
@@ -28,10 +28,10 @@ def sizes_of(given: Mapping[str, Any]) -> MeshSizes:
     return MeshSizes(**{name: given[name] for name in MeshSizes.__dataclass_fields__})
 
 
-def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a line for each that does not fit; `given` are the strategy's arguments."""
+def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields a message for each problem; `given` are the strategy's arguments."""
     sizes = sizes_of(given)
-    wrong = list(sizes.misfits(run.world_size))
+    wrong = list(sizes.compatibility_errors(run.world_size))
     yield from wrong
     if given["sequence"] not in (1, given["tensor"]):
         yield f"sequence is {given['sequence']}; it is 1, or {given['tensor']} as tensor"
@@ -41,27 +41,31 @@ def misfits(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     if given["expert"] > 1:
         yield f"expert is {given['expert']}, and no network has experts yet: set it to 1"
     network = None if wrong else _network(run)
-    if network is None:  # which says by itself what is wrong
+    if network is None:  # building it later in the run reports the error
         return
     if given["tensor"] > 1:
         split = given["sequence"] > 1, given["loss_parallel"]
-        yield from tensor_parallel.misfits(network, given["tensor"], *split)
+        yield from tensor_parallel.compatibility_errors(network, given["tensor"], *split)
     length = run.argument("data.sequence_length")
     if given["context"] > 1:
         method = given["context_method"]
-        yield from context_parallel.misfits(network, given["context"], given["tensor"], method, length)
-        if run.argument("model.network.dropout") and run.command == "fit":
-            yield f"context is {given['context']}, which takes attention without dropout: set model.network.dropout to 0"
+        yield from context_parallel.compatibility_errors(
+            network, given["context"], given["tensor"], method, length
+        )
+        own = run.argument("model.network.attention_dropout")  # of GPT; other networks only have `dropout`
+        if (run.argument("model.network.dropout") if own is None else own) and run.command == "fit":
+            name = "dropout" if own is None else "attention_dropout"
+            yield f"context is {given['context']}, which takes attention without dropout: set model.network.{name} to 0"
     if given["sequence"] > 1 and length and (share := length // given["context"]) % given["sequence"]:
         yield f"sequence is {given['sequence']}, which does not divide the {share} tokens of a context rank"
     if given["pipeline"] > 1:
-        yield from _pipeline_misfits(run, given, network, sizes.of(run.world_size))
+        yield from _pipeline_errors(run, given, network, sizes.of(run.world_size))
     if run.command == "fit":
-        yield from _schedule_misfits(run, given, sizes.of(run.world_size))
+        yield from _schedule_errors(run, given, sizes.of(run.world_size))
 
 
-def _schedule_misfits(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int]) -> Iterator[str]:
-    """Yields which batches of a schedule of lengths or batch sizes cannot be cut up."""
+def _schedule_errors(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int]) -> Iterator[str]:
+    """Yields which batches of a sequence length or batch size schedule cannot be split."""
     tokens = given["context"] * given["sequence"]
     if given["context"] > 1:
         tokens = math.lcm(tokens, context_parallel.pieces(given["context"], given["context_method"]))
@@ -72,48 +76,48 @@ def _schedule_misfits(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int
         sizes = sorted({shape.batch_size for shape in shapes if shape.batch_size % rows})
         if lengths:
             yield (
-                f"rows are cut into {tokens} parts, and {name} makes some of {lengths[0]} tokens: set its start, stages "
+                f"rows are split into {tokens} parts, and {name} makes some of {lengths[0]} tokens: set its start, stages "
                 f"and multiple to multiples of {tokens}"
             )
         if sizes:
             yield f"microbatches is {rows}, which does not divide the batches of {sizes[0]} rows that {name} makes"
 
 
-def _pipeline_misfits(
+def _pipeline_errors(
     run: Run, given: Mapping[str, Any], network: Network, sizes: Mapping[str, int]
 ) -> Iterator[str]:
     if network.ends is None:
-        yield f"{type(network).__name__} does not say where it can be cut into stages: set pipeline to 1"
+        yield f"{type(network).__name__} does not define where it can be split into stages: set pipeline to 1"
         return
     layout = Layout(given["schedule"], given["pipeline"], len(network.blocks))
     microbatches = layout.stages if given["microbatches"] is None else given["microbatches"]
-    yield from layout.misfits(microbatches, run.argument("data.batch_size"))
+    yield from layout.compatibility_errors(microbatches, run.argument("data.batch_size"))
     if given["schedule"] in ZERO_BUBBLE and sizes["data_shard"] > 1:
         yield (
-            f"schedule {given['schedule']} computes gradients of weights apart from those of inputs, and sharded "
+            f"schedule {given['schedule']} computes gradients of weights separately from those of inputs, and sharded "
             "data parallelism loses some of them: take data_replicate for data_shard, or Interleaved1F1B"
         )
     if run.accelerator == "cpu" and is_beyond_gloo(given["schedule"]):
         yield (
-            f"schedule {given['schedule']} begins with messages of ranks to themselves in torch {torch.__version__}, "
+            f"schedule {given['schedule']} starts with messages of ranks to themselves in torch {torch.__version__}, "
             "which gloo cannot send: take InterleavedZeroBubble, or a newer torch"
         )
     if any(item.name == "MemoryMonitor" for item in run.selected):
         yield (
-            "pipeline above 1 runs forward and backward of several micro-batches by turns, which MemoryMonitor does "
-            "not tell apart: leave it out (--callbacks.-MemoryMonitor)"
+            "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
+            "not distinguish: leave it out (--callbacks.-MemoryMonitor)"
         )
     if scales_losses(run) or str(run.argument("trainer.precision")) == "16-true":
         yield NO_SCALER
 
 
 def _network(run: Run) -> Network | None:
-    """Returns the run's network without memory, or None where it cannot be built."""
-    from core.checkpoints.checkpoint import build_network
+    """Returns the run's network on the meta device, or None if it cannot be built."""
+    from plugins.checkpoints.stored_network import build_network
 
     try:
         with torch.device("meta"):
             network: Network = build_network(run.argument("model.network"))
-    except Exception:  # the run's own building, which follows, says what is wrong
+    except Exception:  # building it later in the run reports the error
         return None
     return network

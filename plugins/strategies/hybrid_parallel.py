@@ -14,20 +14,22 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel as split_loss
 from torch.optim import Optimizer
 
-from core.contracts import TokenSum
+from core.contracts import Network, Objective, ScalesLosses, TokenSum
 from core.errors import ConfigError
+from core.lightning_compat import unwrapped
 from core.technique import technique
 from plugins.strategies import gradients, hybrid_checks, stage_state, tensor_parallel, tensors
 from plugins.strategies.context_parallel import ContextParallel, Method
-from plugins.strategies.mesh_sizes import MeshSizes, group_of, is_first, joined, pair_group
+from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
-from plugins.strategies.pipeline import Pipeline, whole
+from plugins.strategies.pipeline import Pipeline, full_sum
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, cut, tied
+from toolkit.positions import mixes_elsewhere
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from core.selection import Run, Selected
+    from toolkit.selection import Run, Selected
 
 Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
 
@@ -39,28 +41,27 @@ Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", 
 class HybridParallel(MeshStrategy):
     """Several kinds of parallelism at once, on one mesh: data, sharded data, tensor, pipeline, context.
 
-    The product of the sizes, without `sequence`, is the number of ranks; those of a tensor-parallel group are
-    neighbours. How a network is cut up it says itself: see `core.contracts.Network`. An objective calls the
-    network once, and has no parameters under a pipeline. Checkpoints are those of a single process.
+    The product of the sizes, without `sequence`, is the number of ranks. Ranks of a tensor-parallel group are
+    neighbours. The network provides the plans by which it is sharded: see `core.contracts.Network`. An objective must
+    call the network once, and have no parameters under a pipeline. Checkpoints are those of a single process.
 
     Args:
-        data_replicate: Copies of everything below, between which gradients are averaged.
-        data_shard: Ranks over which parameters, gradients and optimizer states are spread (as `FSDP`, stage 3),
-            each with rows of its own; None: what the other sizes leave.
-        tensor: Ranks over which each matrix is cut up.
-        sequence: 1, or the size of `tensor`: its ranks then split tokens, too, where no matrix is cut up.
-        context: Ranks that share each sequence.
-        pipeline: Ranks that have some of the blocks each: one stage, or two under schedules other than GPipe
-            and 1F1B.
-        expert: Ranks that share the experts; 1 as yet.
-        loss_parallel: Whether the head is cut up along the vocabulary, so that no rank has all logits.
-        context_method: "ring": keys and values go round; "ulysses": ranks change tokens for heads.
-        schedule: In what order stages run micro-batches forward and backward.
-        microbatches: Parts that a pipeline cuts a batch into; None: one for each stage.
-        timeout_minutes: How long a rank waits for the others before it gives up.
+        data_replicate: Copies of everything below; gradients are averaged over them.
+        data_shard: Ranks over which parameters, gradients and optimizer states are sharded (as `FSDP`, stage 3),
+            each with its own rows; None: the number of ranks divided by the other sizes.
+        tensor: Ranks over which each matrix is sharded.
+        sequence: 1, or the size of `tensor`: its ranks then also shard tokens where no matrix is sharded.
+        context: Ranks over which each sequence is sharded.
+        pipeline: Ranks over which the blocks are distributed: one stage each, or two under schedules other than
+            GPipe and 1F1B.
+        expert: Ranks over which experts are distributed; only 1 is supported.
+        loss_parallel: Whether the head is sharded along the vocabulary, so that no rank has all logits.
+        context_method: "ring": keys and values are passed around a ring; "ulysses": all-to-all of tokens and heads.
+        schedule: Order in which stages run micro-batches forward and backward.
+        microbatches: Micro-batches into which a pipeline splits a batch; None: one for each stage.
 
     Raises:
-        ConfigError: If a number is out of its range.
+        ConfigError: If a number is out of range.
 
     Example:
         trainer:
@@ -96,22 +97,24 @@ class HybridParallel(MeshStrategy):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields what of the sizes does not fit the ranks, the network or the data."""
-        yield from hybrid_checks.misfits(run, own.arguments)
+        """Yields which sizes do not fit the ranks, the network or the data."""
+        yield from hybrid_checks.compatibility_errors(run, own.arguments)
 
     def connect_mesh(self) -> None:
         """Makes the mesh."""
         self.mesh = self.sizes.mesh(self.root_device.type, self.world_size)
-        self.loss_group = group_of(joined(self.mesh, "data_replicate", "data_shard", "context"))
+        self.loss_group = dp_process_group(joined(self.mesh, "data_replicate", "data_shard", "context"))
         self._data = joined(self.mesh, "data_replicate", "data_shard")
         self._shard = joined(self.mesh, "data_shard", "context")
-        self._stages = group_of(self.mesh["pipeline"])
-        # of each stage one rank speaks for all
-        self._speaks = is_first(self.mesh, "data_replicate", "data_shard", "expert", "context", "tensor")
+        self._stages = dp_process_group(self.mesh["pipeline"])
+        # one rank of each stage writes its state
+        self._writes_stage = is_first(
+            self.mesh, "data_replicate", "data_shard", "expert", "context", "tensor"
+        )
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The ranks that share a model or a sequence read the same rows; before they are connected, that of rank 0."""
+        """Ranks that share a model or a sequence read the same rows; before they are connected, those of rank 0."""
         if self._data is None:
             sizes = self.sizes.of(self.world_size)
             return {"num_replicas": sizes["data_replicate"] * sizes["data_shard"], "rank": 0}
@@ -120,37 +123,37 @@ class HybridParallel(MeshStrategy):
     # -- the model --------------------------------------------------------------------------------
 
     def parallelize(self, module: LightningModule) -> None:
-        """Cuts up the network and spreads the parts."""
-        network = module.network
+        """Applies tensor, context and pipeline parallelism to the network, then shards the parameters."""
+        trained = self.language_module
+        network: Network = trained.network
         self._weights = list(module.state_dict())
         self._parameters = [name for name, _ in module.named_parameters()]
         if self.sizes.tensor > 1:
             tensor_parallel.apply(network, self.mesh["tensor"], self.sequence, self.loss_parallel)
         if self.sizes.context > 1:
-            self.context = ContextParallel(group_of(self.mesh["context"]), self.context_method)
+            self.context = ContextParallel(dp_process_group(self.mesh["context"]), self.context_method)
             self.context.install(network)
         if self.sizes.pipeline > 1:
-            self._cut(module)
+            self._cut(module, network, trained.objective)
         else:
-            self._spread([module], network.blocks)
-        module.compute_loss = self.compute_loss  # type: ignore[method-assign]
+            self._shard_parameters([module], network.blocks)
+        trained.compute_loss = self.compute_loss
 
-    def _spread(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
+    def _shard_parameters(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
         mesh = self._shard
         if self.sizes.data_replicate > 1:
+            assert self._shard.mesh_dim_names is not None
             mesh = self.mesh["data_replicate", self._shard.mesh_dim_names[0]]
         for block in blocks:
             fully_shard(block, mesh=mesh)
         for root in roots:
             fully_shard(root, mesh=mesh, reshard_after_forward=False)
 
-    def _cut(self, module: LightningModule) -> None:
-        if next(module.objective.parameters(), None) is not None:
-            name = type(module.objective).__name__
+    def _cut(self, module: LightningModule, network: Network, objective: Objective) -> None:
+        if next(objective.parameters(), None) is not None:
             raise ConfigError(
-                f"HybridParallel: {name} has parameters, which no stage holds: set pipeline to 1."
+                f"HybridParallel: {type(objective).__name__} has parameters, which no stage holds: set pipeline to 1."
             )
-        network = module.network
         layout = Layout(self.schedule, self.sizes.pipeline, len(network.blocks))
         first, last = layout.rank_of(0), layout.rank_of(layout.stages - 1)
         shared, here = {id(p) for p in tied(network)}, dist.get_rank(self._stages)
@@ -161,52 +164,63 @@ class HybridParallel(MeshStrategy):
         self._spreads = self._shard.size() > 1 and self.schedule not in ZERO_BUBBLE
         if self._spreads:
             blocks = [network.blocks[index] for stage in stages.values() for index in stage.span]
-            self._spread(list(stages.values()), blocks)
+            self._shard_parameters(list(stages.values()), blocks)
         microbatches = self.microbatches or layout.stages
         options = (microbatches, self._stages, self.root_device, self._settled)
-        self.pipeline = Pipeline(network, module.objective, stages, layout, *options)
+        self.pipeline = Pipeline(network, objective, stages, layout, *options)
 
     def compute_loss(self, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
-        """Returns the objective's sums for this rank's tokens, on each rank that has a part in them."""
+        """Returns the objective's sums for this rank's tokens, full on each rank that shares them."""
         if self.context is not None:
             batch = self.context.shard(batch)
         if self.pipeline is not None:
             if self.context is not None and self.context.documents is not None:
                 raise ConfigError("HybridParallel: document_ids take pipeline 1 or context 1.")
             return self.pipeline.loss(batch)
-        module = self.lightning_module
+        module = self.language_module
         loss, metrics = module.objective.loss(module.network, batch)
-        return whole(loss), {name: whole(value) for name, value in metrics.items()}
+        return full_sum(loss), {name: full_sum(value) for name, value in metrics.items()}
 
     def step_context(self) -> AbstractContextManager[Any]:
-        """Computes the cross-entropy of logits that are cut up along the vocabulary."""
+        """Context in which the cross-entropy takes logits that are sharded along the vocabulary."""
         context: AbstractContextManager[Any] = split_loss() if self.loss_parallel else nullcontext()
         return context
 
     def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Differentiates the loss as it was computed."""
+        """Runs backward in the same context as forward."""
         with self.step_context():
             return super().backward(*args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a prediction step, of whose result each rank has the whole."""
+        """Runs a prediction step; each rank returns the full result."""
         found = super().predict_step(*args, **kwargs)
         return found.full_tensor() if isinstance(found, DTensor) else found
 
     # -- stages: gradients and checkpoints ----------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Spreads the model and builds the optimizer, whose groups all stages have to share."""
+        """Shards the model and builds the optimizer; all stages have to have the same groups."""
+        if self.sizes.context > 1:
+            self._try_positions()
         super().setup(trainer)
         if self.pipeline is None:
             return
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if isinstance(self.precision_plugin, ScalesLosses) and self.precision_plugin.scaler is not None:
             raise ConfigError(f"HybridParallel: {hybrid_checks.NO_SCALER}.")
-        named = dict(self.lightning_module.named_parameters())
+        named = dict(self.language_module.named_parameters())
         self.pipeline.parameters = [p for p in named.values() if p.requires_grad]
         self._tied = {id(named[name]) for name in self._tied_names if name in named}
         for optimizer in self.optimizers:
             self._numbers(optimizer)
+
+    def _try_positions(self) -> None:
+        """Raises a ConfigError on every rank if the network mixes tokens outside of attention; rank 0 tries it."""
+        network: Any = self.language_module.network
+        if reason := self.broadcast(mixes_elsewhere(network) if self.is_global_zero else None):
+            raise ConfigError(
+                f"HybridParallel: context is {self.sizes.context}, and sequences of {type(network).__name__} cannot be "
+                f"split: {reason}.\nSet context to 1, and let its replace_attention return False."
+            )
 
     def _settled(self, parameters: Sequence[nn.Parameter], found: list[Tensor]) -> list[Tensor]:
         found = [gradients.summed(g, p) for p, g in zip(parameters, found, strict=True)]
@@ -214,11 +228,11 @@ class HybridParallel(MeshStrategy):
             gradients.average_(found, self.loss_group)
         for parameter, gradient in zip(parameters, found, strict=True):
             if id(parameter) in self._tied:
-                dist.all_reduce(tensors.local(gradient), group=self._tied_group)
+                dist.all_reduce(tensors.local_shard(gradient), group=self._tied_group)
         return found
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Returns the norm, a 0-d tensor, of the gradients of all stages; tied ones count once."""
+        """Returns the norm of the gradients of all stages, a 0-d tensor; tied ones count once."""
         if self.pipeline is None:
             return super().gradient_norm(optimizer)
         parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
@@ -228,52 +242,52 @@ class HybridParallel(MeshStrategy):
         return squares.sqrt()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole model's weights on rank 0, nothing elsewhere, or this rank's parts; called on every rank."""
+        """Returns the full weights on rank 0 and nothing on others, or this rank's shards; called on every rank."""
         if self.writes_parts:
             return super().lightning_module_state_dict()
-        own = tensors.gather(tensors.state_of(self.lightning_module), keep=self._speaks)
-        if self.pipeline is None or not self._speaks:
+        own = tensors.gather(tensors.state_of(self.language_module), keep=self._writes_stage)
+        if self.pipeline is None or not self._writes_stage:
             return dict(own)
         return stage_state.joined(stage_state.collect(own, self._stages), self._weights)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole optimizer's state on rank 0, nothing elsewhere, or this rank's parts."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        """Returns the full optimizer state on rank 0 and nothing on others, or this rank's shards."""
+        optimizer = unwrapped(optimizer)
         if self.writes_parts:
             state = super().optimizer_state(optimizer)
             if self.pipeline is None:
                 return state
-            names = stage_state.names_of(optimizer, self.lightning_module)
+            names = stage_state.names_of(optimizer, self.language_module)
             return stage_state.joined_optimizer([(state, names)], self._numbers(optimizer))
-        own = tensors.gather(optimizer.state_dict(), keep=self._speaks)
-        if self.pipeline is None or not self._speaks:
+        own = tensors.gather(optimizer.state_dict(), keep=self._writes_stage)
+        if self.pipeline is None or not self._writes_stage:
             return dict(own)
-        numbers, names = self._numbers(optimizer), stage_state.names_of(optimizer, self.lightning_module)
+        numbers, names = self._numbers(optimizer), stage_state.names_of(optimizer, self.language_module)
         parts = stage_state.collect((own, names), self._stages)
         return stage_state.joined_optimizer(parts, numbers) if parts else {}
 
     def _numbers(self, optimizer: Optimizer) -> list[dict[str, int]]:
-        """Returns the numbers of the whole model's parameters; called on every rank of a pipeline."""
+        """Returns name -> index of the full model's parameters; called on every rank of a pipeline."""
         names: list[Any] = [None] * self.sizes.pipeline
-        own = stage_state.names_of(optimizer, self.lightning_module)
+        own = stage_state.names_of(optimizer, self.language_module)
         dist.all_gather_object(names, own, group=self._stages)
         return stage_state.numbered(names, self._parameters)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint, without the weights of other stages."""
+        """Reads a checkpoint without the weights of other stages."""
         found = super().load_checkpoint(checkpoint_path, weights_only)
         if self.pipeline is not None:
-            others = set(self._weights) - set(tensors.state_of(self.lightning_module))
+            others = set(self._weights) - set(tensors.state_of(self.language_module))
             found["state_dict"] = {n: w for n, w in found["state_dict"].items() if n not in others}
         return found
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes this rank's part of the whole optimizer's state."""
+        """Loads this rank's shards of the full optimizer state."""
         states = checkpoint["optimizer_states"]
         if self.pipeline is not None:
             states = [
                 stage_state.own_part(
-                    state, stage_state.names_of(optimizer, self.lightning_module), self._numbers(optimizer)
+                    state, stage_state.names_of(optimizer, self.language_module), self._numbers(optimizer)
                 )
                 for optimizer, state in zip(self.optimizers, states, strict=True)
             ]

@@ -1,4 +1,4 @@
-"""What strategies that spread one model over a mesh of ranks have in common."""
+"""Base class of the strategies that shard one model over a mesh of ranks."""
 
 from __future__ import annotations
 
@@ -11,41 +11,37 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from core.checkpoints import sharded
+from core import lightning_compat
+from core.contracts import ConnectsRanks, SavesParts, ScalesLosses
 from core.errors import ConfigError
 from core.training import shards
+from plugins.checkpoints import sharded
 from plugins.strategies import gradients, shared_check, tensors
 from plugins.strategies.shared_scaler import SharedScaler
 
 
 class MeshStrategy(ParallelStrategy):
-    """Spreads a model that no rank need hold whole; a checkpoint is that of a single process, or parts.
+    """Shards a model over ranks; a checkpoint is that of a single process, or sharded.
 
-    Rank 0 builds and initialises the model on the CPU, the others build it without memory; each weight is
-    then sent once and every rank keeps its part: the values are those of a single process on the CPU.
+    Rank 0 builds and initialises the model on the CPU, the others build it on the meta device. Each weight is then
+    broadcast once and every rank keeps its shard: the values are those of a single process on the CPU.
 
-    Not a `ModelParallelStrategy`, which Lightning does not let run with fp16 and a scaler.
+    Not a `ModelParallelStrategy`, which Lightning does not allow with fp16 and a loss scaler.
 
     Args:
-        timeout_minutes: How long a rank waits for the others before it gives up.
+        timeout_minutes: Minutes that a rank waits for the others before it raises an error.
 
     Attributes:
-        mesh: The mesh of ranks, once processes are connected.
-        loss_group: The ranks that have different tokens: losses are sums over them, gradients are averaged.
+        mesh: The mesh of ranks; set once the processes are connected.
+        loss_group: The ranks that have different tokens: losses are summed over them, gradients averaged.
     """
 
     mesh: DeviceMesh
@@ -66,18 +62,29 @@ class MeshStrategy(ParallelStrategy):
 
     @abstractmethod
     def parallelize(self, module: LightningModule) -> None:
-        """Spreads the parameters of a module on the meta device over the mesh."""
+        """Shards the parameters of a module on the meta device over the mesh."""
 
     # -- processes --------------------------------------------------------------------------------
 
     is_distributed = True
-    """Lightning asks strategies of other kinds than its own."""
+    """Lightning reads this attribute of strategies that are not its own."""
 
     @property
     def root_device(self) -> torch.device:
         """This rank's device."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
+
+    @property
+    def language_module(self) -> Any:
+        """The module that is trained, whose network and objective Lightning's type does not have."""
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Each rank reads rows of its own."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     @property
     def num_processes(self) -> int:
@@ -88,19 +95,21 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         if not self.cluster_environment.creates_processes_externally:
             environment = self.cluster_environment
-            self._launcher = _SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
+            self._launcher = lightning_compat.SubprocessScriptLauncher(
+                environment, self.num_processes, self.num_nodes
+            )
 
     def set_world_ranks(self) -> None:
-        """Tells the launcher's environment which rank this is."""
+        """Sets rank and world size of the launcher's environment."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]  # the decorator's, set as Lightning sets it
 
     @property
     def process_group_backend(self) -> str:
-        """What the processes talk through, by torch's name."""
-        return str(_get_default_process_group_backend_for_device(self.root_device))
+        """The communication backend, by torch's name."""
+        return str(lightning_compat.default_backend(self.root_device))
 
     def setup_environment(self) -> None:
         """Connects the processes."""
@@ -109,10 +118,10 @@ class MeshStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         device = self.root_device if self.root_device.type != "cpu" else None
         options: Any = {"timeout": self.timeout, "device_id": device}
-        _init_dist_connection(self.cluster_environment, self.process_group_backend, **options)
+        lightning_compat.init_process_group(self.cluster_environment, self.process_group_backend, **options)
         self.connect_mesh()
-        if connect := getattr(self.checkpoint_io, "connect", None):
-            connect()
+        if isinstance(self.checkpoint_io, ConnectsRanks):
+            self.checkpoint_io.connect()
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
@@ -127,7 +136,13 @@ class MeshStrategy(ParallelStrategy):
         return objects[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Averages a tensor over a group, or what else `reduce_op` says, in place; by default over all ranks."""
+        """Reduces a tensor in place, by default to its mean over all ranks.
+
+        Args:
+            tensor: Changed in place; other values are returned as they are.
+            group: The ranks; None: all.
+            reduce_op: torch's name or constant of the operation.
+        """
         if not isinstance(tensor, Tensor):
             return tensor
         averages = reduce_op in ("mean", "avg", dist.ReduceOp.AVG)  # gloo has no average of its own
@@ -143,55 +158,54 @@ class MeshStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Where the model is built: on the CPU of rank 0, without memory elsewhere."""
+        """Context in which the model is built: on the CPU of rank 0, on the meta device of the others."""
         place = torch.device("cpu" if self.global_rank == 0 else "meta")
         with place, self.precision_plugin.tensor_init_context():
             yield
 
     @property
     def parameter_device(self) -> torch.device:
-        """Where parameters are kept between their uses."""
+        """Device on which parameters are kept."""
         return self.root_device
 
     def setup(self, trainer: Trainer) -> None:
-        """Spreads the model and builds the optimizer."""
+        """Shards the model and builds the optimizer."""
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
-        module = self.lightning_module
-        assert module is not None
+        module = self.language_module
+        self.model = self.precision_plugin.convert_module(module)
         tensors.refuse_extra_state(module, type(self).__name__)
-        whole = tensors.named_tensors(module)
+        full = tensors.named_tensors(module)
         tensors.to_meta(module)
         self.parallelize(module)
         tensors.to_memory(module, self.parameter_device)
-        module._device = self.root_device
-        tensors.spread(whole, module, self.root_device)
+        lightning_compat.set_device(module, self.root_device)
+        tensors.shard_from_rank_zero(full, module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
-            _optimizers_to_device(self.optimizers, self.parameter_device)
+            lightning_compat.optimizers_to_device(self.optimizers, self.parameter_device)
 
     def model_to_device(self) -> None:
-        """Does nothing: `setup` puts each part where it belongs."""
+        """Does nothing: `setup` places each shard."""
 
     def setup_precision_plugin(self) -> None:
-        """Attaches the precision; a scaler of fp16 gradients has to skip a step on all ranks or on none."""
+        """Attaches the precision; a loss scaler has to skip a step on all ranks or on none."""
         super().setup_precision_plugin()
-        if getattr(self.precision_plugin, "scaler", None) is not None:
+        if isinstance(self.precision_plugin, ScalesLosses) and self.precision_plugin.scaler is not None:
             self.precision_plugin.scaler = SharedScaler(self.precision_plugin.scaler, self.root_device)
 
     # -- steps ------------------------------------------------------------------------------------
 
     def step_context(self) -> AbstractContextManager[Any]:
-        """What surrounds each step besides the precision."""
+        """Context of each step, in addition to that of the precision."""
         return nullcontext()
 
     def run_as_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method of the module as its forward: what is no block's is gathered for as long as it takes."""
+        """Calls a method of the module as its forward, so that FSDP gathers parameters outside of blocks for it."""
         with self.step_context():
-            return self._forward_redirection(self.model, self.lightning_module, name, *args, **kwargs)
+            return lightning_compat.call_as_forward(self, name, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a training step as the module's forward."""
@@ -216,13 +230,13 @@ class MeshStrategy(ParallelStrategy):
     # -- gradients --------------------------------------------------------------------------------
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Returns the norm, a 0-d tensor, of the gradients of the whole model."""
+        """Returns the norm of the gradients of the full model, a 0-d tensor."""
         return gradients.squared_norm(shards.gradients(optimizer)).sqrt()
 
     def clip_gradients(
         self, optimizer: Optimizer, clip: float | None = None, algorithm: str | None = None
     ) -> None:
-        """Scales gradients to a norm of at most `clip`, or cuts each number off there ("value")."""
+        """Scales gradients to a norm of at most `clip`, or clamps each value to it ("value")."""
         if not clip:
             return
         if algorithm == "value":
@@ -233,65 +247,64 @@ class MeshStrategy(ParallelStrategy):
     # -- checkpoints ------------------------------------------------------------------------------
 
     restore_checkpoint_after_setup = True
-    """Weights are loaded into the parts, not before there are any."""
+    """Weights are loaded into shards, which exist after `setup`."""
 
     @property
     def writes_parts(self) -> bool:
-        """Whether each rank writes its own parts into checkpoints, which are folders then."""
-        return hasattr(self.checkpoint_io, "save_parts")
+        """Whether checkpoints are sharded: each rank writes its own shards into a folder."""
+        return isinstance(self.checkpoint_io, SavesParts)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint; called on every rank."""
-        if self.writes_parts:
+        if isinstance(self.checkpoint_io, SavesParts):
             self.checkpoint_io.save_parts(checkpoint, filepath)
         else:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads a checkpoint; of one that is a folder, no tensors yet, of which each rank will read its parts."""
-        path = Path(self.broadcast(str(checkpoint_path)))  # rank 0 may have passed over one that is damaged
+        """Reads a checkpoint; of a sharded one without tensors, of which each rank reads its shards later."""
+        path = Path(self.broadcast(str(checkpoint_path)))  # rank 0 may have skipped a damaged one
         if not sharded.is_sharded(path):
             return super().load_checkpoint(path, weights_only)
         shared_check.check(path)
-        return sharded.outline(path)
+        return sharded.read_without_tensors(path)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the whole model's weights on rank 0, nothing elsewhere, or this rank's parts; called on every rank."""
-        assert self.lightning_module is not None
-        if self.writes_parts:
-            return tensors.state_of(self.lightning_module)
-        return tensors.gather(tensors.state_of(self.lightning_module), keep=self.is_global_zero)
+        """Returns the full weights on rank 0 and nothing on others, or this rank's shards; called on every rank."""
+        state = tensors.state_of(self.language_module)
+        return state if self.writes_parts else tensors.gather(state, keep=self.is_global_zero)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes this rank's part of the whole model's weights."""
-        assert self.lightning_module is not None
+        """Loads this rank's shards of the full model's weights."""
         pairs: list[tuple[sharded.Stored, Tensor]] = []
-        for name, target in tensors.state_of(self.lightning_module).items():
+        for name, target in tensors.state_of(self.language_module).items():
             if strict or name in checkpoint["state_dict"]:
                 stored = checkpoint["state_dict"][name]
                 if isinstance(stored, sharded.Stored):
                     pairs.append((stored, target))
                 else:
-                    tensors.fill(target, stored)
-        sharded.fill(pairs)
+                    tensors.copy_part(target, stored)
+        sharded.load_tensors(pairs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the whole optimizer's state on rank 0, nothing elsewhere, or this rank's parts."""
-        state = getattr(optimizer, "_optimizer", optimizer).state_dict()
+        """Returns the full optimizer state on rank 0 and nothing on others, or this rank's shards."""
+        state = lightning_compat.unwrapped(optimizer).state_dict()
         return state if self.writes_parts else tensors.gather(state, self.is_global_zero)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes this rank's part of the whole optimizer's state."""
+        """Loads this rank's shards of the full optimizer state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             parts = {n: tensors.parts(values, parameters[n]) for n, values in state["state"].items()}
             rooms = [(v, parts[n][k]) for n, values in state["state"].items() for k, v in values.items()]
-            sharded.fill((stored, room) for stored, room in rooms if isinstance(stored, sharded.Stored))
+            sharded.load_tensors(
+                (stored, room) for stored, room in rooms if isinstance(stored, sharded.Stored)
+            )
             optimizer.load_state_dict({**state, "state": parts})
-            _optimizers_to_device([optimizer], self.parameter_device)
+            lightning_compat.optimizers_to_device([optimizer], self.parameter_device)
 
     def teardown(self) -> None:
-        """Ends what was started; leaves the model where it is: no rank has room for the whole."""
+        """Tears down plugins and accelerator; does not move the model, for which one rank may lack memory."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.checkpoint_io.teardown()

@@ -1,4 +1,4 @@
-"""Runs a batch through the stages of a pipeline, so that its loss can be differentiated like any other."""
+"""Runs a batch through the stages of a pipeline and returns a loss that can be differentiated as usual."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from core.contracts import Network, Objective, TokenSum
 from core.errors import ConfigError
 from plugins.strategies.pipeline_stages import Head, Layout, Stage
-from plugins.strategies.tensors import local
+from plugins.strategies.tensors import local_shard
 
 Sums = tuple[TokenSum, dict[str, TokenSum]]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -24,22 +24,22 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 class Pipeline:
     """This rank's part of a pipeline.
 
-    A schedule runs forward and backward at once, where Lightning runs the one, clears gradients, and runs the
-    other: the gradients of the schedule are kept aside, and added when the loss is differentiated, times what
-    the loss is multiplied by.
+    A schedule runs forward and backward in one call, but Lightning runs forward, clears gradients, and then runs
+    backward. The gradients of the schedule are therefore stored. When the loss is differentiated, they are added to
+    the parameters, times the gradient of the loss.
 
     Args:
-        network: Cut, with the modules of this rank's stages.
-        objective: Called on the rank of the last stage with the network as it is there.
-        stages: This rank's, by index.
-        layout: Of all stages.
-        microbatches: Parts of a batch.
+        network: The network with only the modules of this rank's stages.
+        objective: Called on the rank of the last stage.
+        stages: This rank's stages by index.
+        layout: The layout of all stages.
+        microbatches: Number of micro-batches of a batch.
         group: The ranks of the pipeline.
-        device: Of this rank.
+        device: Device of this rank.
         settle: Called with parameters and their new gradients on this rank; returns the gradients to add.
 
     Attributes:
-        parameters: This rank's, as the optimizer has them; to be set before the first loss.
+        parameters: The parameters of this rank, as the optimizer has them; set before the first loss.
     """
 
     parameters: Sequence[nn.Parameter]
@@ -85,21 +85,21 @@ class Pipeline:
         loss, metrics = self._shared()
         anchor = torch.zeros((), device=self.device, requires_grad=True)
         total = _Done.apply(anchor, loss.total, [p for p, _ in used], settled)
-        return TokenSum(total, loss.tokens), metrics
+        return TokenSum(total, loss.tokens, loss.weight), metrics
 
     def _loss_of_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
         sums = self._sums(hidden, {name: value[rows] for name, value in self._batch.items()})
-        return sums[0].total.clone()  # schedules detach it in place, which a view does not let them
+        return sums[0].total.clone()  # schedules detach it in place, which a view does not allow
 
     def _sums(self, hidden: Tensor, batch: Mapping[str, Tensor]) -> Sums:
         head: Any = Head(self.network, hidden)
         loss, metrics = self.objective.loss(head, batch)
-        sums = whole(loss), {name: whole(value) for name, value in metrics.items()}
+        sums = full_sum(loss), {name: full_sum(value) for name, value in metrics.items()}
         self._found.append(sums)
         return sums
 
     def _scheduled(self, batch: Mapping[str, Tensor]) -> Any:
-        """Returns the schedule for batches of this shape: buffers are made for one."""
+        """Returns the schedule for batches of this shape: its buffers are made for one shape."""
         shape = {name: value.shape for name, value in batch.items()}
         if shape == self._shape:
             return self._schedule
@@ -119,7 +119,7 @@ class Pipeline:
         return self._schedule
 
     def _evaluate(self, batch: Mapping[str, Tensor]) -> None:
-        """Runs the stages one after another: torch's schedules for it do not know those that come back."""
+        """Runs the stages one after another: torch's evaluation does not support V-shaped layouts."""
         hidden: Tensor | None = None
         here = dist.get_rank(self.group)
         for index in range(self.layout.stages):
@@ -134,26 +134,27 @@ class Pipeline:
                 _send(hidden, self._ranks[self.layout.rank_of(index + 1)], self.group)
 
     def _shared(self) -> Sums:
-        """Returns the sums of all micro-batches, which the last stage tells the others."""
+        """Returns the sums over all micro-batches, broadcast by the last stage."""
         source = self._ranks[self.layout.rank_of(self._last)]
-        # a schedule's first step may try out the loss before; what counts comes last
+        # The first step of a schedule may evaluate the loss once more before: the last entries count.
         found = self._found[-self.microbatches :] if torch.is_grad_enabled() else self._found
         if self._names is None:
             names = [list(found[0][1]) if found else None]
             dist.broadcast_object_list(names, source, group=self.group)
             self._names = names[0]
         assert self._names is not None
-        flat = torch.zeros(2 + 2 * len(self._names), dtype=torch.float64, device=self.device)
+        flat = torch.zeros(3 + 3 * len(self._names), dtype=torch.float64, device=self.device)
         for loss, metrics in found:
-            pairs = [loss, *(metrics[name] for name in self._names)]
-            flat += torch.stack([value.detach().double() for pair in pairs for value in pair])
+            figures = [loss, *(metrics[name] for name in self._names)]
+            values = [value for figure in figures for value in (*figure, figure.weight)]
+            flat += torch.stack([value.detach().double() for value in values])
         dist.broadcast(flat, source, group=self.group)
-        sums = [TokenSum(flat[index], flat[index + 1]) for index in range(0, len(flat), 2)]
+        sums = [TokenSum(*flat[index : index + 3]) for index in range(0, len(flat), 3)]
         return sums[0], dict(zip(self._names, sums[1:], strict=True))
 
 
 class _Done(torch.autograd.Function):
-    """A loss whose gradients are known already; differentiating it adds them."""
+    """A loss with precomputed gradients; backward adds them to the parameters."""
 
     @staticmethod
     def forward(
@@ -165,22 +166,22 @@ class _Done(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        """Adds the gradients times that of the loss."""
+        """Adds the gradients times the gradient of the loss."""
         if ctx.gradients:
-            parts = [local(gradient) for gradient in ctx.gradients]
+            parts = [local_shard(gradient) for gradient in ctx.gradients]
             torch._foreach_mul_(parts, scale.to(parts[0].device))
         for parameter, gradient in zip(ctx.parameters, ctx.gradients, strict=True):
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
-                local(parameter.grad).add_(local(gradient))
+                local_shard(parameter.grad).add_(local_shard(gradient))
         return scale, None, None, None
 
 
-def whole(figure: TokenSum) -> TokenSum:
-    """Returns a sum of which each rank has the whole."""
-    total, tokens = (value.full_tensor() if isinstance(value, DTensor) else value for value in figure)
-    return TokenSum(total, tokens)
+def full_sum(figure: TokenSum) -> TokenSum:
+    """Returns a sum with DTensors replaced by full tensors."""
+    values = (*figure, figure.weight)
+    return TokenSum(*(value.full_tensor() if isinstance(value, DTensor) else value for value in values))
 
 
 def _send(tensor: Tensor, rank: int, group: dist.ProcessGroup) -> None:

@@ -1,4 +1,4 @@
-"""A network cut into stages: which rank has which blocks, and what is left of the network there."""
+"""A network split into pipeline stages: which rank has which blocks, and the modules that each rank keeps."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""They compute gradients of inputs and of weights apart, which FSDP's hooks do not know."""
+"""Schedules that compute gradients of inputs and of weights separately, which FSDP's hooks do not support."""
 
 
 def is_beyond_gloo(schedule: str) -> bool:
-    """Returns whether stages of one rank say hello to each other as a pipeline begins: torch 2.11 sends that out."""
-    from torch.distributed.pipelining import PipelineStage  # not at the top: a second, and few runs need it
+    """Returns whether a schedule makes ranks send messages to themselves, as V-shaped ones do in torch 2.11."""
+    from torch.distributed.pipelining import PipelineStage  # takes a second to import, and few runs need it
 
-    greets = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
-    return schedule in V_SHAPED and greets and not hasattr(PipelineStage, "_warmup_forward_vote")
+    sends_first = hasattr(PipelineStage, "_get_init_p2p_neighbors_ops")
+    return schedule in V_SHAPED and sends_first and not hasattr(PipelineStage, "_warmup_forward_vote")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which stage lies on which rank of a pipeline.
+    """Which stage is on which rank of a pipeline.
 
     Attributes:
-        schedule: Its name decides on the shape: once, round and round, or there and back.
-        ranks: Of the pipeline.
-        blocks: Of the network.
+        schedule: Its name determines the shape: one stage per rank, looped, or V-shaped.
+        ranks: Number of ranks of the pipeline.
+        blocks: Number of blocks of the network.
     """
 
     schedule: str
@@ -41,23 +41,23 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Their number: one for each rank, or two."""
+        """Number of stages: one or two for each rank."""
         return self.ranks if self.schedule in SINGLE else 2 * self.ranks
 
     def rank_of(self, stage: int) -> int:
-        """Returns the rank that a stage lies on."""
+        """Returns the rank of a stage."""
         if self.schedule in V_SHAPED:
             return min(stage, self.stages - 1 - stage)
         return stage % self.ranks
 
     def span_of(self, stage: int) -> range:
-        """Returns the blocks of a stage; the first stages have one more where they do not divide."""
+        """Returns the blocks of a stage; the first stages have one more if the blocks do not divide evenly."""
         each, more = divmod(self.blocks, self.stages)
         start = stage * each + min(stage, more)
         return range(start, start + each + (stage < more))
 
-    def misfits(self, microbatches: int, rows: int | None) -> Iterator[str]:
-        """Yields why these blocks, micro-batches or rows of a batch cannot be run so."""
+    def compatibility_errors(self, microbatches: int, rows: int | None) -> Iterator[str]:
+        """Yields why the layout does not fit the blocks, micro-batches or rows of a batch."""
         if self.stages > self.blocks:
             yield f"pipeline is {self.ranks}, which makes {self.stages} stages of {self.schedule} for {self.blocks} blocks"
         rounds = max(1, microbatches // self.ranks)
@@ -70,11 +70,11 @@ class Layout:
 
 
 class Stage(nn.Module):
-    """Some blocks of a network, with what stands before the first and behind the last one.
+    """Some blocks of a network, with the modules before the first and after the last block.
 
     Args:
-        network: Runs the blocks; not a child of this module, which has those modules only that it needs.
-        span: The blocks.
+        network: Runs the blocks; not a child of this module, which only has the modules of its stage.
+        span: The indices of the blocks.
     """
 
     def __init__(self, network: Network, span: range) -> None:
@@ -87,23 +87,23 @@ class Stage(nn.Module):
         self._network = [network]
 
     def forward(self, *hidden: Tensor, **batch: Tensor) -> Tensor:
-        """Maps what the stage before returned, if there is one, to what the next one takes."""
+        """Maps the output of the previous stage, if any, to the input of the next one."""
         return self._network[0].forward_blocks(batch, hidden[0] if hidden else None, self.span)
 
 
 class Head:
-    """The network as an objective sees it once the stages have run: its `forward` is done.
+    """The network as the objective sees it after the stages have run: calling it returns their output.
 
     Args:
-        network: Gives everything else.
-        hidden: What the last stage returned.
+        network: Provides all other attributes.
+        hidden: The output of the last stage.
     """
 
     def __init__(self, network: Network, hidden: Tensor) -> None:
         self._network, self._hidden = network, hidden
 
     def __call__(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
-        """Returns what the last stage returned."""
+        """Returns the output of the last stage."""
         return self._hidden
 
     def __getattr__(self, name: str) -> Any:
@@ -111,9 +111,9 @@ class Head:
 
 
 def cut(network: Network, layout: Layout, rank: int) -> dict[int, Stage]:
-    """Takes the modules of other ranks' stages out of a network; returns this rank's stages by index.
+    """Removes the modules of other ranks' stages from a network; returns this rank's stages by index.
 
-    Names of what is left do not change.
+    Names of the remaining parameters do not change.
     """
     own = [stage for stage in range(layout.stages) if layout.rank_of(stage) == rank]
     stages = {stage: Stage(network, layout.span_of(stage)) for stage in own}
@@ -128,7 +128,7 @@ def cut(network: Network, layout: Layout, rank: int) -> dict[int, Stage]:
 
 
 def tied(network: Network) -> Sequence[nn.Parameter]:
-    """Returns the parameters that the first and the last stage both use."""
+    """Returns the parameters that both the first and the last stage use."""
     first, last = network.ends or ((), ())
     before = {id(parameter) for module in first for parameter in module.parameters()}
     return [p for module in last for p in module.parameters() if id(p) in before]

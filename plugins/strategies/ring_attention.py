@@ -1,10 +1,10 @@
-"""Causal attention over tokens that are spread over ranks; keys and values go round in a ring.
+"""Causal attention over tokens that are sharded over ranks; keys and values are passed around a ring.
 
-Blockwise and exact, as in Ring Attention (arXiv:2310.01889), with the chunks dealt out head and tail (Striped
-Attention, arXiv:2311.09431, has another balance to the same end). In plain matrix products of one chunk by one
-chunk, so that it is the same on CPU and GPU; no more than one such block is kept.
+Blockwise and exact, as in Ring Attention (arXiv:2310.01889). Each rank has a chunk from the head and one from the tail
+of a sequence, which balances the work (Striped Attention, arXiv:2311.09431, balances it in another way). Written as
+matrix products of one chunk by one chunk, the same on CPU and GPU; only one such block is kept.
 
-Shapes: as in `context_parallel`; c = t / 2 tokens are a chunk.
+Shapes: as in `context_parallel`; a chunk has c = t / 2 tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Ring:
     """The ranks of a ring.
 
     Attributes:
-        documents: Which document each token belongs to, (B, T); None: one each row.
+        documents: Document of each token, (B, T); None: one document per row.
     """
 
     group: dist.ProcessGroup
@@ -32,16 +32,16 @@ class Ring:
 
     @property
     def ranks(self) -> int:
-        """Their number n."""
+        """The number n of ranks."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """This one's place."""
+        """The index of this rank."""
         return dist.get_rank(self.group)
 
     def start(self, tensor: Tensor) -> tuple[Tensor, list[Any]]:
-        """Begins to send a tensor to the next rank; returns where that of the rank before arrives, and waits."""
+        """Starts to send a tensor to the next rank; returns the buffer for that of the previous rank, and the works."""
         arriving = torch.empty_like(tensor)
         ranks = dist.get_process_group_ranks(self.group)
         after, before = ranks[(self.rank + 1) % self.ranks], ranks[self.rank - 1]
@@ -52,11 +52,11 @@ class Ring:
         return arriving, dist.batch_isend_irecv(operations)
 
     def blocks(self, source: int, size: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Yields which of this rank's tokens attend to which of another's, and a mask where not to all.
+        """Yields the blocks of attention: rows of this rank, columns of another, and a mask if not all are seen.
 
         Args:
-            source: The rank that keys and values come from.
-            size: Tokens of a chunk.
+            source: The rank of keys and values.
+            size: Tokens per chunk.
         """
         mine, theirs = ((rank, 2 * self.ranks - 1 - rank) for rank in (self.rank, source))
         for i, to in enumerate(mine):
@@ -80,7 +80,7 @@ class Ring:
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-    """Returns (B, H, t, D): what q (B, H, t, D) finds in k and v (B, G, t, D) of all ranks, up to itself."""
+    """Returns causal attention (B, H, t, D) of q (B, H, t, D) to k and v (B, G, t, D) of all ranks."""
     out: Tensor = _RingAttention.apply(q, k, v, ring)
     return out
 
@@ -150,5 +150,5 @@ def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _exp(x: Tensor) -> Tensor:
-    """exp, and 0 for a difference of two infinities: a block in which a query sees nothing."""
+    """exp, and 0 for the difference of two infinities: a block in which a query attends to nothing."""
     return x.exp().nan_to_num(nan=0.0)

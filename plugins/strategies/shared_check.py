@@ -1,4 +1,4 @@
-"""Whether a checkpoint that is a folder is whole, found out by all ranks together: none reads all of it."""
+"""Checks whether a sharded checkpoint is complete; each rank reads a share of the files."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from core.checkpoints import sharded
 from core.errors import ConfigError
-from core.files import durable
+from plugins.checkpoints import sharded
+from toolkit import durable
 
 
 def check(folder: Path) -> None:
     """Reads this rank's share of the files; called on every rank.
 
-    What is wrong is noted in the folder: a job that its launcher starts again goes on from the one before.
+    The reason of a failure is saved in the folder: if the launcher restarts the job, it resumes from the checkpoint
+    before.
 
     Raises:
         ConfigError: On every rank, if one of them found a file damaged.
@@ -25,13 +26,15 @@ def check(folder: Path) -> None:
     dist.all_gather_object(found, sharded.defect(folder, slice(rank, None, ranks)))
     if reason := next(filter(None, found), None):
         if rank == 0:
-            with suppress(OSError):  # it may be a folder of somebody else's
+            with suppress(OSError):  # the folder may belong to another user
                 durable.write(folder / sharded.DAMAGED, reason)
         ages = {path.stat().st_mtime_ns: path for path in folder.parent.glob("*.ckpt")}
-        written = (folder / sharded.MANIFEST).stat().st_mtime_ns  # not the folder's, which the note changes
+        written = (
+            (folder / sharded.MANIFEST).stat().st_mtime_ns
+        )  # not that of the folder, which changed with the saved reason
         before = [age for age in sorted(ages) if age < written and ages[age] != folder]
         advice = (
-            f"Go on from the one before: --ckpt_path {ages[before[-1]]}"
+            f"Resume from the one before: --ckpt_path {ages[before[-1]]}"
             if before
             else "There is none before it."
         )

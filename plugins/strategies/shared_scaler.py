@@ -1,4 +1,4 @@
-"""A loss scaler for gradients whose parts lie on several ranks."""
+"""A loss scaler for gradients that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from core.training.shards import gradients
-from plugins.strategies.tensors import local
+from plugins.strategies.tensors import local_shard
 
 if TYPE_CHECKING:
-    from core.selection import Run
+    from toolkit.selection import Run
 
 
 class SharedScaler(GradScaler):
-    """Scales as the scaler that it is made of, and skips a step on every rank if one rank's gradients overflow.
+    """Has the settings of another scaler, and skips a step on every rank if gradients overflow on one.
 
     Args:
-        scaler: Its scale, growth and backoff are taken over.
-        device: Of the messages between ranks.
+        scaler: Its scale, growth and backoff are used.
+        device: This rank's, on which ranks exchange messages.
     """
 
     def __init__(self, scaler: GradScaler, device: torch.device) -> None:
         scale = scaler.get_scale()
         factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-        super().__init__(scaler._device, scale, *factors, enabled=scaler.is_enabled())
+        super().__init__(device.type, scale, *factors, enabled=scaler.is_enabled())
         self._messages = device
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divides the gradients by the scale; notes whether any number, on any rank, is not finite."""
+        """Divides the gradients by the scale; records whether a value on any rank is not finite."""
         state = self._per_optimizer_states[id(optimizer)]
         if not self.is_enabled() or state["stage"] is not OptState.READY:
-            super().unscale_(optimizer)  # nothing to do, or an error that it words
+            super().unscale_(optimizer)  # nothing to do, or an error that torch raises
             return
         assert self._scale is not None
-        found = torch.zeros(1, device=self._messages)
+        # 0-d: a fused optimizer subtracts it from its 0-d step counts.
+        found = torch.zeros((), device=self._messages)
         inverse = self._scale.double().reciprocal().float()
         by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for part in map(local, gradients(optimizer)):
+        for part in map(local_shard, gradients(optimizer)):
             by_kind.setdefault((part.device, part.dtype), []).append(part)
         for (device, _), parts in by_kind.items():
-            here = torch.zeros(1, device=device)
+            here = torch.zeros((), device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(parts, here, inverse.to(device))
             found += here.to(found.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -54,7 +55,7 @@ class SharedScaler(GradScaler):
 
 
 def scales_losses(run: Run) -> bool:
-    """Returns whether the run's precision has a scaler of losses, for gradients in fp16."""
+    """Returns whether the run's precision scales the loss, for gradients in fp16."""
     chosen = any(
         item.name == "FP16Mixed" or item.arguments.get("precision") == "16-mixed" for item in run.selected
     )

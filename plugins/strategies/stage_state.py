@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline: the states of its stages put together as that of a whole model, and taken apart."""
+"""Checkpoints of a pipeline: joins the states of the stages to that of the full model, and splits it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from core.errors import ConfigError
 
 
 def collect(own: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns what each rank of a pipeline gave, on its first rank; nothing elsewhere."""
+    """Returns the objects of all ranks of a pipeline on its first rank, an empty list on the others."""
     found: list[Any] = [None] * dist.get_world_size(group)
     first = dist.get_process_group_ranks(group)[0]
     main = dist.get_rank(group) == 0
@@ -22,26 +22,26 @@ def collect(own: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def joined(states: Sequence[Mapping[str, Any]], order: Sequence[str]) -> dict[str, Any]:
-    """Returns the stages' weights in the order of the whole model."""
+    """Returns the weights of all stages in the order of the full model."""
     weights = {name: weight for state in reversed(states) for name, weight in state.items()}
     return {name: weights[name] for name in order if name in weights}
 
 
 def names_of(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
-    """Returns the names of the parameters of each of an optimizer's groups."""
+    """Returns the names of the parameters in each group of an optimizer."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
 
 
 def numbered(names: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> list[dict[str, int]]:
-    """Returns the numbers that a whole model's optimizer gives its parameters, group by group.
+    """Returns name -> index of each parameter in the optimizer of the full model, group by group.
 
     Args:
-        names: Of each stage's groups.
-        order: The whole model's names.
+        names: Names of the parameters: per stage, per group.
+        order: Names of the full model's parameters, in order.
 
     Raises:
-        ConfigError: If one stage has other groups than another.
+        ConfigError: If the stages differ in their groups.
     """
     if len({len(groups) for groups in names}) > 1:
         raise ConfigError(
@@ -59,7 +59,7 @@ def numbered(names: Sequence[Sequence[Sequence[str]]], order: Sequence[str]) -> 
 def joined_optimizer(
     parts: Sequence[tuple[Mapping[str, Any], Sequence[Sequence[str]]]], numbers: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Returns the stages' optimizer states, each with the names of its groups, as that of a whole model."""
+    """Returns the optimizer state of the full model from those of the stages, each given with its names."""
     everywhere = {name: number for group in numbers for name, number in group.items()}
     state: dict[int, Any] = {}
     for stage, names in reversed(parts):
@@ -71,14 +71,14 @@ def joined_optimizer(
 
 
 def own_part(
-    whole: Mapping[str, Any], names: Sequence[Sequence[str]], numbers: Sequence[Mapping[str, int]]
+    full: Mapping[str, Any], names: Sequence[Sequence[str]], numbers: Sequence[Mapping[str, int]]
 ) -> dict[str, Any]:
-    """Returns the part of a whole model's optimizer state that a stage with these names has."""
+    """Returns the part of the full model's optimizer state that belongs to a stage with these names."""
     everywhere = {name: number for group in numbers for name, number in group.items()}
     flat = [name for group in names for name in group]
-    state = {i: whole["state"][everywhere[n]] for i, n in enumerate(flat) if everywhere[n] in whole["state"]}
+    state = {i: full["state"][everywhere[n]] for i, n in enumerate(flat) if everywhere[n] in full["state"]}
     groups, at = [], 0
-    for group, members in zip(whole["param_groups"], names, strict=True):
+    for group, members in zip(full["param_groups"], names, strict=True):
         groups.append({**group, "params": list(range(at, at + len(members)))})
         at += len(members)
     return {"state": state, "param_groups": groups}

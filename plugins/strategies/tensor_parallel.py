@@ -1,4 +1,4 @@
-"""Matrices cut up over ranks that work on the same tokens, by the network's own plan."""
+"""Tensor parallelism: matrices sharded over ranks that have the same tokens, by the network's plan."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from core.contracts import Network
 
 
 def apply(network: Network, mesh: DeviceMesh, sequence: bool, vocabulary: bool) -> None:
-    """Cuts up a network on the meta device.
+    """Shards a network on the meta device.
 
     Args:
         network: Changed in place.
         mesh: The ranks of one tensor-parallel group.
-        sequence: Whether tokens are split where matrices are not.
-        vocabulary: Whether the output weight is split along the vocabulary: logits then are DTensors, of which
-            no rank holds more than its part (use `torch.distributed.tensor.parallel.loss_parallel`).
+        sequence: Whether tokens are sharded where matrices are not (sequence parallelism).
+        vocabulary: Whether the output weight is sharded along the vocabulary: logits are then DTensors, of which
+            each rank holds its shard (use `torch.distributed.tensor.parallel.loss_parallel`).
     """
     for name, styles in plan_of(network, sequence).items():
         for style in styles:
@@ -32,13 +32,13 @@ def apply(network: Network, mesh: DeviceMesh, sequence: bool, vocabulary: bool) 
 
 
 def plan_of(network: Network, sequence: bool) -> dict[str, list[ParallelStyle]]:
-    """Returns the network's plan, each of its values as a list."""
+    """Returns the network's plan with each of its values as a list."""
     plan = network.sequence_parallel_plan() if sequence else network.tensor_parallel_plan()
     return {name: style if isinstance(style, list) else [style] for name, style in plan.items()}
 
 
-def misfits(network: Network, size: int, sequence: bool, vocabulary: bool) -> Iterator[str]:
-    """Yields why a network cannot be cut up over so many ranks."""
+def compatibility_errors(network: Network, size: int, sequence: bool, vocabulary: bool) -> Iterator[str]:
+    """Yields why a network cannot be sharded over `size` ranks."""
     plan, name = plan_of(network, sequence), type(network).__name__
     if not plan:
         yield f"{name} has no {'sequence' if sequence else 'tensor'}-parallel plan: set {'sequence' if sequence else 'tensor'} to 1"

@@ -1,4 +1,4 @@
-"""Whole tensors and their parts on a mesh of ranks: sent from rank 0, gathered there, cut out."""
+"""Full tensors and their shards on a mesh of ranks: broadcast from rank 0, gathered there, local shards."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from core.checkpoints.checkpoint import EXTRA_STATE
-from core.checkpoints.sharded import Stored
 from core.errors import ConfigError
 from core.training.shards import reshard
+from core.training.weights import EXTRA_STATE
+from plugins.checkpoints.sharded import Stored
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the values of each parameter and buffer, in the same memory, once, by its first name."""
+    """Returns each parameter and buffer, detached, once, under its first name; shares memory."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 @contextmanager
 def _tied() -> Iterator[None]:
-    # Swapped, a parameter stays the same object: what is tied stays tied.
+    # With swapping, a parameter stays the same object: tied parameters stay tied.
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
@@ -36,59 +36,62 @@ def _tied() -> Iterator[None]:
 
 
 def to_meta(module: nn.Module) -> None:
-    """Gives up the memory of a module's tensors, unless somebody else holds them."""
+    """Moves a module to the meta device, which frees its memory unless other references hold it."""
     with _tied():
-        nn.Module.to(module, "meta")  # Lightning's own notes the device as the module's
+        nn.Module.to(module, "meta")  # not the method of Lightning, which records the device
 
 
 def to_memory(module: nn.Module, device: torch.device) -> None:
-    """Gives a module on the meta device memory for the parts of its tensors that it holds."""
+    """Allocates memory for the shards of a module on the meta device."""
     with _tied():
         module.to_empty(device=device)
 
 
 @torch.no_grad()
-def spread(whole: Mapping[str, Tensor], module: nn.Module, device: torch.device) -> None:
-    """Fills a module's tensors with rank 0's, sending one at a time; called on every rank.
+def shard_from_rank_zero(full: Mapping[str, Tensor], module: nn.Module, device: torch.device) -> None:
+    """Fills a module's tensors with those of rank 0, one broadcast at a time; called on every rank.
 
     Args:
-        whole: All tensors of the whole module in the same order on each rank: on rank 0 with their values.
-        module: Holds any of them, or parts.
-        device: Of the messages.
+        full: All tensors of the full module, in the same order on each rank; on rank 0 with their values.
+        module: Holds some of them, full or sharded.
+        device: Device of the messages.
     """
     own, main = named_tensors(module), dist.get_rank() == 0
-    for name, tensor in whole.items():
+    for name, tensor in full.items():
         message = tensor.to(device) if main else torch.empty_like(tensor, device=device)
         dist.broadcast(message, 0)
         if name in own:
-            fill(own[name], message)
+            copy_part(own[name], message)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor that is on this rank, in the same memory."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+def local_shard(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a tensor; shares memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():  # else it would be a view that autograd records
+        return tensor.to_local()
 
 
 @torch.no_grad()
-def fill(target: Tensor, whole: Tensor) -> None:
-    """Copies this rank's part of a whole tensor."""
-    local(target).copy_(part(whole, target))
+def copy_part(target: Tensor, full: Tensor) -> None:
+    """Copies this rank's shard of a full tensor into `target`."""
+    local_shard(target).copy_(part(full, target))
 
 
-def part(whole: Tensor, like: Tensor) -> Tensor:
-    """Returns the part of a whole tensor that this rank holds of a tensor of the same shape."""
+def part(full: Tensor, like: Tensor) -> Tensor:
+    """Returns this rank's shard of a full tensor, sharded as `like`, of the same shape."""
     if not isinstance(like, DTensor):
-        return whole
+        return full
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     for dim, (size, start) in enumerate(zip(shape, offset, strict=True)):
-        whole = whole.narrow(dim, start if size else 0, size)
-    return whole
+        full = full.narrow(dim, start if size else 0, size)
+    return full
 
 
 def parts(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
-    """Returns the parts of a parameter's whole optimizer state that lie where the parameter does.
+    """Returns this rank's shards of a parameter's full optimizer state, sharded as the parameter.
 
-    What is stored in a folder gets room that is not filled.
+    For tensors of a sharded checkpoint memory is allocated and not filled.
     """
     return {name: _placed(value, parameter) for name, value in state.items()}
 
@@ -101,14 +104,14 @@ def _placed(value: Any, parameter: Tensor) -> Any:
     fits = isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim > 0
     if not (fits and isinstance(parameter, DTensor)):
         return value
-    own = part(value, parameter).to(local(parameter).device, copy=True)
+    own = part(value, parameter).to(local_shard(parameter).device, copy=True)
     return DTensor.from_local(
         own, parameter.device_mesh, parameter.placements, shape=value.shape, stride=value.stride()
     )
 
 
 def refuse_extra_state(module: nn.Module, strategy: str) -> None:
-    """Raises a ConfigError if a module saves more than parameters and buffers: nothing says which rank holds what of it."""
+    """Raises a ConfigError if a module has extra state: it is unknown which rank holds which part of it."""
     for name, value in module.state_dict().items():
         if name.endswith(EXTRA_STATE) and not (isinstance(value, Tensor) and value.numel() == 0):
             raise ConfigError(
@@ -118,25 +121,25 @@ def refuse_extra_state(module: nn.Module, strategy: str) -> None:
 
 
 def state_of(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the parameters and buffers that checkpoints hold, sharded ones as such."""
+    """Returns the parameters and buffers that checkpoints hold, sharded ones as DTensors."""
     reshard(module)
     return module.state_dict(keep_vars=True)
 
 
 @torch.no_grad()
 def gather(values: Any, keep: bool) -> Any:
-    """Returns nested values with whole tensors on the CPU where `keep`, and empty mappings elsewhere.
+    """Returns nested values with full tensors on the CPU if `keep`, else empty mappings.
 
-    Called on every rank with the same structure. A tensor that occurs twice does so in the result.
+    Called on every rank with the same structure. A tensor that occurs twice occurs twice in the result.
     """
     seen: dict[int, Tensor] = {}
 
-    def whole(value: Any) -> Any:
+    def gathered(value: Any) -> Any:
         if isinstance(value, Mapping):
-            found = {key: whole(item) for key, item in value.items()}
+            found = {key: gathered(item) for key, item in value.items()}
             return found if keep else {}
         if isinstance(value, list | tuple):
-            return type(value)(map(whole, value))
+            return type(value)(map(gathered, value))
         if not isinstance(value, Tensor):
             return value
         if id(value) not in seen:
@@ -144,4 +147,4 @@ def gather(values: Any, keep: bool) -> Any:
             seen[id(value)] = full.detach().to("cpu", copy=True) if keep else full.detach().new_empty(0)
         return seen[id(value)]
 
-    return whole(values)
+    return gathered(values)

@@ -100,8 +100,8 @@ def main() -> int:
     parser.add_argument("--block", type=int, default=20, help="steps in a block")
     parser.add_argument("--width", type=int, default=384, help="of the network of 4 layers")
     options = parser.parse_args()
-    from core.testing.runs import run
-    from core.testing.workshop import workshop, write_config
+    from conformance.runs import run
+    from conformance.workshop import workshop, write_config
 
     folder = workshop() / "stall"
     turns = {
@@ -126,11 +126,11 @@ def main() -> int:
         "model": {
             "network": {"class_path": "GPT", "init_args": network}, "objective": "CausalLM", "optimizer": "AdamW",
         },
-        "data": {"class_path": "tests.toy.ToyData"},
+        "data": {"class_path": "tests.support.toy.ToyData"},
     }  # fmt: skip
     config = write_config("stall", values)
     done = run(["fit", f"--config={config}"], folder, ranks=options.ranks, timeout=1800)
-    print("".join(done.printed.partition("| way")[1:]).partition("Checkpoints held")[0] or done.complaint)
+    print("".join(done.printed.partition("| way")[1:]).partition("Checkpoints held")[0] or done.error_text)
     return done.code
 
 

@@ -5,8 +5,7 @@
 Both sides train the same network with the same optimizer, schedule, clipping and batches. A callback at
 the end of `fit`'s list runs a block of hand-written steps after each block of `fit` steps, so that both
 see the same machine at the same time. `fit` has the default callbacks and loggers of configs/defaults.yaml
-and logs every 10th step; the hand-written loop reads its loss as often. Then: CPU seconds from
-`python -m core fit` to the end of the first step, with the data prepared.
+and logs every 10th step; the hand-written loop reads its loss as often.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -97,14 +93,6 @@ class Alternate(Callback):
         self.hand_seconds.append((time.perf_counter() - start) / BLOCK)
 
 
-class FirstStep(Callback):
-    """Prints the CPU seconds of the process at the end of its first step."""
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Prints once."""
-        print(f"CPU_SECONDS {time.process_time():.2f}", flush=True)
-
-
 def batches_of(size: dict[str, Any]) -> list[Any]:
     """Returns random batches; `fit` and the hand-written loop read the same ones."""
     generator = torch.Generator().manual_seed(0)
@@ -122,7 +110,7 @@ def measure(size: dict[str, Any], folder: Path) -> tuple[int, list[float], list[
     from callbacks.run_summary import RunSummary
     from callbacks.throughput import Throughput
     from core.language_module import LanguageModule
-    from core.runs.every_step import NoProfiler
+    from plugins.cli.runs.no_profiler import NoProfiler
     from plugins.loggers.metrics_csv import MetricsCSV
     from plugins.networks.gpt import GPT
     from plugins.objectives.causal_lm import CausalLM
@@ -155,30 +143,8 @@ def measure(size: dict[str, Any], folder: Path) -> tuple[int, list[float], list[
     return parameters, alternate.fit_seconds, alternate.hand_seconds
 
 
-def start_seconds() -> float:
-    """Returns the median CPU seconds from the start of the process to the end of its first step."""
-    house = Path(__file__).resolve().parents[2]
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "core", "fit", "--config=quickstart", "--trainer.max_steps=1"]
-        command += ["--model.lr_scheduler.warmup_steps=0", "--trainer.limit_val_batches=0"]
-        command += [f"--trainer.default_root_dir={folder}/run"]
-        command += [f"--trainer.callbacks+={__spec__.name}.FirstStep"]
-        for _ in range(4):  # the first prepares the data, if need be, and fills the file cache
-            done = subprocess.run(
-                command,
-                cwd=house,
-                env=os.environ | {"PYTHONPATH": str(house)},
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            found.append(float(done.stdout.split("CPU_SECONDS")[1].split()[0]))
-    return statistics.median(found[1:])
-
-
 def main() -> None:
-    """Prints one line per size, then the start."""
+    """Prints one line per size."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3, help="runs of each size, small and large in turn")
@@ -200,9 +166,6 @@ def main() -> None:
                 f"  {ratio:>5.3f}  {added * 1e3:>13.3f}",
                 flush=True,
             )
-    print(
-        f"python -m core fit to the end of the first step: {start_seconds():.1f} s of CPU time (data prepared)"
-    )
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 import yaml
 
 from core import catalog
-from core.files import pictures
+from toolkit import pictures
 
 RATES: dict[str, tuple[float, ...]] = {
     "AdamW": (2e-3, 4e-3, 8e-3),

@@ -101,7 +101,7 @@ class Alternate(Callback):
 def measure(inner: Callback, size: dict[str, Any], blocks: int, block: int) -> tuple[float, float]:
     """Returns the median CPU seconds of a step without it, and the median ratio with it."""
     from core.language_module import LanguageModule
-    from core.runs.every_step import NoProfiler
+    from plugins.cli.runs.no_profiler import NoProfiler
     from plugins.networks.gpt import GPT
     from plugins.objectives.causal_lm import CausalLM
     from plugins.optimizers.adamw import AdamW

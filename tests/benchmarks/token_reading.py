@@ -32,7 +32,7 @@ from core.data.token_loader import TokenLoader
 from datamodules.packing.best_fit import BestFit
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.mixture import MixedBatches
-from datamodules.preparation.token_shards import TokenShards
+from datamodules.preparation.writers.token_shards import TokenShards
 
 TOKENS, DOCUMENT, BATCH, ROUNDS = 100_000_000, 1000, 8, 7
 SECONDS = 0.5

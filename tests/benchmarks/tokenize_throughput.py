@@ -75,12 +75,12 @@ class Ways:
 
     def prepare(self, folder: Path, normalise: bool = False) -> None:
         """Runs the whole preparation, report included."""
-        from datamodules.preparation.json_lines_documents import JSONLinesDocuments
-        from datamodules.preparation.normalise import Normalise
         from datamodules.preparation.preparation_report import write_report
-        from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
+        from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
         from datamodules.preparation.token_preparation import TokenPreparation
-        from datamodules.preparation.token_shards import TokenShards
+        from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
+        from datamodules.preparation.transforms.normalise import Normalise
+        from datamodules.preparation.writers.token_shards import TokenShards
 
         reader, tokenizer = (
             JSONLinesDocuments(str(self.folder / "text.jsonl")),
@@ -187,7 +187,7 @@ def main() -> None:
         folder = Path(name)
         lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in documents)
         (folder / "text.jsonl").write_text("".join(lines), encoding="utf-8")
-        from datamodules.preparation.bpe_tokenizer import BPETokenizer
+        from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 
         tokenizer = BPETokenizer(VOCAB_SIZE)
         tokenizer.prepare(documents[:: max(1, int(options.megabytes * 1e6 / TRAINING_BYTES))])

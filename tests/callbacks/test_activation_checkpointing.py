@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from callbacks.activation_checkpointing import ActivationCheckpointing
 from core.errors import ConfigError
 from tests.benchmarks.activation_memory import activation_bytes
-from tests.core.test_language_module import fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 
 WAYS = [
     {},

@@ -8,7 +8,7 @@ from callbacks.activation_checkpointing import ActivationCheckpointing
 from callbacks.activation_offload import ActivationOffload, offload_block
 from core.errors import ConfigError
 from tests.benchmarks.activation_memory import bytes_on_imagined_gpu
-from tests.core.test_language_module import fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 
 ROTARY_TABLES = 4 * 256 * 32 * 4
 """Bytes of the rotary angles, which every block saves, and which stay on the device for the next."""

@@ -4,7 +4,7 @@ import pytest
 
 from callbacks.batch_size_finder import BatchSizeFinder, divisors, largest
 from core.errors import ConfigError
-from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
+from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
 
 MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}},
                    "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 2}}}}  # fmt: skip
@@ -20,7 +20,7 @@ def shape(batch_size, accumulated, **data):
 
 
 def finder(limit=LIMIT):
-    counted = {"class_path": "tests.callbacks.limits.Counted"}
+    counted = {"class_path": "tests.support.limits.Counted"}
     both = [counted, *callback("BatchSizeFinder", memory_limit=limit)["trainer"]["callbacks"]]
     return {"trainer": {"callbacks": both}}
 
@@ -30,7 +30,7 @@ def test_the_run_after_it_is_the_run_with_these_numbers(limit, rows):
     found = fit(MODEL, shape(2, 6), finder(limit))
     assert state_of(found, "BatchSizeFinder") == {"batch_size": rows}
     ended_alike(found, fit(MODEL, shape(rows, 12 // rows)))
-    assert f"{rows} rows fit" in found.complaint
+    assert f"{rows} rows fit" in found.error_text
 
 
 def test_epochs_and_schedules_are_those_of_these_numbers():
@@ -48,12 +48,12 @@ def test_a_resumed_run_goes_on_with_them():
     fit(*usual, longer, code=-9, kill_at=5, name="batch-size-finder-killed")
     found = fit(*usual, longer, words=("--ckpt_path=last",), name="batch-size-finder-killed")
     ended_alike(found, whole)
-    assert "BatchSizeFinder:" not in found.complaint  # it does not search again
+    assert "BatchSizeFinder:" not in found.error_text  # it does not search again
 
 
 def test_all_ranks_take_what_fits_on_each():
     parts = MODEL, strategy("DDP"), shape(2, 6)
-    less = {"class_path": "tests.callbacks.limits.Less", "init_args": {"rank": 1, "limit": LIMIT}}
+    less = {"class_path": "tests.support.limits.Less", "init_args": {"rank": 1, "limit": LIMIT}}
     both = {"trainer": {"callbacks": [less, *finder(ENDLESS)["trainer"]["callbacks"]]}}
     found = fit(*parts, both, ranks=2)
     assert state_of(found, "BatchSizeFinder") == {"batch_size": 6}
@@ -62,8 +62,8 @@ def test_all_ranks_take_what_fits_on_each():
 
 def test_a_row_that_does_not_fit_ends_the_run():
     done = fit(MODEL, shape(2, 6), finder(500_000), code=2)
-    assert "no room for a step on a single row of 96 tokens" in done.complaint
-    assert len(done.complaint.splitlines()) <= 10
+    assert "no room for a step on a single row of 96 tokens" in done.error_text
+    assert len(done.error_text.splitlines()) <= 10
 
 
 @pytest.mark.parametrize("number", [1, 7, 12, 64, 90])
@@ -85,20 +85,20 @@ def test_the_search_finds_the_largest_divisor_that_fits(number):
     [
         ([finder(None)], "memory_limit is needed on a CPU"),
         ([finder(0)], "a memory_limit from 1 byte upwards"),
-        ([finder(), strategy("FSDP")], "would leave the others waiting for ever"),
+        ([finder(), strategy("FSDP")], "would leave the others waiting until a timeout"),
         ([finder(), strategy("DDP", static_graph=True)], "static_graph=false"),
-        ([finder(), {"data": {"class_path": "tests.toy.ToyData", "init_args": {}}}], "which ToyData does not tell"),
+        ([finder(), {"data": {"class_path": "tests.support.toy.ToyData", "init_args": {}}}], "which ToyData does not record"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_run(parts, said):
     done = fit(*parts, code=2)
-    assert said in done.complaint
-    assert len(done.complaint.splitlines()) <= 10
+    assert said in done.error_text
+    assert len(done.error_text.splitlines()) <= 10
 
 
 def test_two_owners_of_the_batch_are_refused():
     both = {"trainer": {"callbacks": [{"class_path": "BatchSizeRamp"}, *finder()["trainer"]["callbacks"]]}}
-    assert "would both control the batch size" in fit(both, code=2).complaint
+    assert "would both control the batch size" in fit(both, code=2).error_text
 
 
 def test_the_limit_is_in_bytes():

@@ -10,9 +10,9 @@ from core.errors import ConfigError
 from core.language_module import LanguageModule
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
-from tests.callbacks.token_runs import callback, fit, strategy
-from tests.core.test_language_module import trainer
-from tests.toy import ToyData
+from tests.support.tiny_training import trainer
+from tests.support.token_runs import callback, fit, strategy
+from tests.support.toy import ToyData
 
 
 class Weights(Callback):
@@ -79,7 +79,7 @@ def test_its_loss_is_that_of_a_network_with_the_averages_and_the_weights_stay(tm
 
 @pytest.mark.parametrize("sanity", [0, 1])
 def test_under_fsdp_its_loss_is_that_of_one_process(sanity):
-    usual = callback("ExponentialMovingAverage", decay=0.9), {"trainer": {"val_check_interval": 4}}
+    usual = callback("ExponentialMovingAverage", decay=0.9), {"trainer": {"val_check_interval": 2}}
     rows = {"data": {"init_args": {"batch_size": 2}}}
     checked = {"trainer": {**strategy("FSDP")["trainer"], "num_sanity_val_steps": sanity}}
     found, expected = fit(*usual, rows, checked, ranks=2), fit(*usual)

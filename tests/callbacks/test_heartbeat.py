@@ -8,8 +8,8 @@ from lightning.pytorch import Callback
 
 from callbacks.heartbeat import Heartbeat
 from core.errors import ConfigError
-from tests.distributed.test_ddp import forked, results
-from tests.distributed.uneven import Resumable, UnevenData
+from tests.support.launched_ranks import forked, results
+from tests.support.uneven import Resumable, UnevenData
 
 
 class Slow(Resumable):
@@ -47,7 +47,7 @@ def test_a_slow_rank_is_named(tmp_path):
         "--trainer.limit_val_batches=0",
     ]
     done = forked(2, tmp_path, *words, "--trainer.max_steps=3")
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     figures, _ = results(tmp_path)
     for row in figures.values():
         assert float(row["heartbeat/slowest_rank"]) == 1
@@ -59,6 +59,7 @@ def test_a_slow_rank_is_named(tmp_path):
     assert not list((tmp_path / "run").glob("stacks.*"))
 
 
+@pytest.mark.ci
 def test_a_run_that_stands_still_leaves_the_stacks_of_all_ranks(tmp_path):
     words = [
         "--trainer.callbacks+=Heartbeat",
@@ -67,7 +68,7 @@ def test_a_run_that_stands_still_leaves_the_stacks_of_all_ranks(tmp_path):
     ]
     words += ["--trainer.callbacks+=tests.callbacks.test_heartbeat.StandStill", "--trainer.max_steps=4"]
     done = forked(2, tmp_path, *words)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     stacks = [(tmp_path / "run" / f"stacks.rank{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
     assert "Timeout (0:00:02)!" in stacks[0]
     assert "in backward" in stacks[0]  # it waits for the other's gradients

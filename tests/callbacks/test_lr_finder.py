@@ -7,7 +7,7 @@ import pytest
 
 from callbacks.lr_finder import LRFinder, draw, measured, suggestions
 from core.errors import ConfigError
-from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
+from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
 
 FINDER = {"min_rate": 1e-4, "max_rate": 10.0, "num_steps": 16}
 
@@ -100,7 +100,7 @@ def test_what_it_writes():
     assert losses[0] == pytest.approx(np.log(64), rel=0.02)  # all of 64 tokens are as likely
     assert state_of(found, "LRFinder")["rate"] == rates[np.argmin(smooth)] / 10
     assert (found.folder / "lr_finder.png").read_bytes().startswith(b"\x89PNG")
-    assert f"LRFinder: {rates[np.argmin(smooth)] / 10:.3g} by minimum/10" in found.complaint
+    assert f"LRFinder: {rates[np.argmin(smooth)] / 10:.3g} by minimum/10" in found.error_text
 
 
 def test_it_ends_the_run_if_asked():
@@ -173,11 +173,11 @@ def test_a_loss_that_never_falls_gives_no_rate():
     ("parts", "said"),
     [
         ([callback("LRFinder", num_steps=200)], "num_steps is 200, and an epoch of the data has 83 steps"),
-        ([callback("LRFinder"), {"data": {"class_path": "tests.toy.ToyData", "init_args": {}}}], "which ToyData does not tell"),
-        ([callback("LRFinder"), strategy("DDP", compression="powersgd")], "what PowerSGD left out"),
+        ([callback("LRFinder"), {"data": {"class_path": "tests.support.toy.ToyData", "init_args": {}}}], "which ToyData does not record"),
+        ([callback("LRFinder"), strategy("DDP", compression="powersgd")], "the error that PowerSGD keeps"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_run(parts, said):
     done = fit(*parts, code=2)
-    assert said in done.complaint
-    assert len(done.complaint.splitlines()) <= 10
+    assert said in done.error_text
+    assert len(done.error_text.splitlines()) <= 10

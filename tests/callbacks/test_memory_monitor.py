@@ -9,7 +9,7 @@ from callbacks.activation_checkpointing import ActivationCheckpointing
 from callbacks.memory_monitor import CLASSES, MIB, MemoryMonitor
 from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
-from tests.core.test_language_module import fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 
 LARGER = dict(n_embd=64, vocab_size=61)
 STEPS = 6

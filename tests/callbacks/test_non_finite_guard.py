@@ -8,7 +8,7 @@ from callbacks.non_finite_guard import NonFiniteGuard
 from core.errors import ConfigError
 from plugins.networks.gpt import GPT
 from plugins.optimizers.adamw import AdamW
-from tests.core.test_language_module import Record, fit, module, uneven_batches
+from tests.support.tiny_training import Record, fit, module, uneven_batches
 
 BAD = 60
 

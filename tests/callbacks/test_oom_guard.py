@@ -5,8 +5,8 @@ import torch
 
 from callbacks.oom_guard import OOMGuard, split
 from core.errors import ConfigError
-from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
-from tests.distributed.same_run import weights_apart
+from tests.support.same_run import weights_apart
+from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
 
 ENDLESS = 2_000_000_000
 MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}}}}
@@ -20,7 +20,7 @@ def shape(batch_size, accumulated, **trainer):
 
 
 def squeezed(guard=True, **options):
-    squeeze = {"class_path": "tests.callbacks.limits.Squeeze", "init_args": SQUEEZE | options}
+    squeeze = {"class_path": "tests.support.limits.Squeeze", "init_args": SQUEEZE | options}
     own = callback("OOMGuard", memory_limit=ENDLESS)["trainer"]["callbacks"]
     return {"trainer": {"callbacks": [squeeze, *(own if guard else [])]}}
 
@@ -37,13 +37,13 @@ def is_the_same_run(found, expected):
 
 def test_a_run_that_would_die_goes_on():
     dead = fit(MODEL, shape(8, 1), squeezed(guard=False), code=1)
-    assert "can't allocate memory" in dead.complaint
+    assert "can't allocate memory" in dead.error_text
     found = fit(MODEL, shape(8, 1), squeezed())
     assert state_of(found, "OOMGuard") == {"parts": 2}
-    is_the_same_run(found, fit(MODEL, shape(4, 2, val_check_interval=12)))
+    is_the_same_run(found, fit(MODEL, shape(4, 2)))
     assert (
         "out of memory in step 3, on rank 0: micro-batches of 8 rows are computed in parts of 4, not 8"
-        in found.complaint
+        in found.error_text
     )
 
 
@@ -51,9 +51,9 @@ def test_a_run_that_would_die_goes_on():
     "batch", [pytest.param(0, marks=pytest.mark.slow), 1, pytest.param(2, marks=pytest.mark.slow)]
 )
 def test_a_step_is_repeated_whole(batch):
-    found = fit(MODEL, shape(8, 3, val_check_interval=18), squeezed(batch=batch))
+    found = fit(MODEL, shape(8, 3), squeezed(batch=batch))
     assert state_of(found, "OOMGuard") == {"parts": 2}
-    is_the_same_run(found, fit(MODEL, shape(4, 6, val_check_interval=36)))
+    is_the_same_run(found, fit(MODEL, shape(4, 6)))
 
 
 def test_without_a_shortage_it_is_the_run_without_it():
@@ -66,13 +66,13 @@ DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}}}}
 
 def test_a_resumed_run_goes_on_in_parts():
     # With dropout's masks 8 rows need 30 million bytes, and the heap grows by 7 million in a run.
-    usual = MODEL, DROPOUT, shape(8, 2, val_check_interval=5), squeezed(step=1, limit=22_000_000)
+    usual = MODEL, DROPOUT, shape(8, 2), squeezed(step=1, limit=22_000_000)
     whole = fit(*usual)
     assert state_of(whole, "OOMGuard") == {"parts": 2}
     fit(*usual, code=-9, kill_at=5, name="oom-guard-killed")
     found = fit(*usual, words=("--ckpt_path=last",), name="oom-guard-killed")
     ended_alike(found, whole)
-    assert "OOMGuard: out of memory" not in found.complaint
+    assert "OOMGuard: out of memory" not in found.error_text
 
 
 @pytest.mark.parametrize("batch", [pytest.param(0, marks=pytest.mark.slow), 1])
@@ -85,8 +85,8 @@ def test_one_of_two_ranks_runs_out(batch):
 
 def test_a_row_that_does_not_fit_ends_the_run():
     done = fit(MODEL, shape(4, 1), squeezed(limit=500_000), code=2)
-    assert "with a single row of 96 tokens" in done.complaint
-    assert "in parts of 1, not 2" in done.complaint
+    assert "with a single row of 96 tokens" in done.error_text
+    assert "in parts of 1, not 2" in done.error_text
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 4, 8])
@@ -108,7 +108,7 @@ def test_the_limit_is_in_bytes():
     ("parts", "said"),
     [
         ([callback("OOMGuard")], "memory_limit is needed on a CPU"),
-        ([squeezed(), strategy("HybridParallel")], "would leave the others waiting for ever"),
+        ([squeezed(), strategy("HybridParallel")], "would leave the others waiting until a timeout"),
         ([squeezed(), strategy("DDP", compression="bf16")], "--trainer.strategy.compression=none"),
         (
             [squeezed(), {"trainer": {"strategy": "ddp_find_unused_parameters_true"}}],
@@ -118,5 +118,5 @@ def test_the_limit_is_in_bytes():
 )
 def test_mistakes_in_a_run(parts, said):
     done = fit(*parts, code=2)
-    assert said in done.complaint
-    assert len(done.complaint.splitlines()) <= 10
+    assert said in done.error_text
+    assert len(done.error_text.splitlines()) <= 10

@@ -1,6 +1,5 @@
 """PeriodicCheckpoint: when it saves, what it keeps."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
-from core.checkpoints.checkpoint import newest
 from core.errors import ConfigError
 from core.language_module import LanguageModule
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.checkpoints.finding import newest
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
-from tests.toy import ToyData
+from tests.support.toy import ToyData
 
 
 class Recording(AtomicCheckpoint):
@@ -130,22 +129,64 @@ def test_a_resumed_run_does_not_save_where_it_starts(micro_batches, train, kept)
     assert kept() == ["step-00000006.ckpt", "step-00000008.ckpt"]
 
 
-def test_after_going_back_the_newest_in_time_are_kept(train, kept, tmp_path):
-    """Checkpoints of the part that was thrown away go first, though their steps are higher."""
+def test_what_a_run_has_gone_back_behind_is_renamed_and_not_taken(train, kept, tmp_path):
+    """Another history would go on: `last` would take the higher step of the old one."""
+    folder = tmp_path / "checkpoints"
     train(max_steps=8, keep=-1)
-    for age, path in enumerate(sorted((tmp_path / "checkpoints").iterdir(), reverse=True)):
-        os.utime(path, (1e9 - age, 1e9 - age))
-    train(max_steps=5, ckpt_path=str(tmp_path / "checkpoints" / "step-00000004.ckpt"))
-    assert kept() == ["step-00000005.ckpt", "step-00000008.ckpt"]
-    train(max_steps=6, ckpt_path=str(tmp_path / "checkpoints" / "step-00000005.ckpt"))
-    assert kept() == ["step-00000005.ckpt", "step-00000006.ckpt"]
+    train(max_steps=5, ckpt_path=str(folder / "step-00000004.ckpt"))
+    renamed = ["step-00000006.abandoned.ckpt", "step-00000008.abandoned.ckpt"]
+    assert kept() == ["step-00000004.ckpt", "step-00000005.ckpt", *renamed]
+    assert newest(tmp_path) == folder / "step-00000005.ckpt"
+    train(max_steps=6, ckpt_path=str(folder / "step-00000004.ckpt"))
+    assert "step-00000005.abandoned.ckpt" in kept()
+    assert newest(tmp_path) == folder / "step-00000006.ckpt"
+
+
+def test_only_what_the_run_has_written_is_removed(train, kept, tmp_path):
+    """Also beside it: another run's, a copy for good, names without a number or with odd ones."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    others = ["step-00000001.ckpt", "step-best.ckpt", "step-²²²²²²²².ckpt", "step-.ckpt", "best.ckpt"]
+    for name in others:
+        (folder / name).write_bytes(b"of somebody")
+    callback, _ = train(max_steps=7, keep=1)
+    assert kept() == sorted([*others, "step-00000007.ckpt"])
+    train(max_steps=9, keep=1, ckpt_path=callback.last_model_path)
+    assert kept() == sorted([*others, "step-00000009.ckpt"])
+
+
+def test_a_checkpoint_that_names_others_removes_nothing_through_a_link(tmp_path):
+    mine, run = tmp_path / "mine", tmp_path / "run"
+    mine.mkdir()
+    run.mkdir()
+    for step in (1, 2):
+        (mine / f"step-0000000{step}.ckpt").write_bytes(b"of the user")
+    (run / "checkpoints").symlink_to(mine)
+    callback = PeriodicCheckpoint(dirpath=str(run / "checkpoints"), keep=1)
+    names = ["step-00000001.ckpt", "step-00000002.ckpt"]
+    callback.load_state_dict({"written": [*names, "../mine/step-00000001.ckpt", "/step-1.ckpt", "x.ckpt", 7]})
+    assert callback._written == names
+    callback._prune(Trainer(default_root_dir=run, logger=False, accelerator="cpu", devices=1))
+    assert sorted(path.name for path in mine.iterdir()) == names
+
+
+def test_a_folder_that_cannot_be_is_refused_before_training(train, tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(ConfigError, match="is no folder"):
+        train(max_steps=2)
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/run", "gs://b", "file:///tmp/x"])
+def test_urls_are_refused(place):
+    with pytest.raises(ConfigError, match="not to URLs yet"):
+        PeriodicCheckpoint(dirpath=place)
 
 
 def test_a_resumed_run_is_bitwise_the_one_that_went_on(train, tmp_path):
     """From the middle of an epoch of the test's own data, so that other tests can build on it."""
     train(max_steps=20, every=7, keep=-1)
     whole = torch.load(tmp_path / "checkpoints" / "step-00000020.ckpt", weights_only=True)["state_dict"]
-    for step in (7, 14):
+    for step in (14, 7):
         train(
             max_steps=20,
             every=100,
@@ -185,8 +226,8 @@ def test_the_best_is_kept_also_by_a_run_that_goes_on(train, kept):
 
 
 def test_the_best_is_not_looked_for_between_the_micro_batches_of_a_step(train):
-    """Validations behind micro-batches 3, 6, 9...: 6 and 12 end a step; gradients of half a step are not saved."""
-    options = {"val_check_interval": 3, "check_val_every_n_epoch": None, "accumulate_grad_batches": 2}
+    """Validations behind micro-batches 3 and 6 of an epoch: 6 ends a step; gradients of half a step are not saved."""
+    options = {"val_check_interval": 0.5, "accumulate_grad_batches": 2, "limit_train_batches": 6}
     _, saved = train(every=100, keep=-1, max_steps=8, policy={"keep_best": True}, **options)
     assert 3 in saved
     assert set(saved) <= {3, 6, 8}

@@ -90,9 +90,26 @@ def test_plain_lines_at_the_first_logged_step_and_each_tenth(run):
 
 def test_plain_lines_show_speed_and_validation_loss(run):
     last = LINE.search(run.printed[run.printed.index("step 55/60") :]).group()
-    assert re.search(r"loss \d\.\d{3}  val \d\.\d{3}  [\d,]+ tokens/s  0:00:00 left", last)
+    assert re.search(r"loss \d\.\d{3}  val \d\.\d{3}  epoch [\d.]+  [\d,]+ tokens/s  0:00:00 left", last)
     loss = float(run.trainer.callback_metrics["val/loss"])
     assert f"step 60/60: validation loss {loss:.3f}" in run.printed
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        (None, "epoch 1"),
+        ({"text": 1.254}, "epoch 1.25"),
+        ({"a": 0.4, "b": 2.1, "c": 1.0}, "epoch 0.40 to 2.10"),
+    ],
+)
+def test_plain_lines_say_how_often_the_data_have_been_gone_through(
+    counts, told, fit, data, tmp_path, monkeypatch
+):
+    if counts:
+        monkeypatch.setattr(data, "epochs", lambda self: counts, raising=False)
+    run = fit(tmp_path, [ProgressBar()], max_steps=5, limit_val_batches=0)
+    assert f"  {told}  " in LINE.search(run.printed).group()
 
 
 def test_plain_lines_keep_their_distance(fit, tmp_path):
@@ -130,7 +147,7 @@ def test_test_and_predict_say_what_they_do(make_trainer, module, data, tmp_path,
 def test_bar_shows_step_loss_validation_speed_and_time(on_terminal):
     text = on_terminal(ProgressBar())
     last = text[text.rindex("step 60/60") :]
-    assert re.search(r"━.* loss \d\.\d{3}  val \d\.\d{3}  [\d,]+ tokens/s  0:00:00 left", last)
+    assert re.search(r"━.* loss \d\.\d{3}  val \d\.\d{3}  epoch [\d.]+  [\d,]+ tokens/s  0:00:00 left", last)
     assert text.count(HIDE) == text.count(SHOW) == 1
     assert text.index(HIDE) < text.index(SHOW)
 

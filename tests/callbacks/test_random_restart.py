@@ -5,11 +5,12 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from callbacks.random_restart import RandomRestart, _score, draw
 from core.errors import ConfigError
-from tests.callbacks.token_runs import callback, ended_alike, fit, state_of, strategy
-from tests.distributed.same_run import same_bits
+from tests.support.same_run import same_bits
+from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
 
 RESTART = callback("RandomRestart", seeds=4, num_steps=3)
 DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}},
@@ -40,7 +41,7 @@ def test_the_run_is_that_of_the_best_seed(first):
     figures = expected.record["figures"].values()
     assert [figure["train/loss"] for figure in figures][:3] == table[:, 1 + best - first].tolist()
     assert (found.folder / "random_restart.png").read_bytes().startswith(b"\x89PNG")
-    assert f"seed {best} is the best" in found.complaint
+    assert f"seed {best} is the best" in found.error_text
 
 
 def test_a_resumed_run_goes_on_with_the_seed():
@@ -49,6 +50,43 @@ def test_a_resumed_run_goes_on_with_the_seed():
     assert state_of(whole, "RandomRestart")["seed"] != 5  # from which dropout would draw otherwise
     fit(*usual, code=-9, kill_at=5, name="random-restart-killed")
     ended_alike(fit(*usual, words=("--ckpt_path=last",), name="random-restart-killed"), whole)
+
+
+SHUFFLED = {"data": {"init_args": {"shuffle": True, "seed": 6}}}
+
+
+def test_the_data_come_in_another_order_for_each_seed_and_a_resumed_run_has_that_of_the_best():
+    usual = DROPOUT, seed(4), SHUFFLED, callback("RandomRestart", seeds=4, num_steps=3, shuffle_data=True)
+    found = fit(*usual)
+    best = state_of(found, "RandomRestart")["seed"]
+    assert best != 4
+    own = {"data": {"init_args": {"shuffle": True, "seed": 6 + best - 4}}}
+    expected = fit(DROPOUT, seed(best), own)
+    ended_alike(found, expected)
+    table = losses_of(found)[1]
+    figures = [figure["train/loss"] for figure in expected.record["figures"].values()]
+    assert figures[:3] == table[:, 1 + best - 4].tolist()
+    fit(*usual, code=-9, kill_at=5, name="random-restart-shuffled")
+    ended_alike(fit(*usual, words=("--ckpt_path=last",), name="random-restart-shuffled"), found)
+
+
+CONSTANT = {"model": {"network": {"init_args": {"dropout": 0.1}},
+                      "lr_scheduler": {"class_path": "WarmupConstant", "init_args": {"warmup_steps": 2}}}}  # fmt: skip
+
+
+def test_the_run_begins_with_the_weights_of_the_best(tmp_path):
+    usual = CONSTANT, seed(5), callback("RandomRestart", seeds=4, num_steps=3, keep_weights=True)
+    found = fit(*usual)
+    best = state_of(found, "RandomRestart")["seed"]
+    trained = fit(CONSTANT, seed(best), {"trainer": {"max_steps": 3}})
+    torch.save(trained.checkpoint()["state_dict"], tmp_path / "weights.pt")
+    load = {
+        "class_path": "tests.support.weights.Weights",
+        "init_args": {"path": str(tmp_path / "weights.pt")},
+    }
+    ended_alike(found, fit(CONSTANT, seed(best), {"trainer": {"callbacks": [load]}}))
+    fit(*usual, code=-9, kill_at=5, name="random-restart-kept")
+    ended_alike(fit(*usual, words=("--ckpt_path=last",), name="random-restart-kept"), found)
 
 
 def callbacks(*overlays):
@@ -80,8 +118,14 @@ RANKS = {
 }
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
-    "name", ["FSDP", "tensor", *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "pipeline"))]
+    "name",
+    [
+        "FSDP",
+        pytest.param("tensor", marks=pytest.mark.ci),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "pipeline")),
+    ],
 )
 def test_two_ranks_go_on_with_the_best_seed(name):
     found = fit(*RANKS[name], RESTART, ranks=2)
@@ -93,7 +137,7 @@ def test_two_ranks_go_on_with_the_best_seed(name):
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
 def test_sigterm_to_one_rank_ends_the_trial_on_both(rank):
     terminate = {
-        "class_path": "tests.callbacks.terminate.Terminate",
+        "class_path": "tests.support.terminate.Terminate",
         "init_args": {"rank": rank, "forward": 3},
     }
     both = callbacks({"trainer": {"callbacks": [terminate]}}, RESTART)
@@ -124,12 +168,14 @@ WILD = {"model": {"optimizer": {"init_args": {"lr": 1e30}}}, "trainer": {"gradie
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
-        ([callback("RandomRestart", num_steps=7)], "num_steps is 7, the whole run only 6 steps long"),
-        ([RESTART, {"data": {"class_path": "tests.toy.ToyData", "init_args": {}}}], "which ToyData does not tell"),
+        ([callback("RandomRestart", num_steps=7)], "num_steps is 7, and the run has only 6 steps"),
+        ([RESTART, {"data": {"class_path": "tests.support.toy.ToyData", "init_args": {}}}], "which ToyData does not record"),
+        ([callback("RandomRestart", num_steps=3, shuffle_data=True), {"data": {"init_args": {"shuffle": False}}}],
+         "shuffle_data is true, and the data are read in order"),
         ([RESTART, WILD], "from no seed the loss stayed finite"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_run(parts, said):
     done = fit(*parts, code=2)
-    assert said in done.complaint
-    assert len(done.complaint.splitlines()) <= 10
+    assert said in done.error_text
+    assert len(done.error_text.splitlines()) <= 10

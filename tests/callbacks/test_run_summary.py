@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from callbacks.run_summary import RunSummary
-from core.preflight import ordered
+from plugins.cli.preflight import ordered
 from tests.callbacks.conftest import Bytes, language_module, new_trainer
 
 GENERATE = re.compile(r'^  python -m core generate --ckpt_path (\S+) --prompt "The"$', re.MULTILINE)
@@ -37,6 +37,13 @@ def test_a_model_that_learned_nothing_is_not_praised(fit, tmp_path):
     run = fit(tmp_path, [RunSummary()], max_steps=4, val_check_interval=4)
     assert "The model is not better than token frequencies alone yet" in run.printed
     assert "better than token frequencies alone." not in run.printed
+
+
+def test_a_loss_of_an_earlier_step_is_not_given_as_that_of_the_end(fit, tmp_path):
+    run = fit(tmp_path, [RunSummary()], max_steps=7, val_check_interval=3)
+    assert re.search(r"^Validation loss  .*, of step 6: none was run since$", run.printed, re.MULTILINE)
+    run = fit(tmp_path, [RunSummary()], max_steps=6, val_check_interval=3)
+    assert "none was run since" not in run.printed
 
 
 def test_the_run_and_its_speed(run, resumed):
@@ -115,7 +122,7 @@ def test_without_a_checkpoint_no_command_is_offered(fit, tmp_path):
 def test_a_finished_run_has_nothing_left_to_train(run, fit, tmp_path):
     checkpoint = run.folder / "checkpoints" / "last.ckpt"
     again = fit(tmp_path, [RunSummary()], ckpt_path=checkpoint, max_steps=60)
-    assert "Nothing was left to train: the run stands at step 60." in again.printed
+    assert "Nothing was left to train: the run is at step 60." in again.printed
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -141,7 +148,7 @@ def test_an_exception_leaves_one_line(saves, fit, tmp_path, capsys):
     summary.on_exception = on_exception
     with pytest.raises(ValueError, match="for the test"):
         fit(tmp_path, [summary, Fail(), *checkpoint], limit_val_batches=0)
-    where = f"Stopped at step 7. The run lies in {tmp_path}; "
+    where = f"Stopped at step 7. The run folder is {tmp_path}; "
     command = f"resume it with: python -m core fit --ckpt_path {tmp_path}\n"
     assert printed == [where + (command if saves else "it has no checkpoint yet\n")]
 

@@ -11,32 +11,15 @@ from lightning.pytorch import Callback
 from callbacks.batch_size_ramp import BatchSizeRamp
 from callbacks.sequence_length_schedule import SequenceLengthSchedule
 from core.__main__ import main
-from core.checkpoints import checkpoint
 from core.errors import ConfigError
-from core.training.batch_shapes import Shape
-from datamodules.preparation.token_shards import TokenShards
+from datamodules.preparation.writers.token_shards import TokenShards
+from plugins.checkpoints import checkpoint, finding
 from tests.conftest import TINY
-from tests.core.test_language_module import module, trainer
-from tests.toy import ToyData
+from tests.support.tiny_training import module, trainer
+from tests.support.toy import ToyData
+from toolkit.batch_shapes import Shape
 
 FULL = Shape(256, 8, 1)
-
-
-class Log(Callback):
-    """Keeps what the run trained on, by optimizer step."""
-
-    steps: list = []
-
-    def on_train_start(self, trainer, pl_module):
-        type(self).steps = []
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        self.batch = batch
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        stepped = not trainer.fit_loop.epoch_loop._should_accumulate()
-        batch = self.batch["input_ids"].clone(), self.batch["labels"].clone()
-        self.steps.append((trainer.global_step, *batch, stepped))
 
 
 class Stop(Callback):
@@ -68,22 +51,22 @@ def fit(tmp_path, monkeypatch, capfd):
     config = yaml.safe_load(yaml.safe_dump(TINY))
     config["model"]["network"]["init_args"].update(vocab_size=8192, max_sequence_length=32)
     config["trainer"].update(log_every_n_steps=1)
-    config["data"] = {"class_path": "tests.callbacks.tokens.StoredTokens", "init_args": {
+    config["data"] = {"class_path": "tests.support.tokens.StoredTokens", "init_args": {
         "folder": str(folder), "sequence_length": 32, "batch_size": 4, "shuffle": False}}  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
 
     def run(name, *words, code=0):
-        words = ["--trainer.callbacks+=tests.callbacks.test_shape_schedules.Log", *words]
+        words = ["--trainer.callbacks+=tests.support.shape_schedules.Log", *words]
         found = main(["fit", "--config=tiny.yaml", f"--trainer.default_root_dir={name}", *words])
         said = capfd.readouterr().err
         assert found == code, said
-        return said if code else checkpoint.read(checkpoint.newest(tmp_path / name))
+        return said if code else checkpoint.read_checkpoint(finding.newest(tmp_path / name))
 
     return run
 
 
 def steps_of():
-    from tests.callbacks.test_shape_schedules import Log as Logged  # as the run imported it
+    from tests.support.shape_schedules import Log as Logged  # as the run imported it
 
     return Logged.steps
 
@@ -103,7 +86,7 @@ def test_linear_growth_is_the_papers(keep):
         found = schedule.shape(step, 0, 1000, FULL)
         paper = min(8 + (256 - 8) * min(step / 100, 1.0), 256)
         assert found.sequence_length == paper // 8 * 8
-        assert found.batch_size == (8 * 256 // found.sequence_length if keep == "tokens" else 8)
+        assert found.batch_size == (8 * (256 // found.sequence_length) if keep == "tokens" else 8)
     assert schedule.shape(0, 0, 1000, FULL).sequence_length == 8
     assert schedule.shape(99, 0, 1000, FULL).sequence_length < 256
     assert schedule.shape(100, 0, 1000, FULL) == FULL
@@ -145,7 +128,7 @@ def test_doubling_goes_with_the_square_root_of_two():
     )
     found = [ramp.shape(0, tokens, -1, full) for tokens in (0, 199, 200, 399, 400, 599, 600)]
     assert [shape.batch_size * shape.accumulated for shape in found] == [2, 2, 4, 4, 8, 8, 16]
-    assert [ramp.rate_factor(tokens) ** 2 for tokens in (0, 200, 400, 600)] == pytest.approx(
+    assert [ramp.lr_factor(tokens) ** 2 for tokens in (0, 200, 400, 600)] == pytest.approx(
         [0.125, 0.25, 0.5, 1]
     )
 
@@ -182,13 +165,14 @@ def test_no_token_is_lost_or_repeated(name, workers, fit):
     assert shapes[-1] == (4, 32) or "intermittent" in " ".join(CASES[name])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("dynamic", [None, False])
 def test_a_compiled_network_is_compiled_at_most_once_for_each_length(dynamic, fit):
-    words = ["--trainer.limit_val_batches=0", "--model.network=tests.callbacks.compiled_gpt.CompiledGPT"]
+    words = ["--trainer.limit_val_batches=0", "--model.network=tests.support.compiled_gpt.CompiledGPT"]
     words += ["--model.network.dynamic=" + ("null" if dynamic is None else "false")]
     fit("run", *GROWING, "--trainer.callbacks.keep=batch", *words, "--trainer.max_steps=12")
     lengths = {ids.shape[1] for _, ids, _, _ in steps_of()}
-    from tests.callbacks.compiled_gpt import CompiledGPT
+    from tests.support.compiled_gpt import CompiledGPT
 
     assert len(lengths) == 8
     if dynamic is None:
@@ -211,7 +195,9 @@ def test_what_the_ramp_trains_on_is_what_it_says(fit):
     assert {64, 192, 512} <= set(sizes)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.ci) for name in list(CASES)[1:])]
+)
 def test_every_step_can_be_resumed_from(name, fit):
     usual = [*CASES[name], "--model.lr_scheduler=null"]
     whole = fit("whole", *usual, "--trainer.max_steps=12")
@@ -259,7 +245,7 @@ def test_mistakes_of_the_ramp(options):
     [
         ([*GROWING, "--trainer.callbacks.start=64"], "longer than --data.sequence_length=32"),
         ([*GROWING, "--trainer.callbacks.duration=20"], "duration is 20 steps, the run 12"),
-        ([*RAMP, "--trainer.callbacks.tokens_until_full=90000"], "the whole run has at most 6,144 tokens"),
+        ([*RAMP, "--trainer.callbacks.tokens_until_full=90000"], "and the run has at most 6,144 tokens"),
         (
             [*GROWING, "--trainer.callbacks+=BatchSizeRamp", "--trainer.callbacks.tokens_until_full=9"],
             "exclude each other",
@@ -278,5 +264,5 @@ def test_rows_that_are_not_of_stored_tokens_are_refused(tmp_path):
             raise AssertionError("it is not to be asked")
 
     runner = trainer(tmp_path, callbacks=[SequenceLengthSchedule(start=8, duration=2)], max_steps=2)
-    with pytest.raises(ConfigError, match=r"which Reshaped does not deal out\.\nTrain on"):
+    with pytest.raises(ConfigError, match=r"which Reshaped does not read\.\nTrain on"):
         runner.fit(module(), datamodule=Reshaped(vocab_size=61))

@@ -14,7 +14,7 @@ from core.__main__ import main
 from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
 from plugins.precision.fp16_mixed import FP16Mixed
-from tests.core.test_language_module import CountWaits, fit, module, uneven_batches
+from tests.support.tiny_training import CountWaits, fit, module, uneven_batches
 
 
 class Spikes(Callback):

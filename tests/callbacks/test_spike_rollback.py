@@ -20,24 +20,24 @@ from callbacks.gradient_clip import GradientClip
 from callbacks.loss_curve import LossCurve, counts
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from callbacks.sequence_length_schedule import SequenceLengthSchedule
-from callbacks.shared import snapshots
-from callbacks.shared.snapshot_ring import SnapshotRing
 from callbacks.spike_rollback import SpikeRollback
 from callbacks.throughput import Throughput
-from core import preflight
+from conformance.waits import Waits
 from core.__main__ import main
 from core.errors import ConfigError
-from core.testing.waits import Waits
-from datamodules.preparation.token_shards import TokenShards
+from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.cli import preflight
 from plugins.loggers.metrics_csv import MetricsCSV
 from plugins.networks.gpt import GPT
 from plugins.optimizers.adamw import AdamW
 from plugins.schedules.warmup_cosine import WarmupCosine
-from tests.callbacks.poison import Poison
-from tests.callbacks.shared.test_trials import same
-from tests.callbacks.tokens import StoredTokens
-from tests.core.test_language_module import VOCAB, fit, module, tiny_gpt, trainer, uneven_batches
+from tests.support.poison import Poison
+from tests.support.same_states import same
+from tests.support.tiny_training import VOCAB, fit, module, tiny_gpt, trainer, uneven_batches
+from tests.support.tokens import StoredTokens
+from toolkit import snapshots
+from toolkit.snapshot_ring import SnapshotRing
 
 STEP = 2 * 4 * 12
 """Tokens of an optimizer step: two micro-batches of 4 rows of 12."""
@@ -96,7 +96,7 @@ def train(tmp_path):
             runner.fit(trained, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
         except ZeroDivisionError:
             return SimpleNamespace(losses=steps.losses)
-        end = snapshots.take(runner) | {"cursor": data.state_dict()["position"]["cursor"]}
+        end = snapshots.take_snapshot(runner) | {"cursor": data.state_dict()["position"]["cursor"]}
         guard = end["callbacks"].pop("SpikeRollback", {})
         end["callbacks"] = {name: state for name, state in end["callbacks"].items() if state}
         path = tmp_path / folder / "spike_rollbacks.json"
@@ -206,6 +206,16 @@ def test_what_is_not_finite_is_a_spike_before_the_window_is_full(train, gradient
         assert (found.told[0]["gradient_norm"], found.told[0]["rewound_to_step"]) == (str(gradient), 2)
 
 
+def test_a_gradient_norm_of_the_long_tail_is_no_spike_and_one_of_many_times_the_mean_is(train):
+    """Norms of a window differ so little here that 5 times their mean is far beyond 8 deviations."""
+    options = SMALL | {"window": 6, "sigma": 8.0}
+    for factor, gradient, steps in [(10.0, 5.0, []), (1.0, 5.0, [9]), (10.0, 50.0, [9])]:
+        found = train(SpikeRollback(**options, norm_factor=factor), poison(9, gradient=gradient))
+        assert [told["step"] for told in found.told] == steps, factor
+        if factor == 10.0 and steps:
+            assert found.told[0]["gradient_norm_limit"] * 4 < found.told[0]["gradient_norm"]
+
+
 def test_gradients_that_overflow_in_fp16_are_no_spike(train):
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**60))
     norms = []
@@ -231,13 +241,13 @@ def test_the_host_looks_before_a_checkpoint_and_the_end_of_the_run(train, tmp_pa
 
 
 def test_the_host_looks_before_a_validation(train):
-    options = {"limit_val_batches": 1, "val_check_interval": 14, "check_val_every_n_epoch": None}
+    options = {"limit_val_batches": 1, "val_check_interval": 7, "check_val_every_n_epoch": None}
     found = train(SpikeRollback(**SMALL), poison(6), log_every_n_steps=5, **options)
     assert [told["seen_at_step"] for told in found.told] == [7]
 
 
 def test_tries_are_counted_in_one_trouble_and_begin_anew_behind_it(train):
-    guard = SpikeRollback(**SMALL | {"skip_batches": 0, "retries": 2, "rate_factor": 0.5})
+    guard = SpikeRollback(**SMALL | {"skip_batches": 0, "retries": 2, "lr_factor": 0.5})
     found = train(
         guard, poison(7, 10), poison(26), max_steps=30
     )  # 9 and 10: what comes after the first rewind
@@ -306,7 +316,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_did_not_stop(train, tmp_path, on_
         raise ZeroDivisionError
 
     def callbacks(folder):
-        guard = SpikeRollback(**SMALL | {"rewind_steps": 4, "on_disk": on_disk, "rate_factor": 0.5})
+        guard = SpikeRollback(**SMALL | {"rewind_steps": 4, "on_disk": on_disk, "lr_factor": 0.5})
         saver = PeriodicCheckpoint(4, keep=-1, dirpath=str(tmp_path / folder / "checkpoints"))
         return [guard, poison(spike), saver, *shaping()]
 
@@ -348,7 +358,7 @@ def test_trial_steps_before_a_resumed_run_do_not_lose_its_snapshots():
     resumed = SpikeRollback(on_disk=True)
     ring = {"number": 7, "entries": [[6, 100], [7, 150]]}
     resumed.load_state_dict(SpikeRollback().state_dict() | {"ring": ring})
-    resumed.load_state_dict(resumed.state_dict())  # as `callbacks.shared.trials` does, before training starts
+    resumed.load_state_dict(resumed.state_dict())  # as `toolkit.trials` does, before training starts
     assert resumed.state_dict()["ring"] == ring
 
 
@@ -435,7 +445,7 @@ def test_ordinary_steps_do_not_wait(train):
 @pytest.mark.parametrize("reach", [1, 3, 10, 100])
 @pytest.mark.parametrize("every", [1, 7, 30, 50])
 def test_a_ring_reaches_back_and_holds_no_more_than_that_takes(reach, every, monkeypatch):
-    monkeypatch.setattr(snapshots, "take", lambda trainer: {})
+    monkeypatch.setattr(snapshots, "take_snapshot", lambda trainer: {})
     ring, steps = SnapshotRing(reach), []
     runner = SimpleNamespace(global_rank=0, world_size=1)
     for step in range(0, 1000, every):
@@ -451,7 +461,7 @@ def test_a_ring_reaches_back_and_holds_no_more_than_that_takes(reach, every, mon
     "options",
     [
         {"window": 1}, {"sigma": 0.0}, {"rewind_steps": 0}, {"skip_batches": -1}, {"retries": 0},
-        {"rate_factor": 0.0}, {"rate_factor": 1.5}, {"snapshot_every_n_steps": 0},
+        {"lr_factor": 0.0}, {"lr_factor": 1.5}, {"norm_factor": 0.5}, {"snapshot_every_n_steps": 0},
     ],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(options):
@@ -463,7 +473,7 @@ def test_values_out_of_range_are_refused(options):
     ("other", "message"),
     [
         (None, "which ToyData cannot: set --data=PretrainDataModule"),
-        ("SkipStep", "both answer the same outliers"),
+        ("SkipStep", "both react to the same outliers"),
         ("NonFiniteGuard", "it ends the run at the first loss that is not finite"),
     ],
 )

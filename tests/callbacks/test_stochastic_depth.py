@@ -1,13 +1,18 @@
 """StochasticDepth against its formula: rates, scaling, expectation, and that only training is changed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import yaml
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from callbacks.stochastic_depth import StochasticDepth, drop_block
+from callbacks.stochastic_depth import StochasticDepth, draw, drop_block
+from core.__main__ import main
 from core.errors import ConfigError
 from plugins.networks.gpt import GPT
-from tests.core.test_language_module import Record, fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_batches
 
 
 def test_a_row_is_its_input_or_has_the_block_divided_by_what_stays():
@@ -55,15 +60,147 @@ def test_rates_rise_linearly_with_depth_and_evaluation_is_left_alone():
     for index in range(4):
         network.layers[index] = Counting()
     callback, seen = StochasticDepth(0.8), []
-    callback.on_fit_start(None, type("Module", (), {"network": network}))
+    callback.on_fit_start(ALONE, SimpleNamespace(network=network))
     x = torch.zeros(20_000, 1)
     for layer in network.layers:
-        seen.append((layer.train()(x) == 0).float().mean().item())
-        assert torch.equal(layer.eval()(x), x + 1)
+        seen.append((layer.train()(x, None, None, None) == 0).float().mean().item())
+        assert torch.equal(layer.eval()(x, None, None, None), x + 1)
     # standard error below sqrt(0.25 / 20,000) = 0.0035
     assert seen == pytest.approx([0.2, 0.4, 0.6, 0.8], abs=0.015)
     callback.on_fit_end(None, None)
     assert torch.equal(network.layers[3].train()(x), x + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_factor_is_a_number_of_the_data_type(dtype):
+    for rate in (0.0, 0.003, 0.1, 0.25, 0.3, 0.5, 0.75, 0.9, 0.99):
+        expected = torch.tensor(1 / (1 - rate), dtype=torch.float64).to(dtype).item()
+        assert draw(1, rate, dtype)[1] == expected
+
+
+# -- only the rows that stay are computed -----------------------------------------------------------
+
+ALONE = SimpleNamespace(strategy=None)
+
+
+def built(**options):
+    torch.manual_seed(0)
+    network = GPT(61, n_layer=3, n_head=2, n_embd=16, max_sequence_length=12, **options).double()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return network
+
+
+def batch(rows, documents=False):
+    ids = torch.randint(61, (rows, 12), generator=torch.Generator().manual_seed(0))
+    if not documents:
+        return {"input_ids": ids}
+    starts = torch.arange(12) >= torch.arange(1, rows + 1)[:, None]
+    positions = torch.where(starts, torch.arange(12) - torch.arange(1, rows + 1)[:, None], torch.arange(12))
+    return {"input_ids": ids, "document_ids": starts.long(), "position_ids": positions}
+
+
+def trained(network, inputs, callback, seed=1):
+    """Returns what it computes with a callback, and all gradients."""
+    callback.on_fit_start(ALONE, SimpleNamespace(network=network))
+    network.zero_grad()
+    torch.manual_seed(seed)
+    hidden = network(inputs)
+    hidden.square().sum().backward()
+    callback.on_fit_end(ALONE, None)
+    return hidden.detach(), [p.grad.clone() for p in network.parameters()]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 12])  # 12: as many as tokens
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("position", ["learned", "rotary"])
+@pytest.mark.parametrize("norm_position", ["pre", "post"])
+def test_running_the_kept_rows_alone_is_the_masked_form(
+    norm_position, position, documents, rows, monkeypatch
+):
+    network, inputs = built(position=position, norm_position=norm_position), batch(rows, documents)
+    callback = StochasticDepth(0.7, norm_position)
+    for seed in range(4):
+        found, gradients = trained(network, inputs, callback, seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(network, "select_rows", lambda arguments, rows: None)
+            expected, theirs = trained(network, inputs, callback, seed)
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_what_is_left_out_costs_nothing():
+    network, inputs = built(), batch(8)
+
+    def flops(callback):
+        with FlopCounterMode(display=False) as counter:
+            trained(network, inputs, callback)
+        return counter.get_total_flops()
+
+    torch.manual_seed(1)
+    kept = [int(draw(8, 0.6 * number / 3, torch.float64)[0].sum()) for number in (1, 2, 3)]
+    assert sum(kept) < 20
+    assert flops(StochasticDepth(0.6)) * 24 == flops(StochasticDepth(0.0)) * sum(kept)
+
+
+def test_with_no_row_left_the_block_has_zero_gradients_and_not_none():
+    network = built()
+    for seed in range(50):
+        _, gradients = trained(network, batch(1), StochasticDepth(0.9), seed)  # or `p.grad` is None
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        torch.manual_seed(seed)
+        stays = [bool(draw(1, 0.9 * number / 3, torch.float64)[0]) for number in (1, 2, 3)]
+        grown = [any(p.grad.any() for p in layer.parameters()) for layer in network.layers]
+        assert grown == stays
+
+
+def test_with_norms_last_a_row_is_the_blocks_input_or_its_output():
+    network, inputs = built(norm_position="post"), batch(12)
+    outs = []
+    handles = [
+        layer.register_forward_hook(lambda _, given, out: outs.append((given[0], out)))
+        for layer in network.layers
+    ]
+    trained(network, inputs, StochasticDepth(0.6, "post"))
+    for handle in handles:
+        handle.remove()
+    torch.manual_seed(1)
+    for number, (layer, (x, out)) in enumerate(zip(network.layers, outs, strict=True), 1):
+        stays = draw(12, 0.6 * number / 3, torch.float64, scaled=False)[0]
+        assert stays.any()
+        assert number < 3 or not stays.all()
+        assert torch.equal(out[~stays], x[~stays])
+        torch.testing.assert_close(out[stays], layer(x[stays], None, None, None))
+
+
+def test_a_compiled_block_and_named_arguments_compute_all_rows():
+    network, callback = built(), StochasticDepth(0.6)
+    [first, *_] = network.layers
+    x = torch.randn(8, 5, 16, dtype=torch.float64)
+    callback.on_fit_start(ALONE, SimpleNamespace(network=network))
+    torch.manual_seed(3)
+    expected = first(x, None, None, None)
+    torch.manual_seed(3)
+    torch.testing.assert_close(first(x, rope=None, mask=None, cache=None), expected)
+    torch.manual_seed(3)
+    compiled = torch.compile(first, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, None, None, None), expected)
+    callback.on_fit_end(None, None)
+
+
+def test_a_network_with_its_norms_elsewhere_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    tiny["trainer"]["callbacks"] += [{"class_path": "StochasticDepth"}]
+    tiny["model"]["network"].setdefault("init_args", {})["norm_position"] = "post"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "--config=run.yaml"]) == 2
+    assert "norm_position is pre, that of the network post: set it to post" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"not pre or post\. Did you mean post\?"):
+        StochasticDepth(0.1, "posst")
+
+
+# -- in a run ----------------------------------------------------------------------------------------
 
 
 def losses(tmp_path, *callbacks, **options):

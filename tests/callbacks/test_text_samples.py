@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from callbacks.text_samples import TextSamples, _printable
 from core.errors import ConfigError
-from core.training.sampling import generate
+from toolkit.sampling import generate
 
 
 def test_samples_are_printed_kept_and_logged(run):
@@ -98,7 +98,7 @@ def test_a_network_that_no_rank_holds_whole_is_left_out(run, tmp_path, caplog):
         module = type("Module", (), {"network": network})
         with caplog.at_level("INFO"):
             assert TextSamples()._cannot(run.trainer, module)
-        assert "no rank holds the whole network" in caplog.text
+        assert "no rank has the full network" in caplog.text
         assert not TextSamples()._cannot(run.trainer, run.module)
     finally:
         dist.destroy_process_group()

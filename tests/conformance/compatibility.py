@@ -1,35 +1,59 @@
-"""Which techniques run together: trains every pair and writes the tables of configs/README.md.
+"""Which techniques run together: trains them together and writes what configs/README.md says of it.
 
     python -m tests.conformance.compatibility
+    python -m tests.conformance.compatibility --lists    # without training, from the written results
 
-Pairs are each callback with each other callback, strategy and precision that a CPU can run. A pair works if a
-tiny model trains a few steps with finite losses; it is refused if preflight says why; all else is a bug.
+Rows are callbacks; columns are callbacks, and the strategies and precisions that a CPU can run. Two kinds of runs train
+a tiny model for a few steps:
+
+- Groups: under each column, as many callbacks as go together, in as few runs as their refusals allow. Each pair
+  that is not refused is in one of them. Their number grows with the columns.
+- Pairs: of the callbacks that act in the same hook, each with the next one. Their number grows with the callbacks.
+  A callback that only observes is in no pair: the kit proves that it changes neither losses nor weights.
+
+A pair is refused if preflight says why; any other failure is a bug.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
+import json
 import math
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from core import catalog
-from core.configuration.config_files import merge
-from core.technique import Declaration, declaration_of
-from core.testing.case import Case, tiny
-from core.testing.runs import run
-from core.testing.workshop import text, workshop, write_config
+from lightning.pytorch import Callback
 
-README = Path(__file__).resolve().parents[2] / "configs" / "README.md"
+from conformance.case import Case, tiny
+from conformance.runs import run
+from conformance.workshop import text, workshop, write_config
+from core import catalog
+from core.technique import Declaration, declaration_of
+from plugins.cli.configuration.config_files import merge
+from plugins.commands.docs_page import overlay_name
+from toolkit import pictures
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+README, RESULTS, PICTURE = (
+    CONFIGS / "README.md",
+    CONFIGS / "compatibility.json",
+    CONFIGS / "compatibility.png",
+)
 BEGIN, END = "<!-- generated: {} -->", "<!-- end: {} -->"
 STEPS = 4
 WORKS, REFUSED, BUG = "yes", "refused", "BUG"
+OWN_STATE = {"state_dict", "load_state_dict", "on_save_checkpoint", "on_load_checkpoint"}
+"""Hooks in which a callback has to do with nothing but its own state."""
 
-LIGHTNING = {
+Results = dict[str, dict[str, str]]
+"""Technique -> other technique or setting -> "yes", "refused" where it is declared why, or "refused: why"."""
+
+LIGHTNING: dict[str, dict[str, Any]] = {
     "ddp, 2 ranks": {"trainer": {"strategy": "ddp", "devices": 2}},
     "ddp_find_unused_parameters_true, 2 ranks": {
         "trainer": {"strategy": "ddp_find_unused_parameters_true", "devices": 2}
@@ -49,16 +73,21 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 """Arguments for runs of a few steps, where those of the example are for longer ones."""
 
-COLUMNS = ("callbacks", "strategies", "precision")
 COMMANDS = ("commands", "datamodules")
 
 
 @dataclass(frozen=True)
 class Part:
-    """A technique, or a setting of Lightning's, as the tables name it."""
+    """A technique, or a setting of Lightning's, as the tables name it.
+
+    Attributes:
+        acts_in: Hooks of training that it overrides; none where it only observes.
+    """
 
     name: str
     overlay: dict[str, Any]
+    declared: Declaration = field(default_factory=lambda: Declaration(paper=""))
+    acts_in: frozenset[str] = frozenset()
 
     @property
     def ranks(self) -> int:
@@ -66,26 +95,99 @@ class Part:
         return int(self.overlay.get("trainer", {}).get("devices", 1))
 
 
+NOTHING = Part("one process, float32", {})
+"""The column under which callbacks are trained with each other alone."""
+
+
 def entries(*kinds: str) -> list[catalog.Entry]:
     """Returns leyden's own techniques of these kinds."""
     return [entry for entry in catalog.entries() if entry.package == "leyden" and entry.kind in kinds]
 
 
+def declaration(entry: catalog.Entry) -> Declaration:
+    """Returns what a technique declares."""
+    return declaration_of(entry.load()) or Declaration(paper="")
+
+
 def callbacks() -> list[Part]:
     """Returns the rows."""
-    return [Part(entry.name, Case(entry, SHORT.get(entry.name)).overlay) for entry in entries("callbacks")]
+    found = []
+    for entry in entries("callbacks"):
+        target, declared = entry.load(), declaration(entry)
+        hooks = {name for name in dir(Callback) if getattr(target, name) is not getattr(Callback, name)}
+        acts_in = (
+            set() if declared.observer else {name for name in hooks if not name.startswith("_")} - OWN_STATE
+        )
+        overlay = Case(entry, SHORT.get(entry.name)).overlay
+        found.append(Part(entry.name, overlay, declared, frozenset(acts_in)))
+    return found
 
 
-def others() -> list[Part]:
+def columns() -> list[Part]:
     """Returns the columns beside the callbacks."""
     cases = [Case(entry) for entry in entries("strategies", "precision")]
-    own = [Part(case.entry.name, case.overlay) for case in cases if not case.absent()]
+    own = [Part(c.entry.name, c.overlay, declaration(c.entry)) for c in cases if not c.absent()]
     return [Part(name, overlay) for name, overlay in LIGHTNING.items()] + own
 
 
-def pairs() -> list[tuple[Part, Part]]:
+def all_pairs() -> list[tuple[Part, Part]]:
     """Returns every pair once."""
-    return [*itertools.combinations(callbacks(), 2), *itertools.product(callbacks(), others())]
+    return [*itertools.combinations(callbacks(), 2), *itertools.product(callbacks(), columns())]
+
+
+def refusal(first: Part, second: Part) -> str:
+    """Returns why two parts declare that they do not go together; empty where they do."""
+    for one, other in ((first, second), (second, first)):
+        if other.name in one.declared.conflicts:
+            return one.declared.conflicts[other.name]
+    both = set(first.declared.owns) & set(second.declared.owns)
+    return f"both control the {' and the '.join(sorted(both)).replace('_', ' ')}" if both else ""
+
+
+def neighbours(parts: Sequence[Part]) -> list[tuple[Part, Part]]:
+    """Returns the pairs that are trained by themselves: in each hook, each part with the next that acts in it."""
+    found = {}
+    for hook in sorted(set().union(*(part.acts_in for part in parts))):
+        for first, second in itertools.pairwise(part for part in parts if hook in part.acts_in):
+            if not refusal(first, second):
+                found[first.name, second.name] = first, second
+    return list(found.values())
+
+
+def refused_pairs() -> list[tuple[Part, Part]]:
+    """Returns the pairs that declare that they do not go together."""
+    return [pair for pair in all_pairs() if refusal(*pair)]
+
+
+def groups(column: Part) -> list[list[Part]]:
+    """Returns sets of callbacks that go together and with a column; each pair that goes together is in one."""
+    pool = [part for part in callbacks() if not refusal(part, column)]
+    found: list[list[Part]] = []
+    left = {frozenset((a.name, b.name)) for a, b in itertools.combinations(pool, 2) if not refusal(a, b)}
+    if column is not NOTHING:  # only the callback and the column need to meet
+        left = {frozenset((part.name,)) for part in pool}
+    while left:
+        seed = sorted(min(left, key=sorted))
+        group: list[Part] = []
+        # those that have not met yet come first
+        waiting = set().union(*left)
+        for part in sorted(pool, key=lambda part: (part.name not in seed, part.name not in waiting)):
+            if not any(refusal(part, other) for other in group):
+                group.append(part)
+        names = {part.name for part in group}
+        left = {pair for pair in left if not pair <= names}
+        found.append([part for part in pool if part.name in names])
+    return found
+
+
+def together(group: Sequence[Part]) -> Part:
+    """Returns several parts as one."""
+    overlay: dict[str, Any] = {}
+    for part in group:
+        merge(overlay, copy.deepcopy(part.overlay))
+    overlay["trainer"]["callbacks+"] = overlay["trainer"].pop("callbacks")  # behind those of the tiny run
+    assert len(overlay["trainer"]["callbacks+"]) >= len(group)
+    return Part(f"{len(group)} callbacks from {group[0].name}", overlay)
 
 
 def outcome(first: Part, second: Part) -> str:
@@ -94,55 +196,85 @@ def outcome(first: Part, second: Part) -> str:
     folder = workshop() / f"pair-{label}"
     values = tiny([first.overlay, second.overlay])
     data = {"source": str(text()), "cache_dir": str(workshop() / "prepared")}
-    recorder = {"class_path": "core.testing.recorder.Recorder", "init_args": {"folder": str(folder)}}
+    recorder = {"class_path": "conformance.recorder.Recorder", "init_args": {"folder": str(folder)}}
     merge(values, {"data": {"init_args": data}})
     trainer = {"max_steps": STEPS, "default_root_dir": str(folder), "enable_progress_bar": True}
     merge(values, {"trainer": trainer})
     merge(values, {"trainer": {"callbacks+": [recorder]}})
     ranks = max(first.ranks, second.ranks)
     done = run(["fit", f"--config={write_config(f'pair-{label}', values)}"], folder, ranks=ranks)
-    if done.code == 2 and "This selection cannot run" in done.complaint:
-        problems = re.findall(r"^- (.*)", done.complaint, re.MULTILINE)
+    if done.code == 2 and "This selection cannot run" in done.error_text:
+        problems = re.findall(r"^- (.*)", done.error_text, re.MULTILINE)
         return f"{REFUSED}: {'; '.join(problems)}"
     if done.code:
-        return f"{BUG}: exit code {done.code}: {done.complaint[-500:]}"
+        return f"{BUG}: exit code {done.code}: {done.error_text[-500:]}"
     losses = done.record["losses"]
     good = len(losses) == STEPS and all(map(math.isfinite, losses))
     return WORKS if good else f"{BUG}: losses {losses}"
 
 
-def matrix(results: dict[tuple[str, str], str]) -> str:
-    """Returns the table of pairs; reasons stand below it."""
-    rows, columns = [part.name for part in callbacks()], [part.name for part in [*callbacks(), *others()]]
-    reasons: dict[str, int] = {}
-    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    for row in rows:
-        cells = [_cell(results.get((row, c)) or results.get((c, row), ""), reasons) for c in columns]
-        lines.append(f"| {row} | {' | '.join(cells)} |")
-    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
-    return "\n".join([*lines, *(["", *notes] if notes else [])])
+def train_group(group: Sequence[Part], column: Part) -> tuple[str, dict[str, str]]:
+    """Trains a group under a column, without those that preflight refuses for what the column is.
+
+    Returns:
+        The outcome, and for each callback "yes" or "refused: why".
+    """
+    found: dict[str, str] = {}
+    while True:
+        left = [part for part in group if part.name not in found]
+        result = outcome(together(left), column)
+        if not result.startswith(REFUSED) or column is NOTHING:
+            return result, found | {part.name: result for part in left}
+        for problem in result.removeprefix(f"{REFUSED}: ").split("; "):
+            name, _, why = problem.partition(": ")
+            name = name.partition(" ")[0]
+            if name not in {part.name for part in left}:
+                return f"{BUG}: {result}", found
+            found[name] = f"{REFUSED}: {why}"
 
 
-def _cell(result: str, reasons: dict[str, int]) -> str:
-    kind, _, reason = result.partition(": ")
-    if kind != REFUSED:
-        return kind
-    return f"refused ({reasons.setdefault(reason, len(reasons) + 1)})"
+def train_all() -> tuple[Results, list[str]]:
+    """Trains all groups, and all pairs that are trained by themselves; returns the results and the bugs."""
+    results: Results = {part.name: {} for part in callbacks()}
+    bugs = []
+
+    def note(what: str, result: str) -> None:
+        print(f"{what}: {result}", flush=True)
+        if result.startswith(BUG):
+            bugs.append(f"{what}: {result}")
+
+    for first, second in refused_pairs():
+        result = outcome(first, second)
+        results[first.name][second.name] = REFUSED
+        note(f"{first.name} + {second.name}", result if result.startswith(REFUSED) else f"{BUG}: {result}")
+    for group in groups(NOTHING):
+        result, _ = train_group(group, NOTHING)
+        note(", ".join(part.name for part in group), result)
+        for first, second in itertools.combinations(group, 2):
+            results[first.name][second.name] = result
+    for column in columns():
+        for group in groups(column):
+            result, each = train_group(group, column)
+            note(f"{', '.join(part.name for part in group)} under {column.name}", result)
+            for name, one in each.items():
+                results[name][column.name] = one
+    for first, second in neighbours(callbacks()):
+        note(f"{first.name} + {second.name}", outcome(first, second))
+    return {name: dict(sorted(row.items())) for name, row in results.items()}, bugs
 
 
 def support() -> str:
-    """Returns the table of what each technique needs and excludes."""
-    head = ("technique", "kind", "overlay", "needs", "excludes", "alone in control of", "maturity")
+    """Returns the table of what each technique needs and owns."""
+    head = ("technique", "kind", "overlay", "needs", "alone in control of", "maturity")
     lines = [f"| {' | '.join(head)} |", "| --- |" * 1 + " --- |" * (len(head) - 1)]
     for entry in entries(*(kind for kind in catalog.KINDS if kind not in COMMANDS)):
-        said = declaration_of(entry.load()) or Declaration(paper="")
+        said = declaration(entry)
         overlay = overlay_of(entry)
         cells = (
             entry.name,
             entry.kind,
             f"techniques/{overlay.stem}" if overlay.is_file() else "",
             ", ".join(str(need) for need in said.needs),
-            "; ".join(f"{name}: {reason}" for name, reason in said.conflicts.items()),
             ", ".join(owned.replace("_", " ") for owned in said.owns),
             said.maturity,
         )
@@ -150,53 +282,113 @@ def support() -> str:
     return "\n".join(lines)
 
 
+def refusals(results: Results) -> str:
+    """Returns what each technique is refused with, and why, as a list; what two share is said of both."""
+    found: dict[str, dict[str, set[str]]] = {}
+
+    def add(name: str, other: str, why: str) -> None:
+        found.setdefault(name, {}).setdefault(why, set()).add(other)
+
+    own = entries(*(kind for kind in catalog.KINDS if kind not in COMMANDS))
+    names = {entry.name for entry in own}
+    for entry in own:
+        for other, why in declaration(entry).conflicts.items():
+            add(entry.name, other, why)
+            if other in names:
+                add(other, entry.name, why)
+    for first, second in all_pairs():
+        _, _, why = look_up(results, first.name, second.name).partition(f"{REFUSED}: ")
+        owned = refusal(first, second) if second.name not in first.declared.conflicts else ""
+        if why or (owned and first.name not in second.declared.conflicts):
+            add(first.name, second.name, why or owned)
+            if second.name in names:
+                add(second.name, first.name, why or owned)
+    lines = []
+    for name, reasons in sorted(found.items()):
+        lines.append(f"- **{name}**")
+        lines += [f"  - {', '.join(sorted(others))}: {why}" for why, others in sorted(reasons.items())]
+    return "\n".join(lines)
+
+
+def draw(results: Results) -> bytes:
+    """Returns a picture of all pairs, as PNG."""
+    rows = [part.name for part in callbacks()]
+    names = [*rows, *(part.name for part in columns())]
+    figure = pictures.new_figure(11, 7)
+    axes = figure.add_subplot()
+    colours = {WORKS: "#8cc98c", REFUSED: "#c0392b", "": "#eeeeee"}
+    for y, row in enumerate(rows):
+        for x, column in enumerate(names):
+            result = look_up(results, row, column).partition(":")[0]
+            axes.add_patch(_square(x, y, colours[result]))
+            if result == REFUSED:
+                axes.text(x, y, "x", ha="center", va="center", color="white", fontsize=9)
+    axes.axvline(len(rows) - 0.5, color="black", linewidth=1)
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xticks(range(len(names)), names, rotation=60, ha="left", rotation_mode="anchor", fontsize=8)
+    axes.set_yticks(range(len(rows)), rows, fontsize=8)
+    axes.xaxis.tick_top()
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    axes.set_aspect("equal")
+    axes.set_xlabel("green: trained together; red: refused before the run starts, with the reason")
+    return pictures.as_png(figure)
+
+
+def _square(x: int, y: int, colour: str) -> Any:
+    from matplotlib.patches import Rectangle
+
+    return Rectangle((x - 0.46, y - 0.46), 0.92, 0.92, color=colour, linewidth=0)
+
+
+def look_up(results: Mapping[str, Mapping[str, str]], first: str, second: str) -> str:
+    """Returns the result of a pair; empty where there is none."""
+    return results.get(first, {}).get(second) or results.get(second, {}).get(first, "")
+
+
+def read_results() -> Results:
+    """Returns the written results."""
+    found: Results = json.loads(RESULTS.read_text(encoding="utf-8"))["pairs"]
+    return found
+
+
 def overlay_of(entry: catalog.Entry) -> Path:
     """Returns where the overlay of a technique belongs: configs/techniques/its_name.yaml."""
-    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z]{2}|[A-Z][a-z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", entry.name)
-    return README.parent / "techniques" / f"{words.lower()}.yaml"
+    return CONFIGS / "techniques" / f"{overlay_name(entry.name)}.yaml"
 
 
 def written(name: str) -> str:
-    """Returns what stands between the marks of a generated table."""
+    """Returns what is between the marks of a generated part of configs/README.md."""
     page = README.read_text(encoding="utf-8")
     return page.partition(BEGIN.format(name))[2].partition(END.format(name))[0].strip()
 
 
-def read_matrix() -> dict[tuple[str, str], str]:
-    """Returns the written table of pairs: "yes", "refused" or "BUG" by (row, column)."""
-    table = [line.strip("| ").split(" | ") for line in written("pairs").splitlines() if line.startswith("|")]
-    columns = [cell.strip("| ") for cell in table[0]]
-    return {
-        (row[0], column): cell.partition(" ")[0]
-        for row in table[2:]
-        for column, cell in zip(columns, row[1:], strict=False)
-        if cell
-    }
-
-
 def replace(name: str, table: str) -> None:
-    """Puts a table between its marks."""
+    """Puts a generated part between its marks."""
     page = README.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN.format(name))
     _, _, after = rest.partition(END.format(name))
     README.write_text(f"{before}{BEGIN.format(name)}\n{table}\n{END.format(name)}{after}", encoding="utf-8")
 
 
-def train_all() -> Iterator[tuple[tuple[str, str], str]]:
-    """Trains every pair, saying so as it goes."""
-    todo = pairs()
-    for number, (first, second) in enumerate(todo, 1):
-        result = outcome(first, second)
-        print(f"{number}/{len(todo)}  {first.name} + {second.name}: {result}", flush=True)
-        yield (first.name, second.name), result
+def planned() -> Iterator[tuple[Part, Part]]:
+    """Yields the groups and the pairs that are trained."""
+    for column in (NOTHING, *columns()):
+        yield from ((together(group), column) for group in groups(column))
+    yield from neighbours(callbacks())
 
 
 def main() -> int:
-    """Writes both tables; returns 1 if a pair is a bug."""
-    results = dict(train_all())
-    replace("techniques", support())
-    replace("pairs", matrix(results))
-    return int(any(result.startswith(BUG) for result in results.values()))
+    """Writes results, lists and picture; returns 1 if there is a bug."""
+    results, bugs = (read_results(), []) if "--lists" in sys.argv else train_all()
+    if not bugs:
+        RESULTS.write_text(json.dumps({"pairs": results}, indent=1) + "\n", encoding="utf-8")
+        replace("techniques", support())
+        replace("refusals", refusals(results))
+        PICTURE.write_bytes(draw(results))
+    print(f"{len(list(planned()))} runs for {len(all_pairs())} pairs.", *bugs, sep="\n")
+    return int(bool(bugs))
 
 
 if __name__ == "__main__":

@@ -1,23 +1,68 @@
 """Every technique that leyden registers keeps every promise of its kind: registering is what gets it tested."""
 
 import pytest
+from lightning.pytorch import Callback
 
+from conformance import NotProvable, cases, proofs
 from core import catalog
-from core.testing import NotProvable, cases, proofs
+from core.training.every_step import BATCH_HOOKS
 from tests.conformance.conftest import pytest_leyden_cases
 
 CASES = cases("leyden", pytest_leyden_cases())
 
 
-def marks(case, proof):
-    """What other tests prove as well is slow; of further cases of a technique, what is dear is CI's.
+DEAR = (
+    "resumes_bitwise",
+    "resumes_its_own_state",
+    "agrees_on_two_ranks",
+    "its_figures_agree_on_two_ranks",
+    "accumulation_changes_nothing",
+)
+"""Proofs that take runs of their own."""
 
-    RayEngine's own tests are on two machines; tests/test_configs.py has the examples of all.
+
+SHARED = ("agrees_on_two_ranks", "its_figures_agree_on_two_ranks", "accumulation_changes_nothing")
+"""What depends on an optimizer or a schedule only if it looks beyond the gradients, which are reduced by then."""
+
+
+HELD_ELSEWHERE = {
+    # tests/distributed and tests/plugins/strategies: each is one process under accumulation, and resumes bitwise
+    "strategies": (
+        "resumes_bitwise",
+        "resumes_its_own_state",
+        "agrees_on_two_ranks",
+        "accumulation_changes_nothing",
+    ),
+    # a run saves and loads the same state: a_saved_state_goes_on_bitwise and resumes_its_rates, without a run
+    "optimizers": ("resumes_bitwise", "resumes_its_own_state"),
+    "schedules": ("resumes_bitwise", "resumes_its_own_state"),
+}
+"""Kind -> proofs whose promise other default tests hold at less cost: they are CI's."""
+
+
+def works_in_steps(target):
+    """Returns whether a technique has a hook that is called in each step, and could keep something of each."""
+    return any(
+        name in vars(base) for base in target.__mro__[:-1] for name in BATCH_HOOKS if base is not Callback
+    )
+
+
+def marks(case, proof):
+    """Returns how often a promise is tested: what other tests prove as well is slow, what is dear mostly CI's.
+
+    RayEngine's own tests are on two machines; tests/test_configs.py has the examples of all. A run reads
+    finished tokens: how they were prepared makes a difference to it through the packing alone.
     """
     if proof.name == "builds_from_yaml" or (case.entry.name == "RayEngine" and proof.contract == "Engine"):
         return [pytest.mark.slow]
+    kind = case.entry.kind
     further = case != next(other for other in CASES if other.entry == case.entry)
-    return [pytest.mark.ci] * (further and proof.name in ("resumes_bitwise", "agrees_on_two_ranks"))
+    prepares = kind == "data" and "Packing" not in {base.__name__ for base in case.target.__mro__}
+    seldom = further or prepares or (kind in ("optimizers", "schedules") and proof.name in SHARED)
+    elsewhere = proof.name in HELD_ELSEWHERE.get(kind, ())
+    # hundreds of steps where the count after few is not the same as without the technique
+    long = proof.name == "leaks_nothing" and not (kind == "callbacks" and works_in_steps(case.target))
+    return [pytest.mark.ci] * (long or elsewhere or (seldom and proof.name in DEAR))
 
 
 PROMISES = [
@@ -35,7 +80,7 @@ PROMISES = [
 @pytest.fixture(scope="module")
 def one_ray():
     """Ray on this machine, for all runs of RayEngine: to start it takes seconds."""
-    from datamodules.preparation.ray_engine import _cluster
+    from datamodules.preparation.engines.ray_engine import _cluster
 
     with _cluster("local"):
         yield
@@ -64,7 +109,14 @@ def test_few_of_ours_are_exempt():
     assert exempt == schedules | {
         "Adafactor": {"idle_costs_nothing"},
         "DeepSpeedZero": {"idle_costs_nothing"},
-        "SOAP": {"honours_weight_decay_by_group", "agrees_on_two_ranks"},
+        "SOAP": {
+            "honours_weight_decay_by_group",
+            "agrees_on_two_ranks",
+            "its_figures_agree_on_two_ranks",
+            "accumulation_changes_nothing",
+        },
         "ShardedCheckpoint": {"resumes_bitwise"},
+        "SequenceLengthSchedule": {"accumulation_changes_nothing"},
+        "TorchaoAdamW8bit": {"leaks_nothing"},
         "SpikeRollback": {"idle_costs_nothing"},  # where it goes back in the middle
     }

@@ -36,7 +36,7 @@ class Guard(Callback):
 '''
 
 CONFTEST = """
-from core.testing import Case
+from conformance import Case
 
 def pytest_leyden_cases():
     return [Case("Guard", {"window": 1}), Case("Guard", {"window": 2}, exempt={"trains": "it is too good"})]
@@ -70,6 +70,7 @@ def ids(printed):
     return re.findall(r"^acme::\S+", printed, re.MULTILINE)
 
 
+@pytest.mark.ci
 def test_each_technique_and_promise_is_a_test_that_can_be_chosen(run):
     own = "def test_guard():\n    pass\n"
     words = ("--leyden-package", "Acme", "--co", "-q", "-k", "Guard and not resumes", "-m", "leyden")
@@ -104,6 +105,7 @@ def test_cases_of_the_conftest_take_the_place_of_the_example(run):
     assert "exempt: it is too good" in printed
 
 
+@pytest.mark.ci
 def test_an_unknown_package_is_a_usage_error_that_names_those_there_are(run):
     code, printed = run("--leyden-package", "acm")
     assert code == 4

@@ -1,14 +1,17 @@
 """The runs of the kit: real processes that end, also when they hang; waits that are counted."""
 
+import importlib.util
+import json
 import os
 
 import pytest
 import torch
 
-from core.testing import Case, NotProvable, proofs, runs
-from core.testing.training import plain, whole
-from core.testing.waits import Waits
-from core.testing.workshop import workshop
+from conformance import Case, NotProvable, proofs, runs
+from conformance.own_state import LATE, steady_growth
+from conformance.training import run_with, run_without
+from conformance.waits import Waits
+from conformance.workshop import workshop
 
 HANGING = """
 import os, sys, time
@@ -49,17 +52,67 @@ def test_a_rank_that_waits_for_one_that_failed_is_killed(monkeypatch):
     monkeypatch.setattr(runs, "GRACE_SECONDS", 0.5)
     done = runs.run(["hang"], workshop(), ranks=2)
     assert done.code == 3
-    assert "rank 1 gives up" in done.complaint
+    assert "rank 1 gives up" in done.error_text
     assert gone(int(done.printed.split()[-1]))
 
 
+@pytest.mark.parametrize("name", runs.PRELOADED)
+def test_what_is_preloaded_exists(name):
+    assert importlib.util.find_spec(name) is not None
+
+
 def test_two_runs_of_the_same_are_the_same_to_the_bit():
-    one, other = (whole(Case("AdamW")) for _ in range(2))
+    one, other = (run_with(Case("AdamW")) for _ in range(2))
     assert one.folder != other.folder
     assert one.record == other.record
     assert one.record["waits"] == []
     assert len(one.record["losses"]) == one.record["steps"] == 8
     assert sorted(map(int, one.record["figures"])) == [3, 4, 6, 8]
+
+
+EXAMPLE = '''
+from lightning.pytorch import Callback
+
+class Guard(Callback):
+    """Guards.
+
+    Example:
+        trainer:
+          accumulate_grad_batches: 2
+          devices: 2
+          enable_checkpointing: null
+          callbacks+:
+            - {class_path: Guard, init_args: {limit: 1.0}}
+            - Throughput
+        model: {lr_scheduler: {class_path: WarmupLinear, init_args: {warmup_steps: 2}}}
+    """
+    def __init__(self, limit: float = 1.0): ...
+'''
+
+
+def test_the_baseline_has_what_else_an_example_sets_in_one_process(packages):
+    packages.add("acme", {"leyden.callbacks": {"Guard": "acme:Guard"}}, EXAMPLE)
+    values = Case("Guard", config={"trainer": {"gradient_clip_val": 0.5}}).plain_values
+    trainer = values["trainer"]
+    assert [each["class_path"].rpartition(".")[2] for each in trainer["callbacks"]] == ["Throughput"]
+    assert (trainer["accumulate_grad_batches"], trainer["devices"], trainer["gradient_clip_val"]) == (
+        2,
+        1,
+        0.5,
+    )
+    assert trainer["enable_checkpointing"] is None
+    assert values["model"]["lr_scheduler"]["init_args"] == {"warmup_steps": 2}
+
+
+def test_the_baseline_of_what_stands_alone_is_the_tiny_run():
+    case = Case("AdamW", {"lr": 0.5})
+    assert case.values["model"]["optimizer"]["class_path"].endswith(".AdamW")
+    assert case.plain_values["model"]["optimizer"]["class_path"] == "torch.optim.SGD"
+    stage = Case("Normalise", {})
+    assert "data" not in stage.plain_values["data"]["init_args"]
+    packing = Case("BestFit")  # whose example names the data module as well
+    assert packing.values["data"]["init_args"]["packing"]["class_path"].endswith(".BestFit")
+    assert packing.plain_values["data"]["init_args"]["packing"]["class_path"].endswith(".Concatenate")
 
 
 def test_dropout_is_noticed_and_resumes_all_the_same():
@@ -68,7 +121,7 @@ def test_dropout_is_noticed_and_resumes_all_the_same():
     named["resumes_bitwise"](case)
     with pytest.raises(NotProvable, match="draws random numbers"):
         named["agrees_on_two_ranks"](case)
-    assert not plain(case).record["random"]
+    assert not run_without(case).record["random"]
 
 
 WAITS = {
@@ -126,3 +179,19 @@ def test_the_step_of_torch_optimizers_lies_on_the_host():
     optimizer.step()
     assert waits_of(lambda x: optimizer.step(), [optimizer]) == []
     assert waits_of(lambda x: optimizer.step()) != []
+
+
+COUNTED = {  # objects after steps 200, 240, ..., 360; per step at least
+    "a leak of one object": ([0, 43, 86, 129, 172], 1.075),
+    "a leak beside what is freed now and then": ([0, 60, 220, 240, 300], 0.5),
+    "once a thousand": ([0, 3, 1006, 1009, 1012], 0.075),
+    "Lightning's bar": ([0, -61, 22, -39, -100], -1.525),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_leak_is_what_grows_in_every_interval(name, tmp_path):
+    counts, least = COUNTED[name]
+    objects = dict(zip(map(str, LATE), counts, strict=True))
+    (tmp_path / "record.0.json").write_text(json.dumps({"objects": objects}), encoding="utf-8")
+    assert steady_growth(runs.Run(tmp_path, 0, "", "", ""), LATE) == least

@@ -7,8 +7,9 @@ import pytest
 
 from core import catalog
 from core.__main__ import main
-from core.configuration.request import prepare
 from core.errors import ConfigError, nearest
+from plugins.cli.configuration.class_paths import qualify, registered
+from plugins.cli.configuration.request import prepare
 
 GOOD = '''
 """A technique of somebody else's."""
@@ -98,7 +99,7 @@ def test_a_full_path_says_which_of_two_is_meant(form, write_yaml):
 
 @pytest.mark.usefixtures("twins")
 def test_the_short_name_elsewhere_does_not_make_a_full_path_ambiguous():
-    chosen = catalog.registered({"acme_right.AcmeGuard", "Guard"})
+    chosen = registered({"acme_right.AcmeGuard", "Guard"})
     assert [entry.package for entry in chosen] == ["acme_right"]
 
 
@@ -118,6 +119,30 @@ def test_a_third_party_command_is_a_command(packages, capsys):
     assert re.search(r"^  greet +Says hello\.$", capsys.readouterr().out, re.MULTILINE)
     assert main(["greet", "you"]) == 3
     assert capsys.readouterr().out == "hello you\n"
+
+
+@pytest.mark.parametrize(
+    ("old", "name"),
+    [
+        ("datamodules.preparation.bpe_tokenizer.BPETokenizer", "BPETokenizer"),
+        ("core.checkpoints.atomic_checkpoint.AtomicCheckpoint", "AtomicCheckpoint"),
+    ],
+)
+def test_a_stored_full_path_leads_to_the_technique_after_its_file_has_moved(old, name):
+    values = {"data": [{"class_path": old, "init_args": {"class_path": old}}]}
+    qualify(values)
+    new = catalog.find(name).class_path
+    assert new != old
+    assert values == {"data": [{"class_path": new, "init_args": {"class_path": new}}]}
+
+
+@pytest.mark.parametrize(
+    "path", ["other.bpe.BPETokenizer", "datamodules.preparation.bpe.NoSuchThing", "BPE."]
+)
+def test_other_paths_are_left_alone(path):
+    values = {"class_path": path}
+    qualify(values)
+    assert values == {"class_path": path}
 
 
 @pytest.mark.parametrize(
@@ -147,3 +172,25 @@ def test_a_name_inside_a_longer_word_selects_nothing(packages, write_yaml):
     packages.add("acme_tools", {CALLBACKS: {"AcmeGuard": "acme_tools:AcmeGuard"}}, GOOD)
     prepare(["--config", str(write_yaml("x.yaml", {"trainer": {"default_root_dir": "runs/AcmeGuards"}}))])
     assert "acme_tools" not in sys.modules
+
+
+OFFERS = GOOD.replace('paper="a blog post"', 'paper="a blog post", offers=("storage",)')
+
+
+def test_what_offers_a_feature_is_found_without_being_imported(packages):
+    packages.add("acme_storage", {"leyden.data": {"AcmeGuard": "acme_storage:AcmeGuard"}}, OFFERS)
+    packages.add("acme_other", {CALLBACKS: {"Other": "acme_other:AcmeGuard"}}, OFFERS)
+    assert catalog.offering("storage", "data").package == "acme_storage"
+    assert not {"acme_storage", "acme_other"} & sys.modules.keys()
+    assert [entry.package for entry in catalog.offers("storage")] == ["acme_other", "acme_storage"]
+
+
+def test_a_feature_that_none_or_two_offer_is_an_error_that_names_them(packages):
+    with pytest.raises(ConfigError, match="No techniques of the kind data offer storage"):
+        catalog.offering("storage", "data")
+    for name in ("acme_one", "acme_two"):
+        packages.add(name, {"leyden.data": {name.title(): f"{name}:AcmeGuard"}}, OFFERS)
+    with pytest.raises(ConfigError, match="2 techniques of the kind data offer storage") as error:
+        catalog.offering("storage", "data")
+    assert "acme_one.AcmeGuard" in str(error.value)
+    assert "acme_two.AcmeGuard" in str(error.value)

@@ -138,7 +138,7 @@ def test_folders_named_like_ours_do_not_get_in_the_way(call, namesakes):
     )
     assert done.returncode == 0, done.stderr
     assert "WarmupCosine" in done.stdout
-    assert "Raises the learning rate" in done.stdout  # its source was found, in our folder
+    assert "Linear warm-up" in done.stdout  # its source was found, in our folder
 
 
 def test_the_users_folder_comes_last_and_is_there_once(namesakes, monkeypatch):
@@ -164,3 +164,69 @@ def test_a_reader_that_goes_away_is_no_error():
     )
     os.close(write)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", [["fit", "--config"], ["generate", "--ckpt_path"], ["plugins", "show"]])
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("a\0b", r"'a\x00b' is no text: it has a NUL character, or is not UTF-8"),
+        ("a\udcff", r"'a\udcff' is no text"),
+        ("\ud800", "is not UTF-8"),
+    ],
+)
+def test_words_that_are_no_text_end_with_2(command, word, told, capsys):
+    assert main([*command, word]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name != "posix", reason="bytes as arguments")
+def test_bytes_that_are_not_utf_8_end_with_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "core", "plugins", "show", b"\xff"], cwd=HOUSE, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert r"The argument '\udcff' is no text" in done.stderr
+
+
+PATHS = {
+    "too-long": "x" * 300,
+    "deep": "x/" * 3000,
+    "below-a-file": "file/below",
+    "loop": "loop",
+    "nul-in-a-file": "nul.yaml",
+}
+COMMANDS = [
+    ["fit", "--config"],
+    ["check", "--config"],
+    ["fit", "--ckpt_path"],
+    ["generate", "--ckpt_path"],
+    ["consolidate"],
+    ["compare"],
+    ["verify-data"],
+    ["inspect-data"],
+    ["prepare", "--config"],
+    ["plugins", "show"],
+    ["config", "diff", "quickstart"],
+    ["launch", "--cluster=slurm", "--dry-run", "fit", "--config"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("path", PATHS)
+def test_what_the_system_refuses_ends_with_2(command, path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "nul.yaml").write_text('trainer: {default_root_dir: "a\\0b"}\n')
+    (tmp_path / "loop").symlink_to("loop")
+    if command[0] == "consolidate":
+        command = [*command, PATHS[path], "out"]
+    elif (command[0], path) == ("config", "nul-in-a-file"):
+        pytest.skip("it compares the value")
+    else:
+        command = [*command, PATHS[path]]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert 1 <= len(error.splitlines()) <= 10
+    assert "Traceback" not in error
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["file", "loop", "nul.yaml"]

@@ -18,15 +18,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from tokenizers import Tokenizer
 
+from conformance.runs import free_port, on_ranks
 from core.errors import ConfigError
 from core.pretrain_datamodule import PretrainDataModule
-from core.testing.runs import free_port, on_ranks
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore
-from datamodules.preparation.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.manifest import unigram_loss
-from datamodules.preparation.text_documents import TextDocuments
-from datamodules.preparation.token_shards import TokenShards
+from datamodules.preparation.readers.text_documents import TextDocuments
+from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
+from datamodules.preparation.writers.token_shards import TokenShards
 
 WORDS = [
     "the",
@@ -366,16 +366,16 @@ AFTER_EPOCH = {"save_on_train_epoch_end": True}
 @pytest.mark.parametrize(
     ("save", "options", "workers"),
     [
-        (EACH_STEP, {"max_steps": 26}, 0),
+        pytest.param(EACH_STEP, {"max_steps": 26}, 0, marks=pytest.mark.ci),
         (EACH_STEP, {"max_steps": 26, "val_check_interval": 4}, 2),
-        (EACH_STEP, {"max_epochs": 3}, 0),
+        pytest.param(EACH_STEP, {"max_epochs": 3}, 0, marks=pytest.mark.ci),
         (EACH_STEP, {"max_steps": 26, "val_check_interval": 5, "check_val_every_n_epoch": None}, 0),
         (EACH_STEP, {"max_steps": 20, "limit_train_batches": 6, "limit_val_batches": 1}, 0),
-        (EACH_STEP, {"max_steps": 16, "accumulate_grad_batches": 2}, 0),
-        (AFTER_VALIDATION, {"max_steps": 26}, 0),
+        pytest.param(EACH_STEP, {"max_steps": 16, "accumulate_grad_batches": 2}, 0, marks=pytest.mark.ci),
+        pytest.param(AFTER_VALIDATION, {"max_steps": 26}, 0, marks=pytest.mark.ci),
         (AFTER_VALIDATION, {"max_epochs": 3, "val_check_interval": 4}, 2),
-        (AFTER_VALIDATION, {"max_steps": 20, "limit_train_batches": 6}, 0),
-        (AFTER_EPOCH, {"max_steps": 26}, 0),
+        pytest.param(AFTER_VALIDATION, {"max_steps": 20, "limit_train_batches": 6}, 0, marks=pytest.mark.ci),
+        pytest.param(AFTER_EPOCH, {"max_steps": 26}, 0, marks=pytest.mark.ci),
         (AFTER_EPOCH, {"max_epochs": 3}, 2),
         (AFTER_EPOCH, {"max_steps": 20, "limit_train_batches": 6}, 0),
     ],

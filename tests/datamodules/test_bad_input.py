@@ -1,6 +1,7 @@
 """Bad input, as users meet it: each command ends with exit code 2 and a few lines that name the file."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,8 +9,9 @@ import subprocess
 import pytest
 
 from core.__main__ import main
-from datamodules.preparation.bpe_tokenizer import BPETokenizer
-from tests.datamodules.preparation.corpus import corpus, prepare, write_lines
+from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
+from tests.support.corpus import corpus, prepare, write_lines
+from tests.support.strange_folders import in_manifest
 
 STAGES = {"reader": "JSONLinesDocuments", "writer": "TokenShards", "packing": "Concatenate"}
 
@@ -93,7 +95,7 @@ def test_a_corpus_without_enough_text(source, tmp_path, config, complaint):
         assert re.search(reason, said)
         if source is not _one_document:
             assert str(path) in said
-    assert not (output / "manifest.json").exists()
+    assert not output.exists()
 
 
 class Narrow(BPETokenizer):
@@ -146,10 +148,23 @@ def _other_tokenizer(folder):
     return path
 
 
+def _pipe(folder):
+    path = _remove(shard(folder))
+    os.mkfifo(path)
+    return path
+
+
+def _no_vocabulary(folder):
+    in_manifest(vocab_size=-1)(folder, None)
+    return folder / "manifest.json"
+
+
 DAMAGES = {
     "missing shard": lambda folder: _remove(shard(folder)),
     "truncated shard": lambda folder: _cut(shard(folder)),
     "flipped bit": lambda folder: _flip(shard(folder)),
+    "pipe as a shard": _pipe,
+    "vocabulary below 0": _no_vocabulary,
     "missing index": lambda folder: _remove(folder / "train" / "index.json"),
     "index without chunks": _no_chunks,
     "truncated index": lambda folder: _cut(folder / "validation" / "index.json"),
@@ -170,6 +185,19 @@ def test_a_damaged_folder_is_named_by_every_command(folder, config, complaint, d
     said = complaint("fit", f"--config={config(folder)}")
     assert path.name in said
     assert str(folder) in said
+
+
+def test_a_token_id_beyond_the_vocabulary_ends_a_run_kindly(folder, config, complaint):
+    in_manifest(vocab_size=270)(folder, None)
+    said = complaint("fit", f"--config={config(folder)}")
+    assert "its vocabulary has 270 ids" in said
+    assert "verify-data" in said
+
+
+def test_too_many_workers_end_a_run_before_it_starts(folder, config, complaint, tmp_path):
+    said = complaint("fit", f"--config={config(folder)}", "--data.num_workers=100000")
+    assert "data.num_workers is 100,000" in said
+    assert not list(tmp_path.glob("run/*/*.ckpt"))
 
 
 def test_a_mixture_names_the_damaged_one_of_its_folders(whole, folder, tiny, write_yaml, complaint, tmp_path):
@@ -198,7 +226,11 @@ def test_a_run_does_not_go_on_with_the_tokens_of_another_tokenizer(folder, confi
         corpus(tmp_path / "source", documents=60), tmp_path / "other", tokenizer=BPETokenizer(290)
     )
     said = complaint(
-        "fit", f"--ckpt_path={tmp_path / 'run'}", f"--data.source={other}", "--trainer.max_steps=5"
+        "fit",
+        f"--ckpt_path={tmp_path / 'run'}",
+        f"--data.source={other}",
+        f"--data.cache_dir={tmp_path / 'cache'}",  # a checkpoint alone does not decide where is written
+        "--trainer.max_steps=5",
     )
     assert "written by another tokenizer than the checkpoint's" in said
 

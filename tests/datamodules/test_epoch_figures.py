@@ -7,10 +7,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from core.__main__ import main
-from core.data.prepared import read_manifest
 from core.data.token_datamodule import TokenDataModule
-from datamodules.preparation.pretrained_tokenizer import PretrainedTokenizer
-from tests.datamodules.preparation.corpus import corpus, prepare
+from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
+from tests.support.corpus import corpus, prepare
+from toolkit.prepared import read_manifest
 
 LENGTH, ROWS = 16, 10
 

@@ -9,7 +9,7 @@ from core.errors import ConfigError
 from datamodules.mixture_datamodule import MixtureDataModule
 from datamodules.packing.best_fit import BestFit
 from datamodules.packing.concatenate import Concatenate
-from datamodules.preparation.token_shards import TokenShards
+from datamodules.preparation.writers.token_shards import TokenShards
 
 
 @pytest.fixture

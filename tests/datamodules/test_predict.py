@@ -6,8 +6,8 @@ import pytest
 from safetensors.torch import load_file
 
 from core.__main__ import main
-from core.data.prepared import read_manifest
-from tests.datamodules.preparation.corpus import corpus, prepare
+from tests.support.corpus import corpus, prepare
+from toolkit.prepared import read_manifest
 
 
 @pytest.fixture(scope="module")

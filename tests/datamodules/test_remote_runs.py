@@ -4,10 +4,10 @@ import csv
 
 import pytest
 
+from conformance.runs import run
 from core.__main__ import main
-from core.testing.runs import run
-from datamodules.preparation.token_shards import TokenShards
-from tests.datamodules.preparation.corpus import corpus, prepare
+from datamodules.preparation.writers.token_shards import TokenShards
+from tests.support.corpus import corpus, prepare
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,7 @@ def figures(folder):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.ci
 def test_the_figures_are_those_of_a_copy_here(local, storage, config, tmp_path):
     url = storage.upload(local, "fit")
     for source in (local, url):
@@ -69,7 +70,7 @@ def test_two_ranks_share_a_cache_that_is_too_small(local, storage, config, tmp_p
     path = config(url, batch_size=2, num_workers=1, cache_bytes=2000)
     words = ["fit", f"--config={path}", "--trainer.devices=2", "--trainer.strategy=ddp", *less]
     done = run(words, tmp_path, ranks=2)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     losses = [
         [float(row["train/loss"]) for row in figures(tmp_path / name) if row["train/loss"]]
         for name in ("run", "run-2")

@@ -15,12 +15,12 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
-from core.checkpoints import checkpoint
+from conformance.runs import free_port, run
 from core.errors import ConfigError
-from core.runs import restarts
-from core.testing.runs import free_port, run
-from tests.distributed.test_ddp import CONFIG, HOUSE, assert_same_run, results
-from tests.test_resume import write_documents
+from plugins.checkpoints import checkpoint
+from plugins.cli.runs import restarts
+from tests.support.documents import write_documents
+from tests.support.launched_ranks import CONFIG, HOUSE, assert_same_run, results
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=3"]
 OPTIONS = ["--trainer.devices=auto", "--trainer.strategy=ddp", "--trainer.max_steps=10",
@@ -98,7 +98,7 @@ def whole(tmp_path):
     write(folder)
     places = [f"--config={folder / 'config.yaml'}", f"--trainer.default_root_dir={folder / 'run'}"]
     done = run(["fit", *places, *OPTIONS], folder, ranks=2)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     return results(folder)
 
 

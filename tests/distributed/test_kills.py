@@ -5,48 +5,21 @@ The job is started again as a launcher would, on as many ranks as before, and fi
 
 import random
 import time
-from copy import deepcopy
 from itertools import groupby
 
 import pytest
 
-from core.checkpoints.checkpoint import of_folder, read
-from core.configuration.config_files import merge
-from core.testing.runs import GRACE_SECONDS, run
-from core.testing.workshop import workshop, write_config
-from tests.distributed.killing import Moment, killer, steps_done
-from tests.distributed.same_run import CONFIG, same_bits
+from conformance.runs import GRACE_SECONDS
+from conformance.workshop import workshop
+from plugins.checkpoints.checkpoint import read_checkpoint
+from plugins.checkpoints.finding import of_folder
+from tests.support.killed_jobs import ASYNCHRONOUS, DDP, EVERY, FSDP, TENSOR, WAITED_FOR, fit
+from tests.support.killing import Moment, killer, steps_done
+from tests.support.same_run import same_bits
 
-EVERY = 2
 FOLDER = ("", "__0_0.distcp", ".metadata", "state.pt", "manifest.json")
 """What a checkpoint that is a folder has as it is being written, in this order; "" is the folder itself."""
 FILE = ("",)
-
-FSDP, DDP = {"class_path": "FSDP"}, {"class_path": "DDP"}
-TENSOR = {"class_path": "HybridParallel", "init_args": {"tensor": 2}}
-ASYNCHRONOUS, WAITED_FOR = "ShardedCheckpoint", "AtomicCheckpoint"
-
-
-def fit(name, ranks, strategy, plugin, steps, *more):
-    """Starts the job, or starts it again."""
-    folder = workshop() / name
-    folder.mkdir(exist_ok=True)
-    callbacks = [
-        {"class_path": "core.testing.recorder.Recorder", "init_args": {"folder": str(folder)}},
-        {"class_path": "tests.distributed.killing.Progress", "init_args": {"folder": str(folder)}},
-        {"class_path": "PeriodicCheckpoint", "init_args": {"every_n_steps": EVERY}},
-        *more,
-    ]
-    trainer = {
-        "devices": ranks, "strategy": strategy, "plugins": [{"class_path": plugin}], "callbacks": callbacks, "max_steps": steps,
-        "default_root_dir": str(folder), "val_check_interval": 24, "limit_val_batches": 1,
-    }  # fmt: skip
-    model = {
-        "network": {"init_args": {"n_layer": 2, "dropout": 0.1}},
-        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}},
-    }
-    values = merge(deepcopy(CONFIG), {"trainer": trainer, "model": model})
-    return run(["fit", f"--config={write_config(name, values)}"], folder, ranks=ranks)
 
 
 def moments(ranks, kills, writes, names, seed):
@@ -73,7 +46,7 @@ def killed_again_and_again(ranks, strategy, plugin, drawn, steps):
     for moment in drawn:
         with killer(folder, moment) as killed:
             done = fit(name, ranks, strategy, plugin, steps)
-        assert killed, f"the run was over before {moment}: {done.complaint}"
+        assert killed, f"the run was over before {moment}: {done.error_text}"
         assert done.codes[moment.rank] == -9
         assert 0 not in done.codes
         assert None not in done.codes, f"a rank hangs {GRACE_SECONDS} s after {moment}"
@@ -84,7 +57,7 @@ def killed_again_and_again(ranks, strategy, plugin, drawn, steps):
         saved = last_step(folder)
         cut_off += any((folder / "checkpoints").glob(".*.ckpt.tmp"))
     done = fit(name, ranks, strategy, plugin, steps)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     assert cut_off, "no kill was within the writing of a checkpoint"
     return done
 
@@ -95,11 +68,12 @@ def last_step(folder):
 
 
 def assert_same(found, expected):
-    assert expected.code == 0, expected.complaint
+    assert expected.code == 0, expected.error_text
     assert found.record["losses"] == expected.record["losses"]
     assert found.record["figures"] == expected.record["figures"]
     one, other = (
-        read(run.folder / "checkpoints" / f"step-{run.record['steps']:08d}.ckpt") for run in (found, expected)
+        read_checkpoint(run.folder / "checkpoints" / f"step-{run.record['steps']:08d}.ckpt")
+        for run in (found, expected)
     )
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
         assert same_bits(one[part], other[part]), part
@@ -112,35 +86,37 @@ def test_three_kills_change_no_bit():
     assert_same(killed_again_and_again(2, FSDP, ASYNCHRONOUS, drawn, 24), whole)
 
 
+@pytest.mark.ci
 def test_a_job_that_ended_with_an_error_of_ours_goes_on_in_its_own_folder():
     """Its peer's death may reach a rank as a checkpoint in the background that could not be written."""
     name = "an error"
     fails = {
-        "class_path": "tests.distributed.killing.FailsOnce",
+        "class_path": "tests.support.killing.FailsOnce",
         "init_args": {"folder": str(workshop() / name), "step": 5},
     }
     first = fit(name, 2, DDP, WAITED_FOR, 8, fails)
-    assert (first.code, last_step(workshop() / name)) == (2, 4), first.complaint
+    assert (first.code, last_step(workshop() / name)) == (2, 4), first.error_text
     second = fit(name, 2, DDP, WAITED_FOR, 8, fails)
-    assert second.code == 0, second.complaint
+    assert second.code == 0, second.error_text
     steps = [step for step, _ in groupby(steps_done(workshop() / name, 0))]  # of several micro-batches each
     assert steps == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7]
     assert not (workshop() / f"{name}-2").exists()
 
 
+@pytest.mark.ci
 def test_a_job_is_over_when_all_its_ranks_are():
     """Its launcher starts all ranks again, also the one that had done its part: it has to find its folder."""
     name = "died at the end"
     dies = {
-        "class_path": "tests.distributed.killing.DiesAtTheEndOnce",
+        "class_path": "tests.support.killing.DiesAtTheEndOnce",
         "init_args": {"folder": str(workshop() / name)},
     }
     first = fit(name, 2, DDP, WAITED_FOR, 4, dies)
-    assert first.codes[1] == -9, first.complaint
+    assert first.codes[1] == -9, first.error_text
     assert first.codes[0] is not None, f"rank 0 hangs {GRACE_SECONDS} s after its peer has died"
     assert first.codes[0] != 0, "rank 0 took the job for done"
     second = fit(name, 2, DDP, WAITED_FOR, 4, dies)
-    assert second.code == 0, second.complaint
+    assert second.code == 0, second.error_text
     assert "step-00000004.ckpt" in second.printed
     assert not (workshop() / f"{name}-2").exists()
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from conformance.case import Case
+from conformance.runs import free_port, on_ranks
 from core import catalog
-from core.configuration.config_files import merge
-from core.testing.case import Case
-from core.testing.runs import free_port, on_ranks
-from core.training.shards import whole
+from core.training.shards import full_tensor
+from plugins.cli.configuration.config_files import merge
 from plugins.optimizers.muon import Muon
 from plugins.optimizers.torchao_adamw8bit import (
     BLOCK,
@@ -23,8 +23,8 @@ from plugins.optimizers.torchao_adamw8bit import (
     get_qmap_unsigned,
 )
 from plugins.strategies.tensors import gather, parts
-from tests.distributed.combinations import LLAMA
-from tests.distributed.same_run import TOLERANCE, fit, one_process, same_bits, weights_apart
+from tests.support.combinations import LLAMA
+from tests.support.same_run import TOLERANCE, fit, one_process, same_bits, weights_apart
 
 HYBRID = {"class_path": "HybridParallel", "init_args": {"data_shard": 2, "tensor": 2}}
 STRATEGIES = {"FSDP": (2, {"class_path": "FSDP"}), "data_shard 2, tensor 2": (4, HYBRID)}
@@ -57,12 +57,12 @@ def test_steps_are_those_of_one_process(name, strategy):
     found = fit(alone | {"trainer": alone["trainer"] | {"strategy": chosen}}, ranks)
     if found.code == 2:
         instead = re.search(
-            rf"{name} .* and .* exclude each other.*: take (.*) with sharded weights", found.complaint
+            rf"{name} .* and .* exclude each other.*: take (.*) with sharded weights", found.error_text
         )
         assert set(instead[1].split(" or ")) <= set(OPTIMIZERS)
         return
     expected = one_process(alone)
-    assert found.code == 0, found.complaint
+    assert found.code == 0, found.error_text
     assert found.record["figures"].keys() == expected.record["figures"].keys() == {"1", "2", "3"}
     for step, figures in expected.record["figures"].items():
         assert found.record["figures"][step]["train/loss"] == pytest.approx(
@@ -83,7 +83,7 @@ def _stepped(kind, place, shapes, state=None, steps=range(3)):
         for parameter in parameters:
             parameter.grad = place(torch.randn(parameter.shape, generator=generator))
         optimizer.step()
-    return optimizer, [whole(parameter.detach()) for parameter in parameters]
+    return optimizer, [full_tensor(parameter.detach()) for parameter in parameters]
 
 
 def _rank(rank, port, folder, case):

@@ -4,10 +4,10 @@ from functools import cache
 
 import pytest
 
-from core.checkpoints.checkpoint import read
-from core.testing.workshop import workshop
+from conformance.workshop import workshop
+from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.strategies.pipeline_stages import is_beyond_gloo
-from tests.distributed.same_run import fit, same_bits
+from tests.support.same_run import fit, same_bits
 
 SAVED = 4
 
@@ -45,12 +45,12 @@ def trained(plan, name, *words):
     ranks, strategy = PLANS[plan]
     folder = str(workshop() / name)
     witness = {
-        "class_path": "tests.distributed.witness.Witness",
+        "class_path": "tests.support.witness.Witness",
         "init_args": {"folder": folder, "step": SAVED},
     }
     trainer = {"strategy": strategy, "plugins": [{"class_path": "ShardedCheckpoint"}], "callbacks": [witness]}
     done = fit({"trainer": trainer, "model": {**ADAM, "network": UNEVEN}}, ranks, *words, name=name)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     return done
 
 
@@ -85,8 +85,8 @@ def test_goes_on_bit_by_bit_where_it_was_saved(before, after):
         pytest.skip("it is refused with this torch")
     first = source(before)
     saved = first.folder / "checkpoints" / f"step-{SAVED}.ckpt"
-    whole = read(first.folder / "whole.ckpt")
-    stored = read(saved)
+    whole = read_checkpoint(first.folder / "whole.ckpt")
+    stored = read_checkpoint(saved)
     assert saved.is_dir()
     if "V" not in before:  # whose first rank has the last stage
         assert list(stored["state_dict"]) == list(whole["state_dict"])
@@ -94,7 +94,7 @@ def test_goes_on_bit_by_bit_where_it_was_saved(before, after):
     for part in ("state_dict", "optimizer_states"):
         assert same_bits(stored[part], whole[part])
     second = trained(after, f"{before} to {after}", f"--ckpt_path={saved}")
-    loaded = read(second.folder / "loaded.ckpt")
+    loaded = read_checkpoint(second.folder / "loaded.ckpt")
     for part in ("state_dict", "optimizer_states"):
         assert same_bits(loaded[part], whole[part])
     losses = [[run.record["figures"][str(step)]["train/loss"] for step in (5, 6)] for run in (first, second)]

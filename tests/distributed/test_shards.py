@@ -1,6 +1,7 @@
 """What is computed over sharded weights on two real gloo ranks is what one process computes over whole ones."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
-from core.testing.runs import free_port, on_ranks
-from core.training import shards, updates
+from conformance.runs import free_port, on_ranks
+from core.training import shards
 from plugins.optimizers.adamw import AdamW
 from plugins.strategies.mesh_strategy import MeshStrategy
+from toolkit import updates
 
 RANKS = 2
 REDUCED = {"sum": [3.0, 10.0], "mean": [1.5, 5.0], "max": [2.0, 5.0], "min": [1.0, 5.0]}
@@ -48,6 +50,7 @@ class Trainer:
     """What a callback needs of the trainer."""
 
     global_step, log_every_n_steps, strategy = 0, 10, None
+    global_rank, world_size, lightning_module = 0, 1, SimpleNamespace(loss_ranks=None)
 
 
 def computed(net, method):
@@ -64,11 +67,10 @@ def computed(net, method):
         if step == 1:
             updates.drop_update(optimizer, torch.tensor(True))
         optimizer.step()
-        updates.keep_updates(optimizer)
         trainer.global_step += 1
         average.on_train_batch_end(trainer, module, None, None, step)
-    moments = [shards.whole(optimizer.state[p]["exp_avg"]) for p in net.parameters()]
-    weights = [shards.whole(p.detach()) for p in net.parameters()]
+    moments = [shards.full_tensor(optimizer.state[p]["exp_avg"]) for p in net.parameters()]
+    weights = [shards.full_tensor(p.detach()) for p in net.parameters()]
     state = average.state_dict()
     again = ExponentialMovingAverage(0.5)
     again.load_state_dict(state)

@@ -1,12 +1,12 @@
-"""Every strategy computes what one process does, and the README's table says of which this was measured."""
+"""Every strategy computes what one process does, and the table of docs/cluster.md says of which this was measured."""
 
 import pytest
 
 from core import catalog
 from plugins.strategies.pipeline_stages import is_beyond_gloo
-from tests.distributed.combinations import COMBINATIONS
-from tests.distributed.same_run import TOLERANCE, differences, fit, one_process
-from tests.distributed.table import README, rows
+from tests.support.combinations import COMBINATIONS
+from tests.support.same_run import TOLERANCE, differences, fit, one_process
+from tests.support.strategy_table import PAGE, rows
 
 
 def parameter(item):
@@ -26,9 +26,9 @@ def test_every_strategy_is_held_against_one_process():
     assert {item.strategy for item in COMBINATIONS} == registered
 
 
-def test_the_readmes_table_has_a_row_for_each_combination_and_its_differences_are_small():
-    written = rows(README.read_text(encoding="utf-8"))
+def test_the_table_has_a_row_for_each_combination_and_its_differences_are_small():
+    written = rows(PAGE.read_text(encoding="utf-8"))
     assert [row[:3] for row in written] == [[i.strategy, i.name, str(i.ranks)] for i in COMBINATIONS], (
-        "write the table anew: python -m tests.distributed.table"
+        "write the table anew: python -m tests.support.strategy_table"
     )
     assert all(float(cell) <= TOLERANCE for row in written for cell in row[3:])

@@ -2,7 +2,6 @@
 
 import os
 import random
-import resource
 import signal
 import subprocess
 import time
@@ -11,10 +10,12 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from core.checkpoints.checkpoint import defect
 from core.errors import ConfigError
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.checkpoints.checkpoint import defect
 from tests.conftest import Malicious
+from tests.support import full_disk
+from tests.support.full_disk import signalled
 
 SMALL = {"state_dict": {"w": torch.arange(10.0)}}
 LARGE = {"state_dict": {f"w{i}": torch.full((50_000,), float(i)) for i in range(20)}}  # 4 MB
@@ -23,13 +24,8 @@ LIMIT = 1_000_000
 
 @contextmanager
 def file_size_limit(folder):
-    """Lets no file grow beyond the limit: the failing write is like that on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, hard))
-    try:
+    with full_disk.file_size_limit(LIMIT):
         yield folder, "File too large"
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager
@@ -56,7 +52,7 @@ def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(disk, b
         earlier = folder / "checkpoints" / "step-1.ckpt"
         if before:
             io.save_checkpoint(SMALL, earlier)
-        with pytest.raises(ConfigError) as error:
+        with signalled(), pytest.raises(ConfigError) as error:
             io.save_checkpoint(LARGE, earlier.with_name("step-2.ckpt"))
         lines = str(error.value).splitlines()
         left = sorted(earlier.parent.iterdir())
@@ -64,13 +60,39 @@ def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(disk, b
         assert not before or torch.equal(io.load_checkpoint(earlier)["state_dict"]["w"], torch.arange(10.0))
     assert f"step-2.ckpt could not be written: {reason} (" in lines[0]
     assert lines[1] == (f"The last good one is {earlier}." if before else "There is no earlier one.")
-    assert "--ckpt_path last" in lines[2]
+    assert (f"resume with --ckpt_path {earlier}." in lines[2]) == before
+    assert ("start the run again as you did" in lines[2]) == (not before)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["with an earlier one", "the first"])
+def test_a_checkpoint_waits_in_memory_until_there_is_room(before, tmp_path, capsys):
+    io, path = AtomicCheckpoint(), tmp_path / "step-2.ckpt"
+    if before:
+        io.save_checkpoint(SMALL, tmp_path / "step-1.ckpt")
+    with full_disk.file_size_limit(LIMIT), full_disk.room_after(1.5):
+        io.save_checkpoint(LARGE, path)
+    assert defect(path) is None
+    assert len(list(tmp_path.iterdir())) == 1 + before
+    told = capsys.readouterr().err.splitlines()
+    assert "step-2.ckpt could not be written: File too large" in told[0]
+    assert "The run waits, and keeps it in memory" in told[1]
+    assert told[-1] == "There is room again: the checkpoint is written."
+
+
+def test_ctrl_c_ends_the_wait(tmp_path):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
+    try:
+        with full_disk.file_size_limit(LIMIT), signalled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
+            AtomicCheckpoint().save_checkpoint(LARGE, tmp_path / "step-2.ckpt")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_does_not_destroy_the_checkpoint_that_was_to_be_replaced(tmp_path):
     io, path = AtomicCheckpoint(), tmp_path / "last.ckpt"
     io.save_checkpoint(SMALL, path)
-    with file_size_limit(tmp_path), pytest.raises(ConfigError):
+    with file_size_limit(tmp_path), signalled(), pytest.raises(ConfigError):
         io.save_checkpoint(LARGE, path)
     assert torch.equal(io.load_checkpoint(path)["state_dict"]["w"], torch.arange(10.0))
 

@@ -6,12 +6,13 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.errors import ConfigError
-from core.selection import Run, describe
+from plugins.cli.selection import describe
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.strategies.ddp import DDP
 from plugins.strategies.deepspeed_zero import DeepSpeedZero
 from plugins.strategies.fsdp import FSDP
+from toolkit.selection import Run
 
 VOCAB, B, T = 37, 3, 12
 
@@ -255,5 +256,5 @@ def test_the_sum_over_all_weights_needs_whole_ones(strategy, stage, refused):
     assert len(faults) == refused
     assert (
         not refused
-        or f"l2 is 0.001, a sum over whole weights, of which {strategy.__name__} keeps parts" in faults[0]
+        or f"l2 is 0.001, a sum over full weights, and {strategy.__name__} shards them" in faults[0]
     )

@@ -46,6 +46,13 @@ def test_every_call_is_in_the_file_before_it_returns(tmp_path):
         assert len(rows_of(tmp_path)) == step + 1
 
 
+def test_a_file_that_claims_to_be_huge_is_not_read(tmp_path):
+    with open(tmp_path / "metrics.csv", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ConfigError, match="more than 1,073,741,824 bytes"):
+        MetricsCSV(str(tmp_path)).log_metrics({"train/loss": 1.0}, 0)
+
+
 def test_a_row_that_becomes_shorter_leaves_nothing_behind(tmp_path):
     logger = MetricsCSV(str(tmp_path))
     logger.log_metrics({"train/loss": 1.23456789012345}, 0)
@@ -128,3 +135,36 @@ def test_a_foreign_file_is_named_and_kept(tmp_path):
     with pytest.raises(ConfigError, match=r"metrics\.csv has no `step` column"):
         MetricsCSV(str(tmp_path)).log_metrics({"train/loss": 1.0}, 0)
     assert (tmp_path / "metrics.csv").read_text() == "a,b\n1,2\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x89PNG\r\n\x1a\n\0\xff\xfe\n",
+        b"step,a\n1,\xff\n",
+        b"step\0,a\n",
+        b"\n\n",
+        b"step,a\n" + b"9" * 200_000 + b",1\n",
+    ],
+    ids=["a picture", "no UTF-8", "NUL", "empty lines", "a long field"],
+)
+def test_a_file_that_is_no_table_is_named_and_kept_before_the_run_trains(content, tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(content)
+    logger = MetricsCSV(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"metrics\.csv (is not a table of text|has no `step` column)"):
+        logger.log_graph(None)
+    assert (tmp_path / "metrics.csv").read_bytes() == content
+
+
+def test_rows_without_a_number_as_step_are_left_out(tmp_path):
+    (tmp_path / "metrics.csv").write_text(
+        "a,step\n1,²\n2,٣\n3\n4,-1\n5,2\n6," + "9" * 40 + "\n", encoding="utf-8"
+    )
+    logger = MetricsCSV(str(tmp_path))
+    logger.log_metrics({"a": 7}, 3)
+    assert rows_of(tmp_path) == [{"a": "5", "step": "2"}, {"a": "7", "step": "3"}]
+
+
+def test_a_url_is_no_folder():
+    with pytest.raises(ConfigError, match="not to URLs yet"):
+        MetricsCSV("s3://bucket/run")

@@ -14,13 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from core.checkpoints import sharded
-from core.checkpoints.checkpoint import defect, newest, read, resolve
 from core.errors import ConfigError
+from plugins.checkpoints import sharded
+from plugins.checkpoints.checkpoint import defect, read_checkpoint
 from plugins.checkpoints.consolidate import consolidate
+from plugins.checkpoints.finding import newest, resolve
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from tests.conftest import Malicious
-from tests.distributed.same_run import same_bits
+from tests.support.full_disk import room_after, signalled
+from tests.support.same_run import same_bits
 
 LIMIT = 1_000_000
 
@@ -79,7 +81,7 @@ def file_size_limit():
 
 
 def test_a_checkpoint_comes_back_as_it_was(save):
-    found = read(save())
+    found = read_checkpoint(save())
     found["optimizer_states"][0]["state"] = dict(
         sorted(found["optimizer_states"][0]["state"].items(), reverse=True)
     )
@@ -92,7 +94,7 @@ def test_consolidate_writes_what_one_process_would_have_written(save, tmp_path, 
     assert same_bits(torch.load(tmp_path / "whole.ckpt", weights_only=True), content())
     assert defect(tmp_path / "whole.ckpt") is None
     assert "whole.ckpt" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         consolidate([str(tmp_path / "step-1.ckpt"), str(tmp_path / "whole.ckpt")])
 
 
@@ -126,19 +128,19 @@ def test_the_snapshot_is_of_the_step_it_was_asked_at_though_training_goes_on(tmp
     gate.set()
     io.wait()
     expected = torch.load(tmp_path / "expected.pt", weights_only=True)
-    assert same_bits(read(tmp_path / "step-1.ckpt"), expected)
+    assert same_bits(read_checkpoint(tmp_path / "step-1.ckpt"), expected)
     assert not same_bits(model.state_dict(), expected["state_dict"])
     io.save_checkpoint(state(), tmp_path / "step-11.ckpt")  # in the memory of the first
     io._stager.close()  # as torch 2.11 does behind each
     io.save_checkpoint(state(), tmp_path / "step-12.ckpt")
     io.teardown()
     for step in (11, 12):
-        assert same_bits(read(tmp_path / f"step-{step}.ckpt")["state_dict"], model.state_dict())
+        assert same_bits(read_checkpoint(tmp_path / f"step-{step}.ckpt")["state_dict"], model.state_dict())
 
 
 def test_saving_a_step_again_replaces_it(save):
     save(number=1.0)
-    assert read(save(number=2.0))["state_dict"]["w"][0] == 2.0
+    assert read_checkpoint(save(number=2.0))["state_dict"]["w"][0] == 2.0
 
 
 def test_the_old_one_is_deleted_when_the_new_one_has_its_name(save, monkeypatch):
@@ -162,7 +164,7 @@ def test_a_folder_that_is_not_whole_is_named_and_the_one_before_is_used(name, da
     assert newest(tmp_path) == resolve(str(tmp_path), tmp_path) == later
     (later / name).unlink() if damage == "gone" else flip(later / name)
     assert newest(tmp_path) == earlier
-    assert f"{later} is left aside: " in capsys.readouterr().err
+    assert f"{later} is skipped: " in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"step-2\.ckpt: .*last"):
         ShardedCheckpoint().load_checkpoint(later)
     with pytest.raises(ConfigError, match=r"step-2\.ckpt: .*last"):
@@ -172,7 +174,7 @@ def test_a_folder_that_is_not_whole_is_named_and_the_one_before_is_used(name, da
 def test_what_a_killed_run_left_is_never_loaded_and_removed_by_the_next(save, tmp_path):
     left = tmp_path / ".step-9.ckpt.tmp"
     save().rename(left)
-    with pytest.raises(ConfigError, match="no whole checkpoint"):
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
         newest(tmp_path)
     save("step-2.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["step-2.ckpt"]
@@ -198,8 +200,41 @@ def test_code_in_a_folder_is_not_run_even_where_the_checksums_are_right(name, sa
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     resign(folder)
     with pytest.raises(Exception, match=r"code|Unsupported|Weights only|not a zip|failed|Invalid"):
-        read(folder)
+        read_checkpoint(folder)
     assert not (tmp_path / "executed").exists()
+
+
+def test_a_marker_without_end_is_not_read_to_its_end(save):
+    folder = save()
+    with open(folder / "complete", "r+b") as file:
+        file.truncate(1 << 40)
+    assert defect(folder) == "manifest.json is damaged"
+
+
+def test_tensors_that_claim_more_than_their_files_hold_are_refused(save):
+    folder = save()
+    metadata = sharded._metadata(folder)
+    metadata.state_dict_metadata["state_dict.w"].size = torch.Size([10**6, 10**6])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    resign(folder)
+    assert ".metadata claims 4,000,0" in defect(folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"epoch": "x"}, {"optimizer_states": [3]}, {"state_dict": 3}, {"state_dict_order": 3}, {"leyden": []}],
+    ids=str,
+)
+def test_fields_of_another_type_are_refused(change, save, tmp_path):
+    folder = save()
+    torch.save({**sharded.state(folder), **change}, folder / "state.pt")
+    resign(folder)
+    with pytest.raises(ConfigError):
+        resolve(str(folder), tmp_path)
+    with pytest.raises(ConfigError):
+        read_checkpoint(folder)
+    with pytest.raises(ConfigError):
+        sharded.read_without_tensors(folder)
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -211,8 +246,9 @@ def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(asynchr
         io.save_checkpoint(large, tmp_path / "step-2.ckpt")
         io.wait()
 
-    with file_size_limit(), pytest.raises(ConfigError) as error:
+    with file_size_limit(), signalled(), pytest.raises(ConfigError) as error:
         fails()
+    io.teardown()
     lines = str(error.value).splitlines()
     assert "step-2.ckpt could not be written: File too large (" in lines[0]
     assert lines[1] == f"The last good one is {earlier}."
@@ -220,6 +256,17 @@ def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(asynchr
     io.save_checkpoint(content(), tmp_path / "step-3.ckpt")  # there is room again
     io.teardown()
     assert newest(tmp_path).name == "step-3.ckpt"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_checkpoint_waits_in_memory_until_there_is_room(asynchronous, tmp_path, capsys):
+    io = ShardedCheckpoint(asynchronous)
+    large = {"state_dict": {"w": torch.zeros(LIMIT)}, "pytorch-lightning_version": "2.6.6"}
+    with file_size_limit(), room_after(1.5):
+        io.save_checkpoint(large, tmp_path / "step-2.ckpt")
+        io.teardown()
+    assert newest(tmp_path).name == "step-2.ckpt"
+    assert capsys.readouterr().err.count("The run waits, and keeps it in memory") == 1
 
 
 def test_an_error_in_the_background_is_raised_by_the_next_save_and_at_the_end(tmp_path):
@@ -236,7 +283,9 @@ def test_an_error_in_the_background_is_raised_by_the_next_save_and_at_the_end(tm
 def test_the_end_says_how_long_checkpoints_held_the_run_up(save, capsys):
     save()
     told = capsys.readouterr().out
-    assert re.search(r"held training up for \d+\.\d ms at most, \d+\.\d ms in all \(1 written\)", told), told
+    assert re.search(r"interrupted training for \d+\.\d ms at most, \d+\.\d ms in all \(1 written\)", told), (
+        told
+    )
 
 
 def test_of_the_files_that_a_rank_does_not_read_it_compares_the_sizes(save):

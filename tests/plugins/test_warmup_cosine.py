@@ -136,12 +136,12 @@ def test_values_out_of_range_are_refused(arguments):
 def test_a_warm_up_as_long_as_the_schedule_is_refused(warmup, total):
     with pytest.raises(ConfigError, match=f"less than {total}"):
         build(warmup, total, 0.1)
-    with pytest.raises(ConfigError, match=f"only {total} steps long"):
+    with pytest.raises(ConfigError, match=f"only {total} steps"):
         build(warmup, 1000, 0.1, total_steps=total)
 
 
 def test_a_schedule_longer_than_the_run_is_refused():
-    with pytest.raises(ConfigError, match="total_steps is 31, the run only 30 steps long"):
+    with pytest.raises(ConfigError, match="total_steps is 31, and the run has only 30 steps"):
         build(5, 30, 0.1, total_steps=31)
 
 

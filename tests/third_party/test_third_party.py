@@ -1,6 +1,5 @@
 """Packages that strangers could have written: installed, selected by short name, put through the kit, and broken."""
 
-import ast
 import csv
 import os
 import shutil
@@ -10,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from core import catalog
+from core import API_VERSION, catalog
 from core.__main__ import main
 from tests.conftest import run_core
-from tests.test_contributing import listed_names
+from tests.support.installing import copied, install
+from tests.support.public_contracts import not_public
+
+pytestmark = pytest.mark.ci
 
 HERE = Path(__file__).resolve().parent
 SOUND = {
@@ -22,6 +24,9 @@ SOUND = {
     "acme_pretraining": ["SmoothedLM", "CsvDocuments"],
 }
 """Package -> its techniques."""
+
+COPIES = ("acme_clip", "acme_rollback", "acme_fsdp")
+"""Packages that do what techniques of ours do: see test_copies.py."""
 
 RUN = """
 base: defaults
@@ -56,29 +61,7 @@ data:
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """Copies of the packages: what builds and tests leave behind stays out of the checkout."""
-    folder = tmp_path_factory.mktemp("third_party")
-    for name in (*SOUND, "acme_broken"):
-        shutil.copytree(
-            HERE / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
-        )
-    return folder
-
-
-def install(target, *packages):
-    """Installs packages with pip, without looking anything up, into a folder of their own."""
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-index",
-        "--no-deps",
-        "--no-build-isolation",
-    ]
-    done = subprocess.run([*pip, "--target", target, *packages], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return target
+    return copied(tmp_path_factory.mktemp("third_party"), *(HERE / name for name in (*SOUND, "acme_broken")))
 
 
 @pytest.fixture(scope="module")
@@ -105,27 +88,14 @@ def all_installed(site, broken_site, monkeypatch):
         del sys.modules[name]
 
 
-def imported(path):
-    """Returns (module, name) of what a file imports, wherever the imports stand."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
 def test_they_are_written_against_the_public_contracts_alone():
     files = sorted(HERE.glob("acme_*/**/*.py"))
-    found = {pair for path in files for pair in imported(path)}
-    house = ("core", "plugins", "callbacks", "datamodules", "configs", "tests", "importlib")
-    ours = {(module, name) for module, name in found if module.partition(".")[0] in house}
-    assert {module for module, _ in ours} == {
-        "core.contracts",
-        "core.errors",
-        "core.technique",
-        "core.testing",
-    }
-    assert ours <= {(module, name) for module, names in listed_names().items() for name in names}
+    assert {path.parts[len(HERE.parts)] for path in files} == {*SOUND, *COPIES, "acme_broken"}
+    house = ("core", "toolkit", "conformance", "plugins", "callbacks", "datamodules", "configs", "tests")
+    found = {str(path.relative_to(HERE)): not_public(path, house) for path in files}
+    assert not {path: names for path, names in found.items() if names}
+    text = "".join(path.read_text(encoding="utf-8") for path in files)
+    assert "import_module" not in text
 
 
 def fit(folder, *site_packages, guard="DivergenceGuard"):
@@ -155,7 +125,7 @@ def test_one_run_selects_all_of_them_by_their_short_names(run):
         "DivergenceGuard": ["callbacks", "acme-guard", "0.1.0"],
         "MinGRU": ["networks", "acme-network", "0.1.0"],
         "SmoothedLM": ["objectives", "acme-pretraining", "0.1.0"],
-        "CsvDocuments": ["stages", "acme-pretraining", "0.1.0"],
+        "CsvDocuments": ["data", "acme-pretraining", "0.1.0"],
     }
     assert [row["step"] for row in rows] == ["1", "2", "3", "4"]
     for row in rows:
@@ -187,7 +157,7 @@ BROKEN = {
     "answer\nIt is registered as acme_broken.unlicensed:Unlicensed in the group leyden.callbacks.\n"
     "Reinstall or repair acme-broken, or take Unlicensed out of the run.\n",
     "FromTomorrow": "This selection cannot run, 1 problem:\n"
-    "- FromTomorrow (run.yaml:11) of acme-broken 0.1.0 was written for core API >=99,<100, this is 1.2: "
+    f"- FromTomorrow (run.yaml:11) of acme-broken 0.1.0 was written for core API >=99,<100, this is {API_VERSION}: "
     "pip install --upgrade leyden\n",
 }
 """Technique -> what a run that names it prints."""
@@ -230,7 +200,7 @@ def test_the_check_of_the_broken_package_shows_what_is_wrong(capsys):
         "DivergenceGuard": "registered 2 times (acme-broken 0.1.0, acme-guard 0.1.0)",
         "NoCallback": "does not derive from lightning.pytorch.callbacks.Callback",
         "Unlicensed": "PermissionError: the licence server does not answer",
-        "FromTomorrow": "written for core API >=99,<100, this is 1.2: pip install --upgrade leyden",
+        "FromTomorrow": f"written for core API >=99,<100, this is {API_VERSION}: pip install --upgrade leyden",
     }.items():
         [line] = [line for line in told.splitlines() if line.split()[1:2] == [name]]
         assert found in line

@@ -1,5 +1,7 @@
 """Callbacks, a strategy and precisions that each break a promise of a run."""
 
+from collections import deque
+
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -8,6 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from core.errors import ConfigError
 from core.technique import WorldSize, technique
+from core.training.figures import log_figures
 
 
 class Unbuildable(Callback):
@@ -39,7 +42,7 @@ class Forgetful(Callback):
     def __init__(self):
         self.steps = 0
 
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.steps += 1
         with torch.no_grad():
             for parameter in pl_module.parameters():
@@ -138,3 +141,189 @@ class Fine(MixedPrecision):
 
     def __init__(self):
         super().__init__("bf16-mixed", "cpu")
+
+
+class Diligent(Callback):
+    """Counts, logs, scales and keeps as it should: what the kit must not complain about, in any proof.
+
+    Those below do one of these things wrongly.
+    """
+
+    def __init__(self):
+        self.steps, self.largest = 0, torch.zeros(3)
+        self.losses = deque(maxlen=3)
+
+    def state_dict(self):
+        return {"steps": self.steps, "largest": self.largest.clone()}
+
+    def load_state_dict(self, state_dict):
+        self.steps, self.largest = state_dict["steps"], state_dict["largest"].clone()
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.count()
+        self.scale(pl_module)
+        self.note(pl_module.step_loss)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if pl_module.logging_step:
+            log_figures(trainer, {"own/steps": self.steps, "own/loss": float(pl_module.step_loss)})
+
+    def count(self):
+        self.steps += 1
+
+    def scale(self, pl_module):
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(1 - 1e-3 * (self.steps % 2))
+
+    def note(self, loss):
+        self.losses.append(loss.detach())
+        self.largest[self.steps % 3] = loss
+
+
+class Uncounted(Diligent):
+    """Logs how many steps it has seen, and forgets it."""
+
+    def state_dict(self):
+        return {"largest": self.largest.clone()}
+
+    def load_state_dict(self, state_dict):
+        self.largest = state_dict["largest"].clone()
+
+
+class Unrestored(Diligent):
+    """Saves its count, and takes no notice of what was saved."""
+
+    def load_state_dict(self, state_dict):
+        self.largest = state_dict["largest"].clone()
+
+
+class OwnRank(Diligent):
+    """Logs the loss of this rank's tokens under the name of all."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if pl_module.logging_step:
+            log_figures(trainer, {"own/inputs": float(batch["input_ids"].sum())})
+
+
+class CountingBatches(Diligent):
+    """Takes micro-batches for steps."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.steps += 1
+
+    def count(self):
+        """Has counted."""
+
+
+class ScalingBatches(Diligent):
+    """Makes gradients smaller after each backward, those of earlier micro-batches again."""
+
+    def on_after_backward(self, trainer, pl_module):
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(0.9)
+
+    def scale(self, pl_module):
+        """Has scaled."""
+
+
+class LoggingBatches(Diligent):
+    """Logs under the number of the batch."""
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if pl_module.logging_step:
+            for logger in trainer.loggers:
+                logger.log_metrics({"own/again": float(self.steps)}, step=batch_idx)
+
+
+class Hoarding(Diligent):
+    """Keeps every loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses = []
+
+
+LOSSES = []
+
+
+class HoardingElsewhere(Diligent):
+    """Keeps every loss in a list of its module, as a number, whenever it may look at it."""
+
+    def note(self, loss):
+        super().note(loss)
+        LOSSES.append(len(LOSSES) + 0.5)
+
+
+class Caching(Diligent):
+    """Keeps one number in an early step, and 1,000 at once in a late one: no leak."""
+
+    def __init__(self):
+        super().__init__()
+        self.cache = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if trainer.global_step in (7, 250):
+            self.cache += [0.5] * (1 if trainer.global_step == 7 else 1000)
+
+
+class Tensors(Diligent):
+    """Saves its count as a tensor."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "steps": torch.tensor(self.steps)}
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict({**state_dict, "steps": int(state_dict["steps"])})
+
+
+class Live(Diligent):
+    """Hands out the tensor that it goes on to write to."""
+
+    def state_dict(self):
+        return {"steps": self.steps, "largest": self.largest}
+
+
+class Sets(Diligent):
+    """Saves what a checkpoint cannot hold safely."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "seen": {1, 2}}
+
+
+@technique(paper="own work", observer=True)
+class Meddling(Diligent):
+    """Says that it only looks on, and changes gradients."""
+
+
+@technique(paper="own work", observer=True)
+class Watching(Diligent):
+    """Looks on, and leaves all as it is: sound."""
+
+    def scale(self, pl_module):
+        """Leaves gradients."""
+
+
+class Accumulating(Diligent):
+    """A sound one whose example accumulates, so that validations fall into idle steps.
+
+    Example:
+        trainer:
+          accumulate_grad_batches: 2
+          callbacks+: [Accumulating]
+    """
+
+
+class Single(SingleDeviceStrategy):
+    """Trains on one device: sound."""
+
+    def __init__(self):
+        super().__init__("cpu")
+
+
+class Multiplying(Single):
+    """Makes the loss larger again by what Lightning has divided it by, so that it is right without accumulation."""
+
+    def backward(self, closure_loss, optimizer, *args, **kwargs):
+        times = self.lightning_module.trainer.accumulate_grad_batches
+        super().backward(closure_loss * times, optimizer, *args, **kwargs)

@@ -4,11 +4,12 @@ import torch
 from torch import nn
 
 from core.contracts import Network
+from core.errors import ConfigError
 from plugins.networks.gpt import GPT
 
 
 class Sound(Network):
-    """Each token sees the mean of those up to it; small, with a cache, and right."""
+    """Each token sees the mean of those of its document up to it; small, with a cache, and right."""
 
     max_sequence_length = None
 
@@ -34,12 +35,19 @@ class Sound(Network):
         embedded = self.embedding(batch["input_ids"])
         before, count = (cache["sum"], cache["count"]) if cache is not None else (0.0, 0)
         x = self.mean(embedded, before, count)
+        if (documents := batch.get("document_ids")) is not None:
+            x = self.within(embedded, documents)
         if cache is not None:
             cache["sum"] = before + embedded.sum(1, keepdim=True)
             cache["count"] = count + embedded.shape[1]
         for layer in self.layers:
             x = x + torch.tanh(layer(x)) * self.scale
         return x
+
+    def within(self, x, documents):
+        """Returns the mean over the tokens of each document so far, (B, T, C)."""
+        seen = (documents[:, :, None] == documents[:, None, :]).tril().type_as(x)
+        return seen @ x / seen.sum(-1, keepdim=True)
 
     def new_cache(self, batch_size, max_length):
         return {"sum": 0.0, "count": 0}
@@ -128,3 +136,79 @@ class Deaf(GPT):
 
     def replace_attention(self, attention):
         return True
+
+
+class AttendingAcross(GPT):
+    """Attends to the documents before its own in a row."""
+
+    def forward_blocks(self, batch, hidden, blocks, *more):
+        return super().forward_blocks(
+            {k: v for k, v in batch.items() if k != "document_ids"}, hidden, blocks, *more
+        )
+
+
+class ConvolvingAcross(Sound):
+    """Mixes each token with the one before it, whose ever that is."""
+
+    def within(self, x, documents):
+        return super().within(x, documents) + self.shifted(x)
+
+    def mean(self, x, before, count):
+        return super().mean(x, before, count) + self.shifted(x)
+
+    def shifted(self, x):
+        return 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+    def new_cache(self, batch_size, max_length):
+        return None
+
+
+class CountingOn(GPT):
+    """Does not begin positions anew with a document."""
+
+    def forward_blocks(self, batch, hidden, blocks, *more):
+        return super().forward_blocks(
+            {k: v for k, v in batch.items() if k != "position_ids"}, hidden, blocks, *more
+        )
+
+
+class Refusing(Sound):
+    """Cannot keep documents apart, and says so: sound."""
+
+    def within(self, x, documents):
+        raise ConfigError("Refusing: document_ids are not for it.")
+
+
+class SecondPiece(Sound):
+    """Lets the tokens of a second piece see each other, the later ones too."""
+
+    def mean(self, x, before, count):
+        found = super().mean(x, before, count)
+        return found if count == 0 else found.mean(1, keepdim=True).expand_as(found)
+
+
+class FlopsOfABatch(Sound):
+    """Tells the operations of a hundred tokens."""
+
+    def flops_per_token(self, sequence_length):
+        return 100 * super().flops_per_token(sequence_length)
+
+
+class FlopsOfNothing(Sound):
+    """Tells the operations of one weight."""
+
+    def flops_per_token(self, sequence_length):
+        return 6.0
+
+
+class Convolving(GPT):
+    """Mixes in the embedding of the token before, and says that attention is all that mixes positions."""
+
+    def forward(self, batch, cache=None):
+        handle = self.embed_norm.register_forward_hook(
+            lambda module, inputs, found: found + found.roll(1, 1) / 2
+        )
+        try:
+            return super().forward(batch, cache)
+        finally:
+            handle.remove()

@@ -46,3 +46,36 @@ class Penalised(Sound):
 class Detached(Sound):
     def summed(self, losses, counts):
         return TokenSum(losses.sum().detach().requires_grad_(), counts.sum())
+
+
+class TrainingMean(Sound):
+    """Adds, in training alone, a mean where a sum belongs."""
+
+    def summed(self, losses, counts):
+        total, tokens = super().summed(losses, counts)
+        return TokenSum(total + (losses.square().mean() if self.training else 0.0), tokens)
+
+
+class TrainingAll(Sound):
+    """Counts, in training alone, positions without a label too."""
+
+    def summed(self, losses, counts):
+        return TokenSum(losses.sum(), torch.tensor(counts.numel()) if self.training else counts.sum())
+
+
+class TrainingDivision(Sound):
+    """Divides, in training alone, by the number of labels of each row."""
+
+    def summed(self, losses, counts):
+        total, tokens = super().summed(losses, counts)
+        if self.training:
+            total = total + 0.1 * (losses.sum(1) / counts.sum(1)).mean() * tokens
+        return TokenSum(total, tokens)
+
+
+class TrainingTerm(Sound):
+    """Adds, in training alone, a term as it should be: sound."""
+
+    def summed(self, losses, counts):
+        total, tokens = super().summed(losses, counts)
+        return TokenSum(total + (0.1 * losses.square().sum() if self.training else 0.0), tokens)

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from core.contracts import Schedule
+from core.technique import technique
 
 
 class Sound(Optimizer):
@@ -109,3 +110,27 @@ class BoundOnce(Schedule):
 
     def get_lr(self):
         return [peak * (1 - self.last_epoch / (self.total_steps or 10**9)) for peak in self.base_lrs]
+
+
+@technique(paper="own work", offers=["elementwise"])
+class Elementwise(Sound):
+    """The same, which treats each weight by itself: sound."""
+
+
+@technique(paper="own work", offers=["elementwise"])
+class Normed(Sound):
+    """Says that it treats each weight by itself, and divides by the norm of a tensor."""
+
+    def mean_of(self, parameter):
+        mean = super().mean_of(parameter)
+        parameter.grad.div_(parameter.grad.norm())
+        return mean
+
+
+@technique(paper="own work", offers=["elementwise"])
+class Averaging(Sound):
+    """Says that it treats each weight by itself, and takes the mean of a tensor's gradient away."""
+
+    def mean_of(self, parameter):
+        parameter.grad.sub_(parameter.grad.mean())
+        return super().mean_of(parameter)

@@ -62,7 +62,7 @@ class Timed(PathAlone):
         return {"at": time.perf_counter_ns()}
 
 
-BPE = catalog.find("BPETokenizer", "stages").load()
+BPE = catalog.find("BPETokenizer", "data").load()
 
 
 class Upper(BPE):
@@ -119,7 +119,7 @@ class Random(BPE):
         super().prepare([f"{chance.random():.16f} " * 50 for _ in documents])
 
 
-SHARDS = catalog.find("TokenShards", "stages").load()
+SHARDS = catalog.find("TokenShards", "data").load()
 
 
 class Narrow(SHARDS):
@@ -335,7 +335,7 @@ class Tireless(Here):
                     yield found
 
 
-CONCATENATE = catalog.find("Concatenate", "stages").load()
+CONCATENATE = catalog.find("Concatenate", "data").load()
 
 
 class Changed:

@@ -18,7 +18,7 @@ from datamodules.packing.concatenate import ConcatenatedBatches
 from datamodules.packing.mixture import MixedBatches
 from datamodules.packing.padded_documents import PaddedBatches
 from datamodules.packing.token_store import TokenStore
-from datamodules.preparation.token_shards import TokenShards
+from datamodules.preparation.writers.token_shards import TokenShards
 
 SIZES = {"web": [30] * 40, "code": [17, 60, 5] * 8, "books": [90, 41, 200]}
 FIRST = {"web": 0, "code": 10_000, "books": 20_000}

@@ -17,27 +17,18 @@ from datamodules.packing import grouped
 from datamodules.packing.best_fit import BestFitBatches
 from datamodules.packing.concatenate import ConcatenatedBatches
 from datamodules.packing.padded_documents import PaddedBatches
-from datamodules.packing.token_store import TokenStore
-from datamodules.preparation.token_shards import TokenShards
+from datamodules.packing.permutation import Permutation
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
+from tests.support.positions import LENGTHS, write_positions
 
-LENGTHS = [1, 40, 3, 17, 90, 2, 5, 61, 8, 30, 44, 12, 77, 1, 1, 25, 10, 50, 33, 91]  # 601 tokens
 ENDS = set(np.cumsum(LENGTHS).tolist())
 PACKINGS = [ConcatenatedBatches, BestFitBatches, PaddedBatches]
 
 
-def write(folder, lengths=LENGTHS, shard_bytes=400):
-    """A stream in which every token equals its own position."""
-    ends = np.cumsum(lengths)
-    documents = [np.arange(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-    TokenShards(shard_bytes).write(documents, folder, vocab_size=1 << 17)
-    return TokenStore(folder)
-
-
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("tokens"))
+    return write_positions(tmp_path_factory.mktemp("tokens"))
 
 
 @pytest.fixture(autouse=True)
@@ -290,7 +281,7 @@ def test_documents_are_on_their_own(kind, store):
 def test_best_fit_leaves_less_than_one_per_cent_empty(tmp_path, monkeypatch):
     monkeypatch.setattr(grouped, "GROUP", 2048)
     lengths = np.random.default_rng(0).lognormal(4.5, 1.2, 4000).astype(int).clip(1, 60_000)
-    store = write(tmp_path, lengths.tolist(), 1 << 20)
+    store = write_positions(tmp_path, lengths.tolist(), 1 << 20)
     data = BestFitBatches(store, 256, 1, pad=True)
     rows = len(data)
     assert len(store) / (rows * 256) > 0.99
@@ -299,7 +290,7 @@ def test_best_fit_leaves_less_than_one_per_cent_empty(tmp_path, monkeypatch):
 def test_padded_rows_are_about_as_long_as_their_neighbours(tmp_path, monkeypatch):
     monkeypatch.setattr(grouped, "GROUP", 2048)
     lengths = np.random.default_rng(0).integers(1, 500, 4096)
-    store = write(tmp_path, lengths.tolist(), 1 << 20)
+    store = write_positions(tmp_path, lengths.tolist(), 1 << 20)
     widths = [b["input_ids"].shape[1] for _, b in islice(PaddedBatches(store, 512, 8, shuffle=True), 512)]
     assert sum(widths) * 8 / len(store) < 1.2  # without sorting about 1.8
     assert all(width % 8 == 0 for width in widths)
@@ -354,3 +345,47 @@ def test_workers_may_be_spawned(kind, store, monkeypatch):
     for (cursor, batch), (other_cursor, other) in zip(found, expected, strict=True):
         assert cursor == other_cursor
         assert all(torch.equal(batch[name], other[name]) for name in other)
+
+
+# Changes of length inside a group -----------------------------------------------------------------------
+
+
+def replayed(data, taken):
+    """The rows of the first group that are left, by the definition: every change packs what the last one left."""
+    order = Permutation(data.documents, (data.seed, 0)).map(np.arange(data.documents))
+    pieces, rows = data.store.documents(order), []
+    for turn, (length, count) in enumerate((*taken, (data.sequence_length, 0))):
+        pieces = [(at, min(length, a + n - at)) for a, n in pieces for at in range(a, a + n, length)]
+        rows = data.pack(pieces, length, np.random.default_rng((data.seed, 0, 0, turn)))
+        pieces = [piece for row in rows[count:] for piece in row]
+    return rows
+
+
+@pytest.mark.parametrize("kind", [BestFitBatches, PaddedBatches])
+def test_a_change_of_length_packs_once_and_changes_no_position(kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(grouped, "GROUP", 2048)
+    store = write_positions(tmp_path, np.random.default_rng(0).integers(1, 90, 400).tolist(), 1 << 20)
+    packed = []
+
+    class Counted(kind):
+        def pack(self, pieces, length, random):
+            packed.append(length)
+            return super().pack(pieces, length, random)
+
+    data, expected = Counted(store, 64, 4, shuffle=True), kind(store, 64, 4, shuffle=True)
+    cursor, lengths = data.cursor, [64, 40, 24, 40] * 12
+    for number, length in enumerate(lengths):
+        data.sequence_length = expected.sequence_length = length
+        taken = tuple(map(tuple, cursor["taken"]))
+        rows, cursor = data.take(cursor, 3)
+        data.epochs(cursor)
+        assert len(packed) == number + 1
+        assert rows == replayed(expected, taken)[:3]
+        assert data.take(cursor, 5)[0] == data.take(cursor, 5)[0]  # of one length: nothing is packed
+    assert cursor["group"] == 0
+    assert len(packed) == len(lengths)
+    resumed = Counted(store, lengths[-1], 4, shuffle=True)
+    assert resumed.take(json.loads(json.dumps(cursor)), 30) == data.take(cursor, 30)
+    assert len(packed) == 2 * len(lengths)
+    resumed.take(cursor, 30)
+    assert len(packed) == 2 * len(lengths)

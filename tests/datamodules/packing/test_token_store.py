@@ -1,6 +1,9 @@
 import json
+import os
 import pickle
+import resource
 import shutil
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -9,12 +12,12 @@ from hypothesis import strategies as st
 
 from core.errors import ConfigError
 from datamodules.packing.token_store import TokenStore
-from tests.datamodules.packing.test_packing import LENGTHS, write
+from tests.support.positions import LENGTHS, write_positions
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    store = write(tmp_path_factory.mktemp("tokens"))
+    store = write_positions(tmp_path_factory.mktemp("tokens"))
     assert len(list(store.folder.glob("*.bin"))) > 3
     return store
 
@@ -82,13 +85,13 @@ def _index(change):
     ("damage", "file", "reason"),
     [
         (lambda path: (path.parent / "index.json").unlink(), "index.json", "No such file"),
-        (lambda path: _cut(path.parent / "index.json"), "index.json", "JSONDecodeError"),
+        (lambda path: _cut(path.parent / "index.json"), "index.json", "no JSON"),
         (_index(lambda index: index.pop("config")), "index.json", "config"),
         (_index(lambda index: index["chunks"].clear()), "index.json", "no chunks"),
         (_index(lambda index: index["config"].update(data_format=["jpeg"])), "index.json", "jpeg"),
         (_index(lambda index: index["chunks"][1].update(chunk_size=7)), "chunk-0-1.bin", "header"),
         (lambda path: path.unlink(), "chunk-0-1.bin", "No such file"),
-        (lambda path: path.write_bytes(b""), "chunk-0-1.bin", "empty"),
+        (lambda path: path.write_bytes(b""), "chunk-0-1.bin", "has 0 bytes"),
         (_cut, "chunk-0-1.bin", "bytes, index.json says"),
         (lambda path: path.write_bytes(bytes(path.stat().st_size)), "chunk-0-1.bin", "header"),
     ],
@@ -100,3 +103,25 @@ def test_damage_is_named(store, tmp_path, damage, file, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         TokenStore(folder)
     assert str(folder / file) in str(caught.value)
+
+
+def _open_with_limit(folder, soft, hard, queue):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        queue.put(int(TokenStore(folder).read(0, 601).sum()))
+    except ConfigError as error:
+        queue.put(str(error))
+
+
+def test_more_chunks_than_a_process_may_have_open_by_default(tmp_path):
+    """Each mapped chunk is an open file: 1,024 chunks of 64 MB were the most that a run could read."""
+    chunks, context = len(write_positions(tmp_path, [2] * 400, shard_bytes=1)._chunks), get_context("fork")
+    assert chunks == 400
+    soft = max(map(int, os.listdir("/proc/self/fd"))) + 8
+    assert soft < 300
+    for hard, expected in ((soft + chunks, str(sum(range(601)))), (soft, f"has {chunks} chunks")):
+        queue = context.Queue()
+        process = context.Process(target=_open_with_limit, args=(tmp_path, soft, hard, queue))
+        process.start()
+        assert expected in str(queue.get(timeout=60))
+        process.join()

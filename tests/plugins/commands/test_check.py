@@ -6,9 +6,9 @@ import pytest
 import yaml
 from lightning.pytorch import Callback
 
+from conformance.runs import run
 from core.__main__ import main
 from core.technique import Device, Feature, Package, WorldSize, technique
-from core.testing.runs import run
 from plugins.networks.gpt import GPT
 
 HERE = __name__
@@ -135,7 +135,7 @@ def test_a_technique_for_another_core_is_refused(check, tmp_path):
     code, told, _ = check("FromTomorrow")
     where = line_of("FromTomorrow", tmp_path)
     assert (code, told[1:]) == (2, [
-        f"- FromTomorrow ({where}) was written for core API >=99,<100, this is 1.2: pip install --upgrade leyden"
+        f"- FromTomorrow ({where}) was written for core API >=99,<100, this is 1.4: pip install --upgrade leyden"
     ])  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_the_same_callback_twice_is_told_with_both_places(check, tmp_path):
     code, told, _ = check("Owner", words=[f"--trainer.callbacks+={place('Owner')}"], model_lr_scheduler=None)
     where = f"({line_of('Owner', tmp_path)}, --trainer.callbacks+)"
     assert code == 2
-    assert told[1] == f"- Owner stands 2 times in trainer.callbacks {where}; keep one."
+    assert told[1] == f"- Owner is 2 times in trainer.callbacks {where}; keep one."
 
 
 def test_two_owners_are_told_options_of_the_trainer_included(check, tmp_path):
@@ -251,6 +251,7 @@ def test_several_machines_need_a_launcher(environment, enough, check, monkeypatc
         assert "torchrun --nnodes=3 --nproc_per_node=1 " in told[1]
 
 
+@pytest.mark.ci
 def test_one_process_in_an_allocation_for_several_is_left_alone(check, monkeypatch):
     for name, value in SLURM.items():  # a batch script that calls no srun
         monkeypatch.setenv(name, value)
@@ -260,15 +261,18 @@ def test_one_process_in_an_allocation_for_several_is_left_alone(check, monkeypat
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--trainer.max_steps=2"], "schedule only 2 steps long. Set --model.lr_scheduler.warmup_steps to less"),
-        (["--model.lr_scheduler.warmup_steps=6"], "warmup_steps is 6, the schedule only 6 steps long"),
+        (["--trainer.max_steps=2"], "schedule has only 2 steps. Set --model.lr_scheduler.warmup_steps to less"),
+        (["--model.lr_scheduler.warmup_steps=6"], "warmup_steps is 6, and the schedule has only 6 steps"),
         (["--trainer.max_steps=50", "--model.lr_scheduler=WarmupCosine", "--model.lr_scheduler.warmup_steps=60"],
          "- WarmupCosine (--model.lr_scheduler.warmup_steps): warmup_steps is 60"),
-        (["--model.lr_scheduler.total_steps=2"], "warmup_steps is 2, the schedule only 2 steps long"),
+        (["--model.lr_scheduler.total_steps=2"], "warmup_steps is 2, and the schedule has only 2 steps"),
         (["--model.lr_scheduler.total_steps=7"], "- WarmupCosine (--model.lr_scheduler.total_steps): total_steps "
-         "is 7, the run only 6 steps long"),
+         "is 7, and the run has only 6 steps"),
         (["--trainer.accumulate_grad_batches=0"], "--trainer.accumulate_grad_batches: trainer.accumulate_grad_batches "
          "is 0, not a finite number from 1 upwards"),
+        (["--trainer.val_check_interval=0"], "--trainer.val_check_interval: trainer.val_check_interval is 0, not a number "
+         "of optimizer steps from 1 upwards: to train without validation, set --trainer.limit_val_batches=0"),
+        ([f"--trainer.max_steps={10**50}"], "trainer.max_steps is more than 1,000,000,000,000: set it to"),
         (["--trainer.log_every_n_steps=0"], "trainer.log_every_n_steps is 0"),
         (["--trainer.gradient_clip_val=-1"], "trainer.gradient_clip_val is -1"),
         (["--trainer.gradient_clip_val=.inf"], "trainer.gradient_clip_val is inf"),

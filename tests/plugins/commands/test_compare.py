@@ -113,7 +113,8 @@ def test_a_run_without_throughput_and_validation_has_a_curve_over_tokens(make_ru
     assert [line.get_label() for line in finite] == ["measured (3.500)"]
     assert len(draw(runs[:1]).axes) == 1
     assert main(["compare", *names, "--output", str(tmp_path / "out")]) == 0
-    assert "without time: bare." in " ".join(capsys.readouterr().out.split())
+    told = " ".join(capsys.readouterr().out.split())
+    assert "No times, which the callback Throughput logs from the second logged step on: bare." in told
 
 
 def test_the_picture_holds_the_curves_under_their_units(make_run):
@@ -225,6 +226,7 @@ def real(tmp_path_factory):
     return folder / "runs"
 
 
+@pytest.mark.ci
 def test_two_real_runs(real, tmp_path, capsys):
     names = [str(real / "tiny"), str(real / "tiny-2")]
     assert main(["compare", *names, "--output", str(tmp_path / "a" / "b")]) == 0
@@ -278,6 +280,16 @@ def test_runs_of_one_folder_name_are_told_apart(make_run):
         (["{tmp}/x"], "has no metrics.csv: add the logger MetricsCSV"),
         (["{tmp}/early"], "holds no train/loss"),
         (["{tmp}/foreign"], "is not as MetricsCSV writes it"),
+        (["{tmp}/binary"], "is not as MetricsCSV writes it: 'utf-8' codec"),
+        (["{tmp}/stepless"], "is not as MetricsCSV writes it: 'step'"),
+        (["{tmp}/squared"], "is not as MetricsCSV writes it: could not convert string to float: '²'"),
+        (["{tmp}/backwards"], "its steps do not rise"),
+        (["{tmp}/shrinking"], "its train/tokens do not rise"),
+        (["{tmp}/untrained"], "no row has both"),
+        (["{tmp}/nul"], "is not as MetricsCSV writes it"),
+        (["{tmp}/folder"], "has no metrics.csv"),
+        (["x" * 300], "File name too long"),
+        (["{tmp}/run/metrics.csv/x"], "There is no run folder"),
         (["{tmp}/run", "--output", "{tmp}/run/metrics.csv"], "cannot be written"),
         ([], "required: RUN_DIR"),
     ],
@@ -288,9 +300,17 @@ def test_what_cannot_be_compared_is_said(words, told, make_run, tmp_path, capsys
     for name, text in {
         "early": "step,val/loss\n",
         "foreign": "step,train/loss,train/tokens\n1,a,2\n",
+        "binary": b"\xff\x00\xfe\n",
+        "stepless": "train/loss,train/tokens\n1,2\n",
+        "squared": "step,train/loss,train/tokens\n²,1,2\n",
+        "backwards": "step,train/loss,train/tokens\n2,1,2\n1,1,3\n",
+        "shrinking": "step,train/loss,train/tokens\n1,1,2\n2,1,1\n",
+        "untrained": "step,train/loss,train/tokens\n1,nan,nan\n",
+        "nul": "step,train/loss,train/tokens\n1,\0,2\n",
     }.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metrics.csv").write_text(text)
+        (tmp_path / name / "metrics.csv").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "folder" / "metrics.csv").mkdir(parents=True)
     assert main(["compare", *(word.format(tmp=tmp_path) for word in words)]) == 2
     error = capsys.readouterr().err
     assert told.format(tmp=tmp_path) in error

@@ -13,7 +13,7 @@ import pytest
 
 from core import catalog
 from core.__main__ import main
-from core.configuration.signatures import parameters
+from plugins.cli.configuration.signatures import parameters
 from plugins.commands.completion import SHELLS
 from plugins.commands.completion_candidates import candidates
 from plugins.commands.completion_sources import arguments, command_words
@@ -90,9 +90,30 @@ def test_what_may_come_next(line, there, not_there, monkeypatch):
 
 
 def test_candidates_come_with_what_they_are():
-    assert dict(candidates(["fit", "--model.network.n_l"])) == {"--model.network.n_layer=": "Blocks."}
+    assert dict(candidates(["fit", "--model.network.n_l"])) == {
+        "--model.network.n_layer=": "Number of blocks."
+    }
     [(_, text)] = candidates(["plugins", "show", "WarmupCos"])
-    assert text.startswith("Raises the learning rate")
+    assert text.startswith("Linear warm-up")
+
+
+def test_defaults_stand_in_their_place(packages):
+    assert dict(candidates(["launch", "--na"])) == {"--name": "the job's (leyden)"}
+    source = (
+        "import argparse\ndef acme(arguments):\n    parser = argparse.ArgumentParser()\n"
+        "    parser.add_argument('--share', type=float, default=0.5, help='of 100%% (%(default)s)')\n"
+        "    parser.add_argument('--names', default=['a', 'b'], help='%(default)s')\n"
+        "    parser.add_argument('--when', default=print(), help='by default %(default)s')\n"
+    )
+    packages.add("acme_tool", {"leyden.commands": {"acme": "acme_tool:acme"}}, source)
+    assert dict(candidates(["acme", "--"])) == {
+        "--share": "of 100% (0.5)",
+        "--names": "a, b",
+        "--when": "by default ...",
+        "--help": "what it takes",
+    }
+    for entry in [entry for entry in catalog.entries() if entry.kind == "commands"]:
+        assert not [text for _, text in candidates([entry.name, "--"]) if "%(" in text], entry
 
 
 TECHNIQUES = [entry for entry in catalog.entries() if entry.package == "leyden" and entry.kind != "commands"]
@@ -215,6 +236,7 @@ class Terminal:
         os.close(self.line)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes(shell, tmp_path):
     if shutil.which(shell) is None:
@@ -240,3 +262,16 @@ def test_a_shell_completes(shell, tmp_path):
             assert terminal.complete(line) == expected
     finally:
         terminal.close()
+
+
+def test_adapters_stand_among_callbacks(packages):
+    source = "class AcmeAdapter:\n    def __init__(self, rank: int = 8): pass\n"
+    packages.add("acme_adapt", {"leyden.adapters": {"AcmeAdapter": "acme_adapt:AcmeAdapter"}}, source)
+    assert words("fit --trainer.callbacks+=AcmeA") == ["--trainer.callbacks+=AcmeAdapter"]
+    assert words("fit --callbacks.AcmeAdapter.") == ["--callbacks.AcmeAdapter.rank="]
+
+
+def test_a_link_that_leads_to_itself_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    assert "loop.yaml" in words("fit --config lo")

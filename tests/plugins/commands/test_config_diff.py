@@ -200,3 +200,9 @@ def test_what_cannot_be_read_is_said(name, told, diff, runs):
     error = diff(name.format(runs=runs), "quickstart", code=2)
     assert told.format(runs=runs) in error
     assert len(error.splitlines()) <= 10
+
+
+def test_an_empty_config_differs_in_everything(diff, write_yaml):
+    one, other = write_yaml("empty.yaml", "# nothing\n"), write_yaml("tiny.yaml", TINY)
+    assert "  + model.objective: CausalLM" in diff(one, other)
+    assert diff(one, one) == ["", "There is no difference."]

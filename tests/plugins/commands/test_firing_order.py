@@ -10,7 +10,7 @@ from core.__main__ import main
 from core.language_module import LanguageModule
 from core.technique import technique
 from plugins.commands.check import hooks
-from tests.toy import ToyData
+from tests.support.toy import ToyData
 
 HOOKS = hooks()
 
@@ -120,7 +120,15 @@ def test_hooks_fire_in_the_order_that_check_prints(run):
     _, calls, text = run("check")
     order = printed_order(text)
     assert calls == []
-    assert order["on_train_start"] == ["Early", "Late", "Stopper", "Keeper", "AfterSaving", "LanguageModule"]
+    assert order["on_train_start"] == [
+        "RunRecord",
+        "Early",
+        "Late",
+        "Stopper",
+        "Keeper",
+        "AfterSaving",
+        "LanguageModule",
+    ]
     assert order["on_train_epoch_end"] == ["Early", "Late", "AfterSaving", "Stopper", "Keeper"]
     assert order["setup"][:3] == ["NotedData", "RunRecord", "Early"]
 

@@ -1,21 +1,35 @@
 """`launch`: a script from a template; what it says is what the clusters' own tools understand."""
 
+import json
 import os
+import re
 import shlex
 import subprocess
+import sys
+from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from core.__main__ import main
-from tests.conftest import HOUSE
+from plugins.commands.launch import PATTERNS, as_container_arguments
+from tests.conftest import HOUSE, TINY
 
 FIT = ["fit", "--config", "my config.yaml", "--model.optimizer.lr=1e-3"]
+
+PYTORCHJOB = json.loads(Path(__file__).with_name("pytorchjob.schema.json").read_text(encoding="utf-8"))
+"""What a PyTorchJob may hold, as far as the template uses it: manifests/base/crds/kubeflow.org_pytorchjobs.yaml and
+pkg/webhooks/pytorch/pytorchjob_webhook.go of kubeflow/training-operator 1.9. The API server drops fields that a
+schema does not know; here they are mistakes."""
 
 
 @pytest.fixture
 def launch(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my config.yaml").write_text(yaml.safe_dump(TINY))
 
     def call(*words, code=0):
         assert main(["launch", *map(str, words)]) == code
@@ -25,42 +39,62 @@ def launch(capsys, monkeypatch, tmp_path):
     return call
 
 
+@pytest.fixture
+def tools(tmp_path, monkeypatch):
+    """A folder that is first on the PATH, whose programs note how they are called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("torchrun", "sbatch", "kubectl"):
+        (folder / name).write_text(
+            '#!/bin/sh\nprintf "%s\\n" "$@" > said\necho "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >> said\n'
+        )
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.delenv("RDZV_ENDPOINT", raising=False)
+
+
+def sbatch_options(script):
+    """Returns what sbatch reads: the lines of #SBATCH before the first command."""
+    lines = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+    before = script.partition("\nset ")[0].splitlines()
+    assert set(lines) <= set(before)
+    return dict(line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines)
+
+
 def test_slurm(launch):
     script = launch(
         "--cluster=slurm", "--nodes=4", "--devices=2", "--name=big", "--time=2-00:00:00", "--dry-run", *FIT
     )
-    options = dict(
-        line.removeprefix("#SBATCH --").partition("=")[::2]
-        for line in script.splitlines()
-        if "#SBATCH" in line[:8]
-    )
+    options = sbatch_options(script)
     assert options["nodes"] == "4"
     assert options["ntasks-per-node"] == options["gpus-per-node"] == "2"
     assert (options["job-name"], options["time"]) == ("big", "2-00:00:00")
     assert options["signal"] == "USR1@180"
     assert "requeue" in options
+    assert not {"cpus-per-task", "mem", "partition", "account"} & set(options)
+    assert "SRUN_CPUS_PER_TASK" not in script
     words = shlex.split(script.splitlines()[-1])
     assert words[0] == "srun"
     assert words[words.index("core") + 1 :] == [*FIT, "--trainer.devices=2", "--trainer.num_nodes=4"]
 
 
+def test_slurms_resources(launch):
+    words = ["--cpus-per-task=12", "--mem=480G", "--partition=gpu,big-mem", "--account=lab.a"]
+    script = launch("--cluster=slurm", "--devices=1", *words, "--dry-run", *FIT)
+    options = sbatch_options(script)
+    assert {f"--{key}={options[key]}" for key in ("cpus-per-task", "mem", "partition", "account")} == set(
+        words
+    )
+    assert options["time"] == "24:00:00"
+    assert "export SRUN_CPUS_PER_TASK=12 " in script  # srun takes none of sbatch's since SLURM 22.05
+
+
 def test_kubernetes(launch):
-    job = yaml.safe_load(
-        launch(
-            "--cluster=kubernetes",
-            "--nodes=3",
-            "--least-nodes=2",
-            "--devices=8",
-            "--image=registry/x:1",
-            "--dry-run",
-            *FIT,
-        )
-    )
-    assert job["kind"] == "PyTorchJob"
-    assert (job["spec"]["elasticPolicy"]["minReplicas"], job["spec"]["elasticPolicy"]["maxReplicas"]) == (
-        2,
-        3,
-    )
+    words = ["--nodes=3", "--least-nodes=2", "--devices=8", "--image=registry/x:1"]
+    job = yaml.safe_load(launch("--cluster=kubernetes", *words, "--dry-run", *FIT))
+    jsonschema.validate(job, PYTORCHJOB)
+    elastic = job["spec"]["elasticPolicy"]
+    assert (elastic["minReplicas"], elastic["maxReplicas"]) == (2, 3)
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     assert worker["replicas"] == 3
     [container] = worker["template"]["spec"]["containers"]
@@ -69,46 +103,141 @@ def test_kubernetes(launch):
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
 
 
-def test_torchruns_script_runs_what_it_says(launch, tmp_path, monkeypatch):
-    tools = tmp_path / "bin"
-    tools.mkdir()
-    (tools / "torchrun").write_text(
-        '#!/bin/sh\necho "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" > said\nprintf "%s\\n" "$@" >> said\n'
-    )
-    (tools / "torchrun").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
-    launch("--cluster=torchrun", "--nodes=2", "--least-nodes=1", "--devices=4", "--name=job7", *FIT)
+@pytest.mark.parametrize("word", ["on", "null", "e3", "true", "y", "x--1"])
+def test_a_name_stays_a_text_in_kubernetes(word, launch):
+    volume = "1e3" if word == "e3" else "0"
+    job = yaml.safe_load(launch("--cluster=kubernetes", f"--name={word}", f"--image={word}", f"--volume={volume}",
+                                "--devices=1", "--dry-run", "--no-check", *FIT))  # fmt: skip
+    jsonschema.validate(job, PYTORCHJOB)
+    assert job["metadata"]["name"] == word
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda job: job["metadata"].update(name=True),
+        lambda job: job["metadata"].update(name="4you"),
+        lambda job: job["spec"].update(nprocPerNode=8),
+        lambda job: job["spec"]["elasticPolicy"].update(minReplica=1),
+        lambda job: job["spec"]["elasticPolicy"].update(rdzvBackend="c10"),
+        lambda job: job["spec"]["pytorchReplicaSpecs"].update(Chief={}),
+        lambda job: job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0].update(name="a"),
+    ],
+)  # fmt: skip
+def test_the_schema_refuses_what_the_operator_refuses(change, launch):
+    job = yaml.safe_load(launch("--cluster=kubernetes", "--no-check", "--dry-run", *FIT))
+    change(job)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(job, PYTORCHJOB)
+
+
+def expanded(text, variables):
+    """Expands as a kubelet does: $$ is a dollar, $(NAME) a variable, and all else stays."""
+
+    def value(found):
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\((.*?)\)", value, text, flags=re.DOTALL)
+
+
+WORDS = st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+                 | st.sampled_from(["$(HOME)", "$$(HOME)", "a$", "$$", "$(", "é\u2028\x85\ufeff😀", "- x: {y", "'\"\\n"]))  # fmt: skip
+
+
+@given(WORDS)
+def test_a_containers_arguments_are_the_words(words):
+    read = yaml.safe_load(f"args: {as_container_arguments(words)}\nresources: 1\n")
+    assert [expanded(word, {"HOME": "pwned"}) for word in read["args"]] == words
+    assert read["resources"] == 1
+
+
+@given(WORDS)
+def test_a_shells_words_are_the_words(words):
+    # what the template's line is made with; bash itself is asked below
+    assert shlex.split(shlex.join(words)) == words
+
+
+def test_torchruns_script_runs_what_it_says(launch, tools, tmp_path):
+    words = [
+        "--nodes=2",
+        "--least-nodes=1",
+        "--devices=4",
+        "--name=job7",
+        "--rdzv-endpoint=node-3.local:29400",
+    ]
+    launch("--cluster=torchrun", *words, *FIT)
     said = (tmp_path / "said").read_text().splitlines()
-    assert said[0] == "1"
+    assert said[-1] == "1"
     assert {"--nnodes=1:2", "--nproc_per_node=4", "--max-restarts=3", "--rdzv_id=job7"} <= set(said)
-    assert said[said.index("core") + 1 :] == [*FIT, "--trainer.devices=auto"]
+    assert "--rdzv_endpoint=node-3.local:29400" in said
+    assert said[said.index("core") + 1 : -1] == [*FIT, "--trainer.devices=auto"]
     assert (tmp_path / "job7.sh").is_file()
+
+
+def test_several_machines_need_a_place_to_meet(launch, tools, tmp_path, monkeypatch):
+    many = ("--cluster=torchrun", "--nodes=2", "--no-check")
+    assert "give --rdzv-endpoint=HOST:PORT" in launch(*many, *FIT, code=2)
+    assert not (tmp_path / "leyden.sh").exists()
+    (tmp_path / "written.sh").write_text(launch(*many, "--dry-run", *FIT))
+    alone = subprocess.run(["bash", "written.sh"], capture_output=True, text=True)
+    assert alone.returncode != 0
+    assert "RDZV_ENDPOINT: set it to HOST:PORT" in alone.stderr
+    assert not (tmp_path / "said").exists()
+    monkeypatch.setenv("RDZV_ENDPOINT", "a:1; touch pwned")
+    launch(*many, *FIT)
+    assert "--rdzv_endpoint=a:1; touch pwned" in (tmp_path / "said").read_text().splitlines()
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_two_runs_on_one_machine_do_not_meet(launch):
+    assert '--rdzv_endpoint="localhost:0"' in launch("--cluster=torchrun", "--no-check", "--dry-run", *FIT)
+
+
+@pytest.mark.parametrize(("cluster", "tool"), [("slurm", "sbatch"), ("kubernetes", "kubectl")])
+def test_what_is_submitted(cluster, tool, launch, tools, tmp_path):
+    shown = launch(f"--cluster={cluster}", "--output=-x", "--devices=1", *FIT)
+    assert shown.splitlines()[-1].split()[0::99] == ["+"]
+    assert (tmp_path / "said").read_text().splitlines()[-2] == "./-x"
+    assert (tmp_path / "-x").read_text() == launch(f"--cluster={cluster}", "--devices=1", "--dry-run", *FIT)
 
 
 def test_a_copy_of_a_template_is_for_the_same_cluster(launch, tmp_path, monkeypatch):
     shipped = (HOUSE / "configs" / "cluster" / "slurm.sh.template").read_text(encoding="utf-8")
     (tmp_path / "mine.sh.template").write_text(shipped, encoding="utf-8")
-    words = ("--nodes=4", "--dry-run", *FIT)
+    words = ("--nodes=4", "--dry-run", "--no-check", *FIT)
     assert launch("--cluster=mine.sh.template", *words) == launch("--cluster=slurm", *words)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "sbatch is not installed here" in launch("--cluster=mine.sh.template", *FIT, code=2)
 
 
 def test_what_somebody_wrote_stays(launch):
-    script = launch("--cluster=slurm", "--dry-run", *FIT, "--trainer.devices=3")
-    assert "--trainer.devices=3 --trainer.num_nodes=1" in script
+    words = ("--cluster=slurm", "--dry-run", *FIT, "--trainer.devices", "3")
+    assert "--trainer.devices 3 --trainer.num_nodes=1" in launch("--devices=3", *words)
+    message = launch("--devices=8", *words, code=2)
+    assert "--trainer.devices=3 is not what is started, --devices=8" in message
 
 
 def test_ones_own_template(launch, tmp_path):
-    (tmp_path / "mine.sh.template").write_text("bsub -J {{name}} -n {{nodes}} {{command}}\n")
-    assert (
-        launch("--cluster=mine.sh.template", "--nodes=2", "--dry-run", "fit")
-        == "bsub -J leyden -n 2 fit --trainer.devices=auto\n"
-    )
+    (tmp_path / "mine.sh.template").write_text("bsub -J {{name}} -n {{nodes}} {{command}}\nmem {{mem}}\n")
+    words = ("--cluster=mine.sh.template", "--no-check", "--nodes=2", "--dry-run")
+    assert launch(*words, "fit") == "bsub -J leyden -n 2 fit --trainer.devices=auto\n"
+    assert launch(*words, "--mem=4G", "--", "fit").splitlines()[1] == "mem 4G"
     (tmp_path / "mine.sh.template").write_text("# one\nbsub -n {{node}}\n")
-    assert "mine.sh.template:2: there is no {{node}}. Did you mean nodes?" in launch(
-        "--cluster=mine.sh.template", "--dry-run", "fit", code=2
-    )
+    assert "mine.sh.template:2: there is no {{node}}. Did you mean nodes?" in launch(*words, "fit", code=2)
+    (tmp_path / "mine.sh.template").write_bytes(b"\xff\xfe")
+    assert "this is no template" in launch(*words, "fit", code=2)
+
+
+def test_the_command_is_checked_before_anything_is_written(launch, tools, tmp_path):
+    before = sorted(tmp_path.iterdir())
+    assert "Did you mean quickstart?" in launch("--cluster=slurm", "fit", "--config=quickstrat", code=2)
+    assert "lr" in launch("--cluster=slurm", *FIT[:3], "--model.optimizer.lrr=1", code=2)
+    strategy = "--trainer.strategy={class_path: HybridParallel, init_args: {data_shard: 3}}"
+    message = launch("--cluster=slurm", "--nodes=2", "--devices=1", *FIT, strategy, code=2)
+    assert "2" in message
+    assert "3" in message
+    assert sorted(tmp_path.iterdir()) == before
+    assert launch("--cluster=slurm", "--no-check", "--dry-run", "fit", "--config=there/alone")
 
 
 @pytest.mark.parametrize(
@@ -116,33 +245,87 @@ def test_ones_own_template(launch, tmp_path):
     [
         (["--cluster=slrum", "fit"], "Did you mean slurm?"),
         (["--cluster=slurm"], "comes a command"),
+        (["--cluster=slurm", "--"], "comes a command"),
         (["fit"], "--cluster"),
-        (["--cluster=slurm", "--nodes=0", "fit"], "--nodes"),
-        (["--cluster=slurm", "--nodes=2", "--least-nodes=3", "fit"], "--least-nodes"),
-        (["--cluster=slurm", "--name=a b; rm -rf /", "fit"], "--name"),
+        (["--cluster=slurm", "--", "rm", "-rf", "."], "'rm' cannot be launched"),
+        (["--cluster=slurm", "prepare", "--config=quickstart"], "'prepare' cannot be launched"),
+        (["--cluster=slurm", "validte"], "Did you mean validate?"),
+        (["--cluster=slurm", "fit", "--help"], "Call `python -m core fit --help` here"),
+        (["--cluster=slurm", "fit", "--print_config=plain"], "only prints something"),
+        (["--cluster=slurm", "--nodes=0", "fit"], "--nodes is 0, not 1 to"),
+        (["--cluster=slurm", "--nodes=1" + "0" * 30, "fit"], "--nodes is 1000"),
+        (["--cluster=slurm", "--devices=-1", "fit"], "--devices is -1"),
+        (["--cluster=slurm", "--cpus-per-task=0", "fit"], "--cpus-per-task is 0"),
+        (["--cluster=torchrun", "--max-restarts=-1", "fit"], "--max-restarts is -1"),
+        (["--cluster=torchrun", "--nodes=2", "--least-nodes=3", "fit"], "--least-nodes is 3, --nodes only 2"),
+        (["--cluster=slurm", "--least-nodes=1", "fit"], "--least-nodes would have no effect: slurm.sh.template has no"),
+        (["--cluster=slurm", "--image=x", "fit"], "--image would have no effect"),
+        (["--cluster=kubernetes", "--partition=x", "fit"], "--partition would have no effect"),
+        (["--cluster=kubernetes", "--name=4you", "fit"], "begins with a letter and has at most 54"),
+        (["--cluster=kubernetes", "--name=" + "a" * 55, "fit"], "begins with a letter and has at most 54"),
+        (["--cluster=kubernetes", "--volume=a..b", "fit"], "--volume is 'a..b', not the name of a persistent"),
+        (["--cluster=torchrun", "--rdzv-endpoint=node", "fit"], "--rdzv-endpoint is 'node', not HOST:PORT"),
+        (["--cluster=torchrun", "--rdzv-endpoint=node:65536", "fit"], "with a port from 0 to 65535"),
         (["--cluster=slurm", "--time=soon", "fit"], "--time"),
-        (["--cluster=kubernetes", "--image=x\n  evil: 1", "fit"], "--image"),
+        (["--cluster=slurm", "--time=1²:00", "fit"], "--time"),
+        (["--cluster=slurm", "--mem=lots", "fit"], "--mem"),
         (["--cluster=slurm", "--nodes=two", "fit"], "two"),
+        (["--cluster=.", "fit"], "there is no such template"),
+        (["--cluster=" + "x" * 500, "fit"], "there is no such template"),
+        (["--cluster=slurm", "--no-check", "--output=.", *FIT], "cannot be written"),
+        (["--cluster=slurm", "--no-check", "--output=my config.yaml/x", *FIT], "cannot be written"),
+        (["--cluster=slurm", "--no-check", "--output=" + "x" * 300, *FIT], "cannot be written"),
     ],
-)
-def test_mistakes(words, said, launch, tmp_path):
+)  # fmt: skip
+def test_mistakes(words, said, launch, tools, tmp_path):
+    before = sorted(tmp_path.rglob("*"))
     message = launch(*words, code=2)
     assert said in message
     assert len(message.splitlines()) <= 10
-    assert list(tmp_path.iterdir()) == []
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+HOSTILE = ("a b", "a;b", "$(touch pwned)", "`touch pwned`", "a\nb", "a\n#SBATCH --wrap=x", 'a"b', "a'b", "a\\", "-x", "é",
+           "", "{{command}}", "a: b", "$HOME", "1\n", "*", "a#b", "%j")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("cluster", ["torchrun", "slurm", "kubernetes"])
+def test_no_option_says_more_than_its_value(cluster, name, launch):
+    for value in HOSTILE:
+        option = f"--{name.replace('_', '-')}={value}"
+        message = launch(f"--cluster={cluster}", option, "--no-check", "--dry-run", *FIT, code=2)
+        assert message.startswith(f"launch: --{name.replace('_', '-')} is"), (option, message)
 
 
 def test_a_missing_tool_is_named(launch, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    message = launch("--cluster=slurm", *FIT, code=2)
+    message = launch("--cluster=slurm", "--no-check", *FIT, code=2)
     assert message.startswith("sbatch is not installed here")
     assert (tmp_path / "leyden.sh").is_file()
 
 
+def test_a_script_that_a_signal_ends(launch, tools, tmp_path):
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/sh\nkill -9 $$\n")
+    launch("--cluster=slurm", "--no-check", *FIT, code=137)
+
+
 def test_words_of_a_command_stay_words(launch):
-    script = launch("--cluster=slurm", "--dry-run", "fit", "--config", "a; touch pwned $(touch pwned)")
-    line = script.splitlines()[-1]
+    words = ("fit", "--config", "a; touch pwned $(touch pwned)", "--x=\n$HOME")
+    script = launch("--cluster=slurm", "--no-check", "--dry-run", *words)
+    line = script.partition("\nsrun ")[2]
     done = subprocess.run(
-        ["bash", "-c", line.replace("srun", "echo", 1)], capture_output=True, text=True, check=True
+        ["bash", "-c", f"printf '%s\\0' {line}"], capture_output=True, text=True, check=True
     )
-    assert "a; touch pwned $(touch pwned)" in done.stdout
+    assert done.stdout.split("\0")[4:8] == list(words)
+
+
+def test_mistakes_and_scripts_are_there_without_torch(tmp_path):
+    source = (
+        "import sys; from core.__main__ import main; code = main(sys.argv[1:])\n"
+        "heavy = {'torch', 'lightning', 'numpy', 'jsonargparse'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    words = ["launch", "--cluster=slurm", "--no-check", "--dry-run", *FIT]
+    done = subprocess.run([sys.executable, "-c", source, *words], cwd=HOUSE, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

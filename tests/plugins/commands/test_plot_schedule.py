@@ -103,6 +103,7 @@ def test_the_rows_of_all_ranks_are_counted(plot, strategy, readers):
     ("word", "message"),
     [
         ("--trainer.max_steps=-1", "set --trainer.max_steps"),
+        ("--trainer.max_steps=10000001", "10,000,000 at most"),
         ("--model.lr_scheduler.warmup_steps=7", "Set --model.lr_scheduler.warmup_steps to less than 6"),
         ("--output=run.yaml", "cannot be written"),
         ("--model.lr_scheduler.warmup_step=2", "Did you mean warmup_steps?"),

@@ -15,24 +15,37 @@ from plugins.commands.plugins_new import TEMPLATES, project
 from tests.conftest import TINY, run_core
 
 NAMES = {
+    "adapters": "LastBlocks",
     "callbacks": "SpikeGuard",
-    "commands": "best_step",
+    "checkpoints": "PrivateCheckpoint",
+    "commands": "best-step",
     "datamodules": "Counting",
     "loggers": "MetricsJSONL",
     "networks": "BigramNet",
     "objectives": "ZLossLM",
     "optimizers": "Signum2",
+    "precision": "RoundedProducts",
     "schedules": "LinearDecay",
-    "stages": "Paragraphs",
+    "data": "Lines",
+    "data-Transform": "LongEnough",
+    "strategies": "WideDDP",
 }
+"""Template -> the name of what is made from it."""
+
+
+def options_of(template):
+    """Returns the words that choose a template."""
+    kind, _, contract = template.partition("-")
+    return ["--kind", kind, *(["--contract", contract] if contract else [])]
 
 
 @pytest.fixture(scope="module")
 def projects(tmp_path_factory):
     """A folder with a new project of every kind."""
     folder = tmp_path_factory.mktemp("projects")
-    for kind, name in NAMES.items():
-        assert main(["plugins", "new", name, "--kind", kind, "--output", str(folder / name)]) == 0
+    for template, name in NAMES.items():
+        words = [*options_of(template), "--output", str(folder / name)]
+        assert main(["plugins", "new", name, *words]) == 0
     return folder
 
 
@@ -47,8 +60,15 @@ def site(projects):
     return site
 
 
-def test_there_is_a_template_for_every_kind_that_is_tested_here():
+def test_there_is_a_template_for_every_kind():
     assert set(NAMES) == set(TEMPLATES)
+    assert {template.partition("-")[0] for template in TEMPLATES} == set(catalog.KINDS)
+
+
+def test_the_former_name_of_a_kind_still_works(tmp_path):
+    with pytest.warns(DeprecationWarning, match="--kind stages.*data"):
+        assert main(["plugins", "new", "Old", "--kind", "stages", "--output", str(tmp_path / "old")]) == 0
+    assert 'leyden.data"]' in (tmp_path / "old" / "pyproject.toml").read_text()
 
 
 def passed(projects, site, *words):
@@ -84,9 +104,16 @@ def test_the_conformance_kit_passes_for_every_kind(projects, site):
         assert f"::{name}::{proof} PASSED" in told, kind
 
 
+@pytest.mark.ci
 def test_a_run_selects_them_by_their_short_names(site, tmp_path):
     config = {
-        "trainer": {**TINY["trainer"], "callbacks": ["SpikeGuard"], "logger": ["MetricsJSONL"]},
+        "trainer": {
+            **TINY["trainer"],
+            "callbacks": ["SpikeGuard", "LastBlocks", *TINY["trainer"]["callbacks"]],
+            "logger": ["MetricsJSONL"],
+            "plugins": ["RoundedProducts", "PrivateCheckpoint"],
+            "strategy": "WideDDP",
+        },
         "model": {
             "network": {"class_path": "BigramNet", "init_args": {"vocab_size": 64, "n_embd": 8}},
             "objective": "ZLossLM",
@@ -101,10 +128,13 @@ def test_a_run_selects_them_by_their_short_names(site, tmp_path):
     done = run_core("fit", "--config", path, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:4] for line in done.stdout.splitlines() if "leyden-" in line}
-    chosen = ["callbacks", "loggers", "networks", "objectives", "optimizers", "schedules"]
-    assert {name: row[0] for name, row in rows.items()} == {NAMES[kind]: kind for kind in chosen}
+    chosen = {kind: name for kind, name in NAMES.items() if kind[:4] not in ("comm", "data", "stag")}
+    assert {name: row[0] for name, row in rows.items()} == {name: kind for kind, name in chosen.items()}
     assert rows["SpikeGuard"][1:] == ["leyden-spike-guard", "0.1.0"]
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("train/z_loss") == 3
+    files = list((tmp_path / "run" / "checkpoints").glob("*.ckpt"))
+    assert files
+    assert all(path.stat().st_mode & 0o777 == 0o640 for path in files)
 
 
 def test_they_pass_the_check_and_are_shown(site, monkeypatch, capsys):
@@ -136,15 +166,20 @@ def test_what_is_written_is_in_order_for_ruff(projects):
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("kind", NAMES)
-def test_a_project_is_complete_and_nothing_is_left_to_fill_in(kind):
-    files = project("OwnThing", "own_thing", kind)
+@pytest.mark.parametrize("template", NAMES)
+def test_a_project_is_complete_and_nothing_is_left_to_fill_in(template):
+    kind = template.partition("-")[0]
+    name = "own-thing" if kind == "commands" else "OwnThing"
+    files = project(name, "own_thing", kind, template)
     assert {"pyproject.toml", "README.md", ".github/workflows/test.yml", "tests/test_own_thing.py"} < set(
         files
     )
-    assert tomllib.loads(files["pyproject.toml"])["tool"]["pytest"]["ini_options"]["addopts"] == (
-        "--leyden-package leyden-own-thing"
-    )
+    metadata = tomllib.loads(files["pyproject.toml"])
+    assert metadata["tool"]["pytest"]["ini_options"]["addopts"] == "--leyden-package leyden-own-thing"
+    attribute = "own_thing" if kind == "commands" else name
+    assert metadata["project"]["entry-points"] == {
+        f"leyden.{kind}": {name: f"leyden_own_thing.own_thing:{attribute}"}
+    }
     assert (
         catalog.upgrade(
             re.search(r'api="(.*)"\)$', files["leyden_own_thing/own_thing.py"], re.M)[1], API_VERSION, "x"
@@ -152,13 +187,12 @@ def test_a_project_is_complete_and_nothing_is_left_to_fill_in(kind):
         is None
     )
     assert yaml.safe_load(files[".github/workflows/test.yml"])["jobs"]["test"]["steps"]
-    name = "own_thing" if kind == "commands" else "OwnThing"
-    assert f'[project.entry-points."leyden.{kind}"]\n' in files["pyproject.toml"]
     assert name in files["README.md"]
     for path, text in files.items():
         assert text.startswith(tuple('[#n"')), path
         for left in (
             "TechniqueName",
+            "ENTRY_NAME",
             "technique_name",
             "technique-name",
             "SUMMARY",
@@ -179,7 +213,7 @@ def test_the_folder_is_named_after_the_technique(tmp_path, monkeypatch, capsys):
 def test_nothing_is_overwritten(tmp_path, capsys):
     (tmp_path / "README.md").write_text("mine")
     assert main(["plugins", "new", "Mine", "--kind", "callbacks", "--output", str(tmp_path)]) == 2
-    assert "holds README.md already: nothing was written" in capsys.readouterr().err
+    assert "README.md already: nothing was written" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
     assert (tmp_path / "README.md").read_text() == "mine"
 
@@ -189,7 +223,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, capsys):
     assert (
         main(["plugins", "new", "Mine", "--kind", "callbacks", "--output", str(tmp_path / "file" / "x")]) == 2
     )
-    assert "Not a directory. Choose another folder with --output" in capsys.readouterr().err
+    assert "Not a directory. Nothing was written." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -201,19 +235,20 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, capsys):
         ("2Fast", "callbacks", "write it like SpikeGuard."),
         ("", "callbacks", "write it like SpikeGuard."),
         ("Grün", "callbacks", "write it like SpikeGuard"),
-        ("BestStep", "commands", "Did you mean best_step?"),
+        ("BestStep", "commands", "Did you mean best-step?"),
+        ("best step", "commands", "Did you mean best-step?"),
+        ("best-", "commands", "Did you mean best?"),
+        ("a" * 61, "commands", "it has 61 characters, 60 are the most"),
         ("Class", "callbacks", "a word of Python's own"),
         ("print", "commands", "a word of Python's own"),
         ("ValueError", "callbacks", "a word of Python's own"),
         ("Callback", "callbacks", "would hide what the template imports"),
         ("csv", "commands", "would hide what the template imports"),
-        ("Throughput", "callbacks", "is a name of leyden"),
-        ("GPT", "callbacks", "is a name of leyden"),
-        ("fit", "commands", "is a name of leyden"),
-        ("Zero", "strategies", "There is no template for strategies"),
-        ("Float8", "precision", "There are templates for callbacks, commands,"),
-        ("Lora", "adapters", "There is no template for adapters"),
-        ("Async", "checkpoints", "There is no template for checkpoints"),
+        ("Throughput", "callbacks", "is taken by leyden"),
+        ("GPT", "callbacks", "is taken by leyden"),
+        ("fit", "commands", "is taken by leyden"),
+        ("GradBucket", "strategy", "Did you mean"),
+        ("Precision", "precision", "would hide what the template imports"),
     ],
 )
 def test_what_cannot_be_made_is_refused(name, kind, told, tmp_path, capsys):

@@ -7,8 +7,8 @@ import pytest
 
 from core import catalog
 from core.__main__ import main
-from core.configuration.config_files import parse_yaml
-from core.configuration.docstrings import documented, sections
+from plugins.cli.configuration.docstrings import documented, sections
+from plugins.cli.configuration.yaml_texts import parse_yaml
 from tests.conftest import HOUSE
 
 
@@ -33,7 +33,7 @@ def test_arguments_come_with_type_default_and_description(shown):
         "  optimizer: Optimizer  (given by the run)",
         "      Its learning rates are the peaks.",
         "  warmup_steps: int | float = 100",
-        "      Optimizer steps until the peak; below 1 a fraction of the schedule; 0 starts there.",
+        "      Optimizer steps until the peak; below 1 a fraction of the schedule; 0 starts at the peak.",
     ]
     assert "  total_steps: int | float | None = None" in lines
     assert any(line.startswith("  file       ") and "warmup_cosine.py:" in line for line in lines)
@@ -50,6 +50,35 @@ def test_every_technique_of_ours_can_be_shown_with_a_snippet_that_parses(shown):
             values, _ = parse_yaml(example(text), entry.name)
             assert values, entry
     assert len(entries) > 20
+
+
+def options(text):
+    return text.partition("\nOptions:\n")[2].partition("\n\n")[0].splitlines()
+
+
+def test_a_command_is_shown_with_its_options(shown):
+    lines = options(shown("compare-tokenizers"))
+    assert lines[:2] == [
+        "  NAME_OR_FILE",
+        "      a registered tokenizer, with its arguments after a colon (UnigramTokenizer,",
+    ]
+    at = lines.index("  --length LENGTH")
+    assert lines[at + 1] == "      tokens in a sequence (2048)"
+    lines = options(shown("plugins"))
+    assert lines[lines.index("  show") + 1 :][:3] == [
+        "      all about one technique, with YAML to paste",
+        "    NAME",
+        "        short name or full path",
+    ]
+    assert "{bash,zsh,fish}" in shown("completion")
+    assert options(shown("fit")) == ["  `python -m core fit --help` shows them all."]
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in catalog.entries() if entry.kind == "commands"])
+def test_what_is_shown_of_a_command_is_plain(name, shown):
+    text = shown(name)
+    assert "%(" not in text
+    assert "\nArguments:\n" not in text
 
 
 ACME = '''
@@ -135,7 +164,7 @@ def test_a_broken_technique_is_one_message_that_names_its_package(packages, caps
             "no technique named 'WarmupCosin'. Did you mean WarmupCosine?",
         ),
         (["plugins", "shwo", "GPT"], 2, "invalid choice: 'shwo'"),
-        (["plugins", "list", "--kind", "callback"], 2, "there is no 'callback'. Did you mean callbacks?"),
+        (["plugins", "list", "--kind", "callback"], 2, "invalid choice: 'callback' (choose from"),
         (["plugins", "new", "X"], 2, "required: --kind"),
         (["plugins", "--help"], 0, ""),
         (["plugins", "show", "--help"], 0, ""),

@@ -10,15 +10,16 @@ from jsonschema import Draft7Validator
 
 from core import catalog
 from core.__main__ import main
-from core.configuration.config_files import compose, parse_yaml, read_yaml
-from core.configuration.mistakes import _lay_over
-from core.configuration.signatures import accepts, class_types, parameters, sections
+from plugins.cli.configuration.config_files import compose, configs_folder
+from plugins.cli.configuration.mistakes import _lay_over
+from plugins.cli.configuration.signatures import accepts, class_types, parameters, sections
+from plugins.cli.configuration.yaml_texts import parse_yaml, read_yaml
 from plugins.commands.schema import build
 from plugins.commands.schema_types import Builder, is_plain
 from tests.conftest import TINY
-from tests.core.configuration.test_mistakes import ARGUMENTS, FILES
+from tests.support.mistakes import ARGUMENTS, FILES
 
-SHIPPED = sorted(catalog.configs_folder().rglob("*.yaml"))
+SHIPPED = sorted(configs_folder().rglob("*.yaml"))
 UNSEEN = {  # what only a run can know: values against each other, files, modules
     "--trainer.callbacks+=LossCurve",
     "--model.network.n_head=5",
@@ -102,7 +103,7 @@ PASSES = [
     "model: {optimizer: {class_path: SGD, init_args: {lr: 1}}, lr_scheduler: {class_path: StepLR}}",
     "model: {network: acme.nets.Net}",
     "data: PretrainDataModule",
-    "data: {class_path: tests.toy.ToyData, init_args: {rows: 3}}",
+    "data: {class_path: tests.support.toy.ToyData, init_args: {rows: 3}}",
     "data: {class_path: PretrainDataModule, init_args: {reader: TextDocuments, cache_dir: null}}",
     "ckpt_path: last",
 ]
@@ -145,7 +146,7 @@ def test_arguments_carry_type_default_and_description(validator):
     assert found["description"].startswith("A decoder-only transformer")
     assert found["additionalProperties"] is False
     assert found["properties"]["n_layer"] == {
-        "description": "Blocks.",
+        "description": "Number of blocks.",
         "default": 12,
         "anyOf": [{"type": "integer"}],
     }

@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from conformance.runs import on_ranks
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import declaration_of
-from core.testing.runs import on_ranks
 from plugins.networks.gpt import GPT, sinusoid_table
 from plugins.networks.gpt_block import rotate
 
@@ -260,6 +260,35 @@ def test_dropout_is_active_in_training_and_off_in_evaluation(position):
     assert torch.equal(network.eval()(batch), plain(batch))
 
 
+@pytest.mark.parametrize("where", ["embedding", "attention", "residual"])
+def test_dropout_has_a_rate_for_each_place_and_dropout_is_that_of_the_others(where):
+    batch = {"input_ids": tokens()}
+
+    def hidden(**rates):
+        network = lively(GPT(**TINY, **rates)).train()
+        torch.manual_seed(1)
+        return network(batch)
+
+    def places(network):
+        [layer, *_] = network.layers
+        return {
+            "embedding": network.dropout.p,
+            "attention": layer.attention.dropout,
+            "residual": layer.dropout.p,
+        }
+
+    one = {f"{where}_dropout": 0.3}
+    assert places(GPT(**TINY, **one)) == dict.fromkeys(("embedding", "attention", "residual"), 0.0) | {
+        where: 0.3
+    }
+    assert places(GPT(**TINY, dropout=0.1, **{f"{where}_dropout": 0.0}))[where] == 0.0
+    assert not torch.equal(hidden(**one), hidden())
+    # as `dropout` for all, and as the three for themselves: the same draws
+    three = dict.fromkeys(("embedding_dropout", "attention_dropout", "residual_dropout"), 0.2)
+    assert torch.equal(hidden(dropout=0.2), hidden(**three))
+    assert torch.equal(hidden(dropout=0.2), hidden(dropout=0.9, **three))
+
+
 # Initialisation
 
 
@@ -463,7 +492,9 @@ def test_compiles_without_graph_breaks(options, backend):
         ({"position": "sinusoidal", "n_head": 1, "n_embd": 31}, "an even n_embd, not 31"),
         ({"n_layer": 0}, "n_layer=0 must be at least 1"),
         ({"intermediate_size": -1}, "intermediate_size=-1"),
-        ({"dropout": 1.0}, "dropout"),
+        ({"dropout": 1.0}, "GPT: dropout=1.0 must be"),
+        ({"attention_dropout": -0.1}, "GPT: attention_dropout=-0.1 must be at least 0 and below 1"),
+        ({"residual_dropout": math.nan}, "residual_dropout=nan"),
         ({"rope_theta": 0.0}, "rope_theta"),
     ],
 )

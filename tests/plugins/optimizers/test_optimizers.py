@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.optim import Optimizer
 
-from core import preflight, selection
 from core.errors import ConfigError
+from plugins.cli import preflight, selection
 from plugins.optimizers.adafactor import Adafactor
 from plugins.optimizers.adamw import AdamW
 from plugins.optimizers.adamw8bit import AdamW8bit
@@ -20,6 +20,7 @@ from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from plugins.optimizers.sgd import SGD
 from plugins.optimizers.soap import SOAP
 from plugins.optimizers.torchao_adamw8bit import TorchaoAdamW8bit
+from toolkit.selection import Run
 
 STEPS, LR, DECAY, EPS = 6, 0.02, 0.3, 1e-8
 SHAPES = [(6, 4), (5,)]
@@ -308,7 +309,7 @@ def test_what_cannot_step_shards_is_refused_with_an_alternative(kind):
     with pytest.raises(
         ConfigError, match=r"exclude each other.*take .*(AdamW|Lion|Muon).* with sharded weights"
     ):
-        preflight.check(selection.Run(items))
+        preflight.check(Run(items))
 
 
 def test_ademamix_is_told_the_length_of_the_run():

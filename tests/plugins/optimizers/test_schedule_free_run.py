@@ -1,19 +1,22 @@
 """ScheduleFreeAdamW in a run: what is evaluated and saved is the average, what goes on is not."""
 
+import pytest
 import torch
+from lightning.pytorch import Callback
+from schedulefree import AdamWScheduleFree
 
 from core.language_module import LanguageModule
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
-from tests.core.test_language_module import trainer
-from tests.toy import ToyData
+from tests.support.tiny_training import trainer
+from tests.support.toy import ToyData
 
 
-def run(tmp_path, steps=12, ckpt_path=None, **options):
+def run(tmp_path, steps=12, ckpt_path=None, optimizer=None, **options):
     trained = LanguageModule(
         lambda: GPT(vocab_size=64, n_layer=1, n_head=2, n_embd=16, max_sequence_length=16), CausalLM(),
-        lambda groups: ScheduleFreeAdamW(groups, lr=0.05, warmup_steps=3),
+        lambda groups: (optimizer or ScheduleFreeAdamW)(groups, lr=0.05, warmup_steps=3),
     )  # fmt: skip
     torch.manual_seed(0)
     options = {"val_check_interval": 4, "check_val_every_n_epoch": None, "limit_val_batches": 2} | options
@@ -54,3 +57,24 @@ def test_a_resumed_run_goes_on_bitwise_from_the_weights_in_training(tmp_path):
     assert {k: one[k] for k in ScheduleFreeAdamW.group_state} == {
         k: other[k] for k in ScheduleFreeAdamW.group_state
     }
+
+
+class SavesInValidation(Callback):
+    """Saves while the average is shown, as ModelCheckpoint does."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def on_validation_end(self, trainer, pl_module):
+        if trainer.global_step == 8:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("optimizer", [None, AdamWScheduleFree], ids=["ours", "the package's own"])
+def test_a_checkpoint_of_the_middle_of_a_validation_is_gone_on_from_bitwise(optimizer, tmp_path):
+    path = tmp_path / "eight.ckpt"
+    _, whole = run(tmp_path, callbacks=[SavesInValidation(path)], optimizer=optimizer)
+    _, blind = run(tmp_path, limit_val_batches=0, optimizer=optimizer)
+    _, resumed = run(tmp_path, ckpt_path=path, optimizer=optimizer)
+    for other in (blind, resumed):
+        assert all(torch.equal(a, b) for a, b in zip(other.parameters(), whole.parameters(), strict=True))

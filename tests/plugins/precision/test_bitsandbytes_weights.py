@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from conformance.runs import run
+from conformance.workshop import text, workshop
 from core.errors import ConfigError
-from core.testing.runs import run
-from core.testing.workshop import text, workshop
 from plugins.precision.bitsandbytes_weights import BitsandbytesWeights
-from tests.core.test_language_module import fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 
 KINDS = ("nf4", "fp4", "int8")
 ERROR = {"nf4": 0.12, "fp4": 0.15, "int8": 0.01}
@@ -134,7 +134,7 @@ def test_strategies_that_begin_without_values_are_refused_before_a_process_start
     done = run([*words, "--trainer.strategy=FSDP"], workshop())
     assert done.code == 2
     assert "BitsandbytesWeights" in done.told
-    assert "weights are quantised before they are spread, which needs DDP or one device" in done.told
+    assert "weights are quantised before they are sharded, which needs DDP or one device" in done.told
 
 
 def test_text_is_generated_from_quantised_weights(tmp_path):
@@ -143,8 +143,8 @@ def test_text_is_generated_from_quantised_weights(tmp_path):
     words += [f"--data.cache_dir={tmp_path / 'data'}", f"--trainer.default_root_dir={tmp_path / 'run'}"]
     words += ["--trainer.max_steps=3", "--model.lr_scheduler.warmup_steps=1", "--trainer.limit_val_batches=1"]
     done = run(["fit", *words, "--callbacks.-TextSamples", "--model.network.n_embd=32"], tmp_path)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     assert "28 linear layers are frozen in nf4" in done.printed
     done = run(["generate", f"--ckpt_path={tmp_path / 'run'}", "--prompt=a", "--max_new_tokens=4"], tmp_path)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     assert done.printed.startswith("a")

@@ -7,7 +7,7 @@ from torchao.float8.float8_linear import Float8Linear
 
 from core.errors import ConfigError
 from plugins.precision.float8 import Float8
-from tests.core.test_language_module import fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 E4M3_MAX = 448.0

@@ -11,7 +11,7 @@ from core.contracts import IGNORED_LABEL
 from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
 from plugins.precision.fp16_mixed import FP16Mixed
-from tests.core.test_language_module import fit, module, uneven_batches
+from tests.support.tiny_training import fit, module, uneven_batches
 
 HALF = 2.0**-11
 """Relative rounding error of fp16."""

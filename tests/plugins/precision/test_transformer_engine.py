@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from conformance.runs import run
+from conformance.workshop import workshop
 from core.technique import declaration_of
-from core.testing.runs import run
-from core.testing.workshop import workshop
 from plugins.precision.transformer_engine import TransformerEngine
-from tests.core.test_language_module import tiny_gpt
+from tests.support.tiny_training import tiny_gpt
 
 
 def test_a_run_without_package_or_gpu_is_refused_with_what_to_do():
@@ -20,7 +20,7 @@ def test_a_run_without_package_or_gpu_is_refused_with_what_to_do():
     done = run(["check", *words], workshop())
     assert done.code == 2
     for need in declaration_of(TransformerEngine).needs:
-        if (line := need.missing(SimpleNamespace(accelerator="cpu", elsewhere=False))) is not None:
+        if (line := need.missing(SimpleNamespace(accelerator="cpu", offline=False))) is not None:
             assert line in done.told
     assert "a CUDA device of compute capability 8.9 or more is needed, this run is on CPU" in done.told
 

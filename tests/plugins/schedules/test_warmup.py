@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from conformance import Case
+from conformance.training import fit as fit_case
 from core.errors import ConfigError
 from core.language_module import LanguageModule
-from core.selection import Run, describe
-from core.testing import Case
-from core.testing.training import fit as fit_case
+from plugins.cli.selection import describe
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.schedules.warmup_constant import WarmupConstant
@@ -21,8 +21,9 @@ from plugins.schedules.warmup_inverse_square_root import WarmupInverseSquareRoot
 from plugins.schedules.warmup_linear import WarmupLinear
 from plugins.schedules.warmup_square_root import WarmupSquareRoot
 from plugins.schedules.warmup_stable_decay import WarmupStableDecay
-from tests.core.test_language_module import Record, fit, trainer, uneven_batches
-from tests.toy import ToyData
+from tests.support.tiny_training import Record, fit, trainer, uneven_batches
+from tests.support.toy import ToyData
+from toolkit.selection import Run
 
 W, T, R = 10, 100, 0.25
 PEAKS = (3e-4, 2e-2)
@@ -50,12 +51,15 @@ SHAPES = {
     "linear": lambda p: 1 - p,
     "cosine": lambda p: (1 + np.cos(np.pi * p)) / 2,
     "square_root": lambda p: 1 - np.sqrt(p),
+    "square_root_remaining": lambda p: np.sqrt(1 - p),
 }
 SCHEDULES = {
     "constant": (WarmupConstant, {}, lambda s, w=W, t=T: np.minimum(s / w, 1)),
     "linear": (WarmupLinear, {"min_lr_ratio": R}, falling(SHAPES["linear"])),
     "cosine": (WarmupCosine, {"min_lr_ratio": R}, falling(SHAPES["cosine"])),
     "square root": (WarmupSquareRoot, {"min_lr_ratio": R}, falling(SHAPES["square_root"])),
+    "square root remaining": (WarmupSquareRoot, {"min_lr_ratio": R, "decay": "square_root_remaining"},
+                              falling(SHAPES["square_root_remaining"])),
     "inverse square root": (WarmupInverseSquareRoot, {"min_lr_ratio": R},
                             lambda s, w=W, t=T: np.where(s < w, s / w, np.maximum(np.sqrt(w / s), R))),
     **{f"stable, {name}": (WarmupStableDecay, {"min_lr_ratio": R, "decay_steps": 0.3, "decay": name}, stable(shape))
@@ -207,13 +211,14 @@ def test_a_run_that_resumes_in_tokens_is_the_one_that_did_not_stop(tmp_path):
 REFUSED = [
     (WarmupLinear, {"warmup_steps": -1}, "warmup_steps is -1"),
     (WarmupLinear, {"warmup_steps": math.nan}, "warmup_steps is nan"),
-    (WarmupLinear, {"warmup_steps": 1.5}, "a number of steps is whole"),
+    (WarmupLinear, {"warmup_steps": 1.5}, "a number of steps is an integer"),
     (WarmupLinear, {"min_lr_ratio": 1.1}, "min_lr_ratio from 0 to 1"),
     (WarmupLinear, {"total_steps": 0}, "total_steps is 0"),
     (WarmupLinear, {"warmup_tokens": 10}, "no total_tokens"),
     (WarmupLinear, {"total_tokens": 1000}, "warmup_steps is 100, but the schedule counts tokens"),
     (WarmupStableDecay, {"warmup_tokens": 1, "total_tokens": 9, "decay_steps": 5}, "Give decay_tokens too"),
     (WarmupStableDecay, {"decay": "cosin"}, "Did you mean cosine?"),
+    (WarmupSquareRoot, {"decay": "square_rot"}, "Did you mean square_root?"),
     (WarmupConstant, {"warmup_tokens": 0.1}, "a fraction of a schedule without an end"),
     (WarmupInverseSquareRoot, {"min_lr_ratio": -0.1}, "WarmupInverseSquareRoot takes min_lr_ratio"),
 ]
@@ -226,16 +231,16 @@ def test_values_out_of_range_are_refused(kind, options, message):
 
 
 TOO_LONG = [
-    (WarmupConstant, {"warmup_steps": 100}, "warmup_steps is 100, the schedule only 100 steps long"),
-    (WarmupLinear, {"warmup_steps": 5, "total_steps": 101}, "total_steps is 101, the run only 100"),
+    (WarmupConstant, {"warmup_steps": 100}, "warmup_steps is 100, and the schedule has only 100 steps"),
+    (WarmupLinear, {"warmup_steps": 5, "total_steps": 101}, "total_steps is 101, and the run has only 100"),
     (WarmupStableDecay, {"warmup_steps": 50, "decay_steps": 51}, "to 100 together or less"),
     (
         WarmupLinear,
         {"warmup_tokens": 5, "total_tokens": 6401},
-        "total_tokens is 6,401, the run only 6,400 tokens",
+        "total_tokens is 6,401, and the run has only 6,400 tokens",
     ),
     (WarmupLinear, {"warmup_tokens": 700, "total_tokens": 600}, "warmup_tokens is 700"),
-    (WarmupConstant, {"warmup_tokens": 6401}, "warmup_tokens is 6,401, the run only 6,400 tokens long"),
+    (WarmupConstant, {"warmup_tokens": 6401}, "warmup_tokens is 6,401, and the run has only 6,400 tokens"),
     (WarmupInverseSquareRoot, {"warmup_tokens": 6400}, "to less than 6400, or train for longer"),
 ]
 
@@ -273,6 +278,6 @@ def test_ranks_that_count_different_tokens_are_stopped():
     data = {"class_path": "tests.plugins.schedules.test_warmup.Ragged", "init_args": {}}
     lengths = {"warmup_tokens": 192, "total_tokens": 1024}
     done = fit_case(Case("WarmupCosine", lengths, config={"data": data}), "ragged", ranks=2)
-    assert done.code == 2, done.complaint
-    assert "the ranks' batches have different shapes" in done.complaint
-    assert "--data.packing=BestFit" in done.complaint
+    assert done.code == 2, done.error_text
+    assert "the ranks' batches have different shapes" in done.error_text
+    assert "--data.packing=BestFit" in done.error_text

@@ -7,9 +7,9 @@ import pytest
 from core.__main__ import main
 from core.errors import ConfigError
 from plugins.strategies.ddp import DDP
-from tests.distributed.same_run import STEPS, differences, fit, one_process
+from tests.support.same_run import STEPS, differences, fit, one_process
 
-COUNTING = {"trainer": {"callbacks": [{"class_path": "tests.distributed.counting.HookCalls"}]}}
+COUNTING = {"trainer": {"callbacks": [{"class_path": "tests.support.counting.HookCalls"}]}}
 ROUNDING = {"bf16": 2**-8, "fp16": 2**-10, "powersgd": 0.2}
 """Relative to float32's run after 6 steps: one unit in the last place of the format; what rank 2 leaves out."""
 
@@ -53,4 +53,4 @@ def test_powersgd_is_refused_beside_what_goes_on_behind_gradients_that_are_not_f
     code = main(["check", "--config", str(write_yaml("run.yaml", tiny))])
     told = capsys.readouterr().err
     assert code == (2 if more else 0), told
-    assert not more or "compression=powersgd adds what it left out" in told
+    assert not more or "compression=powersgd adds the error of gradients" in told

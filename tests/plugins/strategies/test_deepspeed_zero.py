@@ -6,14 +6,15 @@ from copy import deepcopy
 
 import pytest
 
-from core import preflight, selection
+from conformance.runs import run
+from conformance.workshop import workshop, write_config
 from core.__main__ import main
-from core.checkpoints.checkpoint import read, resolve
-from core.configuration.config_files import merge
 from core.errors import ConfigError
-from core.testing.runs import run
-from core.testing.workshop import workshop, write_config
-from tests.distributed.same_run import (
+from plugins.checkpoints.checkpoint import read_checkpoint
+from plugins.checkpoints.finding import resolve
+from plugins.cli import preflight, selection
+from plugins.cli.configuration.config_files import merge
+from tests.support.same_run import (
     CLIP,
     CONFIG,
     TOLERANCE,
@@ -23,7 +24,8 @@ from tests.distributed.same_run import (
     same_bits,
     weights_apart,
 )
-from tests.plugins.strategies.test_fsdp import shapes
+from tests.support.shapes import shapes
+from toolkit.selection import Run
 
 ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
 ALL_OFF = {"offload_optimizer": "cpu", "offload_parameters": "cpu"}
@@ -43,7 +45,7 @@ def zero(stage=3, more=None, **init_args):
 def done(overlay, ranks, *words, **named):
     """Returns a run that was not to fail."""
     found = fit(overlay, ranks, *words, **named)
-    assert found.code == 0, found.complaint
+    assert found.code == 0, found.error_text
     return found
 
 
@@ -97,7 +99,7 @@ def test_validate_computes_what_the_run_did(whole, stage):
     config = write_config("validate", merge(deepcopy(CONFIG), zero(stage, **NOTHING_OFF)))
     words = [f"--config={config}", f"--ckpt_path={path}", "--trainer.devices=2"]
     found = run(["validate", *words], whole.folder, ranks=2)
-    assert found.code == 0, found.complaint
+    assert found.code == 0, found.error_text
     expected = whole.record["figures"]["6"]["val/loss"]
     assert float(re.search(r"val/loss\D+([\d.]+)", found.printed)[1]) == pytest.approx(expected, rel=1e-6)
 
@@ -116,7 +118,7 @@ def test_a_folder_of_parts_is_consolidated_and_gone_on_from(tmp_path):
 
 def test_what_deepspeed_itself_wrote_is_not_read(tmp_path):
     (tmp_path / "zero_to_fp32.py").touch()
-    with pytest.raises(ConfigError, match="written by DeepSpeed itself, in pickles, which may run code"):
+    with pytest.raises(ConfigError, match="written by DeepSpeed itself, as pickles, which may run code"):
         resolve(str(tmp_path), tmp_path)
 
 
@@ -163,7 +165,7 @@ def test_gradients_are_clipped_by_a_callback(init_args):
 
 
 def test_callbacks_are_told_of_backward_passes():
-    counted = {"trainer": {"callbacks": [{"class_path": "tests.distributed.counting.BackwardHooks"}]}}
+    counted = {"trainer": {"callbacks": [{"class_path": "tests.support.counting.BackwardHooks"}]}}
     found = [re.search(r"BACKWARD_HOOKS (\d+) (\d+)", run.printed) for run in
              (done(zero(1, counted["trainer"]), 1, name="counted"), done(counted, 1, name="counted-alone"))]  # fmt: skip
     assert found[0].groups() == found[1].groups()
@@ -187,10 +189,10 @@ def test_weights_are_averaged_in_stage_2():
     ids=str,
 )
 def test_steps_whose_gradients_are_not_finite_change_nothing(more, init_args):
-    poison = {"class_path": "tests.distributed.poison.PoisonedSteps", "init_args": {"start": 5}}
+    poison = {"class_path": "tests.support.poisoned_ranks.PoisonedSteps", "init_args": {"start": 5}}
     more = merge(deepcopy(more), {"callbacks": [poison, *more.get("callbacks", [])]})
     found = done(zero(more=more, **init_args), 2)
-    before, after = (read(found.folder / "checkpoints" / f"step-{step}.ckpt") for step in (4, 6))
+    before, after = (read_checkpoint(found.folder / "checkpoints" / f"step-{step}.ckpt") for step in (4, 6))
     assert same_bits(after["state_dict"], before["state_dict"])
     states = [saved["optimizer_states"][0]["state"] for saved in (after, before)]
     assert states[0]
@@ -243,13 +245,13 @@ REFUSED = [
         zero(2, {"precision": "16-mixed"}, offload_parameters="nvme", offload_optimizer="nvme"),
         {"model": {"optimizer": {"class_path": "Muon", "init_args": {"lr": 0.1}}}},
         [
-            "offload_parameters is nvme, and stage 2 leaves parameters whole on the device: set stage to 3",
-            "offload_optimizer is nvme, for which stage has to be 3, not 2",
+            "offload_parameters is nvme, and stage 2 keeps full parameters on the device: set stage to 3",
+            "offload_optimizer is nvme, which needs stage 3, not 2",
             "nvme_path is missing: name a folder on the NVMe disk",
             "Muon (refused.yaml:",
-            "cannot step flat parts of many weights, as ZeRO has them: take AdamW, SGD, or deepspeed.ops.adam",
+            "cannot step flat partitions of many weights, as ZeRO has them: take AdamW, SGD, or deepspeed.ops.adam",
             "precision 16-mixed (refused.yaml:",
-            "is refused by DeepSpeed on a CPU: take bf16-mixed or 32-true",
+            "is not supported by DeepSpeed on a CPU: take bf16-mixed or 32-true",
         ],
     ),
     (
@@ -257,22 +259,22 @@ REFUSED = [
         ADAM,
         [
             "DeepSpeed steps the optimizer by itself",
-            "trainer.gradient_clip_algorithm value clips single numbers of gradients",
-            "averages whole weights in float32, which the network has here in stages 1 and 2",
+            "trainer.gradient_clip_algorithm value clips single values of gradients",
+            "averages full weights in float32, which the network only has in stages 1 and 2",
         ],
     ),
     (
         zero(1, {"precision": "bf16-mixed", "gradient_clip_val": None, "callbacks": [ADAPTIVE, "NonFiniteGuard"]}),
         {"model": {"optimizer": {"class_path": "AdamW8bit", "init_args": {"lr": 0.1}}}},
         [
-            "stage 1 would add up gradients in bfloat16",
-            "method value, clips single numbers of gradients",
+            "stage 1 would sum gradients in bfloat16",
+            "method value, clips single values of gradients",
             "it runs a step again outside of DeepSpeed's engine",
             "AdamW8bit (refused.yaml:",
         ],
     ),
-    (zero(2, {"precision": "bf16-true"}), {}, ["is none of DeepSpeed's: take 32-true or bf16-mixed"]),
-    (zero(2, {"plugins": [{"class_path": "Float8"}]}), {}, ["keeps weights in formats of its own"]),
+    (zero(2, {"precision": "bf16-true"}), {}, ["is not supported by DeepSpeed: take 32-true or bf16-mixed"]),
+    (zero(2, {"plugins": [{"class_path": "Float8"}]}), {}, ["and DeepSpeed both change the format of weights"]),
     (zero(4), {}, ["stage", "4"]),
     (zero(3, offload_parameters="disk"), {}, ["disk", "nvme"]),
 ]  # fmt: skip
@@ -293,9 +295,10 @@ def test_lightnings_own_strategy_is_refused():
     values = merge(deepcopy(CONFIG), {"trainer": {"strategy": "deepspeed_stage_2"}})
     found = run(["check", f"--config={write_config('lightnings', values)}"], workshop())
     assert found.code == 2
-    assert "take --trainer.strategy=DeepSpeedZero" in found.complaint
+    assert "take --trainer.strategy=DeepSpeedZero" in found.error_text
 
 
+@pytest.mark.ci
 def test_nvme_says_what_is_missing_here(tmp_path):
     import deepspeed
 
@@ -305,10 +308,10 @@ def test_nvme_says_what_is_missing_here(tmp_path):
     (tmp_path / "fats").mkdir()
     found = run(["check", f"--config={write_config('nvme', values)}"], workshop())
     assert found.code == 2
-    assert f"nvme_path is {tmp_path}/fast, which is no folder. Did you mean fats?" in found.complaint
+    assert f"nvme_path is {tmp_path}/fast, which is not a folder. Did you mean fats?" in found.error_text
     assert (
         "nvme needs libaio, whose library and headers are not found: apt install libaio-dev"
-        in found.complaint
+        in found.error_text
     )
 
 
@@ -340,4 +343,4 @@ def test_without_deepspeed_the_pip_line_is_told(monkeypatch):
     with pytest.raises(
         ConfigError, match=re.escape("deepspeed is not installed: pip install 'leyden[deepspeed]'")
     ):
-        preflight.check(selection.Run([chosen]))
+        preflight.check(Run([chosen]))

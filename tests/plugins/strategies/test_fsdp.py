@@ -6,11 +6,12 @@ from copy import deepcopy
 import pytest
 import torch
 
-from core.configuration.config_files import merge
-from core.testing.runs import run
-from core.testing.workshop import write_config
+from conformance.runs import run
+from conformance.workshop import write_config
+from plugins.checkpoints.checkpoint import read_checkpoint
+from plugins.cli.configuration.config_files import merge
 from plugins.strategies.fsdp import FSDP
-from tests.distributed.same_run import (
+from tests.support.same_run import (
     CONFIG,
     STEPS,
     TOLERANCE,
@@ -20,6 +21,7 @@ from tests.distributed.same_run import (
     same_bits,
     weights_apart,
 )
+from tests.support.shapes import shapes
 
 ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
 ALONE = {"trainer": {"strategy": "auto"}}  # what is not written is taken from the checkpoint
@@ -32,7 +34,7 @@ def fsdp(more=None, **init_args):
 @pytest.fixture(scope="module")
 def whole():
     done = fit(fsdp() | ADAM, 2)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     return done
 
 
@@ -40,7 +42,7 @@ def resumed(source, overlay, ranks, name):
     """Returns the run that goes on from the checkpoint of another one in the middle."""
     path = source.folder / "checkpoints" / "step-4.ckpt"
     done = fit(overlay, ranks, f"--ckpt_path={path}", name=name)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     return done
 
 
@@ -48,14 +50,6 @@ def test_a_checkpoint_is_that_of_a_single_process(whole):
     one, other = whole.checkpoint(), one_process(ADAM).checkpoint()
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
         assert repr(shapes(one[part])) == repr(shapes(other[part]))
-
-
-def shapes(value):
-    if isinstance(value, dict):
-        return {key: shapes(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [shapes(item) for item in value]
-    return (value.shape, value.dtype, value.device) if hasattr(value, "shape") else value
 
 
 def test_one_process_goes_on_from_it_and_the_other_way_round():
@@ -72,9 +66,9 @@ def test_resumed_it_is_bitwise_the_same(whole):
 
 def test_hidden_states_are_rounded_and_rotary_positions_are_not():
     network = {"model": {"network": {"init_args": {"position": "rotary"}}}}
-    watching = {"callbacks": [{"class_path": "tests.distributed.counting.BlockInputs"}]}
+    watching = {"callbacks": [{"class_path": "tests.support.counting.BlockInputs"}]}
     done = fit(fsdp(watching, param_format="bf16") | network, 2)
-    assert "BLOCK_INPUTS torch.bfloat16 torch.float32" in done.printed, done.complaint
+    assert "BLOCK_INPUTS torch.bfloat16 torch.float32" in done.printed, done.error_text
 
 
 @pytest.mark.parametrize("sizes", [{}, {"replicas": 2}], ids=str)
@@ -83,7 +77,7 @@ def test_validate_computes_what_the_run_did(whole, sizes):
     config = write_config("validate", merge(deepcopy(CONFIG), fsdp(**sizes)))
     words = [f"--config={config}", f"--ckpt_path={path}", "--trainer.devices=2"]
     done = run(["validate", *words], whole.folder, ranks=2)
-    assert done.code == 0, done.complaint
+    assert done.code == 0, done.error_text
     expected = whole.record["figures"]["6"]["val/loss"]
     assert float(re.search(r"val/loss\D+([\d.]+)", done.printed)[1]) == pytest.approx(expected, rel=1e-6)
 
@@ -99,35 +93,58 @@ def test_blocks_in_two_bytes_round_as_they_should(format):
     assert limit / 100 < apart["gradient norm"] < limit, apart
 
 
-def test_a_scaler_skips_a_step_on_all_ranks_or_on_none():
+SCALED = {"FSDP": {}, "HybridParallel": {"tensor": 2}}
+
+
+@pytest.mark.parametrize("strategy", SCALED)
+@pytest.mark.parametrize(
+    "optimizer",
+    ["AdamW", *(pytest.param(name, marks=pytest.mark.ci) for name in ("torch.optim.AdamW", "SGD"))],
+)
+def test_a_scaler_skips_a_step_on_all_ranks_or_on_none(strategy, optimizer):
     """The scale begins so high that the first gradients overflow: it is halved until they do not."""
-    scaler = {"class_path": "torch.amp.GradScaler", "init_args": {"device": "cpu", "init_scale": 2.0**40}}
-    precision = {"class_path": "lightning.pytorch.plugins.MixedPrecision"}
-    precision["init_args"] = {"precision": "16-mixed", "device": "cpu", "scaler": scaler}
-    done = fit(fsdp({"plugins": ["AtomicCheckpoint", precision]}) | ADAM, 2)
-    assert done.code == 0, done.complaint
-    state = done.checkpoint()["MixedPrecision"]
+    sizes = {"class_path": strategy, "init_args": SCALED[strategy]}
+    fused = {"fused": True} if "." in optimizer else {}  # as our own AdamW is
+    adam = {"class_path": optimizer, "init_args": {"lr": 0.01} | fused}
+    first = {"class_path": "FP16Mixed", "init_args": {"init_scale": 2.0**40}}
+    trainer = {"strategy": sizes, "plugins": ["AtomicCheckpoint", first]}
+    done = fit({"trainer": trainer, "model": {"optimizer": adam}}, 2)
+    assert done.code == 0, done.error_text
+    state = done.checkpoint()["FP16Mixed"]
     assert state["scale"] == 2.0 ** (40 - STEPS)
+    before = done.folder / "checkpoints" / "step-4.ckpt"
+    assert same_bits(read_checkpoint(before)["state_dict"], done.checkpoint()["state_dict"])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", SCALED)
+def test_under_a_scaler_the_default_optimizer_trains_as_in_one_process(strategy):
+    sizes = {"class_path": strategy, "init_args": SCALED[strategy]}
+    plugins = {"plugins": ["AtomicCheckpoint", "FP16Mixed"]}
+    optimizer = {"model": {"optimizer": {"class_path": "AdamW"}}}
+    done = fit({"trainer": {"strategy": sizes} | plugins} | optimizer, 2)
+    apart = differences(done, one_process({"trainer": plugins} | optimizer))
+    assert apart["loss"] < 2**-9, apart  # fp16 rounds to 2^-11, sums over ranks in another order
 
 
 def test_replicas_that_do_not_divide_the_ranks_are_refused():
     done = fit(fsdp(replicas=3), 2)
     assert done.code == 2
-    assert "replicas is 3, which does not divide 2 ranks; [1, 2] do" in done.complaint
+    assert "replicas is 3, which does not divide 2 ranks; [1, 2] do" in done.error_text
 
 
 def test_gradients_in_fp16_that_nothing_scales_are_refused():
     done = fit(fsdp(param_format="fp16"), 2)
     assert done.code == 2
-    assert "param_format is fp16, in which small gradients become zero" in done.complaint
+    assert "param_format is fp16, in which small gradients become zero" in done.error_text
 
 
 def test_what_a_network_saves_beside_its_weights_is_refused():
     sizes = {"vocab_size": 64, "n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16}
-    network = {"class_path": "tests.distributed.remembering.RememberingGPT", "init_args": sizes}
+    network = {"class_path": "tests.support.remembering.RememberingGPT", "init_args": sizes}
     done = fit(merge(fsdp(), {"model": {"network": network}}), 2, name="remembering")
     assert done.code == 2
-    assert "FSDP saves parameters and buffers, and network.calls saves more" in done.complaint
+    assert "FSDP saves parameters and buffers, and network.calls saves more" in done.error_text
 
 
 @pytest.mark.parametrize(

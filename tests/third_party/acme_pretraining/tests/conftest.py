@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from core.testing import Case
+from conformance import Case
 
 TABLE = Path(__file__).with_name("articles.csv")
 

@@ -1,1 +1,0 @@
-"""What a checkpoint is: one file or a folder of parts; which is the newest whole one."""

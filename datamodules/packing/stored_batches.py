@@ -1,0 +1,31 @@
+"""What batches of one token store have in common: their options and their cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from datamodules.packing.prefetching import Prefetching
+from datamodules.packing.token_store import TokenStore
+
+
+@dataclass(eq=False)
+class StoredBatches(Prefetching):
+    """One rank's batches of the tokens of one store.
+
+    Args:
+        store: The tokens.
+        sequence_length: T, in tokens; this and the following as in :class:`core.contracts.Packing`.
+    """
+
+    store: TokenStore
+    sequence_length: int
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    shuffle: bool = False
+    seed: int = 0
+    pad: bool = False
+
+    def cache_bytes(self) -> int:
+        """Returns the size of the cache in bytes; 0 for a local store."""
+        return self.store.cache_bytes

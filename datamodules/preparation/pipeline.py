@@ -1,0 +1,115 @@
+"""Reader and transforms as one pipeline of documents, and the counts of what becomes of them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+
+from core.contracts import Reader, Transform, raise_reject
+from datamodules.preparation.arrow_columns import flags
+from datamodules.preparation.readers.opened_files import printable
+
+SPLITS = ("train", "validation")
+
+MOST_LISTED = 10_000
+"""Most rejected documents of a task that are listed; all are counted."""
+
+
+@dataclass
+class Pipeline:
+    """A reader and the transforms after it, as every process runs them.
+
+    Args:
+        reader: The source.
+        stages: The transforms, in their order.
+        reduced: Index of a stage that needs all documents -> the file with what its `reduce` wrote.
+        strict: Whether the first input that cannot be read stops the run.
+    """
+
+    reader: Reader
+    stages: Sequence[Transform] = ()
+    reduced: dict[int, Path] = field(default_factory=dict)
+    strict: bool = True
+
+    def batches(
+        self, task: Mapping[str, Any], tally: Tally, until: int | None = None
+    ) -> Iterator[pyarrow.RecordBatch]:
+        """Yields a task's documents after the first `until` stages (None: all); never an empty batch."""
+        stages = self.stages[:until]
+        for index, stage in enumerate(stages):
+            if stage.needs_all_documents:
+                stage.load(self.reduced[index])
+        for batch in self.reader.read(task, raise_reject if self.strict else tally.reject):
+            kept = _without_blanks(batch, tally)
+            for index, stage in enumerate(stages):
+                if len(kept):
+                    kept = stage.apply(kept, tally.drop(index))
+            if len(kept):
+                yield kept
+
+
+def _without_blanks(batch: pyarrow.RecordBatch, tally: Tally) -> pyarrow.RecordBatch:
+    full = [not (not text or text.isspace()) for text in batch["text"].to_pylist()]
+    if all(full):
+        return batch
+    tally.blank += full.count(False)
+    return batch.filter(flags(full))
+
+
+class Tally:
+    """Counts the documents of a task: kept, rejected, dropped and blank."""
+
+    def __init__(self, stages: int) -> None:
+        self.rejected: Counter[str] = Counter()
+        self.rejects: list[dict[str, str]] = []  # the first ones
+        self.lost_bytes = 0
+        self.blank = 0
+        self.dropped: list[Counter[str]] = [Counter() for _ in range(stages)]
+        self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
+        self.sources: dict[str, Counter[str]] = defaultdict(Counter)
+        self.lengths: Counter[int] = Counter()
+
+    def reject(self, source: str, place: str, reason: str, details: str, lost: int = 0) -> None:
+        """Counts input that cannot be used; `lost` is the number of bytes of the source's files lost with it."""
+        self.rejected[reason] += 1
+        self.lost_bytes += lost
+        if len(self.rejects) < MOST_LISTED:
+            line = {
+                "source": source,
+                "place": printable(place),
+                "reason": reason,
+                "details": printable(details),
+            }
+            self.rejects.append(line)
+
+    def drop(self, stage: int) -> Callable[[str, int], None]:
+        """Returns a function that counts the documents dropped by a stage."""
+
+        def count(reason: str, number: int) -> None:
+            self.dropped[stage][reason] += number
+
+        return count
+
+    def add(self, split: str, source: str, size: int, tokens: int) -> None:
+        """Counts a document: size of its text in bytes, and its tokens including the end-of-text id."""
+        self.splits[split].update(documents=1, tokens=tokens)
+        self.sources[source].update(documents=1, tokens=tokens, bytes=size)
+        self.lengths[tokens.bit_length() - 1] += 1
+
+    def record(self) -> dict[str, Any]:
+        """Returns the counts as JSON values; `lengths[k]` counts documents of 2**k to 2**(k+1)-1 tokens."""
+        return {
+            "splits": self.splits,
+            "sources": self.sources,
+            "lengths": {str(key): self.lengths[key] for key in sorted(self.lengths)},
+            "rejected": self.rejected,
+            "first_rejected": self.rejects[:1],
+            "lost_bytes": self.lost_bytes,
+            "blank": self.blank,
+            "dropped": self.dropped,
+        }

@@ -1,0 +1,184 @@
+"""Stores token ids in litdata's chunk format without litdata, which imports torch (in every worker)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from core.contracts import TokenWriter
+from core.errors import ConfigError
+from core.technique import technique
+from toolkit import durable
+
+_MOST = 1 << 31
+_FORMATS = {"uint16": 5, "uint32": 6}
+"""litdata's numbers of the types."""
+
+
+@technique(
+    paper="litdata's BinaryWriter and TokensLoader, github.com/Lightning-AI/litdata",
+    offers=("token_store",),
+    maturity="stable",
+)
+class TokenShards(TokenWriter):
+    """Stores token ids in chunks of about `shard_bytes` and an index.json, the format of litdata's TokensLoader.
+
+    Each document is one item: an array of uint16 if the vocabulary has at most 65,536 ids, else of
+    uint32. The same documents give the same bytes, on any rank.
+
+    Args:
+        shard_bytes: Size of a chunk, in bytes, below 2 GiB: offsets in a chunk are uint32. A longer
+            document makes a longer chunk. The last chunk of each task is shorter; in the end, neighbours that
+            fit into one chunk are joined.
+
+    Raises:
+        ConfigError: If `shard_bytes` is out of range, or there is nothing to write.
+
+    Example:
+        data:
+          init_args:
+            writer: {class_path: TokenShards, init_args: {shard_bytes: 67108864}}
+    """
+
+    def __init__(self, shard_bytes: int = 64 * 1024 * 1024) -> None:
+        if not 0 < shard_bytes < _MOST:
+            raise ConfigError(f"TokenShards: shard_bytes is {shard_bytes}; it is between 1 and {_MOST - 1}.")
+        self.shard_bytes = shard_bytes
+
+    @staticmethod
+    def open(folder: Path) -> Any:
+        """Returns the token ids of a folder, for random access; see `datamodules.packing.token_store.TokenStore`.
+
+        Raises:
+            ConfigError: If the folder is damaged.
+        """
+        from datamodules.packing.token_store import TokenStore
+
+        return TokenStore(folder)
+
+    def write(self, documents: Iterable[Sequence[int]], folder: Path, vocab_size: int) -> int:
+        """Writes each document's ids in order; returns the number of tokens written."""
+        dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+        folder.mkdir(parents=True, exist_ok=True)
+        chunks: list[dict[str, Any]] = []
+        held: list[np.ndarray] = []
+        size = 0
+        for ids in documents:
+            document = np.asarray(ids, dtype)
+            if held and size + document.nbytes > self.shard_bytes:
+                chunks.append(_write(held, folder / f"chunk-0-{len(chunks)}.bin"))
+                held, size = [], 0
+            held.append(document)
+            size += document.nbytes
+        if held:
+            chunks.append(_write(held, folder / f"chunk-0-{len(chunks)}.bin"))
+        if not sum(chunk["dim"] for chunk in chunks):
+            raise ConfigError(f"{folder}: there is no document to write.")
+        index = {"chunks": chunks, "config": _config(dtype, self.shard_bytes)}
+        (folder / "index.json").write_text(json.dumps(index, sort_keys=True), encoding="utf-8")
+        return sum(chunk["dim"] for chunk in chunks)
+
+    def join(self, parts: Sequence[Path], folder: Path) -> dict[str, Path]:
+        """Makes one folder of the chunks of several, numbered by part and chunk; writes one index.json.
+
+        Successive chunks that fit into one are merged, so that tasks of any size give shards of about the requested
+        size; all others are moved unchanged.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        found, config = [], None
+        for number, part in enumerate(parts):
+            index = json.loads((part / "index.json").read_text(encoding="utf-8"))
+            config = index["config"]
+            for count, chunk in enumerate(index["chunks"]):
+                found.append(
+                    chunk | {"filename": f"chunk-{number}-{count}.bin", "path": part / chunk["filename"]}
+                )
+        moved, chunks = {}, []
+        for group in self._fitting(found):
+            old, new = [chunk.pop("path") for chunk in group], folder / group[0]["filename"]
+            chunks.append(_as_one(group))
+            if len(group) == 1:
+                moved[new.name] = old[0]
+                if old[0].exists() or not new.exists():  # otherwise an earlier call has moved it
+                    os.replace(old[0], new)
+            elif not new.exists():
+                _merge(old, group, new)
+            for path in old:  # frees the room of what was merged
+                path.unlink(missing_ok=True)
+        durable.write(folder / "index.json", json.dumps({"chunks": chunks, "config": config}, sort_keys=True))
+        return moved
+
+    def _fitting(self, chunks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Groups successive chunks that fit into one chunk."""
+        groups: list[list[dict[str, Any]]] = []
+        for chunk in chunks:
+            if groups and _as_one([*groups[-1], chunk])["chunk_bytes"] <= self.shard_bytes:
+                groups[-1].append(chunk)
+            else:
+                groups.append([chunk])
+        return groups
+
+
+def _write(documents: list[np.ndarray], path: Path) -> dict[str, Any]:
+    """Writes a chunk: number of items, offset of each and of the end, as uint32, then the tokens.
+
+    Returns:
+        The chunk's entry of index.json.
+    """
+    sizes = np.array([document.nbytes for document in documents], np.int64)
+    offsets = 4 * (len(sizes) + 2) + np.concatenate([[0], np.cumsum(sizes)])
+    if offsets[-1] >= 1 << 32:
+        raise ConfigError(f"{path}: a document of {sizes.max():,} bytes of tokens is too long; cut it up.")
+    with path.open("wb") as stream:
+        stream.write(np.array([len(sizes), *offsets], np.uint32).tobytes())
+        for document in documents:
+            stream.write(document.data)
+    tokens = int(sizes.sum()) // documents[0].itemsize
+    return {"chunk_bytes": int(offsets[-1]), "chunk_size": len(sizes), "dim": tokens, "filename": path.name}
+
+
+def _config(dtype: np.dtype[Any], shard_bytes: int) -> dict[str, Any]:
+    """Returns the config of litdata's BinaryWriter for arrays without a header per item; a test compares the two."""
+    absent = (
+        "chunk_size",
+        "compression",
+        "compression_batch_size",
+        "compression_level",
+        "encryption",
+        "ipc_compression",
+    )
+    return dict.fromkeys(absent) | {
+        "chunk_bytes": shard_bytes,
+        "data_format": [f"no_header_numpy:{_FORMATS[dtype.name]}"],
+        "data_spec": '[1, {"type": null, "context": null, "children_spec": []}]',
+        "item_loader": "TokensLoader",
+        "types": "json",
+    }
+
+
+def _as_one(chunks: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the entry of index.json of a chunk with the items of several."""
+    items = sum(chunk["chunk_size"] for chunk in chunks)
+    content = sum(chunk["chunk_bytes"] - 4 * (chunk["chunk_size"] + 2) for chunk in chunks)
+    sums = {
+        "chunk_bytes": content + 4 * (items + 2),
+        "chunk_size": items,
+        "dim": sum(c["dim"] for c in chunks),
+    }
+    return chunks[0] | sums
+
+
+def _merge(old: list[Path], chunks: list[dict[str, Any]], new: Path) -> None:
+    """Writes a chunk with the items of several: header (number of items, offset of each and of the end), tokens."""
+    raw = [path.read_bytes() for path in old]
+    headers = [np.frombuffer(r, np.uint32, c["chunk_size"] + 2) for r, c in zip(raw, chunks, strict=True)]
+    lengths = np.concatenate([np.diff(header[1:]) for header in headers])
+    begin = 4 * (len(lengths) + 2)
+    offsets = begin + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    header = np.array([len(lengths), *offsets], np.uint32).tobytes()
+    durable.write(new, b"".join([header, *(r[int(h[1]) :] for r, h in zip(raw, headers, strict=True))]))

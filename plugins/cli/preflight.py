@@ -1,0 +1,281 @@
+"""Checks the techniques that a run selected against each other, before anything is started."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+from core import API_VERSION, catalog
+from core.errors import ConfigError
+from core.technique import Declaration, declaration_of
+from plugins.cli.configuration.class_names import kinds_of
+from toolkit.selection import Run, Selected
+
+T = TypeVar("T")
+
+TRAINERS_OWN = (
+    ("gradient_clipping", "trainer.gradient_clip_val", 0, "null"),
+    ("gradient_accumulation", "trainer.accumulate_grad_batches", 1, "1"),
+)
+"""What options of the trainer own: under which name, the value that changes nothing, how to turn it off."""
+LEAST = {
+    "trainer.accumulate_grad_batches": 1,
+    "trainer.check_val_every_n_epoch": 1,
+    "trainer.gradient_clip_val": 0,
+    "trainer.log_every_n_steps": 1,
+}
+"""Numbers that Lightning takes as they are, and fails on, if at all, in mid-run."""
+MOST = {"trainer.max_steps": 10**12}
+"""Beyond which arithmetic with times and rates overflows; at 1 ms a step it is 30 years."""
+WORKERS_PER_CORE, LEAST_BOUND = 4, 64
+"""Bounds of `data.num_workers`: so many for each core, but not fewer than 64, as runs are checked on smaller machines too."""
+MESSAGE_PROBLEMS = 8
+TRIAL_PROCESSES = 8
+"""So many processes are let run on however few cores: enough to try out any combination of strategies."""
+
+
+def check(run: Run, *faults: str) -> None:
+    """Raises one ConfigError with every problem of a run, the `faults` that are already known among them."""
+    checks: tuple[Callable[[Run], Iterator[str]], ...] = (
+        _versions, _needs, _processes, _numbers, _replaced, _conflicts, _duplicates, _rivals, _owners, _circles,
+        _arguments, _sizes,
+    )  # fmt: skip
+    lines = [*faults, *(line for kind in checks for line in kind(run))]
+    problems = [" ".join(line.split()) for line in lines]
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        more = len(problems) - MESSAGE_PROBLEMS
+        shown = problems[:MESSAGE_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
+        raise ConfigError(
+            "\n".join([f"This selection cannot run, {count}:", *(f"- {line}" for line in shown)])
+        )
+
+
+def _versions(run: Run) -> Iterator[str]:
+    for item in run.selected:
+        wanted = item.declaration.api or ""
+        if wanted and (mend := catalog.upgrade(wanted, API_VERSION, item.package)):
+            who = run.named(item) + (f" of {item.package} {item.version}" if item.kind != "-" else "")
+            yield f"{who} was written for core API {wanted}, this is {API_VERSION}: {mend}"
+
+
+def _needs(run: Run) -> Iterator[str]:
+    for item in run.selected:
+        lines = _asked(run, item, "needs", partial(_missing, run, item))
+        yield from (f"{run.named(item)}: {line}" for line in lines)
+
+
+def _missing(run: Run, item: Selected) -> list[str]:
+    return [line for need in item.declaration.needs if (line := need.missing(run))]
+
+
+def _asked(run: Run, item: Selected, what: str, ask: Callable[[], list[str]]) -> list[str]:
+    """Returns a technique's own answer; that it cannot answer is its package's fault, and says so."""
+    try:
+        return ask()
+    except ConfigError as error:
+        return [str(error)]
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ConfigError(
+            f"{run.named(item)} of {item.package} {item.version}: its {what} failed with {reason}\n"
+            f"That is a fault of the technique: repair or upgrade it, or take {item.name} out of the run."
+        ) from error
+
+
+def _processes(run: Run) -> Iterator[str]:
+    most = max(os.cpu_count() or 1, TRIAL_PROCESSES)
+    if run.accelerator == "cpu" and run.devices > most and not run.offline:
+        yield (
+            f"{run.devices} processes on {os.cpu_count()} cores would fill the memory and wait for each other: "
+            f"set --trainer.devices to {most} or less"
+        )
+
+
+def _numbers(run: Run) -> Iterator[str]:
+    for path, least in LEAST.items():
+        value = run.argument(path)
+        if isinstance(value, int | float) and not least <= value < math.inf:
+            place = run.place(path)
+            yield f"{f'{place}: ' if place else ''}{path} is {value}, not a finite number from {least} upwards"
+    for path, most in MOST.items():
+        if isinstance(value := run.argument(path), int | float) and value > most:
+            place = run.place(path)
+            yield f"{f'{place}: ' if place else ''}{path} is more than {most:,}: set it to the steps that are to be trained"
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers, most = run.argument("data.num_workers"), max(LEAST_BOUND, WORKERS_PER_CORE * cores)
+    if isinstance(workers, int) and workers > most:
+        yield (
+            f"data.num_workers is {workers:,}; each is a process of some 100 MB, on each rank, and this machine has "
+            f"{cores} cores for them: at most {most} are allowed here; 0 reads in the training process, which is fastest "
+            "for files on this machine, and 2 to 8 are usual where data lies on object storage"
+        )
+    every = run.argument("trainer.val_check_interval")
+    if type(every) is int and every < 1:
+        place = run.place("trainer.val_check_interval")
+        yield (
+            f"{f'{place}: ' if place else ''}trainer.val_check_interval is {every}, not a number of optimizer steps from "
+            "1 upwards: to train without validation, set --trainer.limit_val_batches=0"
+        )
+
+
+def _replaced(run: Run) -> Iterator[str]:
+    for item in run.selected:
+        kinds = kinds_of(item.target) if item.kind == "-" and isinstance(item.target, type) else set()
+        for entry in catalog.entries() if kinds else ():
+            why = (entry.declared("replaces") or {}).get(item.name) if entry.kind in kinds else None
+            if why:
+                option = f"--{item.key}=" if entry.kind == "strategies" else ""
+                yield f"{run.named(item)}: take {option}{entry.name}: {why}"
+
+
+def _conflicts(run: Run) -> Iterator[str]:
+    by_name, reported = {item.name: item for item in run.selected}, set()
+    for item in run.selected:
+        for other, reason in item.declaration.conflicts.items():
+            pair = frozenset((item.name, other))
+            if other in by_name and pair not in reported:  # both may have declared it
+                reported.add(pair)
+                both = [item, by_name[other]]
+                out = " or ".join(f"--callbacks.-{one.name}" for one in both if _is_callback(one))
+                names = " and ".join(map(run.named, both))
+                yield f"{names} exclude each other, keep one{f' ({out})' if out else ''}: {reason}"
+
+
+def _is_callback(item: Selected) -> bool:
+    return re.fullmatch(r"trainer\.callbacks(\.\d+)?", item.key) is not None
+
+
+def _duplicates(run: Run) -> Iterator[str]:
+    places: dict[str, list[str]] = {}
+    for item in filter(_is_callback, run.selected):
+        places.setdefault(item.name, []).append(run.place(item.key))
+    for name, found in places.items():
+        if len(found) > 1:
+            where = f" ({', '.join(filter(None, found))})" if any(found) else ""
+            yield f"{name} is {len(found)} times in trainer.callbacks{where}; keep one."
+
+
+def _rivals(run: Run) -> Iterator[str]:
+    plugins = [item for item in run.selected if item.key.startswith("trainer.plugins")]
+    if len(plugins) < 2:
+        return
+    from lightning.fabric.plugins import CheckpointIO, Precision
+
+    for base, part in ((CheckpointIO, "writes its checkpoints"), (Precision, "decides on its precision")):
+        found = [item for item in plugins if isinstance(item.target, type) and issubclass(item.target, base)]
+        if len(found) > 1:
+            names = " and ".join(map(run.named, found))
+            yield (
+                f"{names} are in trainer.plugins, and one {part} of a run: keep one. In YAML "
+                f"`plugins: {{{found[0].name}: null, {found[-1].name}: {{}}}}` puts the last in place of the first"
+            )
+
+
+def _owners(run: Run) -> Iterator[str]:
+    owners: dict[str, list[str]] = {}
+    for item in run.selected:
+        implied = ("learning_rate",) if item.key == "model.lr_scheduler" else ()
+        for owned in dict.fromkeys((*implied, *item.declaration.owns)):
+            owners.setdefault(owned, []).append(run.named(item))
+    for owned, path, neutral, off in TRAINERS_OWN:
+        if (run.argument(path) or neutral) != neutral:
+            place = run.place(path) or "its default"
+            owners.setdefault(owned, []).append(f"{path} ({place}; ={off} turns it off)")
+    for owned, names in owners.items():
+        if len(names) > 1:
+            yield f"{' and '.join(names)} would both control the {owned.replace('_', ' ')}; keep one."
+
+
+def _circles(run: Run) -> Iterator[str]:
+    items = [item for item in run.selected if _is_callback(item)]
+    _, circle = _sorted([item.name for item in items], [item.declaration for item in items])
+    if circle:
+        yield _circle([run.named(items[index]) for index in circle])
+
+
+def _arguments(run: Run) -> Iterator[str]:
+    for item in run.selected:
+        judge = getattr(item.target, "preflight", None)
+        if inspect.ismethod(judge):  # a classmethod; whatever else bears this name is not meant
+            lines = _asked(run, item, "preflight", partial(_judged, judge, run, item))
+            yield from (f"{_named_by(run, item, line)}: {line}" for line in lines)
+
+
+def _sizes(run: Run) -> Iterator[str]:
+    """Yields what in the data does not fit the network."""
+    if "torch" not in sys.modules:  # no network is selected: text is prepared without torch
+        return
+    from core.contracts import Network
+
+    for item in run.selected:
+        if isinstance(item.target, type) and issubclass(item.target, Network):
+            lines = _asked(run, item, "sizes", partial(_of_the_data, run, item))
+            yield from (f"{run.named(item)}: {line}" for line in lines)
+
+
+def _of_the_data(run: Run, network: Selected) -> list[str]:
+    """Returns the sizes of the data that a network is too small for, as far as arguments of the usual names show."""
+    from core.contracts import compatibility_errors
+
+    tokens = None
+    if source := run.argument("data.source"):
+        tokens = catalog.offering("token_preparation", "data").load().vocab_size_of(source)
+    if tokens is None:
+        tokens = run.argument("data.tokenizer.vocab_size") or run.argument("data.vocab_size")
+    sizes = network.arguments.get("vocab_size"), network.arguments.get("max_sequence_length")
+    return list(compatibility_errors(*sizes, tokens, run.argument("data.sequence_length")))
+
+
+def _judged(judge: Callable[[Run, Selected], Any], run: Run, item: Selected) -> list[str]:
+    answer = judge(run, item)
+    if answer is None or isinstance(answer, str):
+        raise TypeError(f"it returned {answer!r}, where it has to yield a line for each problem")
+    return [str(line) for line in answer]
+
+
+def _named_by(run: Run, item: Selected, line: str) -> str:
+    """Returns the technique with the place of the argument that a line begins with, if it does, else its own."""
+    first = line.partition(" ")[0].strip("`':,")
+    place = run.place(f"{item.key}.{first}") if first in item.arguments else ""
+    return f"{item.name} ({place})" if place else run.named(item)
+
+
+def ordered(callbacks: Sequence[T]) -> list[T]:
+    """Returns the callbacks so that every declared `before` and `after` holds, else in the given order.
+
+    Raises:
+        ConfigError: If the declarations form a circle.
+    """
+    names = [type(callback).__name__ for callback in callbacks]
+    declared = [declaration_of(type(callback)) or Declaration(paper="") for callback in callbacks]
+    order, circle = _sorted(names, declared)
+    if circle:
+        raise ConfigError(_circle([names[index] for index in circle]))
+    return [callbacks[index] for index in order]
+
+
+def _circle(names: Sequence[str]) -> str:
+    return f"{', '.join(names)} ask to come before each other in a circle; take one out of trainer.callbacks."
+
+
+def _sorted(names: Sequence[str], declared: Sequence[Declaration]) -> tuple[list[int], list[int]]:
+    """Returns the indexes in an order that satisfies all declarations, and those that form a circle, if any."""
+
+    def precedes(first: int, second: int) -> bool:
+        return names[second] in declared[first].before or names[first] in declared[second].after
+
+    waiting, order = list(range(len(names))), []
+    while free := [i for i in waiting if not any(precedes(j, i) for j in waiting if j != i)]:
+        order.append(free[0])
+        waiting.remove(free[0])
+    while last := [i for i in waiting if not any(precedes(i, j) for j in waiting if j != i)]:
+        waiting = [i for i in waiting if i not in last]  # these wait for the circle and are no part of it
+    return order, waiting

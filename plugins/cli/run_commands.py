@@ -1,0 +1,139 @@
+"""fit, validate, test and predict: Lightning's Trainer on composed configs, with preflight and one run folder."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import logging
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from core import catalog
+from core.errors import ConfigError
+from core.technique import technique
+from plugins.cli.configuration.request import prepare
+from plugins.cli.error_messages import chain, report
+from plugins.cli.runs import lost_ranks, restarts
+
+__all__ = ["build", "commands_help", "fit", "predict", "report", "test", "validate"]
+
+_SOURCE = "LightningCLI of lightning 2.6, composed configs and preflight on top"
+
+
+@technique(paper=_SOURCE, offers=("command_line",))
+def fit(arguments: list[str]) -> int:
+    """Trains a network: --config NAME_OR_FILE (several compose), --ckpt_path last resumes."""
+    return _run("fit", arguments)
+
+
+@technique(paper=_SOURCE)
+def validate(arguments: list[str]) -> int:
+    """Computes loss and perplexity of a checkpoint on the validation data."""
+    return _run("validate", arguments)
+
+
+@technique(paper=_SOURCE)
+def test(arguments: list[str]) -> int:
+    """Computes loss and perplexity of a checkpoint on the test data."""
+    return _run("test", arguments)
+
+
+@technique(paper=_SOURCE)
+def predict(arguments: list[str]) -> int:
+    """Writes the log-probability of every label token to predictions.safetensors in the run folder."""
+    return _run("predict", arguments)
+
+
+def _run(subcommand: str, arguments: list[str]) -> int:
+    try:
+        return _started(build(subcommand, arguments, starts=True))
+    except Exception as error:
+        if message := lost_ranks.explain_lost_rank(list(chain(error))):
+            raise lost_ranks.LostRankError(message) from error
+        raise
+
+
+def _started(cli: Any) -> int:
+    from plugins.cli.configuration.mistakes import explain_lightning_error
+
+    try:
+        cli.start()
+    except Exception as error:
+        if message := explain_lightning_error(error):
+            raise ConfigError(message) from error
+        raise
+    return 0
+
+
+def build(subcommand: str, arguments: list[str], starts: bool = False, offline: bool = False) -> Any:
+    """Parses, checks and builds a run; returns the `plugins.cli.runs.built_run.BuiltRun` that can start it.
+
+    Args:
+        subcommand: fit, validate, test or predict.
+        arguments: The command line after it.
+        starts: Whether the run will be started, and its folder is made.
+        offline: Whether it is checked for machines that are not here: neither their devices nor who launches it.
+    """
+    with _collector_paused():
+        request = prepare(arguments, restarts.job(arguments) if starts and subcommand == "fit" else None)
+        request.offline = offline
+        _quieten()
+        from plugins.cli.runs.built_run import BuiltRun
+
+    return BuiltRun(subcommand, request, starts)
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Pauses Python's garbage collector while modules are imported: it would take a fifth of that time.
+
+    What the import of torch and Lightning made is there to stay: later collections leave it out, in training too.
+    """
+    enabled, first = gc.isenabled(), "lightning" not in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        if first and "lightning" in sys.modules:
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # libraries in C++ count what is not collected at exit as leaks
+        if enabled:
+            gc.enable()
+
+
+def _quieten() -> None:
+    """Silences hints of Lightning that do not apply here: data loaders and paths are our own."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    for message in (
+        ".*does not have many workers.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*sync_dist=True.*",  # figures are sums over all ranks already
+    ):
+        warnings.filterwarnings("ignore", message)
+    if not sys.warnoptions:
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("default", ".* is deprecated and goes with core API", DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+def commands_help() -> str:
+    """Returns what `python -m core --help` shows."""
+    commands = [entry for entry in catalog.entries() if entry.kind == "commands"]
+    width = max((len(entry.name) for entry in commands), default=0)
+    lines = [f"  {entry.name:<{width}}  {entry.summary()}" for entry in commands]
+    return "\n".join(
+        [
+            "leyden trains language models; every technique is a plugin switched on in a YAML file.",
+            "",
+            "usage: python -m core COMMAND [arguments]      (or: leyden COMMAND [arguments])",
+            "",
+            *lines,
+            "",
+            "Start with: python -m core fit --config quickstart",
+            "A command's own arguments: python -m core COMMAND --help",
+        ]
+    )

@@ -1,0 +1,82 @@
+"""kill -9 of one rank: whoever is left says which one died and how to go on, and blames no technique."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from conformance.workshop import workshop, write_config
+from plugins.cli.runs.lost_ranks import explain_lost_rank
+from tests.conftest import TINY
+from tests.support.killed_jobs import DDP, FSDP, TENSOR, WAITED_FOR, fit
+from tests.support.killing import Moment, killer
+
+
+def output(rank):
+    return (workshop() / f"output.{rank}.err").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "dead"),
+    [
+        (DDP, 3, 1),
+        pytest.param(FSDP, 2, 1, marks=pytest.mark.ci),
+        pytest.param(TENSOR, 2, 1, marks=pytest.mark.ci),
+        pytest.param(DDP, 2, 0, marks=pytest.mark.ci),
+    ],
+    ids=["DDP", "FSDP", "tensor", "rank 0"],
+)
+def test_who_is_left_says_who_died(strategy, ranks, dead):
+    name = f"lost {ranks} {dead} {strategy['class_path']}"
+    folder = workshop() / name
+    folder.mkdir()
+    with killer(folder, Moment(dead, 5, 0.0, None)) as killed:
+        done = fit(name, ranks, strategy, WAITED_FOR, 200)
+    assert killed, done.error_text
+    assert done.codes[dead] == -9
+    for rank in set(range(ranks)) - {dead}:
+        said = output(rank)
+        gone = (
+            f"rank {dead} gave no sign of life"
+            if dead
+            else "rank 0, through which ranks find each other, is gone"
+        )
+        assert f"Another rank died: {gone}" in said
+        assert f"This is rank {rank} of {ranks}" in said
+        assert "--ckpt_path=last" in said
+        assert "failed with" not in said
+        assert len(said[said.index("Another rank died") :].splitlines()) <= 10
+
+
+@pytest.mark.ci
+def test_who_is_left_says_what_another_rank_failed_with():
+    fails = {
+        "class_path": "tests.support.killing.FailsOnce",
+        "init_args": {"folder": str(workshop() / "failing"), "step": 5},
+    }
+    done = fit("failing", 2, DDP, WAITED_FOR, 8, fails)
+    assert done.codes[0] == 2
+    assert "Another rank died: rank 0" in output(1), output(1)
+
+
+@pytest.mark.ci
+def test_lightnings_own_launcher_does_not_end_a_run_without_a_word(tmp_path):
+    """It kills rank 0 as soon as it sees that another process is gone."""
+    trainer = {
+        **TINY["trainer"],
+        "devices": 2,
+        "strategy": DDP,
+        "default_root_dir": str(tmp_path / "run"),
+        "callbacks+": [{"class_path": "tests.support.killing.DiesWhileOthersWait"}],
+    }
+    config = write_config("dies", TINY | {"trainer": trainer})
+    words = [sys.executable, "-m", "core", "fit", f"--config={config}", "--trust=tests"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert "Another rank died: rank 1 was killed by SIGKILL." in done.stderr
+    assert "--ckpt_path=last" in done.stderr
+
+
+def test_alone_nobody_else_can_have_died():
+    assert explain_lost_rank([RuntimeError("Connection closed by peer")]) is None

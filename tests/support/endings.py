@@ -1,0 +1,42 @@
+"""Callbacks that end a run in the middle, or take a rank's disk away."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+from typing import Any, Literal
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+
+class Ends(Callback):
+    """Does something at the start of a step.
+
+    Args:
+        step: Optimizer steps that are done by then.
+        how: An exception on each rank, SIGTERM to rank 1, or no room for files above 4 kB on rank 1, for 4 seconds or
+            for good.
+    """
+
+    def __init__(self, step: int, how: Literal["exception", "sigterm", "full", "full for good"]) -> None:
+        self.step, self.how = step, how
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        if trainer.global_step != self.step:
+            return
+        if self.how == "exception":
+            raise ArithmeticError("made by the test")
+        if trainer.global_rank == 1 and self.how == "sigterm":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif trainer.global_rank == 1:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+            if self.how == "full":
+                threading.Timer(4.0, resource.setrlimit, (resource.RLIMIT_FSIZE, (hard, hard))).start()
+            else:
+                signal.signal(
+                    signal.SIGINT, signal.default_int_handler
+                )  # background jobs of a shell ignore it
+                threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT)).start()

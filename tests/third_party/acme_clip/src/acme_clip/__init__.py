@@ -1,0 +1,1 @@
+"""A callback for leyden that clips gradients."""

@@ -1,0 +1,1 @@
+"""A strategy for leyden that shards parameters over ranks."""

@@ -1,0 +1,1 @@
+"""A callback for leyden that goes back to before a loss spike."""

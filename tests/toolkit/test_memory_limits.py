@@ -1,0 +1,66 @@
+"""Real allocations that fail are recognised, under a limit that is taken away again."""
+
+import resource
+import sys
+
+import pytest
+import torch
+
+from toolkit import memory_limits
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+
+
+@pytest.mark.parametrize(
+    "take",
+    [
+        lambda: torch.zeros(1 << 28),
+        lambda: bytearray(1 << 30),
+        lambda: torch.zeros(1 << 40).add_(1),  # no machine has that, whatever the limit
+    ],
+)
+def test_an_allocation_beyond_the_limit_fails_and_is_recognised(take):
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    with pytest.raises((RuntimeError, MemoryError)) as raised:  # noqa: SIM117
+        with memory_limits.limited(memory_limits.held_bytes() + 10_000_000):
+            take()
+    assert memory_limits.is_out_of_memory(raised.value)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_within_the_limit_all_is_well():
+    with memory_limits.limited(memory_limits.held_bytes() + 100_000_000):
+        assert torch.ones(1_000_000).sum() == 1_000_000
+    with memory_limits.limited(None):
+        assert len(bytearray(1 << 28)) == 1 << 28
+
+
+def test_a_lower_limit_stays():
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    low = memory_limits.held_bytes() + 20_000_000
+    resource.setrlimit(resource.RLIMIT_DATA, (low, before[1]))
+    try:
+        with memory_limits.limited(low + 1_000_000_000):
+            assert resource.getrlimit(resource.RLIMIT_DATA)[0] == low
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_held_bytes_are_counted():
+    before = memory_limits.held_bytes()
+    held = torch.zeros(50_000_000, dtype=torch.uint8)
+    assert memory_limits.held_bytes() - before == pytest.approx(50_000_000, abs=1_000_000)
+    del held
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error, is_it):
+    assert memory_limits.is_out_of_memory(error) is is_it

@@ -1,0 +1,93 @@
+"""Out-of-memory errors: recognising them, freeing memory, and a memory limit for CPU runs."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+
+from core.errors import ConfigError
+from toolkit.selection import Run
+
+_MESSAGES = re.compile(
+    "can't allocate memory|not enough memory|bad_alloc|_STATUS_ALLOC_FAILED|MPS backend out of memory"
+)
+"""Messages of libraries that raise a RuntimeError when memory runs out."""
+
+GATHERING = dict.fromkeys(
+    ("FSDP", "HybridParallel", "DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"),
+    "ranks gather parameters in forward: one that runs out of memory would leave the others waiting until a timeout",
+)
+"""For `@technique(conflicts=...)`: strategies under which one rank that runs out of memory blocks the others."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error means that memory of the device or the host ran out."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
+
+
+def give_back() -> None:
+    """Returns unused memory to the device and to the system."""
+    gc.collect()  # cycles of graphs and tracebacks
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):  # not every C library has it
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def held_bytes() -> int:
+    """Returns the bytes of private memory that this process has mapped, used or not (Linux)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(re.findall(r"^VmData:\s+(\d+) kB", status, re.MULTILINE)[0]) * 1024
+
+
+def ceiling(limit: int) -> int:
+    """Returns, for :func:`limited`, what the process holds after unused memory was returned, plus this many bytes."""
+    give_back()
+    return held_bytes() + limit
+
+
+@contextmanager
+def limited(most: int | None) -> Iterator[None]:
+    """Limits the private memory of this process: beyond the limit allocations fail, as on a device (Linux).
+
+    Args:
+        most: Bytes, as :func:`held_bytes` counts them; None: no change. A lower limit that exists is kept.
+    """
+    if most is None:
+        yield
+        return
+    import resource
+
+    before, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    lower = most if before == resource.RLIM_INFINITY else min(most, before)
+    resource.setrlimit(resource.RLIMIT_DATA, (lower, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, hard))
+
+
+def check_limit(name: str, limit: int | None) -> None:
+    """Raises a ConfigError if a technique's `memory_limit` is out of range."""
+    if limit is not None and limit < 1:
+        raise ConfigError(f"{name} takes a memory_limit from 1 byte upwards, not {limit}.")
+
+
+def compatibility_errors(run: Run, limit: int | None) -> Iterator[str]:
+    """Yields, for a technique's `preflight`, that a run needs a `memory_limit` or cannot have one."""
+    if run.accelerator == "cpu" and limit is None and not run.offline:
+        yield "memory_limit is needed on a CPU, in bytes: without one the system kills the run without an error"
+    if run.accelerator == "cpu" and limit is not None and sys.platform != "linux":
+        yield "memory_limit works on Linux only"
+    if run.accelerator != "cpu" and limit is not None:
+        yield f"memory_limit is for runs on a CPU; on {run.accelerator.upper()} the device's memory counts: leave it out"

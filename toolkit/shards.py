@@ -1,0 +1,28 @@
+"""What techniques do with tensors that may be sharded over ranks (DTensors); see also `core.training.shards`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["copy_to_shard", "is_sharded"]
+
+
+def is_sharded(tensors: Sequence[Tensor]) -> bool:
+    """Returns whether any of them is spread over ranks."""
+    return torch.distributed.is_initialized() and any(hasattr(tensor, "to_local") for tensor in tensors)
+
+
+def copy_to_shard(target: Tensor, value: Tensor) -> None:
+    """Copies a whole tensor, or this rank's part of it, into one that may be spread over ranks."""
+    value = value.to(device=target.device, dtype=target.dtype)
+    if hasattr(target, "to_local"):
+        from torch.distributed.tensor import distribute_tensor
+
+        spread: Any = target
+        value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
+    with torch.no_grad():
+        target.copy_(value)

@@ -1,0 +1,41 @@
+"""Dropping an optimizer's update on the device, without the host waiting for the decision."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+__all__ = ["drop_update", "drops_updates"]
+
+
+def drops_updates(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer can leave weights and state unchanged as a flag on the device says.
+
+    torch's fused kernels do so where the optimizer's `found_inf` is 1: made for fp16 gradients that overflow.
+    """
+    known = isinstance(optimizer, Adam | SGD | Adagrad)  # AdamW is an Adam
+    return known and all(group.get("fused") for group in optimizer.param_groups)
+
+
+def drop_update(optimizer: Optimizer, drop: Tensor) -> None:
+    """Leaves out the next update if `drop` (0-d, boolean, on the device) of any call since the last one is true."""
+    known, drop = vars(optimizer), drop.float()
+    if "_drops_updates" not in known:
+        hooks = optimizer.register_step_pre_hook(_repeat_drop), optimizer.register_step_post_hook(_keep_next)
+        known["_drops_updates"] = hooks
+    known["found_inf"] = known["_drop"] = torch.maximum(known["_drop"], drop) if "_drop" in known else drop
+
+
+def _repeat_drop(optimizer: Any, *_: Any) -> None:
+    """Adds the flag to what a gradient scaler has found, which it writes over `found_inf` as the step begins."""
+    if (drop := vars(optimizer).get("_drop")) is not None:
+        optimizer.found_inf = torch.maximum(optimizer.found_inf, drop)
+
+
+def _keep_next(optimizer: Any, *_: Any) -> None:
+    """Makes the next update again."""
+    if vars(optimizer).pop("_drop", None) is not None and not hasattr(optimizer, "grad_scale"):
+        del optimizer.found_inf  # a gradient scaler, which sets `grad_scale` too, deletes both itself
