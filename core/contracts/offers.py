@@ -24,13 +24,6 @@ if TYPE_CHECKING:
 
     from core.contracts.modules import Network
 
-__all__ = [
-    "AveragesWeights", "BindsToLength", "ChangesNetwork", "ClipsGradients", "ConnectsRanks", "CountsEpochs", "GoesBack",
-    "HasGroupState", "HasLossGroup", "HasStepContext", "HasTokenizer", "HasUnigramLoss", "KnowsCheckpoints",
-    "KnowsItsWeights", "MarksEndOfText", "MeasuresStall", "NormsGradients", "PausesClock", "RunsAsForward", "SavesBySteps",
-    "SavesParts", "ScalesGradients", "ScalesLosses", "SkipsBatches", "WaitsForDisk",
-]  # fmt: skip
-
 # -- strategies: which ranks have which tokens, and where gradients are ---------------------------------------
 
 
@@ -270,6 +263,39 @@ class SkipsBatches(Protocol):
 
 
 @runtime_checkable
+class HasVocabulary(Protocol):
+    """A data module, or a tokenizer of one, that knows its vocabulary; a network must have as many token ids.
+
+    Attributes:
+        vocab_size: Number of token ids; 0: not known yet.
+    """
+
+    vocab_size: int
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """A data module of rows of one length; a network must accept them.
+
+    Attributes:
+        sequence_length: Tokens in a row.
+    """
+
+    sequence_length: int
+
+
+@runtime_checkable
+class EncodesText(Protocol):
+    """A data module that makes its tokens from text.
+
+    Attributes:
+        tokenizer: The :class:`core.contracts.Tokenizer`; may offer `HasVocabulary` before `setup`.
+    """
+
+    tokenizer: Any
+
+
+@runtime_checkable
 class HasTokenizer(Protocol):
     """A data module of text, after `setup`.
 
@@ -300,3 +326,6 @@ class HasUnigramLoss(Protocol):
     """
 
     unigram_loss: float
+
+
+__all__ = [n for n, kind in globals().items() if n[0] != "_" and getattr(kind, "__module__", "") == __name__]

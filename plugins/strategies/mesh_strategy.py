@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,13 +92,14 @@ class MeshStrategy(ParallelStrategy):
         """Ranks on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            environment = self.cluster_environment
-            self._launcher = lightning_compat.SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
+    @cached_property
+    def launcher(self) -> Any:
+        """Starts the other ranks of this machine, where nothing else does; Lightning reads it before it connects them."""
+        environment = self.cluster_environment
+        assert environment is not None
+        if environment.creates_processes_externally:
+            return None
+        return lightning_compat.SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Sets rank and world size of the launcher's environment."""

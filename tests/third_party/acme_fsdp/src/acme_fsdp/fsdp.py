@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -76,12 +77,13 @@ class AcmeFSDP(ParallelStrategy):
         """Each rank reads rows of its own."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def _configure_launcher(self) -> None:
+    @cached_property
+    def launcher(self) -> Any:
+        """Starts the other ranks of this machine, where nothing else does."""
         environment = self.cluster_environment
-        if not environment.creates_processes_externally:
-            self._launcher = lightning_compat.SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
+        if environment.creates_processes_externally:
+            return None
+        return lightning_compat.SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Connects the processes."""
