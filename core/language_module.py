@@ -331,6 +331,5 @@ class LanguageModule(AveragedWeights):
             self.tokens_seen = state["tokens_seen"]
             self._checkpoints_groups = state.get("groups")
             convert_batch_counts(self.trainer, checkpoint)
-            self.train_sums.load_state_dict(
-                state["window"], ranks.dp_rank(self.trainer), ranks.dp_size(self.trainer), self.device
-            )
+            place = ranks.dp_rank(self.trainer), ranks.dp_size(self.trainer)
+            self.train_sums.load_state_dict(state["window"], *place, self.device)

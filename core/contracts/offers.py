@@ -16,7 +16,7 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -124,6 +124,29 @@ class SavesParts(Protocol):
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Writes a checkpoint whose sharded tensors are DTensors; called on every rank."""
+
+
+@runtime_checkable
+class ReadsParts(Protocol):
+    """A `CheckpointIO` from which each rank reads what it holds of a sharded checkpoint, instead of all of it."""
+
+    def read_parts(self, path: Any) -> dict[str, Any] | None:
+        """Returns a sharded checkpoint with stored tensors for those of `state_dict` and `optimizer_states`; on every rank.
+
+        A stored tensor has the `shape` of the full tensor and its `dtype`; it has not been read. None: the checkpoint is
+        not sharded.
+
+        Raises:
+            ConfigError: On every rank, if the checkpoint is not complete or is damaged.
+        """
+
+    def fill(self, pairs: Iterable[tuple[Any, Tensor]]) -> None:
+        """Reads stored tensors of one checkpoint, without communication between ranks.
+
+        Args:
+            pairs: Each stored tensor with a tensor of its full shape to read it into; of a DTensor this rank's shard is
+                read.
+        """
 
 
 @runtime_checkable

@@ -178,9 +178,7 @@ class TokenDataModule(LightningDataModule):
             world_size=place["num_replicas"],
             **order,
         )
-        return TokenLoader(
-            batches, self.num_workers, pin_memory=on_cuda, repeat=repeat, vocab_size=self.vocab_size
-        )
+        return TokenLoader(batches, self.num_workers, on_cuda, repeat, self.vocab_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and the tokenizer: a checkpoint alone is enough to turn text into ids and back."""
