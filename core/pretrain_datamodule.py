@@ -17,7 +17,7 @@ from core.contracts import (
     TokenPreparer,
     TokenWriter,
     Transform,
-)  # fmt: skip
+)
 from core.data.token_datamodule import TokenDataModule, default_cache_dir
 from core.errors import ConfigError
 from core.technique import technique

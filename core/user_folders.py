@@ -51,6 +51,5 @@ def install() -> None:
 def folders() -> list[Path]:
     """Returns the folders on `sys.path`, in order, but for ours."""
     found = (Path(entry or os.curdir) for entry in sys.path)
-    return [
-        path for path in dict.fromkeys(path.resolve() for path in found if path.is_dir()) if path != HOUSE
-    ]
+    resolved = dict.fromkeys(path.resolve() for path in found if path.is_dir())
+    return [path for path in resolved if path != HOUSE]

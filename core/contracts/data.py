@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from core.contracts.packed_batches import PackedBatches
 
 __all__ = [
-    "DocumentSource", "Engine", "Packing", "Reader", "Reject", "TokenFolder", "TokenPreparer", "TokenWriter", "Tokenizer",
-    "Transform", "raise_reject",
-]  # fmt: skip
+    "DocumentSource",
+    "Engine",
+    "Packing",
+    "Reader",
+    "Reject",
+    "TokenFolder",
+    "TokenPreparer",
+    "TokenWriter",
+    "Tokenizer",
+    "Transform",
+    "raise_reject",
+]
 
 
 class Tokenizer(ABC):

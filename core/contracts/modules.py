@@ -10,12 +10,20 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
+from core.contracts.offers import EncodesText, HasRows, HasVocabulary
 from core.contracts.packed_batches import PackedBatches
 from core.errors import ConfigError
 
 __all__ = [
-    "IGNORED_LABEL", "Batch", "Network", "Objective", "PackedBatches", "Schedule", "TokenSum", "compatibility_errors",
-]  # fmt: skip
+    "IGNORED_LABEL",
+    "Batch",
+    "Network",
+    "Objective",
+    "PackedBatches",
+    "Schedule",
+    "TokenSum",
+    "compatibility_errors",
+]
 
 
 IGNORED_LABEL = -100
@@ -228,11 +236,11 @@ def compatibility_errors(
 
 def check_fit(network: Network, data: Any) -> None:
     """Raises a ConfigError if a network is too small for a data module's data, as far as that is known."""
-    tokens = getattr(data, "vocab_size", None) or getattr(
-        getattr(data, "tokenizer", None), "vocab_size", None
-    )
+    parts = (data, data.tokenizer if isinstance(data, EncodesText) else None)
+    tokens = [part.vocab_size for part in parts if isinstance(part, HasVocabulary) and part.vocab_size]
+    length = data.sequence_length if isinstance(data, HasRows) else None
     sizes = network.vocab_size, network.max_sequence_length
-    if faults := list(compatibility_errors(*sizes, tokens, getattr(data, "sequence_length", None))):
+    if faults := list(compatibility_errors(*sizes, next(iter(tokens), None), length)):
         raise ConfigError("\n".join(faults))
 
 

@@ -197,6 +197,9 @@ def test_a_token_id_beyond_the_vocabulary_ends_a_run_kindly(folder, config, comp
 def test_too_many_workers_end_a_run_before_it_starts(folder, config, complaint, tmp_path):
     said = complaint("fit", f"--config={config(folder)}", "--data.num_workers=100000")
     assert "data.num_workers is 100,000" in said
+    path = config(folder, num_workers=100_000)
+    [line] = [n for n, text in enumerate(path.read_text().splitlines(), 1) if "num_workers" in text]
+    assert f"run.yaml:{line}: data.num_workers is 100,000" in complaint("fit", f"--config={path}")
     assert not list(tmp_path.glob("run/*/*.ckpt"))
 
 
