@@ -267,10 +267,8 @@ class LanguageModule(AveragedWeights):
     def configure_optimizers(self) -> Any:
         """Builds the optimizer on two parameter groups, and the schedule over the length of the run."""
         optimizer = self.build_optimizer(self.parameter_groups())
-        self._built, self.written_groups = (
-            type(optimizer),
-            optimizer_state.written_settings(optimizer, self.trainer),
-        )
+        self._built = type(optimizer)
+        self.written_groups = optimizer_state.written_settings(optimizer, self.trainer)
         if self.build_lr_scheduler is None:
             return optimizer
         scheduler = self.build_lr_scheduler(optimizer)
