@@ -3,6 +3,7 @@
 from collections import Counter
 from functools import wraps
 
+import pytest
 import yaml
 from lightning.pytorch import Trainer
 
@@ -72,3 +73,11 @@ def test_a_fit_trains_the_network_that_was_checked(monkeypatch, core):
     found = count_calls(monkeypatch)
     assert core("fit", "--config=tiny", "--trainer.max_steps=1", "--model.lr_scheduler=null").code == 0
     assert found["Network"] == found["Trainer"] == 1
+
+
+@pytest.mark.parametrize(("name", "prepared"), [("Known", False), ("Late", True)])
+def test_data_that_does_not_fit_is_found_as_soon_as_it_is_known(core, name, prepared):
+    done = core("fit", "--config=tiny", f"--data=tests.support.sized.{name}")
+    assert done.code == 2
+    assert "has 100 tokens, the network's vocab_size is 64" in done.err
+    assert ("PREPARED" in done.out) == prepared
