@@ -216,9 +216,10 @@ class BuiltRun:
         """Finds wrong arguments of network, optimizer and schedule before anything is launched, written or prepared."""
         with self._building():
             self.model.build_network = draft = NetworkDraft(self.model.build_network, self.trainer)
+            assert draft.network is not None
             with torch.device("meta"):
                 network = apply_network_changes(draft.network, self.trainer)
-        # The requested vocabulary, if it is not yet known how many tokens the data has: `configure_model` checks that.
+        # Before data are prepared the vocabulary may be unknown, or a request: `configure_model` checks what is there.
         check_fit(network, self.datamodule)
         parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters"
