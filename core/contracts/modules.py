@@ -99,10 +99,16 @@ class Network(nn.Module, ABC):
     Attributes:
         vocab_size: Rows of the output weight.
         max_sequence_length: The longest T that `forward` accepts, or None where there is no limit.
+        deferred_init: Whether the constructor leaves every value to `init_weights`: constructed on the meta device,
+            then emptied with `to_empty` and initialised, the network has, bit by bit, the weights of one that is
+            constructed on the device from the same seed. The command line then constructs it once a run instead of
+            twice. Modules of torch draw random numbers when they are constructed: construct them under
+            `torch.device("meta")`. Not inherited.
     """
 
     vocab_size: int
     max_sequence_length: int | None
+    deferred_init: bool = False
 
     @classmethod
     def preflight(cls, run: Any, own: Any) -> Iterable[str]:

@@ -77,6 +77,8 @@ class GPT(Network):
     position_table: Tensor
     max_sequence_length: int
 
+    deferred_init = True
+
     def __init__(
         self,
         vocab_size: int = 50257,
