@@ -35,10 +35,12 @@ PRELOADED = [
     # What the tiny run names.
     "core.__main__",
     "core.pretrain_datamodule",
+    "torch.utils.serialization.config",
     "datamodules.preparation.readers.text_documents",
     "datamodules.preparation.readers.json_lines_documents",
     "datamodules.preparation.tokenizers.bpe_tokenizer",
     "datamodules.preparation.writers.token_shards",
+    "conformance.warmed",
 ]
 """What a run imports, pandas through pyarrow; pytest is there because a forked process imports its parent's main module.
 
@@ -214,6 +216,8 @@ def _context() -> Any:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
+    # A process has one fork server: that of a LocalEngine that was here before imported next to nothing.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
     context.set_forkserver_preload(PRELOADED)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
