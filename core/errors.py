@@ -23,9 +23,10 @@ def deprecated(old: str, new: str) -> None:
 
 
 def nearest(word: str, candidates: "list[str] | tuple[str, ...] | set[str]") -> str:
-    """Returns ' Did you mean X?' for the most similar candidate, or an empty string."""
+    """Returns ' Did you mean X?' for the most similar candidate, else the first that begins so; or an empty string."""
     import difflib
 
     by_lower = {candidate.lower(): candidate for candidate in sorted(candidates)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    close = close or [name for name in by_lower if len(word) > 2 and name.startswith(word.lower())]
     return f" Did you mean {by_lower[close[0]]}?" if close else ""

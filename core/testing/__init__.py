@@ -4,11 +4,12 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    import warnings
     from importlib import import_module
+
+    from core.errors import deprecated
 
     kit = import_module("conformance")
     if name not in kit.__all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"core.testing.{name} is now conformance.{name}", DeprecationWarning, stacklevel=2)
+    deprecated(f"core.testing.{name}", f"conformance.{name}")
     return getattr(kit, name)
