@@ -15,6 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+if getattr(sys.modules.get("core"), "__file__", "") is None:
+    # A folder `core` in the working directory, without __init__.py, hides the package of an editable installation.
+    del sys.modules["core"]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from core import __version__, catalog
 from core.errors import ConfigError
 

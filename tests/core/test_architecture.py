@@ -33,7 +33,7 @@ BELOW = {
     **dict.fromkeys(TECHNIQUES, ("core", "toolkit")),
     "conformance": ("core", "toolkit", "plugins"),
     "plugins.commands": ("core", "toolkit", "plugins", "conformance"),
-    "core.testing": ("conformance",),
+    "core.testing": ("core", "conformance"),
     "core.selection": ("core", "toolkit"),
 }
 """Room -> the rooms that it may import. `plugins check` runs the kit, which runs `fit`: the commands are a room of their
