@@ -78,7 +78,7 @@ def corpus(folder, documents=120, files=6):
 
 
 def preparation(source, reader=JSONLinesDocuments, **options):
-    options = {"stages": [Normalise()], "validation_fraction": 0.2, **options}
+    options = {"transforms": [Normalise()], "validation_fraction": 0.2, **options}
     tokenizer, writer = options.pop("tokenizer", None), options.pop("writer", None)
     return TokenPreparation(
         reader(str(source)), tokenizer or BPETokenizer(300), writer or TokenShards(900), **options

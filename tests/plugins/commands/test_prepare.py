@@ -138,7 +138,7 @@ def test_shards_have_about_the_size_asked_for(tmp_path, monkeypatch):
 
 
 def test_on_first_use_and_by_command_the_tokens_are_the_same(source, tmp_path):
-    folder = prepare(source, tmp_path / "out", stages=[])
+    folder = prepare(source, tmp_path / "out", transforms=[])
     stages = JSONLinesDocuments, BPETokenizer(300), TokenShards(900), Concatenate()
     data = PretrainDataModule(
         *stages, source=str(source), cache_dir=str(tmp_path / "cache"), validation_fraction=0.2
@@ -268,11 +268,11 @@ class FirstOfItsKind(Transform):
 
 @pytest.mark.parametrize("engine", [None, LocalEngine(2)])
 def test_a_stage_may_look_at_all_documents_first(source, tmp_path, engine):
-    folder = prepare(source, tmp_path / "out", stages=[FirstOfItsKind()], engine=engine)
+    folder = prepare(source, tmp_path / "out", transforms=[FirstOfItsKind()], engine=engine)
     kept = documents_of(folder, "train") + documents_of(folder, "validation")
     words = {text.split()[0] for text in texts(120)}
     assert Counter(text.split()[0] for text in kept) == dict.fromkeys(words, 1)
-    [stage] = manifest_of(folder)["stages"]
+    [stage] = manifest_of(folder)["transforms"]
     assert stage["dropped"] == {"seen before": 120 - len(words)}
 
 
@@ -488,7 +488,7 @@ def test_the_shipped_config_prepares_and_verifies(source, tmp_path, capsys):
         (["--trainer.max_steps=3"], "--trainer.max_steps: prepare takes options of the section data"),
         (["--data.validation_fraction=2"], "data.validation_fraction is 2"),
         (["--data.engine.workers=0"], "LocalEngine: workers is 0"),
-        (["--data.stages=[Normalize]"], "Normali"),
+        (["--data.transforms=[Normalize]"], "Normali"),
         (["--data.source=touch pwned", "--data.reader=os.system"], "os.system"),
     ],
 )
