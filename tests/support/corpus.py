@@ -31,7 +31,7 @@ HEAVY = {
 }
 """What takes hundreds of MB, and no part in a preparation."""
 
-WORDS = [
+PLAIN_WORDS = [
     "the",
     "model",
     "learns",
@@ -45,11 +45,8 @@ WORDS = [
     "of",
     "is",
     "was",
-    "naïve",
-    "北京",
-    "🙂",
-    "don't",
 ]
+WORDS = [*PLAIN_WORDS, "naïve", "北京", "🙂", "don't"]
 
 
 TOPICS = tuple(topics[name] for name in sorted(topics)[:60] if topics[name])

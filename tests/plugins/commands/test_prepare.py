@@ -41,6 +41,7 @@ from tests.support.corpus import (
     texts,
     write_lines,
 )
+from tests.support.full_disk import small_disk
 from toolkit import durable
 
 
@@ -325,12 +326,7 @@ def command(source, folder, *more):
 
 
 def test_without_space_it_says_so_and_with_space_it_goes_on(source, tmp_path, capsys):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=150k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
+    with small_disk(tmp_path / "disk", "150k") as disk:
         assert main(command(source, disk / "out")) == 2
         told = capsys.readouterr().err.splitlines()
         message = [line for line in told if not line.startswith(("Preparing", "tasks"))]
@@ -343,8 +339,6 @@ def test_without_space_it_says_so_and_with_space_it_goes_on(source, tmp_path, ca
         assert main(command(source, disk / "out")) == 0
         assert main(command(source, tmp_path / "out")) == 0
         assert contents(disk / "out") == contents(tmp_path / "out")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_file_that_may_not_grow_is_named(source, tmp_path):
