@@ -73,6 +73,19 @@ class Run:
     error_text: str
     codes: tuple[int | None, ...] = ()
 
+    def succeeded(self, what: str, hint: str = "") -> Run:
+        """Returns the run itself.
+
+        Args:
+            what: Names the run in the message.
+            hint: Added to the message.
+
+        Raises:
+            AssertionError: If it failed.
+        """
+        require(self.code == 0, f"{what} ended with exit code {self.code}:\n{self.error_text}{hint}")
+        return self
+
     @cached_property
     def record(self) -> dict[str, Any]:
         """What the recorder noted on rank 0."""

@@ -12,6 +12,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+if getattr(sys.modules.get("core"), "__file__", "") is None:
+    # A folder `core` in the working directory, without __init__.py, hides the package of an editable installation.
+    del sys.modules["core"]
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from core import catalog
 
 

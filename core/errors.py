@@ -1,5 +1,7 @@
 """Errors that users cause and can mend: shown as a few lines, never as a traceback."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -43,10 +45,11 @@ def moved(module: str, to: str) -> Callable[[str], Any]:
     return get
 
 
-def nearest(word: str, candidates: "list[str] | tuple[str, ...] | set[str]") -> str:
-    """Returns ' Did you mean X?' for the most similar candidate, or an empty string."""
+def nearest(word: str, candidates: list[str] | tuple[str, ...] | set[str]) -> str:
+    """Returns ' Did you mean X?' for the most similar candidate, else the first that begins so; or an empty string."""
     import difflib
 
     by_lower = {candidate.lower(): candidate for candidate in sorted(candidates)}
     close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    close = close or [name for name in by_lower if len(word) > 2 and name.startswith(word.lower())]
     return f" Did you mean {by_lower[close[0]]}?" if close else ""

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 HOUSE = Path(__file__).resolve().parent.parent
 PACKAGES = ("callbacks", "configs", "conformance", "core", "datamodules", "plugins", "toolkit")
@@ -24,9 +23,7 @@ class _Finder:
     """Finds our packages and their modules in our folder, then modules in the users' folders of the same names."""
 
     @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         *parents, _ = name.split(".")
         if name.partition(".")[0] not in PACKAGES:
             return None

@@ -2,7 +2,7 @@
 
 MODULES = {"callbacks": "callbacks", "loggers": "callbacks", "strategies": "callbacks", "precision": "callbacks",
            "networks": "networks", "objectives": "objectives", "optimizers": "optimizers",
-           "schedules": "optimizers", "data": "stages", "datamodules": "stages", "commands": "commands"}  # fmt: skip
+           "schedules": "optimizers", "data": "data", "datamodules": "data", "commands": "commands"}  # fmt: skip
 """Kind -> module of tests.conformance.broken."""
 
 
