@@ -86,7 +86,7 @@ class Case:
         return next(filter(None, found), None)
 
     def _needs(self) -> tuple[Need, ...]:
-        return (declaration_of(self.target) or Declaration(paper="")).needs
+        return tuple((declaration_of(self.target) or Declaration(paper="")).needs)
 
     @cached_property
     def overlay(self) -> dict[str, Any]:

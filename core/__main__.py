@@ -33,7 +33,7 @@ def _put_house_first() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0 done, 2 a mistake that the user can mend, 130 interrupted,
+    """Runs one command; returns its exit code: 0 done, 2 a mistake that the user can correct, 130 interrupted,
     143 ended by SIGTERM.
     """
     _put_house_first()

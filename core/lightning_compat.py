@@ -1,7 +1,8 @@
 """The one file that names what is private in Lightning, or replaces one of its methods.
 
-All of it was read in Lightning 2.6 (2.6.6); each function says why there is no public way. With another release of
-Lightning this is the file to read again: `tests/core/test_architecture.py` finds private names elsewhere.
+All of it was read in Lightning 2.6.6, with which each function says why there is no public way. With another release of
+Lightning this is the file to read again: `tests/core/test_architecture.py` finds private names elsewhere, also overrides,
+what a class inherits, and texts.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.optim import Optimizer
@@ -54,7 +55,7 @@ __all__ = [
 # -- ranks and processes ------------------------------------------------------------------------------------
 
 default_backend = distributed._get_default_process_group_backend_for_device
-"""Returns the backend of process groups for a device: nccl or gloo."""
+"""Returns the backend of process groups for a device, nccl or gloo; public only as a method of each strategy."""
 
 init_process_group = distributed._init_dist_connection
 """Connects the processes; `ParallelStrategy` of Lightning has it in its subclasses only."""
@@ -63,7 +64,7 @@ destroy_process_group = distributed._destroy_dist_connection
 """Ends the connection; Lightning registers it for the backend "nccl" alone, not for "cpu:gloo,cuda:nccl"."""
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
-"""Starts the other ranks of this machine; Lightning's strategies choose it in a private method each."""
+"""Starts the other ranks of this machine; no launcher has a public name. A strategy offers it as its property `launcher`."""
 
 
 _END_ALL = _ChildProcessObserver._terminate_all
@@ -97,7 +98,7 @@ def set_root_dir(trainer: Trainer, folder: Path) -> None:
 # -- random numbers -----------------------------------------------------------------------------------------
 
 collect_rng_states = _collect_rng_states
-"""Returns the states of all global generators: torch's, NumPy's, Python's, CUDA's."""
+"""Returns the states of all global generators: torch's, NumPy's, Python's, CUDA's; `seed_everything` only sets them."""
 
 set_rng_states = _set_rng_states
 """Puts back what `collect_rng_states` returned."""
@@ -106,17 +107,20 @@ set_rng_states = _set_rng_states
 
 
 def is_accumulating(trainer: Trainer) -> bool:
-    """Returns whether the optimizer does not step with the batch of now: it is not the last of its step."""
+    """Returns whether the optimizer does not step with the batch of now: it is not the last of its step.
+
+    The loop alone knows, which counts batches and knows the last of an epoch.
+    """
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def is_last_batch(trainer: Trainer) -> bool:
-    """Returns whether the epoch ends with the batch of now."""
+    """Returns whether the epoch ends with the batch of now, by `max_steps` and the like too: only the loop counts these."""
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
 def validates_after_batch(trainer: Trainer) -> bool:
-    """Returns whether a validation follows the batch of now."""
+    """Returns whether a validation follows the batch of now: the loop decides it behind the hooks, and says it to nobody."""
     loop = trainer.fit_loop
     fetcher = loop._data_fetcher
     assert fetcher is not None
@@ -124,7 +128,10 @@ def validates_after_batch(trainer: Trainer) -> bool:
 
 
 def replace_validation_check(trainer: Trainer, due: Callable[[], bool]) -> None:
-    """Lets `due()` answer behind each micro-batch whether to validate, where nothing else decides, such as a stop."""
+    """Lets `due()` answer behind each micro-batch whether to validate, where nothing else decides, such as a stop.
+
+    The trainer's options count micro-batches only.
+    """
     loop: Any = trainer.fit_loop.epoch_loop
     plain = loop._should_check_val_fx
 
@@ -151,7 +158,7 @@ def validates_by_time(trainer: Trainer) -> bool:
 
 
 LOGGED_STEPS = "_batches_that_stepped"
-"""Key of that count in a checkpoint's state of the training loop."""
+"""Key of that count in a checkpoint's state of the training loop, which a run that ended within an epoch has wrong."""
 
 
 def set_logged_steps(trainer: Trainer, steps: int) -> None:
@@ -197,7 +204,10 @@ def _keywords(keywords: OrderedDict[str, Any], batch: Any, batch_idx: int) -> Or
 
 
 def replace_closure(trainer: Trainer, closure: Callable[[dict[str, Any]], Callable[[], Any]]) -> None:
-    """Lets `closure(kwargs)` make what computes the gradients of a micro-batch under automatic optimization."""
+    """Lets `closure(kwargs)` make what computes the gradients of a micro-batch under automatic optimization.
+
+    Manual optimization is the public way, and would do without Lightning's accumulation, clipping and hooks.
+    """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     loop._make_closure = lambda kwargs, optimizer, batch_idx: closure(kwargs)
 
@@ -208,14 +218,17 @@ def restore_closure(trainer: Trainer) -> None:
 
 
 def zero_gradients(trainer: Trainer, batch_idx: int, optimizer: Optimizer) -> None:
-    """Zeroes the gradients, through hooks, if the batch is the first of its step."""
+    """Zeroes the gradients, through hooks, if the batch is the first of its step; part of the closure that is replaced."""
     zero = trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
     if zero is not None:
         zero()
 
 
 def after_closure(precision: Any, module: LightningModule, optimizer: Optimizer) -> None:
-    """Runs `on_before_optimizer_step` and gradient clipping, between backward and the optimizer's step."""
+    """Runs `on_before_optimizer_step` and gradient clipping, between backward and the optimizer's step.
+
+    Precisions call it inside of the step; public is only the whole step.
+    """
     precision._after_closure(module, optimizer)
 
 
@@ -244,20 +257,20 @@ def take_over_sigterm(trainer: Trainer) -> bool:
 
 
 def end_by_sigterm(trainer: Trainer) -> None:
-    """Ends the run after this batch, as Lightning does once it has received SIGTERM."""
+    """Ends the run after this batch, as Lightning does once it has received SIGTERM; `trainer.received_sigterm` only reads."""
     trainer._signal_connector.received_sigterm = True
 
 
 # -- modules and optimizers ---------------------------------------------------------------------------------
 
 NAME_OF_HOOK = "_current_fx_name"
-"""Attribute of a LightningModule that Lightning sets at each hook, some 40 times a step."""
+"""Attribute of a LightningModule that Lightning sets at each hook, some 40 times a step, which has to be cheap."""
 
 optimizers_to_device = _optimizers_to_device
-"""Moves the states of optimizers to a device."""
+"""Moves the states of optimizers to a device; Lightning does so inside of its own strategies' `setup`."""
 
 init_optimizers = _init_optimizers_and_lr_schedulers
-"""Returns the optimizers and schedules that a module configures, without Lightning's wrappers."""
+"""Returns the optimizers and schedules that a module configures; `setup_optimizers` wraps them at once."""
 
 
 def set_device(module: LightningModule, device: torch.device) -> None:
@@ -267,9 +280,12 @@ def set_device(module: LightningModule, device: torch.device) -> None:
 
 def unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer in Lightning's wrapper, or the optimizer itself."""
-    return getattr(optimizer, "_optimizer", optimizer)
+    return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
 def call_as_forward(strategy: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of the LightningModule through the forward of the strategy's model, whose hooks act."""
+    """Calls a method of the LightningModule through the forward of the strategy's model, whose hooks act.
+
+    The strategy's own steps do so for their method alone.
+    """
     return strategy._forward_redirection(strategy.model, strategy.lightning_module, name, *args, **kwargs)

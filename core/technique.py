@@ -5,7 +5,7 @@ Light on purpose: importing this module imports no torch, so that a declaration 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -166,16 +166,16 @@ class Declaration:
     """
 
     paper: str
-    needs: Collection[Need] = ()
+    needs: Sequence[Need] = ()
     conflicts: Mapping[str, str] = field(default_factory=dict)
-    before: Collection[str] = ()
-    after: Collection[str] = ()
-    owns: Collection[str] = ()
-    offers: Collection[str] = ()
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+    owns: Sequence[str] = ()
+    offers: Sequence[str] = ()
     api: str | None = None
     maturity: Maturity = "experimental"
     observer: bool = False
-    precision_words: Collection[str] = ()
+    precision_words: Sequence[str] = ()
     replaces: Mapping[str, str] = field(default_factory=dict)
     watches: InitVar[bool | None] = None
 
