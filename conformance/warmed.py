@@ -12,7 +12,9 @@ from plugins.cli.configuration.parsing import Parsed
 from plugins.cli.configuration.request import prepare
 from plugins.cli.configuration.trust import trusting
 
-_REQUEST = prepare([f"--config={Path(__file__).with_name('tiny.yaml')}", "--data.source=text", "--data.cache_dir=cache"])
+_REQUEST = prepare(
+    [f"--config={Path(__file__).with_name('tiny.yaml')}", "--data.source=text", "--data.cache_dir=cache"]
+)
 with trusting(_REQUEST.trust):
     Parsed("fit", _REQUEST).plain()
 catalog.entries.cache_clear()  # the forked process has other packages, it may be

@@ -78,7 +78,9 @@ runs.in_subprocess(exec, "import sys; assert 'this' in sys.modules and 'colorsys
 
 def test_a_fork_server_that_was_there_before_gives_way():
     """A LocalEngine in this process starts one without our imports, and each run would import all by itself."""
-    done = subprocess.run([sys.executable, "-c", SECOND], cwd=HOUSE, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND], cwd=HOUSE, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
