@@ -26,7 +26,7 @@ def imports_nothing_heavy(case: Case) -> None:
     )
     # not the forked process of other proofs, which has imported all of it
     words = [sys.executable, "-c", code, case.entry.module, *sys.path]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120, cwd=workshop(), check=False)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=workshop(), check=False)
     require(done.returncode == 0, f"importing it ends with {done.returncode}: {done.stderr[-500:]}")
     found = [name for name in HEAVY if name in done.stdout.split()]
     require(not found, f"{case.entry.module} imports {', '.join(found)}")

@@ -16,7 +16,7 @@ from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from conformance import runs
 from core import catalog
-from tests.support.technique_cost import Cost
+from tests.support.technique_cost import Cost, Measured
 
 # One thread here and in every subprocess, set before torch is imported: sums over other numbers of threads
 # differ in their last bits, and two processes of two threads each crawl on two cores.
@@ -76,10 +76,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Has the costs of techniques printed by the process that hears of all tests."""
+    """Has the costs of techniques measured, and printed by the process that hears of all tests."""
+    config.pluginmanager.register(Measured())
     if not hasattr(config, "workerinput"):
-        workers = config.getoption("numprocesses", None) or 1
-        config.pluginmanager.register(Cost(min(workers, config.getoption("maxprocesses", None) or workers)))
+        config.pluginmanager.register(Cost())
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:

@@ -40,7 +40,7 @@ def terminal():
     finally:
         sys.stdout.close()
         sys.stdout = before
-        reader.join(10)
+        reader.join(120)
         os.close(master)
 
 
@@ -207,7 +207,7 @@ def test_an_exception_gives_the_terminal_back(exception, raises, on_terminal):
     assert text.endswith(SHOW)
     assert re.search(r"step 5/60 .*left\r\n", text)
     for thread in [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__]:
-        thread.join(10)  # it has been told to end
+        thread.join(120)  # it has been told to end
         assert not thread.is_alive()
 
 

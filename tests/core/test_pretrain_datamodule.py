@@ -190,7 +190,7 @@ def test_two_processes_may_prepare_at_once(tmp_path, corpus):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0, 0]
     folder = build(corpus, tmp_path)
     folder.prepare_data()
@@ -212,7 +212,7 @@ def test_after_kills_the_data_is_the_same_as_without(tmp_path, corpus):
         ):
             time.sleep(0.0005)
         os.kill(process.pid, signal.SIGKILL)
-        process.join(60)
+        process.join(240)
         for finished in set(cache_dir.glob("*")) - set(cache_dir.glob("preparing-*")):
             assert contents(finished) == undisturbed
     assert len(list(cache_dir.glob("preparing-*"))) >= 2, "the kills came too late to test anything"

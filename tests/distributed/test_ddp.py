@@ -40,7 +40,7 @@ def launched(command, folder):
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HOUSE)},
         )  # fmt: skip
         try:
-            code = process.wait(timeout=120)
+            code = process.wait(timeout=300)
         finally:  # all ranks, whatever happened
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -109,7 +109,7 @@ def finished(process, log, folder):
 
 
 def wait_for(port):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_connection(("localhost", port), timeout=1):
             return

@@ -57,7 +57,7 @@ def test_whoever_waited_goes_on_though_the_file_is_read(tmp_path):
         publish(stream, path)
     with locked(path, fcntl.LOCK_SH) as reader:
         assert reader is not None
-        waiting.join(5)
+        waiting.join(120)
         assert not waiting.is_alive()
 
 
@@ -77,7 +77,7 @@ def test_a_fork_keeps_no_lock_of_another_thread(tmp_path):
     child = os.fork()
     if child == 0:
         os.write(writing, b"x")
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     try:
         os.read(reading, 1)

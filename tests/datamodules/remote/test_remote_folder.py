@@ -239,7 +239,7 @@ def test_a_killed_process_leaves_nothing_that_misleads(url, tmp_path, storage):
         words = (url, tmp_path, storage.options, ready)
         child = context.Process(target=_map_without_end, args=words, daemon=True)
         child.start()
-        assert ready.wait(60)
+        assert ready.wait(240)
         time.sleep(rng.uniform(0.0, 0.1))
         child.kill()
         child.join()

@@ -216,7 +216,7 @@ class Terminal:
         os.write(self.line, text.encode())
 
     def wait(self, done):
-        end = time.monotonic() + 60
+        end = time.monotonic() + 240
         while not done():
             assert time.monotonic() < end, self.said.decode(errors="replace")
             if select.select([self.line], [], [], 0.05)[0]:

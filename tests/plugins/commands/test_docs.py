@@ -296,7 +296,7 @@ def browser(built, tmp_path_factory):
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         process = subprocess.Popen(words, start_new_session=True, **quiet)
         try:
-            return server.answers.get(timeout=20)
+            return server.answers.get(timeout=180)
         finally:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

@@ -95,6 +95,6 @@ def test_workers_import_nothing_heavy():
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.stdout == "[]\n", done.stderr[-2000:]

@@ -116,7 +116,7 @@ def test_forked_children_neither_warn_nor_hang(tokenizer, capfd):
     for process in processes:
         process.start()
     for process in processes:
-        process.join(30)
+        process.join(240)
     assert [process.exitcode for process in processes] == [0, 0]
     assert capfd.readouterr().err == ""
 

@@ -20,7 +20,7 @@ from tests.conftest import TINY
 @pytest.fixture
 def sleeper():
     """Another process of this machine, as a holder."""
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     yield Holder(None, myself().host, process.pid, claims.start_of(process.pid), myself().space)
     process.kill()
     process.wait()
@@ -40,7 +40,7 @@ def test_a_living_process_keeps_its_folder(tmp_path, sleeper):
 def test_the_claim_of_a_dead_process_is_taken_over(reaped, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "pass"])
     holder = Holder(None, myself().host, process.pid, claims.start_of(process.pid), myself().space)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while claims.start_of(process.pid) != "-" and time.monotonic() < deadline:
         time.sleep(0.01)
     if reaped:
@@ -124,7 +124,7 @@ def test_a_second_resume_is_refused_and_leaves_the_firsts_files(tmp_path):
     assert run(words, folder).code == 0
     leftover = folder / "checkpoints" / ".step-00000008.ckpt.tmp"
     leftover.write_bytes(b"being written")
-    holder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    holder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
         found = Holder(None, myself().host, holder.pid, claims.start_of(holder.pid), myself().space)
         claims.write_claim(folder, found)
