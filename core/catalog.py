@@ -102,17 +102,14 @@ class Entry:
         from packaging.requirements import InvalidRequirement, Requirement
 
         for line in requires(self.package) or ():
-            try:
+            with contextlib.suppress(InvalidRequirement):
                 needed = Requirement(line)
-            except InvalidRequirement:
-                continue
-            wanted = str(needed.specifier)
-            if needed.name.lower() != "leyden" or (needed.marker and not needed.marker.evaluate()):
-                continue
-            if mend := upgrade(wanted, __version__, self.package):
-                raise ConfigError(
-                    f"{self.name} of {self.origin} requires leyden{wanted}, {__version__} is installed: {mend}"
-                )
+                if needed.name.lower() != "leyden" or (needed.marker and not needed.marker.evaluate()):
+                    continue
+                if mend := upgrade(wanted := str(needed.specifier), __version__, self.package):
+                    raise ConfigError(
+                        f"{self.name} of {self.origin} requires leyden{wanted}, {__version__} is installed: {mend}"
+                    )
 
     def summary(self) -> str:
         """Returns the first line of the docstring, read with `ast`; empty where there is no source."""
@@ -183,22 +180,20 @@ def source_file(module: str) -> Path | None:
 @cache
 def entries() -> tuple[Entry, ...]:
     """Returns every registered technique of every installed package, sorted by kind and name."""
-    # Groups at once, and each distribution's metadata once: each access reads the file again, which takes a millisecond.
-    points = entry_points()
-    found, origins = set(), dict[int, tuple[str, str]]()
+    points = entry_points()  # all groups at once: each call reads the files again
+    found = set()
     for kind in (*KINDS, FORMER_KIND):
         for point in points.select(group=f"leyden.{kind}"):
-            if id(point.dist) not in origins:
-                origins[id(point.dist)] = _origin(point.dist)
             # not point.module and point.attr: they fail on a malformed value, and everybody's run with it
             module, _, attribute = point.value.partition("[")[0].partition(":")
             kind = new_kind(kind, f"the group of {point.name}, leyden.{kind},")
-            found.add(Entry(point.name, kind, module.strip(), attribute.strip(), *origins[id(point.dist)]))
+            found.add(Entry(point.name, kind, module.strip(), attribute.strip(), *_origin(point.dist)))
     return tuple(sorted(found, key=lambda entry: (entry.kind, entry.name, entry.package)))
 
 
+@cache
 def _origin(distribution: Distribution | None) -> tuple[str, str]:
-    """Returns name and version of a distribution, as far as it says."""
+    """Returns name and version of a distribution, as far as it says; reading them takes a millisecond."""
     metadata: Any = distribution.metadata if distribution else {}
     return metadata.get("Name") or "?", metadata.get("Version") or "?"
 

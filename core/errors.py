@@ -1,7 +1,5 @@
 """Errors that users cause and can mend: shown as a few lines, never as a traceback."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +20,11 @@ class ConfigError(Exception):
     exit_code = 2
 
 
-def deprecated(old: str, new: str, stacklevel: int = 3) -> None:
+def deprecated(old: str, new: str, level: int = 3) -> None:
     """Warns that a name is used that goes with the next minor version of the API; the caller of the caller used it."""
     import warnings
 
-    warnings.warn(
-        f"{old} is deprecated and goes with core API 1.5: use {new}.", DeprecationWarning, stacklevel
-    )
+    warnings.warn(f"{old} is deprecated and goes with core API 1.5: use {new}.", DeprecationWarning, level)
 
 
 def moved(module: str, to: str) -> Callable[[str], Any]:
