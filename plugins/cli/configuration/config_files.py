@@ -152,7 +152,7 @@ def find_config(name: str, beside: Path | None = None) -> Path:
                     if path.is_file():
                         return path
     known = {str(path.relative_to(shipped).with_suffix("")) for path in shipped.rglob("*.yaml")}
-    for folder in folders[:-1] if len(name) < 1_000 else ():
+    for folder in folders[:-1] if Path(name).name not in ("", "..") and len(name) < 1_000 else ():
         known |= {str(Path(name).with_name(path.stem)) for path in (folder / name).parent.glob("*.yaml")}
     hint = nearest(names[1].removesuffix(".yaml"), known)
     if any(_is_folder(folder / name) for folder in folders):

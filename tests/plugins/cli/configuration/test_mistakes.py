@@ -57,6 +57,16 @@ def test_a_wrong_argument(argument, where, hint, capsys, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("name", [".", "..", "./", "/"])
+def test_a_folder_without_a_name_is_no_config(name, capsys, tmp_path, monkeypatch):
+    """With a file beside the folder that it stands for, among which the nearest name is looked for."""
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    for folder in (tmp_path, tmp_path / "here"):
+        (folder / "mine.yaml").write_text("{}", encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    assert "that is a folder. Name a file in it." in complain(capsys, f"--config={name}")
+
+
 @pytest.mark.parametrize(("text", "where", "hint"), [*FILES[:-1], *FILES_SEEN_LATE])
 def test_a_mistake_in_a_file_is_told_with_its_line(text, where, hint, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
