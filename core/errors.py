@@ -1,10 +1,5 @@
 """Errors that users cause and can mend: shown as a few lines, never as a traceback."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 
 class ConfigError(Exception):
     """A mistake in a configuration, an argument, an input file or the environment.
@@ -27,21 +22,7 @@ def deprecated(old: str, new: str) -> None:
     warnings.warn(f"{old} is deprecated and goes with core API 1.5: use {new}.", DeprecationWarning, 3)
 
 
-def former(old: str, new: str) -> Callable[[str], Any]:
-    """Returns a `__getattr__` for the former name of a module: finds what is public in the new one, with a warning."""
-
-    def find(name: str) -> Any:
-        from importlib import import_module
-
-        if name not in (module := import_module(new)).__all__:
-            raise AttributeError(f"module {old!r} has no attribute {name!r}")
-        deprecated(f"{old}.{name}", f"{new}.{name}")
-        return getattr(module, name)
-
-    return find
-
-
-def nearest(word: str, candidates: list[str] | tuple[str, ...] | set[str]) -> str:
+def nearest(word: str, candidates: "list[str] | tuple[str, ...] | set[str]") -> str:
     """Returns ' Did you mean X?' for the most similar candidate, else the first that begins so; or an empty string."""
     import difflib
 

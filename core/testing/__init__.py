@@ -1,5 +1,5 @@
 """Deprecated: the conformance kit is `conformance`; this name of it works until version 1.5 of the core's API."""
 
-from core.errors import former
+from core.former_names import former
 
 __getattr__ = former("core.testing", "conformance")

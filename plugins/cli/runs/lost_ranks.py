@@ -1,4 +1,4 @@
-"""What a rank reports when another one has died: it sees only that a connection has broken, in any call."""
+"""Messages for ranks whose peer has died: all that they get is a connection error, in any call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from core.errors import ConfigError
 
 SECONDS = 5.0
-"""How long ranks that lost a connection wait for each other's answer; by then all that are left have noticed."""
+"""How long ranks that lost a connection wait for each other's answer; by then all remaining ranks have noticed."""
 
 _LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|connection was closed|Socket Timeout|recvValue failed|"
@@ -24,8 +24,8 @@ _LOST = re.compile(
 )
 _KEY = "leyden/left"
 _ADVICE = (
-    "Why it died is in that rank's own output or the launcher's log; killed without a word: often out of memory.\n"
-    "To go on from the last checkpoint, start all ranks again with the same command and --ckpt_path=last."
+    "Why it died is in that rank's own output or the launcher's log; killed without a message: often out of memory.\n"
+    "To resume from the last checkpoint, start all ranks again with the same command and --ckpt_path=last."
 )
 
 
@@ -38,8 +38,8 @@ class LostRankError(ConfigError):
 def explain_lost_rank(errors: list[BaseException]) -> str | None:
     """Returns a message if one of the errors means that another rank of the run has died; else None.
 
-    Waits up to five seconds for the other ranks that are left. Any other error is written to the store, as long as
-    that can be reached, so that the other ranks can report it.
+    Waits up to five seconds for the remaining ranks. Any other error is written to the store, if it can be
+    reached, so that the other ranks can report it.
 
     Args:
         errors: An error and its causes.
@@ -89,7 +89,7 @@ def say_of_started(dead: list[tuple[int, int]]) -> None:
 
 
 def _who(store: Any, rank: int, ranks: int) -> str:
-    """Returns which ranks give no sign of life, or what they failed with."""
+    """Returns which ranks do not answer, or what they failed with."""
     signs: dict[int, str] = {rank: ""}
     until = time.monotonic() + SECONDS
     try:
