@@ -56,7 +56,7 @@ __all__ = ["KIT_VERSION", "Case", "NotProvable", "Proof", "cases", "proofs", "pr
 
 
 def __getattr__(name: str) -> Any:
-    # When it is asked for: every pytest of an environment with leyden imports this package for its plugin.
+    # On first use: every pytest of an environment with leyden imports this package for its plugin.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     home = "case" if name in ("Case", "cases") else "proof"

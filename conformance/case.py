@@ -221,12 +221,12 @@ def _without(value: Any, entry: catalog.Entry) -> Any:
 
 
 def position_of(entry: catalog.Entry) -> str | None:
-    """Returns where in a configuration techniques of this kind stand; None where that depends on the technique."""
+    """Returns the position of techniques of this kind in a configuration; None if it depends on the technique."""
     return next((key for key, kinds in POSITIONS.items() if entry.kind in kinds), None)
 
 
 def at_position(entry: catalog.Entry, named: Any) -> dict[str, Any]:
-    """Returns a configuration with a technique, or what names it, where techniques of its kind stand."""
+    """Returns a configuration with a technique, or what names it, at the position of its kind."""
     position = position_of(entry) or ""
     if position in named_callbacks.PATHS:
         position, named = f"{position}+", [named]

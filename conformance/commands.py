@@ -34,7 +34,7 @@ def imports_nothing_heavy(case: Case) -> None:
 
 @proof("commands")
 def refuses_an_unknown_argument(case: Case) -> None:
-    """An argument that it does not know ends with exit code 2 and at most 10 lines, none of a traceback."""
+    """An unknown argument ends with exit code 2 and at most 10 lines, none of a traceback."""
     done = run([case.entry.name, NO_ARGUMENT], workshop())
     lines = len(done.error_text.splitlines())
     require(
@@ -80,5 +80,5 @@ def has_a_summary(case: Case) -> None:
     require(summary.endswith("."), f"it does not end with a full stop: {summary!r}")
     followed = prose.removeprefix(summary).lstrip(" ")
     require(
-        not followed or followed.startswith("\n\n"), f"the sentence goes on in a second line: {summary!r}"
+        not followed or followed.startswith("\n\n"), f"the sentence continues on a second line: {summary!r}"
     )

@@ -25,7 +25,7 @@ POSITIONS: Mapping[type, tuple[str, Any]] = {
     Transform: ("data.init_args.transforms", Sequence[Transform]),
     Engine: ("data.init_args.engine", Engine),
 }
-"""Contract -> where the part stands in a configuration, and its type there."""
+"""Contract -> the position of the part in a configuration, and the type there."""
 
 UNUSUAL = VARIED[:5]
 
@@ -93,10 +93,13 @@ def tells_apart(case: Case, contract: type, result: Callable[[Any], Any], others
     """
     part = build(case, contract)
     try:
-        told = _told(part)
+        fingerprint = _fingerprint(part)
     except (TypeError, ValueError) as error:
         raise AssertionError(f"it is not JSON: {error}") from None
-    require(_told(build(case, contract)) == told, "two instances with the same arguments have different ones")
+    require(
+        _fingerprint(build(case, contract)) == fingerprint,
+        "two instances with the same arguments have different ones",
+    )
     usual = result(part)
     seen = ""
     for name, value, build_other in others:
@@ -110,17 +113,17 @@ def tells_apart(case: Case, contract: type, result: Callable[[Any], Any], others
         if found == usual:
             continue
         seen = name  # it matters, and the fingerprint has it: the further values can be spared
-        what = "the same fingerprint" if _told(other) == told else ""
+        what = "the same fingerprint" if _fingerprint(other) == fingerprint else ""
         if isinstance(part, Reader) and not what and _pieces(other) == _pieces(part):
-            what = "the same `options` and `tasks`, by which a preparation that goes on knows its reader"
+            what = "the same `options` and `tasks`, by which a resumed preparation recognises its reader"
         require(
             not what,
-            f"with {name} = {value!r} it gives another result and {what}: {told[:200]}.\nLikely: {name} is left out "
+            f"with {name} = {value!r} it gives another result and {what}: {fingerprint[:200]}.\nLikely: {name} is left out "
             "of it: a folder that was prepared with another value is then taken for this one's.",
         )
 
 
-def _told(part: Any) -> str:
+def _fingerprint(part: Any) -> str:
     return json.dumps(dict(part.fingerprint()), sort_keys=True)
 
 
@@ -138,10 +141,10 @@ def _result(part: Any) -> Any:
 def variants(case: Case, contract: type) -> Iterator[Variant]:
     """Yields the part with one argument changed, to several values each, those likely to matter."""
     position, _ = POSITIONS[contract]
-    stands = at(case.values, position) or {}
-    if isinstance(stands, list):
-        stands = next(item for item in stands if item["class_path"] == case.entry.class_path)
-    given = dict(stands.get("init_args") or {})
+    named = at(case.values, position) or {}
+    if isinstance(named, list):
+        named = next(item for item in named if item["class_path"] == case.entry.class_path)
+    given = dict(named.get("init_args") or {})
     for name, argument in parameters(case.target)[0].items():
         value = given.get(name, argument.default)
         for other in _others(argument, value, _words(case) if contract is DocumentSource else []):

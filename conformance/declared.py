@@ -121,15 +121,15 @@ def is_of_its_kind(case: Case) -> None:
 def is_documented(case: Case) -> None:
     """Its docstring says what it does; it, or that of a base class, describes each argument."""
     target = case.target
-    told = sections(getattr(target, "__doc__", None))
-    require(told[""], "no docstring")
+    docstring = sections(getattr(target, "__doc__", None))
+    require(docstring[""], "no docstring")
     if not inspect.isclass(target):
         return
     described_at_all, taken = described(target), parameters(target)[0]
     problems = []
     if missing := [name for name in taken if name not in described_at_all]:
         problems.append(f"`Args:` does not describe {', '.join(missing)}")
-    if unknown := [name for name in documented(told.get("Args", "")) if name not in taken]:
+    if unknown := [name for name in documented(docstring.get("Args", "")) if name not in taken]:
         problems.append(f"`Args:` describes what is no argument: {', '.join(unknown)}")
     require(not problems, "\n".join(problems))
 
@@ -137,9 +137,9 @@ def is_documented(case: Case) -> None:
 @proof(runs=False)
 def shows_an_example(case: Case) -> None:
     """Its docstring has an `Example:` that can be pasted: YAML that names it, or a command line."""
-    told = sections(getattr(case.target, "__doc__", None))
-    if case.entry.kind != "commands" or "Example" in told:
-        problem = example_problem(case.entry, told.get("Example", ""))
+    docstring = sections(getattr(case.target, "__doc__", None))
+    if case.entry.kind != "commands" or "Example" in docstring:
+        problem = example_problem(case.entry, docstring.get("Example", ""))
         require(problem is None, problem or "")
 
 

@@ -27,7 +27,7 @@ FOREVER = 12
 
 @dataclass
 class Work:
-    """Returns tasks with a mark on them, and notes each try; fails where its arguments say so.
+    """Returns tasks with a mark on them, and records each attempt; fails where its arguments say so.
 
     Args:
         folder: Of the notes.

@@ -250,7 +250,7 @@ def documents_are_isolated(case: Case) -> None:
             apart <= TOLERANCE,
             f"document {number} of a row with {len(DOCUMENTS)} differs from the same one alone by {apart:.1e} of the "
             "largest logit.\nLikely: attention, a convolution or a recurrence reaches over the end of a document "
-            "(document_ids), or positions go on instead of starting at 0 (position_ids). A network that cannot "
+            "(document_ids), or positions continue instead of starting at 0 (position_ids). A network that cannot "
             "keep documents apart raises a ConfigError.",
         )
         begin += size
@@ -268,10 +268,10 @@ def counts_flops(case: Case) -> None:
     with counter:
         network.logits(network({"input_ids": tokens(network)})).sum().backward()
     network.zero_grad()
-    counted, told = counter.get_total_flops() / (ROWS * LENGTH), network.flops_per_token(LENGTH)
+    counted, stated = counter.get_total_flops() / (ROWS * LENGTH), network.flops_per_token(LENGTH)
     require(
-        not counted or counted / FLOPS_FACTOR <= told <= counted * FLOPS_FACTOR,
-        f"{told:g} per token at T = {LENGTH}; torch's FlopCounterMode counts {counted:g} in the matrix products of "
+        not counted or counted / FLOPS_FACTOR <= stated <= counted * FLOPS_FACTOR,
+        f"{stated:g} per token at T = {LENGTH}; torch's FlopCounterMode counts {counted:g} in the matrix products of "
         "forward and backward.\nLikely: it is the figure of a sequence or a batch, not of one token; or backward, "
         "which is twice the forward, is left out.",
     )
@@ -307,7 +307,7 @@ def _cause_of_cache(begin: int, size: int) -> str:
         return "with an empty cache another path is taken than without one"
     if size > 1:
         return "the mask of the new tokens does not begin behind those in the cache (is_causal does not)"
-    return "positions do not go on behind the tokens in the cache"
+    return "positions do not continue after the tokens in the cache"
 
 
 @contextmanager

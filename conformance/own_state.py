@@ -217,7 +217,7 @@ def _figure_lines(
 
 @proof("callbacks")
 def its_state_is_plain(case: Case) -> None:
-    """Its state in a checkpoint is plain values, and tensors of several values that training does not go on to change."""
+    """Its state in a checkpoint is plain values, and tensors that later steps do not change."""
     done = run_with(case)
     own = {
         k: v for k, v in state_of(done, case)["callbacks"].items() if k.partition("{")[0] == case.entry.name
@@ -279,7 +279,7 @@ def leaks_nothing(case: Case) -> None:
         raise NotProvable("it needs several processes: there is no run without it to compare with")
     if steady_growth(run_with(case), WEIGHED) == steady_growth(run_without(case), WEIGHED):
         return
-    # a window that is being filled, a cache: what goes on for hundreds of steps is neither
+    # a window that is being filled, a cache: growth over hundreds of steps is neither
     with_it, without_it = (_long(json.dumps(_lengthened(v))) for v in (case.values, case.plain_values))
     for done in (with_it, without_it):
         done.succeeded(f"a run of {LONG} steps")

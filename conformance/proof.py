@@ -123,7 +123,7 @@ def proofs(of: Case | str, modules: tuple[str, ...] = MODULES) -> list[Proof]:
         return found
     try:
         contracts = {base.__name__ for base in of.target.__mro__}
-    except (ConfigError, AttributeError):  # not imported, or no class: each proof will say so
+    except (ConfigError, AttributeError):  # not imported, or no class: each proof reports it
         return found
     return [item for item in found if item.contract is None or item.contract in contracts]
 

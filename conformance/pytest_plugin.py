@@ -1,6 +1,6 @@
 """`pytest --leyden-package acme`: one test for each technique of a package and each promise of its kind.
 
-Loaded by every pytest of an environment that has leyden: it imports nothing before it is asked for.
+Loaded by every pytest of an environment that has leyden: it imports nothing before its option is used.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Adds the tests of the packages that were asked for."""
+    """Adds the tests of the packages named by the option."""
     for package in config.getoption("leyden_package"):
         chosen = _cases(config, package)
         node = PackageNode.from_parent(session, name=package, nodeid=package, cases=chosen)

@@ -55,12 +55,12 @@ class Recorder(Callback):
         self._inputs: list[torch.Tensor] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what was noted so far: a resumed run has the whole history."""
+        """Returns what was noted so far: a resumed run has the complete history."""
         self._losses = [float(_whole(loss)) for loss in self._losses]
         return {"losses": list(self._losses), "figures": {**self._figures}}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from there."""
+        """Restores what was noted before the checkpoint."""
         self._losses, self._figures = list(state_dict["losses"]), {**state_dict["figures"]}
 
     def on_train_batch_start(

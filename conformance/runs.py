@@ -50,7 +50,7 @@ A name that cannot be imported is passed over in silence by the fork server: a t
 STREAMS = ("out", "err")
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 10.0
-"""How long a rank may go on after another has failed, for which it may wait for ever."""
+"""Seconds that a rank may continue after another has failed: it may wait for that one without a limit."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> None:
 
 
 def free_port() -> int:
-    """Returns a port that nobody listens at."""
+    """Returns a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

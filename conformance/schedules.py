@@ -59,7 +59,7 @@ def groups_keep_their_ratio(case: Case) -> None:
 
 @proof("schedules")
 def resumes_its_rates(case: Case) -> None:
-    """A schedule that goes on from a saved state gives the rates of one that was not interrupted."""
+    """A schedule that resumes from a saved state gives the rates of one that was not interrupted."""
     expected = rates(*start(case), 0, STEPS)[SAVED:]
     optimizer, schedule = start(case)
     rates(optimizer, schedule, 0, SAVED)
@@ -83,7 +83,7 @@ def resumes_its_rates(case: Case) -> None:
 
 @proof("schedules")
 def bind_tells_it_the_length(case: Case) -> None:
-    """`bind` in mid-run gives the rates of the new length from there on, as if it had been told at the start."""
+    """`bind` in mid-run gives the rates of the new length from there on, as if it had been bound to it at the start."""
     optimizer, schedule = start(case, length=2 * STEPS)
     if not isinstance(schedule, Schedule):
         raise NotProvable("it is no core.contracts.Schedule: nothing sets the length of the run")

@@ -20,7 +20,7 @@ from core.training.every_step import BATCH_HOOKS
 from plugins.cli.configuration.config_files import merge
 
 STEPS, SAVED, KILLED = 8, 4, 6
-"""Steps of a run; after which the checkpoint is saved that a run goes on from which is killed later."""
+"""Steps of a run; after which the checkpoint is saved from which a killed run resumes."""
 
 WATCHED = (2, 7)
 """Steps in which nothing is logged, saved or validated."""
@@ -49,7 +49,7 @@ def config_round_trips(case: Case) -> None:
     recorded = path.read_text(encoding="utf-8").splitlines()
     opaque = [line.strip() for line in recorded if re.search(r"<.+ (object )?at 0x[0-9a-f]+>", line)]
     require(not opaque, f"this value cannot be read back: {opaque and opaque[0]}")
-    # What a run goes on from is its own affair, and not recorded.
+    # The checkpoint that a run resumes from is not part of its record.
     found = [line for line in done.printed.splitlines() if line != "ckpt_path: null"]
     changed = [
         f"{old.strip()} became {new.strip()}" for old, new in zip(recorded, found, strict=False) if old != new

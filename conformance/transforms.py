@@ -24,7 +24,7 @@ Result = tuple[list[Row], Counter[str]]
 
 COLUMNS = ["text", "source", "id"]
 SIZES = (1, 7, 1000)
-"""Rows of a batch; the last is that of whole pieces."""
+"""Rows of a batch; the last holds complete pieces."""
 
 
 def rows() -> list[Row]:
@@ -90,12 +90,12 @@ def looks_at_each_document_alone(case: Case) -> None:
 
 @proof("data", contract="Transform")
 def leaves_names_and_order(case: Case) -> None:
-    """The documents that are left keep source and id, stand in their order, and the others are counted."""
+    """The documents that are left keep source, id and order, and the dropped ones are counted."""
     left, dropped = apply_to_all(build(case, Transform))
     waiting: Iterator[Any] = iter(row[1:] for row in rows())
     for _, source, name in left:
         require(
-            (source, name) in waiting,  # which goes on to it
+            (source, name) in waiting,  # takes the next ones up to it
             f"{source}, {name} is no row of the input, or not in its place",
         )
     require(all(isinstance(text, str) for text, *_ in left), "a text is not a string")

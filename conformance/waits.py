@@ -46,7 +46,7 @@ class Waits:
             mode.__enter__()
 
     def stop(self) -> None:
-        """Ends the counting, if it goes on."""
+        """Stops the counting, if it is running."""
         for mode in reversed(self._modes):
             mode.__exit__(None, None, None)
         self._modes = []

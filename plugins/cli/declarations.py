@@ -1,4 +1,4 @@
-"""Checks the form of `@technique(...)` declarations: what a technique wrote there is not what is asked for."""
+"""Checks the form of `@technique(...)` declarations: names, types and values of its arguments."""
 
 from __future__ import annotations
 

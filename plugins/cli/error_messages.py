@@ -14,12 +14,12 @@ from core.errors import ConfigError
 
 MESSAGE_LINES = 10
 LINE_LENGTH = 1000
-"""Of a message: a value that is quoted in it may be a whole file."""
+"""Most characters of a line of a message: a value that it quotes may be a complete file."""
 REFUSED = (
     "EACCES", "EDQUOT", "EEXIST", "EIO", "EISDIR", "ELOOP", "ENAMETOOLONG", "ENODEV", "ENOSPC", "ENOTDIR", "ENXIO", "EPERM",
     "EROFS",
 )  # fmt: skip
-"""What the system says of a path that a program cannot know before: a matter of the user's files, not of the code."""
+"""Errors of the operating system about a path, which concern the user's files and not the code."""
 
 
 def report(error: Exception, debug: bool) -> int:
@@ -43,7 +43,7 @@ def report(error: Exception, debug: bool) -> int:
 
 
 def _of_a_path(errors: Iterable[BaseException]) -> ConfigError | None:
-    """Returns what to say where the system refused a path, which is for the user to mend; None for other errors."""
+    """Returns the message for a path that the operating system refused; None for other errors."""
     for error in errors:
         if isinstance(error, OSError) and error.filename and errno.errorcode.get(error.errno or 0) in REFUSED:
             name = error.filename

@@ -103,7 +103,7 @@ def launch(arguments: list[str]) -> int:
     return _submit(kind, path)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="python -m core launch", description=launch.__doc__)
     parser.add_argument("--cluster", help="torchrun, slurm, kubernetes, or a template's path")
     parser.add_argument("--nodes", type=int, default=1, help="machines (%(default)s)")

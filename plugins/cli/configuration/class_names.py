@@ -71,7 +71,7 @@ def _fits(class_path: str, bases: Bases, shared: set[str]) -> bool:
 
 
 def misregistered(found: type) -> str | None:
-    """Says so if a class is registered as a kind of technique whose base class it does not have."""
+    """Returns a message if a class is registered as a kind of technique whose base class it lacks; else None."""
     entry = catalog.by_class_path(f"{found.__module__}.{found.__qualname__}")
     wanted = {base for base, kind in KIND_OF.items() if entry is not None and kind == entry.kind}
     if entry is None or not wanted or wanted & {parent.__name__ for parent in found.__mro__}:

@@ -248,7 +248,7 @@ def explain(
     if missing := sorted(needed - {f"model.{name}" for name in model} - set(merged)):
         raise ConfigError(
             f"{', '.join(missing)}: missing, so there is nothing to run.\n"
-            "Start from a whole config, for example --config quickstart; others go behind it."
+            "Start from a complete config, such as --config quickstart; others follow it."
         )
 
 

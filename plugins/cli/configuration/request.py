@@ -1,4 +1,4 @@
-"""What the user asked for: configs composed, short names resolved, merged over the checkpoint to resume."""
+"""The requested run: configs composed, short names resolved, merged over the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ SECTIONS = ("seed_everything", "trainer", "model", "data")
 
 @dataclass
 class Request:
-    """What the user asked for, before jsonargparse has seen it.
+    """The requested run, before jsonargparse parses it.
 
     Attributes:
         composed: The files' values, short names resolved, over those of the checkpoint if any.
         arguments: The remaining command line.
         checkpoint: The checkpoint to resume.
         stored: The configuration in that checkpoint.
-        job: What the launcher calls the job that is run, if it may start it again.
+        job: Name of the job from :func:`plugins.cli.runs.restarts.job`, if its launcher may restart it.
         offline: Whether the run is only checked, for machines that are not here.
         trust: Which modules the user lets the configuration import from.
         folder: The run folder to resume in; None: a new one.
@@ -62,7 +62,7 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
 
     Args:
         arguments: The command line after the subcommand.
-        job: What the launcher calls the job; if it was started before, it resumes from its last checkpoint.
+        job: Name of the job; after a restart it resumes from its last checkpoint.
     """
     trusted, arguments = trust.take_option(arguments)
     names, words = split_configs(arguments)
@@ -123,7 +123,7 @@ def _checkpoint(wanted: str, root: Path, named: bool, job: str | None) -> Path |
 
 @dataclass
 class _Stored:
-    """What a checkpoint says of its run.
+    """The run of a checkpoint.
 
     Attributes:
         folder: The run folder to resume in; None: a new one.
@@ -139,7 +139,7 @@ class _Stored:
 
 
 def _stored(checkpoint: Path, written: str | None, root: Path) -> _Stored:
-    """Returns what a checkpoint says of its run.
+    """Returns the run of a checkpoint.
 
     Args:
         checkpoint: The checkpoint.
@@ -153,7 +153,7 @@ def _stored(checkpoint: Path, written: str | None, root: Path) -> _Stored:
     stored = parse_config(record["config"], checkpoint) if record.get("config") else {}
     stored = {key: value for key, value in stored.items() if key in SECTIONS}
     stored = stored_in_steps(stored, record)
-    folder = _goes_on_in(checkpoint, written)
+    folder = _resumes_in(checkpoint, written)
     root = _root_of(stored, folder, root) if not written else root
     if folder is not None:
         stored_paths.check_links(folder)
@@ -181,8 +181,8 @@ def _origin(composed: Composed, checkpoint: Path | None) -> Callable[[Keys], str
     return where
 
 
-def _goes_on_in(checkpoint: Path, written: str | None) -> Path | None:
-    """Returns the folder of the run that a checkpoint is of; None if the user names another, or it lies by itself."""
+def _resumes_in(checkpoint: Path, written: str | None) -> Path | None:
+    """Returns the run folder of a checkpoint; None if the user names another, or the checkpoint is in none."""
     from plugins.checkpoints.finding import is_run_of
     from plugins.cli.runs.run_folder import of_checkpoint
 
@@ -191,7 +191,7 @@ def _goes_on_in(checkpoint: Path, written: str | None) -> Path | None:
 
 
 def _root_of(stored: Mapping[str, Any], folder: Path | None, default: Path) -> Path:
-    """Returns what a resumed run's folder is named after: as the checkpoint says, if that is where it lies."""
+    """Returns what a resumed run's folder is named after: as the checkpoint says, if the checkpoint is in that folder."""
     from plugins.checkpoints.finding import is_run_of
 
     if folder is None:

@@ -1,9 +1,9 @@
 """Paths in the configuration that a checkpoint holds: inside the run folder, unless the user wrote them.
 
-A checkpoint may have been copied from elsewhere, or come from a stranger. What it says to write to is therefore taken
-relative to the folder of the run that goes on. A place outside of it has to be written by the user, as an option or
-in a config. Data is read, not written: sources are taken as they are. Prepared data is kept in a `cache_dir`: one that
-holds some already is taken, where files are added, and none is replaced.
+A checkpoint may have been copied from another machine, or come from an untrusted source. Paths for writing in its
+configuration are therefore relative to the folder of the resumed run. A path outside of it has to be written by the
+user, as an option or in a config. Sources of data are only read, and used as they are. A `cache_dir` is used if it holds
+prepared data already: files are added to it, and none is replaced.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ def _linked(value: str, below: str, folder: Path | None) -> str:
 
 
 def check_links(folder: Path) -> None:
-    """Raises a ConfigError for a file of a run folder that is a link out of it: a run that goes on would write there."""
+    """Raises a ConfigError for a file of a run folder that is a link out of it: a resumed run would write to its target."""
     inside = os.path.realpath(folder)
     for path in sorted(folder.iterdir() if folder.is_dir() else ()):
         target = os.path.realpath(path)
         if path.is_symlink() and not os.path.isdir(target) and not Path(target).is_relative_to(inside):
             raise ConfigError(
-                f"{path} is a link to {target}, outside of the run folder: a run that goes on there would write to it.\n"
-                f"Put the file itself in its place, or take the link away: rm {path}"
+                f"{path} is a link to {target}, outside of the run folder: a resumed run would write to it.\n"
+                f"Put the file itself in its place, or remove the link: rm {path}"
             )
 
 

@@ -35,9 +35,9 @@ VARIABLE = "LEYDEN_TRUST"
 LIBRARIES = ("torch", "lightning")
 OURS = ("core", "toolkit", "plugins", "callbacks", "datamodules")
 _NOT_OURS = ("conformance", "lightning.pytorch.demos")
-"""The kit's recorders write wherever they are asked to; Lightning's examples download to wherever they are asked to."""
+"""Not trusted: arguments of the kit's recorders and of Lightning's examples name files that are written."""
 _CONFIGS = ("configs", "config", "conf")
-"""Folders of a project that hold configs: a file in one of them lies beside the project's modules."""
+"""Folders of a project that hold configs: files in them count as beside the project's modules."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def refusal(path: str) -> str | None:
         return None
     top = path.partition(".")[0]
     if _is_path(path) and not _is_there(top):
-        return None  # there is nothing to import, and that is what the user has to know
+        return None  # there is nothing to import, which the import reports
     return rule(path)
 
 
@@ -197,7 +197,7 @@ def beside(configs: Iterable[Path], values: Any, arguments: Iterable[str]) -> tu
 
 
 def _warn_of_hidden(path: str) -> None:
-    """Says so if the user has a class of this full path, too: leyden's is the one that is built."""
+    """Logs a warning if the user has a class of this full path, too: leyden's is used."""
     file, (module, _, name) = user_modules.hidden(path), path.rpartition(".")
     theirs = file and re.search(rf"^(class|def) {name}\b", file.read_text(errors="replace"), re.MULTILINE)
     if theirs and catalog.definition(module, name):

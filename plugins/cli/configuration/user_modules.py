@@ -1,4 +1,4 @@
-"""Which modules users' folders add to our packages, and which of theirs ours hide; see :mod:`core.user_folders`."""
+"""Which modules users' folders add to our packages, and which of their files our modules hide; see :mod:`core.user_folders`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def stored_in_steps(stored: Mapping[str, Any], record: Mapping[str, Any]) -> dic
     Args:
         stored: The configuration.
         record: What the checkpoint says of its run. One without a unit counted micro-batches; its validations
-            come after as many of them, or, where that is no whole number of steps, after the step before.
+            come after as many of them, or, where that is no integer number of steps, after the step before.
     """
     trainer = stored.get("trainer")
     if record.get(UNIT) == "steps" or not isinstance(trainer, Mapping):

@@ -1,8 +1,8 @@
-"""Whose a run folder is: a file in it names the job, and the machine and process that writes there.
+"""Ownership of run folders: a lock file names the job, and the machine and process that writes to the folder.
 
-A claim of a process that has died on this machine is taken over. Whether one of another machine is alive is not known
-here: the user is asked to delete the file. A claim that says nothing, such as an empty file, keeps a new run away but
-not one that goes on with the folder.
+The claim of a process of this machine that has ended is taken over. Whether a process of another machine is running
+cannot be determined: a message asks the user to delete the file. A claim without content, such as an empty file, prevents
+a new run from using the folder, but not a resumed one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from core.errors import ConfigError
 from toolkit import durable
 
 CLAIM = ".claimed"
-"""A file that is made by the one run that a folder belongs to, as long as it is not over; it names its job."""
+"""The lock file. It exists while a run owns the folder, and holds the fields of :class:`Holder` as JSON."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has claimed a folder.
+    """The job and process that own a folder.
 
     Attributes:
-        job: What the launcher calls the job; None without a launcher.
-        host: The machine; "" where no process holds the folder, as between two starts of a job.
-        process: Its process there.
-        started: When that began, in the kernel's count: numbers of processes are used again.
-        space: In which count of processes, of which each container has its own.
+        job: Name of the job from :func:`plugins.cli.runs.restarts.job`; None without a launcher.
+        host: Name of the machine; "" if no process holds the folder, as between two starts of a job.
+        process: Process id.
+        started: Start time of the process in clock ticks since boot: process ids are reused.
+        space: PID namespace: each container has its own process ids.
     """
 
     job: str | None = None
@@ -48,12 +48,14 @@ def myself(job: str | None = None) -> Holder:
 
 
 def start_of(process: int) -> str:
-    """Returns when a process began; "-" if it is over, or where there is no /proc."""
+    """Returns the start time of a process; "-" if it has ended, or without /proc."""
     try:
         state, *others = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "-"
-    return "-" if state in "ZX" else others[18]  # dead, and its parent has not asked about it yet
+    return (
+        "-" if state in "ZX" else others[18]
+    )  # a zombie: it has ended, and its parent has not waited for it yet
 
 
 def _space() -> str:
@@ -64,7 +66,7 @@ def _space() -> str:
 
 
 def read_claim(folder: Path) -> Holder | None:
-    """Returns who has claimed a folder; None if nobody has."""
+    """Returns the owner of a folder; None if it has no claim."""
     try:
         text = (folder / CLAIM).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -73,11 +75,11 @@ def read_claim(folder: Path) -> Holder | None:
         found = json.loads(text)
         return Holder(**found) if isinstance(found, dict) else Holder()
     except (ValueError, TypeError):
-        return Holder(job=text or None)  # as it was written before it named a process
+        return Holder(job=text or None)  # the format of earlier versions: the job alone
 
 
 def alive(holder: Holder) -> bool | None:
-    """Whether the process that holds a folder goes on; None if that cannot be known here."""
+    """Returns whether the owner of a folder is running; None if it is on another machine or in another container."""
     here = myself()
     if not holder.host:
         return False
@@ -95,15 +97,15 @@ def alive(holder: Holder) -> bool | None:
 
 
 def write_claim(folder: Path, holder: Holder) -> None:
-    """Notes who holds a folder. The time of the file is that at which it became the job's.
+    """Writes a claim. The modification time of the file is when the folder became the job's.
 
     Raises:
-        ConfigError: If that cannot be noted.
+        ConfigError: If the file cannot be written.
     """
     path, before = folder / CLAIM, read_claim(folder)
     try:
         times = path.stat() if before and holder.job and before.job == holder.job else None
-        durable.write(path, json.dumps(asdict(holder)))  # whole: another rank may be reading it
+        durable.write(path, json.dumps(asdict(holder)))  # atomically: another rank may be reading it
         if times is not None:
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     except OSError as error:
@@ -111,10 +113,10 @@ def write_claim(folder: Path, holder: Holder) -> None:
 
 
 def take_claim(folder: Path, job: str | None) -> None:
-    """Claims a folder that a run goes on in.
+    """Claims the folder of a run that is resumed.
 
     Raises:
-        ConfigError: If another run is at it, or may be; or if nothing can be written there.
+        ConfigError: If another run uses it, or may use it; or if the claim cannot be written.
     """
     with _one_at_a_time(folder):
         holder, here = read_claim(folder), myself(job)
@@ -124,27 +126,29 @@ def take_claim(folder: Path, job: str | None) -> None:
 
 
 def _refuse_if_held(folder: Path, holder: Holder, job: str | None) -> None:
-    going_on = alive(holder)
+    running = alive(holder)
     who = f"process {holder.process} on {holder.host}"
-    if going_on:
+    if running:
         raise ConfigError(
-            f"The run folder {folder} is in use: {who} goes on with it.\n"
-            "Wait until that is over, or go on in a folder of its own: --trainer.default_root_dir=FOLDER."
+            f"The run folder {folder} is in use: {who} writes to it.\n"
+            "Wait until that process ends, or resume in another folder: --trainer.default_root_dir=FOLDER."
         )
-    if going_on is None and not (job and holder.job == job):  # its launcher has ended what it started before
+    if running is None and not (
+        job and holder.job == job
+    ):  # the launcher has ended the processes of the earlier start
         raise ConfigError(
-            f"The run folder {folder} is claimed by {who}, of which this machine cannot know whether it goes on.\n"
-            f"If it is gone, delete {folder / CLAIM} and start again. Else go on in a folder of its own:\n"
+            f"The run folder {folder} is claimed by {who}; whether that process runs cannot be seen from this machine.\n"
+            f"If it has ended, delete {folder / CLAIM} and start again. Else resume in another folder:\n"
             "--trainer.default_root_dir=FOLDER."
         )
 
 
 def leave(folder: Path, keep_job: bool) -> None:
-    """Ends this process's claim, if it has not become another's.
+    """Releases this process's claim, unless another process has taken the folder over.
 
     Args:
         folder: The folder.
-        keep_job: Whether it stays the job's, which its launcher may start again.
+        keep_job: Whether the folder stays the job's, because the launcher may restart it.
     """
     holder = read_claim(folder)
     if holder is None or (holder.host and replace(holder, job=None) != myself()):
@@ -158,13 +162,13 @@ def leave(folder: Path, keep_job: bool) -> None:
 
 @contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
-    """Lets no two processes of this machine look at a claim and write theirs in the same moment."""
+    """Holds a lock on the folder, so that two processes of this machine do not read and write its claim at once."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError as error:
         raise unmakeable(folder, error) from error
     try:
-        with suppress(OSError):  # a disk that knows no locks
+        with suppress(OSError):  # a file system without locks
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
@@ -172,7 +176,7 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def unmakeable(folder: Path, error: OSError) -> ConfigError:
-    """Returns what to say of a run folder that cannot be written."""
+    """Returns the error for a run folder that cannot be created or written."""
     return ConfigError(
         f"The run folder {folder} cannot be made: {error.strerror}. Set --trainer.default_root_dir."
     )

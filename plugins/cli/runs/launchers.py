@@ -23,17 +23,17 @@ def faults(
     """Yields a line where the launched processes are not those that the run is made for.
 
     Args:
-        environment: What Lightning takes the launcher for.
+        environment: The cluster environment that Lightning detected.
         devices: Processes on each machine.
         nodes: Machines.
-        selected: What the run selected; a cluster environment among it knows better.
+        selected: The run's techniques; a cluster environment among them overrides the detected one.
     """
     yield from _launched_otherwise(devices * nodes)
     yield from _not_launched(environment, devices, nodes, selected)
 
 
 def _launched_otherwise(processes: int) -> Iterator[str]:
-    # Lightning looks only where it launches by itself: each process would train the whole, alone.
+    # Lightning checks only the processes that it launches: here each would train the complete run by itself.
     name = "WORLD_SIZE" if TorchElasticEnvironment.detect() else "SLURM_STEP_NUM_TASKS"
     launched = os.environ.get(name) if name == "WORLD_SIZE" or SLURMEnvironment.detect() else None
     if launched and not launched.isdecimal():
@@ -48,7 +48,7 @@ def _launched_otherwise(processes: int) -> Iterator[str]:
 def _not_launched(
     environment: ClusterEnvironment | None, each: int, nodes: int, selected: list[Selected]
 ) -> Iterator[str]:
-    # Lightning would wait for the other machines' processes for ever.
+    # Lightning would wait for the processes of the other machines without a limit.
     chosen = any(isinstance(i.target, type) and issubclass(i.target, ClusterEnvironment) for i in selected)
     by_hand = "MASTER_ADDR" in os.environ and {"NODE_RANK", "GROUP_RANK"} & set(os.environ)
     if nodes > 1 and isinstance(environment, LightningEnvironment) and not (chosen or by_hand):
@@ -60,7 +60,7 @@ def _not_launched(
 
 
 def queue_again() -> None:
-    """Puts this SLURM job back into the queue; it will go on from its last checkpoint."""
+    """Puts this SLURM job back into the queue; it resumes from its last checkpoint."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array else os.environ["SLURM_JOB_ID"]
     try:

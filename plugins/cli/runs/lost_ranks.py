@@ -1,4 +1,4 @@
-"""What a rank reports when another one has died: it sees only that a connection has broken, in any call."""
+"""Messages for ranks whose peer has died: all that they get is a connection error, in any call."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _LEFT, _ALIVE, _HEARD = "leyden/left", "leyden/alive", "leyden/heard"
 """Keys of the store, with the number of a rank: what it ended with; that it lives; that it has read who died."""
 _ASKED, _WHO = "leyden/asked", "leyden/who"
 _ADVICE = (
-    "Why it died is in that rank's own output or the launcher's log; killed without a word: often out of memory.\n"
-    "To go on from the last checkpoint, start all ranks again with the same command and --ckpt_path=last."
+    "Why it died is in that rank's own output or the launcher's log; killed without a message: often out of memory.\n"
+    "To resume from the last checkpoint, start all ranks again with the same command and --ckpt_path=last."
 )
 
 

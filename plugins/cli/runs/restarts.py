@@ -1,4 +1,4 @@
-"""A job that its launcher has started again goes on in its own run folder, on the processes that are left."""
+"""Restarts by a launcher: the job resumes in its run folder, on the processes that are available."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def checkpoint(name: str, root: Path, wanted: str, runs: Path) -> Path | None:
     """Returns the newest checkpoint that a job wrote when it was started before, if it did.
 
     Args:
-        name: What `job` calls it.
+        name: The job's name from :func:`job`.
         root: The folder that the run's own folder is named after.
-        wanted: The checkpoint that the command line names, or "". The job went on in its run folder; it may have been
-            removed since, and `last` may be another run's by now.
-        runs: The folder in which `last` was looked for.
+        wanted: The checkpoint that the command line names, or "". After a restart it may have been removed, and `last` may
+            mean another run's.
+        runs: The folder in which `last` is looked for.
     """
     from plugins.checkpoints.finding import of_folder
     from plugins.cli.runs import run_folder
@@ -69,14 +69,14 @@ def checkpoint(name: str, root: Path, wanted: str, runs: Path) -> Path | None:
 def shape(
     record: Mapping[str, Any], stored: Mapping[str, Any], values: Mapping[str, Any], arguments: list[str]
 ) -> Iterator[str]:
-    """Yields arguments that run a job on the processes that torchrun has started, with the global batch it had.
+    """Yields arguments that run a job on the processes that torchrun has started, with the global batch of the first start.
 
     Args:
-        record: What the checkpoint says of its run, `ranks` the number of its processes; empty at the first start.
+        record: The checkpoint's record of its run, with the number of processes in `ranks`; empty at the first start.
         stored: The configuration of that run.
         values: The run's configuration. `trainer.devices: auto` leaves the numbers to torchrun from the start; the
             micro-batch is not exceeded.
-        arguments: What the command line says over it.
+        arguments: The command line, which overrides it.
 
     Raises:
         ConfigError: If the global batch cannot be divided among the processes.
@@ -90,9 +90,9 @@ def shape(
     if before != processes or devices == "auto":
         yield f"--trainer.devices={each}"
         yield f"--trainer.num_nodes={processes // each}"
-    asked = last(arguments, "data.batch_size") or _rows(values) or _rows(stored)
-    if before != processes and _rows(stored):  # else the data deals its rows out to the ranks by itself
-        accumulated, rows = _shared(before, processes, stored, int(asked))
+    most = last(arguments, "data.batch_size") or _rows(values) or _rows(stored)
+    if before != processes and _rows(stored):  # else the data module divides its rows among the ranks
+        accumulated, rows = _shared(before, processes, stored, int(most))
         yield f"--trainer.accumulate_grad_batches={accumulated}"
         yield f"--data.batch_size={rows}"
 

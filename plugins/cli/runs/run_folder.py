@@ -1,4 +1,4 @@
-"""The folder of one run: which one it is, and what is left of it when the run is over."""
+"""Chooses the folder of a run, and removes it after a run that left nothing in it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ RECORDED = ("config.yaml", "techniques.txt")
 
 
 def fresh(root: Path, claim: bool = True, job: str | None = None) -> Path:
-    """Returns `root`, or the first of root-2, root-3... that no run has left anything in, or is starting in.
+    """Returns `root`, or the first of root-2, root-3... that no run has written to or is starting in.
 
     Args:
         root: The folder for the first run.
         claim: Whether to make the folder, so that no run that starts in the same moment chooses it.
-        job: What the launcher calls the job; if it was started before, its folder is returned.
+        job: Name of the job from :func:`plugins.cli.runs.restarts.job`; after a restart, its folder is returned.
 
     Raises:
         ConfigError: If the folder cannot be made.
@@ -44,10 +44,10 @@ def fresh(root: Path, claim: bool = True, job: str | None = None) -> Path:
 
 
 def own(folder: Path, job: str | None) -> None:
-    """Notes, once, that a folder is a job's, which finds it again by that when it is started again.
+    """Writes the claim of a folder, once; a restarted job finds its folder by it.
 
     Raises:
-        ConfigError: If that cannot be noted.
+        ConfigError: If it cannot be written.
     """
     if (here := claims.myself(job)) == claims.read_claim(folder):
         return
@@ -60,13 +60,13 @@ def own(folder: Path, job: str | None) -> None:
 
 
 def is_of(folder: Path, job: str) -> bool:
-    """Whether a folder is a job's."""
+    """Returns whether a job owns a folder."""
     holder = claims.read_claim(folder)
     return holder is not None and holder.job == job
 
 
 def claimed_at_ns(folder: Path) -> int:
-    """Returns when a folder became a job's, as files' times are given: what is older was there before it."""
+    """Returns when a folder became a job's, as `st_mtime_ns`: older files were there before."""
     return (folder / CLAIM).stat().st_mtime_ns
 
 
@@ -97,12 +97,12 @@ def _claimed(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class Claim:
-    """A folder that is a run's own until the run is over.
+    """A folder that one run owns until it ends.
 
     Attributes:
         folder: The folder.
-        made: It and its parents, the nearest first, as far as they were made for the run.
-        before: What lay in it before: a run may be given a folder in which its configs are kept.
+        made: The folder and its parents, innermost first, that were created for the run.
+        before: Names in it before the run, which may use a folder that holds its configs.
     """
 
     folder: Path
@@ -110,12 +110,12 @@ class Claim:
     before: frozenset[str] = frozenset()
 
     def release(self, failure: BaseException | None, job: str | None = None) -> None:
-        """Ends the claim, and removes what folders were made for the run, if nothing lies in them.
+        """Releases the claim, and removes folders that were created for the run and are empty.
 
         Args:
-            failure: What ended the run, if not its end: then, where it left nothing but its record, that goes too.
-            job: The launcher's, which may start a run that failed again: the folder stays its own, unless the run
-                came no further than to a mistake that it would meet again.
+            failure: The error that ended the run, if any: a run that wrote nothing but its record loses that, too.
+            job: The job, if its launcher may restart a failed run: it keeps the folder, unless the run failed with a
+                ConfigError before it wrote anything, which a restart would meet again.
         """
         bare = self._is_bare()
         stays = bool(failure and job and not (isinstance(failure, ConfigError) and bare))
@@ -130,7 +130,7 @@ class Claim:
                 path.rmdir()
 
     def _is_bare(self) -> bool:
-        """Whether the run has left nothing but its record."""
+        """Returns whether the run has written nothing but its record."""
         try:
             return _names(self.folder) - self.before <= {CLAIM, *RECORDED}
         except (OSError, MemoryError):  # the error that ended the run is the one to report
@@ -138,13 +138,13 @@ class Claim:
 
 
 def claimed(folder: Path, there: Collection[Path]) -> Claim:
-    """Returns the claim on a folder that has just been chosen; `there` are those that were there before."""
+    """Returns the claim on a folder that has just been chosen; `there` are the folders that existed before."""
     made = tuple(path for path in (folder, *folder.parents) if path not in there)
     return Claim(folder, made, frozenset(_names(folder) - {CLAIM}))
 
 
 def present(root: Path) -> set[Path]:
-    """Returns which of `root`, root-2, root-3... and their parents are there, but for those of a start cut off."""
+    """Returns which of `root`, root-2, root-3... and their parents exist, without those of a start that was interrupted."""
     found = [root]
     with suppress(OSError):  # a name that is too long, or a folder that may not be read: `fresh` says so
         found += numbered(root)
@@ -157,10 +157,10 @@ def _names(folder: Path) -> set[str]:
 
 
 def of_checkpoint(path: Path) -> Path | None:
-    """Returns the run folder that a checkpoint lies in; None where it lies by itself, without the record of a run.
+    """Returns the run folder of a checkpoint; None if no folder above it has the record of a run.
 
-    That is the folder in which, or in whose `checkpoints`, the checkpoint lies; or one further up, if both files of
-    a run's record are there.
+    That is the folder that holds the checkpoint, itself or in `checkpoints`; or one further up, if it has both files
+    of a run's record.
     """
     absolute = path if path.is_absolute() else path.absolute()
     parents = list(absolute.parents)

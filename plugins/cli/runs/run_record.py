@@ -1,4 +1,4 @@
-"""What a run writes of itself, into its folder and every checkpoint; nothing before a checkpoint has been accepted."""
+"""Records a run's configuration in its folder and in every checkpoint, after the resumed checkpoint was loaded."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from plugins.cli.runs.run_folder import own
 from toolkit import durable
 
 HELD = ("log_hyperparams", "log_graph", "save", "finalize")
-"""Calls with which Lightning lets loggers make their files, before it has restored the checkpoint or where it fails."""
+"""Calls of loggers that write files, and that Lightning makes before it restores the checkpoint or when that fails."""
 
 
 class _HeldCalls:
-    """Keeps what loggers are called with before a checkpoint has been accepted, and calls them with it then."""
+    """Delays calls of loggers until the checkpoint has been restored."""
 
     def __init__(self, loggers: list[Any]) -> None:
         self.loggers, self.calls = loggers, list[tuple[Any, ...]]()
@@ -42,7 +42,7 @@ class _HeldCalls:
         for logger in self.loggers:
             for name in HELD:
                 vars(logger).pop(name, None)
-            getattr(logger, "experiment", None)  # which Lightning would have had made before anything else
+            getattr(logger, "experiment", None)  # Lightning would have created it before all else
         for logger, name, args, kwargs in self.calls:
             getattr(logger, name)(*args, **kwargs)
 
@@ -50,14 +50,14 @@ class _HeldCalls:
 class RunRecord(Callback):
     """Writes the full config and the selected techniques into the run folder and every checkpoint.
 
-    A resumed run writes nothing before all of the checkpoint has been accepted: weights, optimizer,
-    position of the data.
+    A resumed run writes nothing before the complete checkpoint has been restored: weights, optimizer,
+    position in the data.
 
     Args:
         config: The resolved configuration as YAML.
         techniques: The table of what was selected.
-        folder: The run folder as rank 0 chose it; other ranks take it over from there.
-        job: What the launcher calls the job, if it may start it again.
+        folder: The run folder, chosen by rank 0, which broadcasts it.
+        job: Name of the job from :func:`plugins.cli.runs.restarts.job`, if its launcher may restart it.
         checkpoint: The checkpoint that the run resumes.
         writes: Whether files are written into the folder.
     """
@@ -79,7 +79,7 @@ class RunRecord(Callback):
         self._notes: list[str] = []
 
     def hide_loggers(self, trainer: Trainer) -> None:
-        """Keeps loggers from Lightning until `setup`: before it, Lightning lets each make its files."""
+        """Takes the loggers from the trainer until `setup`: before it, Lightning has each create its files."""
         if self.checkpoint is not None:
             self._hidden, trainer.loggers = trainer.loggers, []
 
@@ -102,48 +102,50 @@ class RunRecord(Callback):
 
     @rank_zero_only
     def _own(self) -> None:
-        # Not before all ranks have met: of a folder that is the job's, each takes the last checkpoint.
+        # After the broadcast above: a rank that starts later would take this start for an earlier one of the job.
         if self.job:
             own(self.folder, self.job)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Makes sure that training goes on with the optimizer's state, not silently with a fresh one.
+        """Checks that the checkpoint has the optimizer's state: training would silently continue with a new one.
 
         Raises:
-            ConfigError: If the checkpoint has none.
+            ConfigError: If it has none.
         """
         if trainer.state.fn != "fit" or not trainer.strategy.lightning_restore_optimizer:
             return
         states = checkpoint.get("optimizer_states")
         if not states or (checkpoint.get("global_step") and any(map(_lost, states))):
             raise ConfigError(
-                f"{self.checkpoint or 'The checkpoint'} holds no state of the optimizer: the run would go on with a "
-                "fresh one.\nGive a checkpoint that a run has written (--ckpt_path RUN_FOLDER), or leave --ckpt_path out to start from the beginning.\n"
+                f"{self.checkpoint or 'The checkpoint'} holds no state of the optimizer: the run would continue with a "
+                "new one.\nGive a checkpoint that a run has written (--ckpt_path RUN_FOLDER), or leave --ckpt_path out to start from the beginning.\n"
                 "Starting a run from weights alone is not supported."
             )
         if not checkpoint.get("lr_schedulers") and getattr(pl_module, "build_lr_scheduler", None):
             self._notes.append("The checkpoint holds no state of a schedule: it begins at its first step.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The checkpoint has been accepted, and nothing that is known only now refuses the run."""
-        validation_steps.check_epoch(trainer)  # the module's own comes behind what callbacks write
+        """Writes the record: the checkpoint has been restored. Checks the validation interval first."""
+        validation_steps.check_epoch(
+            trainer
+        )  # here: the module's hook runs after those of callbacks, which write files
         self._accept()
         if trainer.is_global_zero:
             _say_padding(getattr(trainer, "datamodule", None))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The checkpoint has been accepted, unless this comes before training."""
+        """Writes the record in `validate`; in `fit`, `on_train_start` does."""
         if trainer.state.fn == "validate":
             self._accept()
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The checkpoint has been accepted."""
+        """Writes the record: the checkpoint has been restored."""
         self._accept()
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The checkpoint has been accepted."""
+        """Writes the record: the checkpoint has been restored."""
         self._accept()
 
     def _accept(self) -> None:
@@ -170,7 +172,7 @@ class RunRecord(Callback):
         except OSError as error:
             raise ConfigError(
                 f"The run folder {self.folder} cannot be written: {error.strerror}.\n"
-                "Set --trainer.default_root_dir to a folder that can, or mend that one."
+                "Set --trainer.default_root_dir to a folder that can, or repair that one."
             ) from error
 
     def on_save_checkpoint(
@@ -182,7 +184,7 @@ class RunRecord(Callback):
 
 
 def _lost(optimizer: Mapping[str, Any]) -> bool:
-    """Whether the state of an optimizer that keeps moments of gradients is empty."""
+    """Returns whether the state is empty of an optimizer that keeps moments of gradients."""
     keeps = any("betas" in group or group.get("momentum") for group in optimizer["param_groups"])
     return keeps and not optimizer["state"]
 

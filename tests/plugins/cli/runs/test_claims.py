@@ -30,7 +30,7 @@ def test_a_living_process_keeps_its_folder(tmp_path, sleeper):
     claims.write_claim(tmp_path, sleeper)
     with pytest.raises(ConfigError) as error:
         take_claim(tmp_path, None)
-    assert f"in use: process {sleeper.process} on {sleeper.host} goes on with it" in str(error.value)
+    assert f"in use: process {sleeper.process} on {sleeper.host} writes to it" in str(error.value)
     assert claims.read_claim(tmp_path) == sleeper
     leave(tmp_path, keep_job=False)  # not ours to end
     assert claims.read_claim(tmp_path) == sleeper
