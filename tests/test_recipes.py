@@ -43,7 +43,7 @@ def test_elsewhere_sizes_are_still_held_against_each_other():
     assert len(done.told.splitlines()) <= 10
 
 
-BY_DEFAULT = {"gpt2_1558m_fsdp", "gpt3_175b_3d"}
+BY_DEFAULT = {"gpt3_175b_3d"}  # which has most of what the others have
 
 
 @pytest.mark.parametrize(

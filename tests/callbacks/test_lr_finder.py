@@ -41,7 +41,9 @@ def at(rate, parts):
     return (*parts, changed, *([{"model": {"parameter_options": own}}] if OWN in parts else []))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in list(CASES)[:2])) for name in CASES]
+)
 def test_the_run_after_it_is_the_run_at_that_rate(name):
     parts = CASES[name]
     found = fit(*parts, callback("LRFinder", **FINDER, then="use"))

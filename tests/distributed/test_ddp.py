@@ -69,6 +69,7 @@ def test_two_ranks_leave_one_run_folder(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["run", "run-2"]
 
 
+@pytest.mark.ci
 def test_slurms_tasks_are_the_ranks(one, tmp_path):
     """With what srun sets for each task."""
     job = {"SLURM_JOB_ID": 12345, "SLURM_JOB_NAME": "train", "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2,

@@ -13,7 +13,7 @@ def parameter(item):
     return pytest.param(item, id=str(item), marks=getattr(pytest.mark, item.mark) if item.mark else ())
 
 
-@pytest.mark.parametrize("item", map(parameter, COMBINATIONS))
+@pytest.mark.parametrize("item", list(map(parameter, COMBINATIONS)))
 def test_is_the_run_of_one_process(item):
     if is_beyond_gloo(item.init_args.get("schedule", "")):
         pytest.skip("it is refused with this torch")

@@ -25,7 +25,7 @@ def case(name, strategy, ranks, *marks):
     ("strategy", "ranks"),
     [
         case("ZeRO-1", zero(1), 2, pytest.mark.ci),
-        case("ZeRO-2", zero(2), 2),
+        case("ZeRO-2", zero(2), 2, pytest.mark.ci),
         case("ZeRO-3", zero(3), 2),
         case("ZeRO-3", zero(3), 1, pytest.mark.ci),
         case("ZeRO-3 in the host's memory", zero(3, "cpu"), 2, pytest.mark.ci),

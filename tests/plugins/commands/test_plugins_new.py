@@ -137,6 +137,7 @@ def test_a_run_selects_them_by_their_short_names(site, tmp_path):
     assert all(path.stat().st_mode & 0o777 == 0o640 for path in files)
 
 
+@pytest.mark.ci
 def test_they_pass_the_check_and_are_shown(site, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(site))
     catalog.entries.cache_clear()

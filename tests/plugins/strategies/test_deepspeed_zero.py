@@ -93,7 +93,7 @@ def test_killed_and_resumed_it_is_bitwise_the_same(overlay, ranks):
         assert same_bits(found[part], expected.checkpoint()[part])
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.ci), 3])
 def test_validate_computes_what_the_run_did(whole, stage):
     path = whole.folder / "checkpoints" / "step-6.ckpt"
     config = write_config("validate", merge(deepcopy(CONFIG), zero(stage, **NOTHING_OFF)))

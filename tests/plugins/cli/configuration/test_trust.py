@@ -218,7 +218,14 @@ LATE = {
 
 
 @pytest.mark.parametrize("name", LATE)
-@pytest.mark.parametrize("place", ["any", "number", "network", "callbacks", "init_args"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "any",
+        "network",
+        *(pytest.param(name, marks=pytest.mark.ci) for name in ("number", "callbacks", "init_args")),
+    ],
+)
 def test_a_text_is_no_file_to_be_read_and_no_bomb(name, place, call, tmp_path):
     """jsonargparse parses texts, too, and reads the files that they name."""
     os.mkfifo(tmp_path / "pipe.yaml")
