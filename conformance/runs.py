@@ -49,7 +49,7 @@ A name that cannot be imported is passed over in silence by the fork server: a t
 
 STREAMS = ("out", "err")
 TIMEOUT_SECONDS = 120.0
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
 """Seconds that a rank may continue after another has failed: it may wait for that one without a limit."""
 
 
