@@ -28,7 +28,9 @@ def reference_of(network_class, arguments):
     """Returns transformers' model with random weights, for the arguments of a network of ours."""
     import transformers
 
-    values = network_class.hugging_face.config(network_class, arguments)
+    # no rows of padding: they would have no gradient
+    own = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    values = own | network_class.hugging_face.config(network_class, arguments)
     [architecture] = values.pop("architectures")
     config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
     torch.manual_seed(0)

@@ -9,11 +9,14 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from core.errors import ConfigError, nearest
 from plugins.networks.parts.positions import check_scaling
 
+FROM_ZERO = {"max_window_layers"}
+"""Integers that may be 0."""
+
 
 def check_arguments(cls: type, values: Mapping[str, Any]) -> None:
     """Raises a ConfigError for the first argument of a network's constructor that is out of range.
 
-    Integers are at least 1, a `Literal` is one of its words, what ends in `dropout` is in [0, 1), other numbers (bases
+    Integers are at least 1 (some 0), a `Literal` is one of its words, what ends in `dropout` is in [0, 1), other numbers (bases
     of rotary positions, caps, epsilons, standard deviations) are above 0 and finite; `n_kv_head` divides `n_head`, which
     divides `n_embd` unless there is a `head_dim`.
 
@@ -26,8 +29,9 @@ def check_arguments(cls: type, values: Mapping[str, Any]) -> None:
         value, options = values.get(key), get_args(hint)
         if get_origin(hint) is Literal and value not in options:
             raise ConfigError(f"{name}: {key}={value!r} is none of {options}.{nearest(str(value), options)}")
-        if hint in (int, int | None) and value is not None and value < 1:
-            raise ConfigError(f"{name}: {key}={value} must be at least 1.")
+        least = int(key not in FROM_ZERO)
+        if hint in (int, int | None) and value is not None and value < least:
+            raise ConfigError(f"{name}: {key}={value} must be at least {least}.")
         if hint in (float, float | None) and value is not None:
             _check_number(name, key, value)
     for pattern, value in (values.get("init_std") or {}).items():

@@ -55,6 +55,7 @@ def capped_attention(
     dropout: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
+    scale: float | None = None,
     *,
     cap: float,
 ) -> Tensor:
@@ -64,7 +65,7 @@ def capped_attention(
     """
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = soft_cap(q @ k.mT * q.shape[-1] ** -0.5, cap)
+    scores = soft_cap(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale), cap)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
@@ -108,9 +109,7 @@ class Attention(nn.Module):
     ):
         super().__init__()
         self.head_dim, self.dropout, self.qk_norm = head_dim or n_embd // n_head, dropout, qk_norm
-        # The function that attends divides by sqrt(D): what differs from it goes into the queries.
-        self.query_factor = None if query_scale is None else query_scale * self.head_dim**0.5
-        self.soft_cap = soft_cap
+        self.query_scale, self.soft_cap = query_scale, soft_cap
         self.attend: Callable[..., Tensor] = (
             partial(capped_attention, cap=soft_cap) if soft_cap else F.scaled_dot_product_attention
         )
@@ -121,6 +120,11 @@ class Attention(nn.Module):
         if qk_norm is not None:
             heads = (n_head, n_kv_head) if qk_norm == "all" else (1, 1)
             self.q_norm, self.k_norm = (new_norm(number * self.head_dim) for number in heads)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `attend` may be any function for causal attention without a mask, a scale of its own or a cap."""
+        return self.query_scale is None and self.soft_cap is None
 
     def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C), with rotary positions, mask and cache where they are not None."""
@@ -134,12 +138,11 @@ class Attention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
-        if self.query_factor is not None:
-            q = q * self.query_factor
         if cache is not None:
             k, v = cache.append(k, v)
         # Without a cache a constant: with dynamic shapes the compiler would not treat the comparison as one.
         causal = mask is None and (cache is None or q.shape[2] == k.shape[2])
         dropout, grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
-        y = self.attend(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped)
+        scale = {} if self.query_scale is None else {"scale": self.query_scale}
+        y = self.attend(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped, **scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))

@@ -265,9 +265,9 @@ class Decoder(Network):
         return self.n_head, self.n_kv_head
 
     def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
-        """Replaces the attention function of every block; False with a window or a cap, which it could not keep."""
+        """Replaces the attention function of every block; False with a window, a cap or a scale, which it could not keep."""
         found = [module for module in self.modules() if isinstance(module, Attention)]
-        if any(window is not None for window in self.windows) or any(one.soft_cap for one in found):
+        if any(window is not None for window in self.windows) or not all(one.is_plain for one in found):
             return False
         for module in found:
             module.attend = attention

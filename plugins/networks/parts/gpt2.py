@@ -27,7 +27,9 @@ def _to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     found["n_kv_head"] = arguments["n_kv_head"] or heads
     for name, value in (ONLY | {"n_kv_head": heads}).items():
         if found[name] != value:
-            raise ConfigError(f"GPT: {name}={found[name]!r} has no form in transformers' GPT-2, which has {value!r}.")
+            raise ConfigError(
+                f"GPT: {name}={found[name]!r} has no form in transformers' GPT-2, which has {value!r}."
+            )
     names = {ours: theirs for theirs, ours in reversed(ACTIVATIONS.items())}
     activation = arguments["activation"]
     if activation not in names:
@@ -42,8 +44,11 @@ def _to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def _to_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     activation = config["activation_function"]
     if activation not in ACTIVATIONS:
-        raise ConfigError(f"config.json: activation_function is {activation!r}; GPT has {', '.join(ACTIVATIONS)}.")
-    return {"activation": ACTIVATIONS[activation]} | {name: config[key] for key, name in DROPOUTS.items()}
+        raise ConfigError(
+            f"config.json: activation_function is {activation!r}; GPT has {', '.join(ACTIVATIONS)}."
+        )
+    rates = {name: config[key] for key, name in DROPOUTS.items()}
+    return {**ONLY, "activation": ACTIVATIONS[activation], **rates}
 
 
 GPT2 = HuggingFaceForm(

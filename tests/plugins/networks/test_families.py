@@ -52,15 +52,102 @@ CASES = {  # sequences are of 50 tokens: longer than the windows, and than the o
 }  # fmt: skip
 
 
+NEAR = {"GPT2": 1e-5}
+"""What is not bitwise: GPT-2's matrices are the other way round in transformers. Relative to the largest value."""
+
+
+def apart(actual, expected):
+    return float((actual - expected).detach().abs().max() / expected.detach().abs().max())
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_hidden_states_and_gradients(name):
+def test_every_block_and_every_gradient_is_that_of_transformers(name):
     network, reference = both(*CASES[name])
     ids = tokens()
     batch = {"input_ids": ids}
     actual = hidden_states(network.blocks, lambda: network.logits(network(batch)))
     expected = hidden_states(blocks_of(reference), lambda: reference(ids, use_cache=False).logits)
-    print(name, [float((a - b).detach().abs().max()) for a, b in zip(actual, expected)])
-    for x in (actual[-1], expected[-1]):
-        x.logsumexp(-1).sum().backward()
-    grads = renamed(network, {n: p.grad for n, p in reference.named_parameters()})
-    print(max(float((p.grad - grads[n]).abs().max() / grads[n].abs().max()) for n, p in network.named_parameters()))
+    assert len(actual) == len(expected) == 4
+    assert expected[-1].std() > 0.3
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert apart(ours, theirs) <= NEAR.get(name, 0.0), index
+    for logits in (actual[-1], expected[-1]):
+        logits.logsumexp(-1).sum().backward()
+    gradients = renamed(network, {name: weight.grad for name, weight in reference.named_parameters()})
+    for key, weight in network.named_parameters():
+        if name != "GPT2" or not key.endswith(
+            "k_proj.bias"
+        ):  # it shifts all scores of a query alike: its gradient is 0
+            assert apart(weight.grad, gradients[key]) < 1e-6, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cache_gives_the_hidden_states_of_the_whole_sequence(name):
+    network_class, arguments = CASES[name]
+    network = lively(network_class(**arguments))
+    cache = network.new_cache(2, 50)
+    with torch.inference_mode():
+        expected = network({"input_ids": tokens()})
+        pieces = tokens().split(
+            (20, 1, 1, 3, 1, 12, 1, 11), dim=1
+        )  # a prompt beyond the window, several tokens at once
+        actual = torch.cat([network({"input_ids": ids}, cache) for ids in pieces], dim=1)
+    assert apart(actual, expected) < 1e-5
+    for window, one in zip(network.windows, cache, strict=True):
+        assert one.length == 50
+        assert one.keys.shape[2] == (50 if window is None else window - 1)  # all that is kept
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents_of_a_row_are_computed_as_alone(name):
+    network_class, arguments = CASES[name]
+    network = lively(network_class(**arguments)).double()
+    lengths = (19, 1, 30)
+    packed = {
+        "input_ids": tokens(),
+        "document_ids": torch.repeat_interleave(torch.tensor([3, 5, 7]), torch.tensor(lengths)).expand(2, -1),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).expand(2, -1),
+    }
+    with torch.no_grad():
+        together = network(packed).split(lengths, dim=1)
+        alone = [network({"input_ids": ids}) for ids in tokens().split(lengths, dim=1)]
+    # tables of positions are of float32, and sines of one position are the same in both
+    assert max(apart(one, other) for one, other in zip(together, alone, strict=True)) < 1e-6
+
+
+WINDOWS = [name for name, (_, arguments) in CASES.items() if arguments.get("sliding_window")]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_token_sees_the_last_tokens_of_each_layer_and_no_others(name):
+    network_class, arguments = CASES[name]
+    first = {"max_window_layers": 0} if "max_window_layers" in arguments else {}
+    network = lively(network_class(**{**arguments, **first, "n_layer": 1}))
+    changed = tokens()
+    changed[:, 10] = (changed[:, 10] + 1) % 61
+    with torch.no_grad():
+        difference = (network({"input_ids": tokens()}) - network({"input_ids": changed})).abs().amax((0, 2))
+    assert difference.nonzero().flatten().tolist() == list(range(10, 18))
+
+
+def test_soft_caps_of_attention_are_those_of_transformers():
+    """Its Gemma 3 has the function for them, and leaves it out."""
+    import transformers
+    from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward
+
+    def capped(module, *tensors, **options):
+        return eager_attention_forward(module, *tensors, **options, softcap=2.0)
+
+    transformers.AttentionInterface.register("capped_for_test", capped)
+    transformers.AttentionMaskInterface.register("capped_for_test", transformers.masking_utils.eager_mask)
+    network, reference = both(Gemma3, {**GEMMA, "query_pre_attn_scalar": 3})
+    capping = Gemma3(**{**GEMMA, "query_pre_attn_scalar": 3}, attention_soft_cap=2.0).eval()
+    capping.load_state_dict(network.state_dict())
+    reference.set_attn_implementation("capped_for_test")
+    ids = tokens()
+    with torch.no_grad():
+        actual = hidden_states(capping.blocks, lambda: capping.logits(capping({"input_ids": ids})))
+        expected = hidden_states(blocks_of(reference), lambda: reference(ids, use_cache=False).logits)
+        uncapped = network.logits(network({"input_ids": ids}))
+    assert max(apart(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-5
+    assert apart(uncapped, expected[-1]) > 0.05
