@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C = `n_embd` features, H query heads and G key-va
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ class Decoder(Network):
     lm_head: nn.Linear | None
     max_sequence_length: int
 
+    @abstractmethod
     def __init__(
         self,
         *,
