@@ -16,6 +16,17 @@ ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence
 SINUSOIDAL = {"n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16, "position": "sinusoidal",
               "norm_position": "post", "tie_embeddings": False, "bias": False}  # fmt: skip
 
+FAMILY = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "n_embd": 16,
+    "max_sequence_length": 16,
+    "intermediate_size": 32,
+}
+GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
+STRETCHED = {"rope_type": "linear", "factor": 2.0}
+
 TOKENS = dict.fromkeys(
     ("rates_are_sound", "bind_tells_it_the_length"), "the proof counts steps and no tokens"
 )
@@ -68,6 +79,14 @@ def pytest_leyden_cases():
         Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
         Case("GPT", ROTARY),
         Case("GPT", SINUSOIDAL),
+        Case(
+            "Gemma3", GEMMA, tolerance=1e-5
+        ),  # embeddings times sqrt(C): a step changes more, and rounding grows
+        Case("Llama", FAMILY | {"rope_scaling": STRETCHED}),
+        Case("Mistral", FAMILY | {"sliding_window": 4}),
+        Case("OLMo2", FAMILY),
+        Case("Qwen2", FAMILY | {"sliding_window": 4, "max_window_layers": 1}),
+        Case("Qwen3", FAMILY | {"head_dim": 8}),
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("LRFinder", SHORT["LRFinder"]),

@@ -40,6 +40,10 @@ HELD_ELSEWHERE = {
 """Kind -> proofs whose promise other default tests hold at less cost: they are CI's."""
 
 
+ON_THE_SAME_PARTS = {"Gemma3", "Mistral", "OLMo2", "Qwen2", "Qwen3"}
+"""Networks whose runs on ranks and over a kill are made by the same code as GPT's and Llama's: they are CI's."""
+
+
 def works_in_steps(target):
     """Returns whether a technique has a hook that is called in each step, and could keep something of each."""
     return any(
@@ -60,9 +64,10 @@ def marks(case, proof):
     prepares = kind == "data" and "Packing" not in {base.__name__ for base in case.target.__mro__}
     seldom = further or prepares or (kind in ("optimizers", "schedules") and proof.name in SHARED)
     elsewhere = proof.name in HELD_ELSEWHERE.get(kind, ())
+    alike = case.entry.name in ON_THE_SAME_PARTS and proof.name in (*DEAR, "can_be_cut_along_its_tokens")
     # hundreds of steps where the count after few is not the same as without the technique
     long = proof.name == "leaks_nothing" and not (kind == "callbacks" and works_in_steps(case.target))
-    return [pytest.mark.ci] * (long or elsewhere or (seldom and proof.name in DEAR))
+    return [pytest.mark.ci] * (long or elsewhere or alike or (seldom and proof.name in DEAR))
 
 
 PROMISES = [

@@ -13,8 +13,8 @@ from conformance.runs import on_ranks
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import declaration_of
-from plugins.networks.gpt import GPT, sinusoid_table
-from plugins.networks.gpt_block import rotate
+from plugins.networks.gpt import GPT
+from plugins.networks.parts.positions import rotate, sinusoid_table
 
 POSITIONS = ("learned", "sinusoidal", "rotary")
 TINY = {"vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32, "max_sequence_length": 24}

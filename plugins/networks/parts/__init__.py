@@ -1,0 +1,1 @@
+"""What decoder families are made of: attention, MLP, norms, positions, blocks, and the network around them."""

@@ -1,0 +1,60 @@
+"""Checks of what a network is given."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from core.errors import ConfigError, nearest
+from plugins.networks.parts.positions import check_scaling
+
+FROM_ZERO = {"max_window_layers"}
+"""Integers that may be 0."""
+
+
+def check_arguments(cls: type, values: Mapping[str, Any]) -> None:
+    """Raises a ConfigError for the first argument of a network's constructor that is out of range.
+
+    Integers are at least 1 (some 0), a `Literal` is one of its words, what ends in `dropout` is in [0, 1), other numbers (bases
+    of rotary positions, caps, epsilons, standard deviations) are above 0 and finite; `n_kv_head` divides `n_head`, which
+    divides `n_embd` unless there is a `head_dim`.
+
+    Args:
+        cls: The class, for its name and types.
+        values: Argument -> value; others are ignored.
+    """
+    name = cls.__name__
+    hints = get_type_hints(cls.__init__)  # type: ignore[misc]  # of this class, as it is asked for
+    for key, hint in hints.items():
+        value, options = values.get(key), get_args(hint)
+        if get_origin(hint) is Literal and value not in options:
+            raise ConfigError(f"{name}: {key}={value!r} is none of {options}.{nearest(str(value), options)}")
+        least = int(key not in FROM_ZERO)
+        if hint in (int, int | None) and value is not None and value < least:
+            raise ConfigError(f"{name}: {key}={value} must be at least {least}.")
+        if hint in (float, float | None) and value is not None:
+            _check_number(name, key, value)
+    for pattern, value in (values.get("init_std") or {}).items():
+        _check_number(name, f"init_std[{pattern}]", value)
+    check_scaling(name, values.get("rope_scaling"))
+    n_embd, n_head = values["n_embd"], values["n_head"]
+    n_kv_head = values.get("n_kv_head") or n_head
+    if values.get("head_dim") is None and (fits := n_embd + -n_embd % n_head) != n_embd:
+        raise ConfigError(f"{name}: n_embd={n_embd} is not divisible by n_head={n_head}; {fits} is.")
+    if n_head % n_kv_head:
+        raise ConfigError(f"{name}: n_kv_head={n_kv_head} does not divide n_head={n_head}.")
+
+
+def check_even(name: str, dim: int, what: str, position: str = "rotary") -> None:
+    """Raises a ConfigError where features that are rotated in pairs are odd in number."""
+    if dim % 2:
+        raise ConfigError(f"{name}: position={position} needs an even {what}, not {dim}.")
+
+
+def _check_number(name: str, key: str, value: float) -> None:
+    if key.endswith("dropout"):
+        if not 0 <= value < 1:
+            raise ConfigError(f"{name}: {key}={value} must be at least 0 and below 1.")
+    elif not 0 < value < math.inf:
+        raise ConfigError(f"{name}: {key}={value} must be above 0.")

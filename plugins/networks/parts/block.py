@@ -1,0 +1,56 @@
+"""The repeated part of a decoder: attention and MLP with their norms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from torch import Tensor, nn
+
+from plugins.networks.parts.attention import Attention, Cache
+
+Placement = Literal["pre", "post", "sandwich", "after"]
+
+
+class Block(nn.Module):
+    """Attention, then an MLP, each added to what it was given.
+
+    Args:
+        attention: Called with the arguments of :meth:`forward`.
+        mlp: Maps (B, T, C) to (B, T, C).
+        new_norm: Returns a norm of C features.
+        placement: Of the norms, for f attention or MLP. "pre": x + f(norm(x)), as GPT-2 and Llama;
+            "post": norm(x + f(x)), as BERT; "after": x + norm(f(x)), as OLMo 2; "sandwich": x + norm(f(norm(x))), as
+            Gemma 2 and 3.
+        dropout: Of what is added.
+    """
+
+    def __init__(
+        self,
+        attention: Attention,
+        mlp: nn.Module,
+        new_norm: Callable[[], nn.Module],
+        placement: Placement,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if placement != "after":
+            self.attention_norm, self.mlp_norm = new_norm(), new_norm()
+        if placement in ("after", "sandwich"):
+            self.attention_out_norm, self.mlp_out_norm = new_norm(), new_norm()
+        self.attention, self.mlp, self.placement = attention, mlp, placement
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
+        """Maps x (B, T, C) to (B, T, C); the other arguments go to the attention."""
+        if self.placement == "pre":
+            x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
+            return x + self.dropout(self.mlp(self.mlp_norm(x)))
+        if self.placement == "post":
+            x = self.attention_norm(x + self.dropout(self.attention(x, rope, mask, cache)))
+            return self.mlp_norm(x + self.dropout(self.mlp(x)))
+        sandwich = self.placement == "sandwich"
+        y = self.attention(self.attention_norm(x) if sandwich else x, rope, mask, cache)
+        x = x + self.dropout(self.attention_out_norm(y))
+        y = self.mlp(self.mlp_norm(x) if sandwich else x)
+        return x + self.dropout(self.mlp_out_norm(y))

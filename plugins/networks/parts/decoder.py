@@ -1,0 +1,290 @@
+"""What all decoder families share: a stack of blocks between an embedding and a head, and what strategies ask of it.
+
+Shapes: B sequences, T tokens, C = `n_embd` features, H query heads and G key-value heads of D features each.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from core.contracts import Network
+from core.errors import ConfigError
+from plugins.networks.parts import plans
+from plugins.networks.parts.attention import Attention, Cache, attention_mask
+from plugins.networks.parts.initialisation import Init, std_of
+from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
+from plugins.networks.parts.norms import soft_cap
+from plugins.networks.parts.positions import Rope
+
+
+class Layer(NamedTuple):
+    """What one block of a decoder sees.
+
+    Attributes:
+        rope: Its rotary positions; None: it has none.
+        window: How many tokens a query sees, itself included; None: all before it.
+    """
+
+    rope: Rope | None = None
+    window: int | None = None
+
+
+class Decoder(Network):
+    """A decoder-only transformer. A family is a subclass whose constructor checks arguments and calls two methods.
+
+    First this constructor, with the sizes, and then :meth:`build`, with what makes its parts.
+
+    Args:
+        vocab_size: Rows of the token embedding and of the head.
+        n_embd: Width C.
+        n_head: H.
+        n_kv_head: G.
+        head_dim: D.
+        max_sequence_length: Largest T.
+        layers: For each block what it sees. Tables and masks are made once for those that are alike.
+        init: See :func:`std_of`.
+        init_std: As its `own`.
+        embedding_scale: What embeddings are multiplied with.
+        final_soft_cap: Logits are kept within this: `forward` then returns them, and no hidden states.
+    """
+
+    layers: nn.ModuleList
+    norm: nn.Module
+    lm_head: nn.Linear | None
+    max_sequence_length: int
+
+    @abstractmethod
+    def __init__(
+        self,
+        *,
+        vocab_size: int,
+        n_embd: int,
+        n_head: int,
+        n_kv_head: int,
+        head_dim: int,
+        max_sequence_length: int,
+        layers: Sequence[Layer],
+        init: Init = "llama",
+        init_std: Mapping[str, float] | None = None,
+        embedding_scale: float | None = None,
+        final_soft_cap: float | None = None,
+    ):
+        super().__init__()
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.n_layer, self.n_embd, self.head_dim = len(layers), n_embd, head_dim
+        self.n_head, self.n_kv_head = n_head, n_kv_head
+        self.weight_init, self.init_std = init, dict(init_std or {})
+        self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
+        # a window that no sequence leaves is none: attention stays one call without a mask
+        layers = [
+            layer._replace(window=None if (layer.window or 0) >= max_sequence_length else layer.window)
+            for layer in layers
+        ]
+        self._ropes: list[Rope] = []
+        for layer in layers:
+            if layer.rope is not None and layer.rope not in self._ropes:
+                self._ropes.append(layer.rope)
+        self._tables = [None if one.rope is None else self._ropes.index(one.rope) for one in layers]
+        self.windows = [layer.window for layer in layers]
+
+    def build(
+        self,
+        new_block: Callable[[int], nn.Module],
+        new_norm: Callable[[], nn.Module],
+        tie_embeddings: bool,
+        dropout: float = 0.0,
+    ) -> None:
+        """Adds the modules and, unless on the meta device, initialises them.
+
+        Args:
+            new_block: Returns a block, given its index; called as :class:`Block` is.
+            new_norm: Returns the norm after the last block.
+            tie_embeddings: Whether the head uses the weight of the token embedding.
+            dropout: Of the embeddings.
+        """
+        device = torch.get_default_device()
+        with torch.device("meta"):  # skips the modules' own initialisation, which would draw random numbers
+            self._add_modules(new_block, new_norm, tie_embeddings, dropout)
+        matrices = (weight for weight in self.layers.parameters() if weight.ndim == 2)
+        self._matmul_parameters = sum(weight.numel() for weight in matrices) + self.vocab_size * self.n_embd
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    def _add_modules(
+        self,
+        new_block: Callable[[int], nn.Module],
+        new_norm: Callable[[], nn.Module],
+        tie_embeddings: bool,
+        dropout: float,
+    ) -> None:
+        """Adds embeddings, blocks, norm and head, in the order of the parameters in checkpoints."""
+        self.embed_tokens = nn.Embedding(self.vocab_size, self.n_embd)
+        for index, rope in enumerate(self._ropes):
+            table = torch.empty(self.max_sequence_length, rope.dim)
+            self.register_buffer(f"rope_table_{index}", table, persistent=False)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(new_block(index) for index in range(self.n_layer))
+        self.norm = new_norm()
+        self.lm_head = None if tie_embeddings else nn.Linear(self.n_embd, self.vocab_size, bias=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises every parameter and buffer in place; call it after `to_empty`."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
+            elif isinstance(module, nn.Embedding | nn.Linear):
+                self._init_matrix(name, module)
+        self._fill_tables()
+
+    def _init_matrix(self, name: str, module: nn.Embedding | nn.Linear) -> None:
+        nn.init.normal_(
+            module.weight, std=std_of(name, self.weight_init, self.n_layer, self.n_embd, self.init_std)
+        )
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+    def _fill_tables(self) -> None:
+        for index, rope in enumerate(self._ropes):
+            table = self.get_buffer(f"rope_table_{index}")
+            table.copy_(rope.table(len(table)))
+
+    def forward(self, batch: Mapping[str, Tensor], cache: list[Cache] | None = None) -> Tensor:
+        """Returns hidden states (B, T, C) after the last norm; with `final_soft_cap` logits (B, T, V).
+
+        By default `position_ids` continue after the cached tokens. Attention stays within equal `document_ids`.
+
+        Raises:
+            ConfigError: If the sequence, with the cached tokens, is too long, or if a cache is used with
+                `document_ids`.
+        """
+        return self.forward_blocks(batch, None, range(self.n_layer), cache)
+
+    def forward_blocks(
+        self,
+        batch: Mapping[str, Tensor],
+        hidden: Tensor | None,
+        blocks: range,
+        cache: list[Cache] | None = None,
+    ) -> Tensor:
+        """Runs some blocks on hidden states (B, T, C), or on the embeddings if `hidden` is None."""
+        input_ids, document_ids = batch["input_ids"], batch.get("document_ids")
+        start, end = self._span(input_ids, document_ids, cache)
+        positions = batch.get("position_ids")
+        if positions is None:
+            positions = torch.arange(start, end, device=input_ids.device)
+        x = self._embedded(input_ids, positions) if hidden is None else hidden
+        ropes = self._rotary(positions)
+        masks = {
+            window: attention_mask(start, end, document_ids, x.device, window)
+            for window in dict.fromkeys(self.windows)
+        }
+        for index in blocks:
+            mask = masks[self.windows[index]]
+            x = self.layers[index](x, ropes[index], mask, cache[index] if cache else None)
+        return self._output(x) if blocks.stop == self.n_layer else x
+
+    def _span(
+        self, input_ids: Tensor, document_ids: Tensor | None, cache: list[Cache] | None
+    ) -> tuple[int, int]:
+        """Returns the places of the new tokens in the sequence, [start, end)."""
+        name = type(self).__name__
+        start, limit = (cache[0].length, cache[0].max_length) if cache else (0, self.max_sequence_length)
+        end = start + input_ids.shape[1]
+        if end > limit:
+            what = "the cache's length" if cache else "max_sequence_length"
+            raise ConfigError(f"{name}: a sequence of {end} tokens is longer than {what}, {limit}.")
+        if cache and document_ids is not None:
+            raise ConfigError(
+                f"{name}: document_ids cannot be used with a cache: generate one document a row."
+            )
+        return start, end
+
+    def _rotary(self, positions: Tensor) -> list[Tensor | None]:
+        """Returns for each block sines and cosines ([B,] 1, T, D) of positions ([B,] T)."""
+        names = [f"rope_table_{index}" for index in range(len(self._ropes))]
+        found = [self.get_buffer(name)[positions].unsqueeze(-3) for name in names]
+        return [None if index is None else found[index] for index in self._tables]
+
+    def _embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        x = self.embed_tokens(input_ids)
+        if self.embedding_scale is not None:
+            x = x * x.new_full((), self.embedding_scale)  # in its data type, as Gemma was trained
+        return self.dropout(x)
+
+    def _output(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        if self.final_soft_cap is None:
+            return x
+        return soft_cap(nn.functional.linear(x, self._head_weight), self.final_soft_cap)
+
+    def new_cache(self, batch_size: int, max_length: int) -> list[Cache]:
+        """Returns an empty cache per layer, for at most `max_sequence_length` tokens."""
+        length = min(max_length, self.max_sequence_length)
+        return [
+            KVCache(batch_size, length) if window is None else SlidingKVCache(length, window)
+            for window in self.windows
+        ]
+
+    @property
+    def blocks(self) -> nn.ModuleList:  # type: ignore[override]  # torch does not declare it a Sequence
+        """The transformer blocks, in order."""
+        return self.layers
+
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    @property
+    def output_weight(self) -> Tensor | None:
+        """The (V, C) weight of the head: that of the token embedding if they are tied. None with `final_soft_cap`."""
+        return None if self.final_soft_cap is not None else self._head_weight
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Returns 6 N + 12 H D T for each layer, forward and backward; PaLM, arXiv:2204.02311, appendix B.
+
+        N: weights of the blocks' projections and of the head, tied or not. Causal attention is not halved; in a layer
+        with a window T is at most the window.
+        """
+        seen = sum(min(sequence_length, window or sequence_length) for window in self.windows)
+        return 6.0 * self._matmul_parameters + 12.0 * self.n_head * self.head_dim * seen
+
+    def tensor_parallel_plan(self) -> dict[str, Any]:
+        """Shards heads and MLP width; embeddings, norms and head stay replicated. The number of ranks must divide G."""
+        return plans.tensor_parallel(self)
+
+    def sequence_parallel_plan(self) -> dict[str, Any]:
+        """Shards tokens between embedding and last norm, except in attention and MLP; as in arXiv:2205.05198."""
+        return plans.sequence_parallel(self)
+
+    @property
+    def attention_heads(self) -> tuple[int, int]:
+        """H and G."""
+        return self.n_head, self.n_kv_head
+
+    def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
+        """Replaces the attention function of every block; False with a window, a cap or a scale, which it could not keep."""
+        found = [module for module in self.modules() if isinstance(module, Attention)]
+        if any(window is not None for window in self.windows) or not all(one.is_plain for one in found):
+            return False
+        for module in found:
+            module.attend = attention
+        return True
+
+    def select_rows(self, arguments: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...] | None:
+        """Selects rows of rotary positions ([B,] 1, T, D) and mask ([B, 1,] T, T) that have a batch dimension."""
+        rope, mask, cache = arguments
+        if cache is not None:
+            return None
+        return *(x[rows] if x is not None and x.ndim == 4 else x for x in (rope, mask)), None
+
+    @property
+    def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:
+        """The embedding; the last norm and the head."""
+        return [self.embed_tokens], [self.norm, self.embed_tokens if self.lm_head is None else self.lm_head]

@@ -1,0 +1,82 @@
+"""Tensor-parallel and sequence-parallel plans of a decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from plugins.networks.parts.attention import Attention
+
+if TYPE_CHECKING:
+    from plugins.networks.parts.decoder import Decoder
+
+NORMS = ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")
+
+
+def tensor_parallel(network: Decoder) -> dict[str, Any]:
+    """Shards heads and MLP width."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+    styles: dict[str, Callable[[], ParallelStyle]] = dict.fromkeys(
+        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel
+    )
+    styles |= dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel)
+    plan: dict[str, Any] = {
+        n: styles[leaf]() for n, _ in network.named_modules() if (leaf := n.split(".")[-1]) in styles
+    }
+    for name, module in network.named_modules():
+        if isinstance(module, Attention) and module.qk_norm is not None:
+            plan |= {f"{name}.{norm}": _qk_norm(module.qk_norm) for norm in ("q_norm", "k_norm")}
+    return plan
+
+
+def _qk_norm(kind: str) -> Any:
+    """Normalises the heads of this rank by themselves, or, where a norm is over all heads, gathers them for it."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import PrepareModuleInputOutput, SequenceParallel
+
+    if (
+        kind == "head"
+    ):  # of (B, T, heads, D) the heads are sharded; gradients of the weight are summed over ranks
+        return SequenceParallel(sequence_dim=2, use_local_output=True)
+    sharded, replicated = Shard(2), Replicate()
+    return PrepareModuleInputOutput(
+        input_layouts=sharded,
+        desired_input_layouts=replicated,
+        use_local_input=True,
+        output_layouts=replicated,
+        desired_output_layouts=sharded,
+    )
+
+
+def sequence_parallel(network: Decoder) -> dict[str, Any]:
+    """Also shards tokens, where heads and MLP width are not sharded."""
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    replicated, split = Replicate(), Shard(1)
+
+    def gathered(inputs: int) -> Any:
+        rest = (None,) * (inputs - 1)
+        return PrepareModuleInput(
+            input_layouts=(split, *rest), desired_input_layouts=(replicated, *rest), use_local_output=True
+        )
+
+    plan: dict[str, Any] = tensor_parallel(network)
+    plan |= {n: RowwiseParallel(output_layouts=split) for n in plan if n.endswith(("o_proj", "down_proj"))}
+    for name, block in network.layers.named_children():
+        plan |= {f"layers.{name}.attention": gathered(4), f"layers.{name}.mlp": gathered(1)}
+        for norm in NORMS:
+            if hasattr(block, norm):
+                plan[f"layers.{name}.{norm}"] = SequenceParallel(use_local_output=True)
+    plan["dropout"] = PrepareModuleOutput(output_layouts=replicated, desired_output_layouts=split)
+    last = PrepareModuleOutput(output_layouts=split, desired_output_layouts=replicated)
+    plan["norm"] = last if isinstance(network.norm, nn.Identity) else [SequenceParallel(), last]
+    return plan

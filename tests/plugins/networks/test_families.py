@@ -1,0 +1,185 @@
+"""Each decoder family computes what transformers computes with the same weights: block by block, and its gradients."""
+
+import pytest
+import torch
+
+from conformance.runs import on_ranks
+from plugins.networks.gemma3 import Gemma3
+from plugins.networks.gpt import GPT
+from plugins.networks.llama import Llama
+from plugins.networks.mistral import Mistral
+from plugins.networks.olmo2 import OLMo2
+from plugins.networks.qwen2 import Qwen2
+from plugins.networks.qwen3 import Qwen3
+from tests.support.reference_models import blocks_of, both, hidden_states, lively, renamed, tokens
+
+SMALL = {
+    "vocab_size": 61,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "n_embd": 32,
+    "intermediate_size": 96,
+    "max_sequence_length": 64,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+GPT2 = {"vocab_size": 61, "n_layer": 3, "n_head": 4, "n_embd": 32, "max_sequence_length": 64}
+GEMMA = {**SMALL, "head_dim": 12, "sliding_window": 8, "global_every": 2, "query_pre_attn_scalar": 12}
+
+CASES = {  # sequences are of 50 tokens: longer than the windows, and than the original length of scaled positions
+    "Llama-llama3": (Llama, {**SMALL, "rope_scaling": LLAMA3, "tie_embeddings": False}),
+    "Llama-linear": (Llama, {**SMALL, "rope_scaling": LINEAR, "rope_theta": 100.0, "n_kv_head": None}),
+    "Llama-yarn": (Llama, {**SMALL, "rope_scaling": YARN, "rope_theta": 10000.0}),
+    "Llama-biases": (Llama, {**SMALL, "bias": True, "mlp_bias": True, "head_dim": 12}),
+    "Mistral": (Mistral, {**SMALL, "sliding_window": 8}),
+    "Mistral-everywhere": (Mistral, {**SMALL, "sliding_window": None}),
+    "Qwen2": (Qwen2, SMALL),
+    "Qwen2-windows": (Qwen2, {**SMALL, "tie_embeddings": False, "sliding_window": 8, "max_window_layers": 1}),
+    "Qwen3": (Qwen3, {**SMALL, "head_dim": 12}),
+    "Qwen3-windows": (Qwen3, {**SMALL, "tie_embeddings": False, "sliding_window": 8, "max_window_layers": 1}),
+    "OLMo2": (OLMo2, SMALL),
+    "OLMo2-tied": (OLMo2, {**SMALL, "tie_embeddings": True, "n_kv_head": None, "rope_scaling": YARN}),
+    "Gemma3": (Gemma3, GEMMA),
+    "Gemma3-scaled": (Gemma3, {**GEMMA, "query_pre_attn_scalar": 30, "rope_scaling": LINEAR, "final_soft_cap": 3.0}),
+    "GPT2": (GPT, GPT2),
+}  # fmt: skip
+
+
+NEAR = {"GPT2": 1e-5}
+"""What is not bitwise: GPT-2's matrices are the other way round in transformers. Relative to the largest value."""
+
+
+def apart(actual, expected):
+    return float((actual - expected).detach().abs().max() / expected.detach().abs().max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_block_and_every_gradient_is_that_of_transformers(name):
+    network, reference = both(*CASES[name])
+    ids = tokens()
+    batch = {"input_ids": ids}
+    actual = hidden_states(network.blocks, lambda: network.logits(network(batch)))
+    expected = hidden_states(blocks_of(reference), lambda: reference(ids, use_cache=False).logits)
+    assert len(actual) == len(expected) == 4
+    assert expected[-1].std() > 0.3
+    for index, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert apart(ours, theirs) <= NEAR.get(name, 0.0), index
+    for logits in (actual[-1], expected[-1]):
+        logits.logsumexp(-1).sum().backward()
+    gradients = renamed(network, {name: weight.grad for name, weight in reference.named_parameters()})
+    for key, weight in network.named_parameters():
+        if name != "GPT2" or not key.endswith(
+            "k_proj.bias"
+        ):  # it shifts all scores of a query alike: its gradient is 0
+            assert apart(weight.grad, gradients[key]) < 1e-6, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_cache_gives_the_hidden_states_of_the_whole_sequence(name):
+    network_class, arguments = CASES[name]
+    network = lively(network_class(**arguments))
+    cache = network.new_cache(2, 50)
+    with torch.inference_mode():
+        expected = network({"input_ids": tokens()})
+        pieces = tokens().split(
+            (20, 1, 1, 3, 1, 12, 1, 11), dim=1
+        )  # a prompt beyond the window, several tokens at once
+        actual = torch.cat([network({"input_ids": ids}, cache) for ids in pieces], dim=1)
+    assert apart(actual, expected) < 1e-5
+    for window, one in zip(network.windows, cache, strict=True):
+        assert one.length == 50
+        assert one.keys.shape[2] == (50 if window is None else window - 1)  # all that is kept
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documents_of_a_row_are_computed_as_alone(name):
+    network_class, arguments = CASES[name]
+    network = lively(network_class(**arguments)).double()
+    lengths = (19, 1, 30)
+    packed = {
+        "input_ids": tokens(),
+        "document_ids": torch.repeat_interleave(torch.tensor([3, 5, 7]), torch.tensor(lengths)).expand(2, -1),
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).expand(2, -1),
+    }
+    with torch.no_grad():
+        together = network(packed).split(lengths, dim=1)
+        alone = [network({"input_ids": ids}) for ids in tokens().split(lengths, dim=1)]
+    # tables of positions are of float32, and sines of one position are the same in both
+    assert max(apart(one, other) for one, other in zip(together, alone, strict=True)) < 1e-6
+
+
+WINDOWS = [name for name, (_, arguments) in CASES.items() if arguments.get("sliding_window")]
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_token_sees_the_last_tokens_of_each_layer_and_no_others(name):
+    network_class, arguments = CASES[name]
+    first = {"max_window_layers": 0} if "max_window_layers" in arguments else {}
+    network = lively(network_class(**{**arguments, **first, "n_layer": 1}))
+    changed = tokens()
+    changed[:, 10] = (changed[:, 10] + 1) % 61
+    with torch.no_grad():
+        difference = (network({"input_ids": tokens()}) - network({"input_ids": changed})).abs().amax((0, 2))
+    assert difference.nonzero().flatten().tolist() == list(range(10, 18))
+
+
+def test_soft_caps_of_attention_are_those_of_transformers():
+    """Its Gemma 3 has the function for them, and leaves it out."""
+    import transformers
+    from transformers.models.gemma3.modeling_gemma3 import eager_attention_forward
+
+    def capped(module, *tensors, **options):
+        return eager_attention_forward(module, *tensors, **options, softcap=2.0)
+
+    transformers.AttentionInterface.register("capped_for_test", capped)
+    transformers.AttentionMaskInterface.register("capped_for_test", transformers.masking_utils.eager_mask)
+    network, reference = both(Gemma3, {**GEMMA, "query_pre_attn_scalar": 3})
+    capping = Gemma3(**{**GEMMA, "query_pre_attn_scalar": 3}, attention_soft_cap=2.0).eval()
+    capping.load_state_dict(network.state_dict())
+    reference.set_attn_implementation("capped_for_test")
+    ids = tokens()
+    with torch.no_grad():
+        actual = hidden_states(capping.blocks, lambda: capping.logits(capping({"input_ids": ids})))
+        expected = hidden_states(blocks_of(reference), lambda: reference(ids, use_cache=False).logits)
+        uncapped = network.logits(network({"input_ids": ids}))
+    assert max(apart(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-5
+    assert apart(uncapped, expected[-1]) > 0.05
+
+
+def _train_step_on_two_ranks(rank, file, names, sequence):
+    from torch import distributed
+
+    from plugins.strategies.tensor_parallel import apply
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    for name in names:
+        network_class, arguments = CASES[name]
+        whole, split = (lively(network_class(**arguments)) for _ in range(2))
+        apply(split, mesh, sequence=sequence, vocabulary=False)
+        for network in (whole, split):
+            network.logits(network({"input_ids": tokens()})).logsumexp(-1).sum().backward()
+        for (key, expected), actual in zip(whole.named_parameters(), split.parameters(), strict=True):
+            gradient = actual.grad.full_tensor() if hasattr(actual.grad, "full_tensor") else actual.grad
+            assert apart(gradient, expected.grad) < 1e-4, (name, key)
+        if not sequence:
+            cache = split.new_cache(2, 50)
+            with torch.no_grad():
+                pieces = [split({"input_ids": ids}, cache) for ids in tokens().split((20, 1, 29), dim=1)]
+                assert apart(torch.cat(pieces, 1), whole({"input_ids": tokens()})) < 1e-5, name
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_parallel_plans_give_the_gradients_of_one_process(tmp_path, sequence):
+    names = ["Llama-biases", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3-scaled"]
+    on_ranks(_train_step_on_two_ranks, 2, tmp_path / "rendezvous", names, sequence)

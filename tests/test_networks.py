@@ -1,0 +1,95 @@
+"""The sizes of published networks: parameters and FLOPs of configs/networks, on the meta device."""
+
+from pkgutil import resolve_name
+
+import pytest
+import torch
+import yaml
+
+from core import catalog
+from tests.conftest import HOUSE
+
+FOLDER = HOUSE / "configs" / "networks"
+
+PARAMETERS = {  # as published with the weights; tied heads are counted once
+    "gpt2-124m": 124_439_808,
+    "gpt2-355m": 354_823_168,
+    "gpt2-774m": 774_030_080,
+    "gpt2-1558m": 1_557_611_200,
+    "gpt3-175b": (50257 + 2048 + 2 + 96 * 13) * 12288 + 96 * 12 * 12288**2,  # its table 2.1 says 175.0B
+    "llama3-1b": 1_235_814_400,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3-405b": 405_853_388_800,
+    "olmo2-1b": 1_484_916_736,
+    "qwen3-0.6b": 596_049_920,
+    "smollm2-135m": 134_515_008,
+}
+
+TRAINING = {  # floating-point operations and tokens of the published training, without those of attention's scores
+    "gpt3-175b": (3.14e23, 300e9, "arXiv:2005.14165, table D.1"),
+    "llama3-405b": (3.8e25, 15.6e12, "arXiv:2407.21783, section 3.2"),
+}
+
+
+def arguments_of(name):
+    network = yaml.safe_load((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))["model"]["network"]
+    return catalog.find(network["class_path"], "networks").load(), network["init_args"]
+
+
+def built(name):
+    network_class, arguments = arguments_of(name)
+    with torch.device("meta"):
+        return network_class(**arguments)
+
+
+def test_each_network_has_its_numbers_here():
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PARAMETERS)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_parameters_are_those_that_were_published(name):
+    network = built(name)
+    assert sum(parameter.numel() for parameter in network.parameters()) == PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_flops_are_six_for_each_weight_that_multiplies_and_twelve_for_each_score(name):
+    network = built(name)
+    vectors = sum(p.numel() for p in network.parameters() if p.ndim == 1)
+    tables = sum(m.weight.numel() for m in network.modules() if isinstance(m, torch.nn.Embedding))
+    head = network.vocab_size * network.n_embd * (network.lm_head is None)
+    weights = PARAMETERS[name] - vectors - tables + head
+    scores = 12 * network.n_layer * network.n_head * network.head_dim * 1024
+    assert network.flops_per_token(1024) == 6 * weights + scores
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_flops_of_the_training_are_those_that_were_published(name):
+    flops, tokens, _ = TRAINING[name]
+    network = built(name)
+    scores = 12.0 * network.n_layer * network.n_head * network.head_dim
+    assert (network.flops_per_token(1) - scores) * tokens == pytest.approx(flops, rel=0.01)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_transformers_builds_the_same_parameters_from_our_config(name):
+    import transformers
+
+    network_class, arguments = arguments_of(name)
+    network = built(name)
+    values = network_class.hugging_face.config(network_class, arguments)
+    assert network_class.hugging_face.init_args(values).items() >= arguments.items()
+    [architecture] = values.pop("architectures")
+    config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
+    with torch.device("meta"):
+        reference = resolve_name(f"transformers.{architecture}")(config)
+    theirs = {key: tensor.shape for key, tensor in reference.state_dict().items()}
+    ours = {key: tensor.shape for key, tensor in network.state_dict().items()}
+    tied = {"lm_head.weight"} if network.lm_head is None else set()
+    plan = network_class.hugging_face.tensors(ours)
+    assert {stored.theirs for stored in plan} == set(theirs) - tied
+    for stored in plan:
+        rows = sum(ours[key][0] for key in stored.ours)
+        shape = (rows, *ours[stored.ours[0]][1:])
+        assert theirs[stored.theirs] == (shape[::-1] if stored.transposed else shape)
