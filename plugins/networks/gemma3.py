@@ -105,6 +105,8 @@ class Gemma3(Decoder):
             init_args: {n_layer: 6, n_head: 4, n_kv_head: 1, n_embd: 384, head_dim: 96, query_pre_attn_scalar: 96, intermediate_size: 1024, max_sequence_length: 1024, sliding_window: 256}
     """
 
+    deferred_init = True
+
     hugging_face = HuggingFaceForm(
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",

@@ -52,6 +52,8 @@ class OLMo2(Decoder):
             init_args: {n_layer: 6, n_head: 6, n_kv_head: 2, n_embd: 384, intermediate_size: 1024, max_sequence_length: 1024}
     """
 
+    deferred_init = True
+
     hugging_face = HuggingFaceForm(
         architecture="Olmo2ForCausalLM",
         model_type="olmo2",

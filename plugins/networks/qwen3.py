@@ -64,6 +64,8 @@ class Qwen3(Decoder):
             init_args: {n_layer: 6, n_head: 6, n_kv_head: 2, n_embd: 384, head_dim: 64, intermediate_size: 1024, max_sequence_length: 1024}
     """
 
+    deferred_init = True
+
     hugging_face = HuggingFaceForm(
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
