@@ -47,6 +47,36 @@ def test_weights_begin_with_the_standard_deviation_of_their_kind(init, usual, re
         assert float(parameter.std()) == pytest.approx(expected, rel=0.03), name
 
 
+PUBLISHED = {
+    "Llama 3.1": (128, 500000.0, {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}),
+    "Qwen2.5 at 128k": (128, 1000000.0, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}),
+    "DeepSeek-V3": (64, 10000.0, {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}),
+    "gpt-oss": (64, 150000.0, {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}),
+    "linear": (96, 10000.0, {"rope_type": "linear", "factor": 2.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_tables_of_published_sizes_are_transformers_tables(name):
+    """Heads of 64 features and more: the bounds of YaRN's ramp lie between pairs, and rounding them matters."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    dim, theta, scaling = PUBLISHED[name]
+    config = LlamaConfig(
+        head_dim=dim,
+        hidden_size=dim,
+        num_attention_heads=1,
+        max_position_embeddings=65536,
+        rope_parameters={**scaling, "rope_theta": theta},
+    )
+    positions = torch.arange(40000)[None]
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    table = Rope(dim, theta, scaling).table(40000)
+    assert torch.equal(table[:, : dim // 2], sin[0, :, : dim // 2])
+    assert torch.equal(table[:, dim // 2 :], cos[0, :, : dim // 2])
+
+
 def test_a_mask_shows_the_last_tokens_of_a_window():
     device = torch.device("cpu")
     assert attention_mask(0, 4, None, device, 4) is None
