@@ -20,7 +20,7 @@ from plugins.networks.parts.families import (
     check_layer_types,
     read_rope,
     to_arguments,
-    to_config,
+    to_config_of_whole_heads,
 )
 from plugins.networks.parts.initialisation import Init
 from plugins.networks.parts.mlp import MLP
@@ -38,7 +38,7 @@ def _to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             "Gemma3: attention_soft_cap has no form in transformers, whose Gemma 3 leaves it out."
         )
-    found = to_config(arguments)
+    found = to_config_of_whole_heads(arguments)
     local = {"rope_type": "default", "rope_theta": float(arguments["local_rope_theta"])}
     rope = {"full_attention": found["rope_parameters"], "sliding_attention": local}
     types = _layer_types(arguments["n_layer"], arguments["global_every"])

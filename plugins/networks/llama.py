@@ -10,7 +10,15 @@ from plugins.networks.parts.arguments import check_arguments, check_even
 from plugins.networks.parts.attention import Attention
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder, Layer
-from plugins.networks.parts.families import DEFAULTS, ENDS, PRE_NORMS, SIZES, SWIGLU, to_arguments, to_config
+from plugins.networks.parts.families import (
+    DEFAULTS,
+    ENDS,
+    PRE_NORMS,
+    SIZES,
+    SWIGLU,
+    to_arguments,
+    to_config_of_whole_heads,
+)
 from plugins.networks.parts.initialisation import Init
 from plugins.networks.parts.mlp import MLP
 from plugins.networks.parts.norms import new_norm
@@ -62,7 +70,7 @@ class Llama(Decoder):
         arguments=SIZES | {"attention_bias": "bias", "mlp_bias": "mlp_bias"},
         defaults=DEFAULTS | {"attention_bias": False, "mlp_bias": False},
         constants=SWIGLU,
-        to_config=to_config,
+        to_config=to_config_of_whole_heads,
         to_arguments=to_arguments,
     )
 

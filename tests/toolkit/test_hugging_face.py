@@ -89,6 +89,7 @@ def test_what_our_class_does_not_compute_is_refused(form, changes, message):
         (GPT, {"activation": "swiglu"}, "activation='swiglu'"),
         (GPT, {"bias": False}, "bias=False"),
         (Gemma3, {"attention_soft_cap": 50.0}, "attention_soft_cap has no form"),
+        (Llama, {"n_embd": 100, "n_head": 8, "head_dim": 16}, "n_embd=100 is not a multiple of n_head=8"),
     ],
 )
 def test_what_transformers_does_not_compute_is_refused(network, arguments, message):

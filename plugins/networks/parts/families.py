@@ -60,6 +60,20 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found | {"rope_parameters": {"rope_type": "default"} | scaling | {"rope_theta": theta}}
 
 
+def to_config_of_whole_heads(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """As :func:`to_config`, for the families of which transformers refuses a width that heads do not divide.
+
+    Raises:
+        ConfigError: If `n_embd` is not a multiple of `n_head`.
+    """
+    width, heads = arguments["n_embd"], arguments["n_head"]
+    if width % heads:
+        raise ConfigError(
+            f"n_embd={width} is not a multiple of n_head={heads}, which transformers needs here."
+        )
+    return to_config(arguments)
+
+
 def to_arguments(config: Mapping[str, Any], theta: float = 10000.0) -> dict[str, Any]:
     """Returns the arguments that :func:`to_config` makes keys of, and reads the keys of transformers 4, too.
 
