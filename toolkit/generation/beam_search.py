@@ -122,10 +122,12 @@ def _best(
     for piece in pieces:
         scores, places = piece.flatten().topk(count)
         size = piece.shape[1]
-        found.append([
-            (score, place // size, place % size)
-            for score, place in zip(scores.tolist(), places.tolist(), strict=True)
-        ])
+        found.append(
+            [
+                (score, place // size, place % size)
+                for score, place in zip(scores.tolist(), places.tolist(), strict=True)
+            ]
+        )
     return found
 
 

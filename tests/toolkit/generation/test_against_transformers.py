@@ -89,9 +89,7 @@ def test_sampled_texts_of_the_same_seed(name, options):
 
 def test_each_filter_changes_the_texts():
     network, _ = pair("Llama")
-    found = [
-        str(ours(network, PROMPTS, Sampling(**options), [0, 1, 2, 3])) for options in FILTERS.values()
-    ]
+    found = [str(ours(network, PROMPTS, Sampling(**options), [0, 1, 2, 3])) for options in FILTERS.values()]
     assert len(set(found)) == len(FILTERS)
 
 

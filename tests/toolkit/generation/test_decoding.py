@@ -120,7 +120,9 @@ def test_log_probabilities_are_those_of_the_network_before_any_filter():
 @pytest.mark.parametrize("name", ["GPT", "Mistral"])
 def test_only_new_tokens_are_computed_in_one_batch(name):
     shapes = []
-    handle = network(name).register_forward_pre_hook(lambda _, args: shapes.append(args[0]["input_ids"].shape))
+    handle = network(name).register_forward_pre_hook(
+        lambda _, args: shapes.append(args[0]["input_ids"].shape)
+    )
     texts(network(name), PROMPTS, SAMPLED, [0] * 4, max_new_tokens=5)
     handle.remove()
     assert shapes == [(4, 12), (4, 1), (4, 1), (4, 1), (4, 1)]
