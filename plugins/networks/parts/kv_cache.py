@@ -40,6 +40,9 @@ class SlidingKVCache:
     the last window moves to its front, which costs a copy once in `window` tokens.
     """
 
+    _keys: Tensor
+    _values: Tensor
+
     def __init__(self, max_length: int, window: int):
         self.max_length, self.window, self.length = max_length, window, 0
         self._end = 0
