@@ -106,7 +106,9 @@ def measure(dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
-    print("| | batch | tokens/s | transformers | fastest / fastest | median of turns | batch 1 = 1 | bandwidth |")
+    print(
+        "| | batch | tokens/s | transformers | fastest / fastest | median of turns | batch 1 = 1 | bandwidth |"
+    )
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind in (torch.float32, torch.bfloat16):
         measure(kind)
