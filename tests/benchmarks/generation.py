@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,15 +86,14 @@ def measure(dtype: torch.dtype) -> None:
     single = 0.0
     for batch in (1, 16):
         prompts = torch.randint(49152, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
-        mask, times = torch.ones_like(prompts), ([], [], [])  # type: tuple[torch.Tensor, tuple[list[float], ...]]
+        options = {"attention_mask": torch.ones_like(prompts), "generation_config": config}
+        times: tuple[list[float], list[float]] = ([], [])
         reads = 0.0
         for _ in range(ROUNDS):
-            times[0].append(seconds(lambda: generate(ours, prompts)))
-            times[1].append(
-                seconds(lambda: theirs.generate(prompts, attention_mask=mask, generation_config=config))
-            )
+            times[0].append(seconds(partial(generate, ours, prompts)))
+            times[1].append(seconds(partial(theirs.generate, prompts, **options)))
             reads = max(reads, bandwidth(dtype, size // dtype.itemsize))
-        ratios = sorted(other / own for own, other in zip(*times[:2], strict=True))
+        ratios = sorted(other / own for own, other in zip(*times, strict=True))
         own, other = min(times[0]), min(times[1])
         single = single or NEW / own
         print(
