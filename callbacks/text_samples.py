@@ -18,7 +18,9 @@ from rich.text import Text
 from core.contracts import HasTokenizer, MarksEndOfText, Network, PausesClock
 from core.errors import ConfigError
 from core.technique import technique
-from toolkit.sampling import fault, generate
+from toolkit.generation.decoding import Decoding
+from toolkit.generation.filters import Sampling
+from toolkit.sampling import fault
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -142,10 +144,7 @@ class TextSamples(Callback):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         tokenizer = Tokenizer.from_str(data.tokenizer_json)
         stop_id = data.end_of_text_id if isinstance(data, MarksEndOfText) else None
-        return [
-            (prompt, _continue(pl_module.network, tokenizer, prompt, stop_id, self._options, number))
-            for number, prompt in enumerate(self._prompts)
-        ]
+        return _continue(pl_module.network, tokenizer, self._prompts, stop_id, self._options)
 
     def _cannot(self, trainer: Trainer, pl_module: Any) -> bool:
         if not isinstance(trainer.datamodule, HasTokenizer):  # type: ignore[attr-defined]
@@ -174,19 +173,25 @@ class TextSamples(Callback):
 
 
 def _continue(
-    network: Network,
-    tokenizer: Tokenizer,
-    prompt: str,
-    stop_id: int | None,
-    options: dict[str, Any],
-    number: int,
-) -> str:
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids
-    options = {**options, "seed": options["seed"] + number}
-    with torch.no_grad():
-        new = list(generate(network, ids, stop_id=stop_id, **options))
+    network: Network, tokenizer: Tokenizer, prompts: list[str], stop_id: int | None, options: dict[str, Any]
+) -> list[Sample]:
+    encoded = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    decoding = Decoding(
+        network,
+        encoded,
+        max_new_tokens=options["max_new_tokens"],
+        sampling=Sampling(options["temperature"], options["top_k"]),
+        seeds=[options["seed"] + number for number in range(len(prompts))],
+        stop_ids=() if stop_id is None else (stop_id,),
+    )
+    new: list[list[int]] = [[] for _ in prompts]
+    for token in decoding:
+        new[token.row].append(token.id)
     # decoded together: a token may be part of a character, or mean a space before a word
-    return tokenizer.decode(ids + new).removeprefix(tokenizer.decode(ids))
+    return [
+        (prompt, tokenizer.decode(ids + more).removeprefix(tokenizer.decode(ids)))
+        for prompt, ids, more in zip(prompts, encoded, new, strict=True)
+    ]
 
 
 def _printable(text: str) -> str:

@@ -1,145 +1,165 @@
-"""The command `generate`: continues a prompt with a trained checkpoint."""
+"""The command `generate`: continues prompts with a trained checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
+from plugins.commands.generate_prompts import read_prompts
+
+FILTERS = ("top_k", "top_p", "min_p")
 
 
-@technique(paper="temperature, top-k (arXiv:1805.04833) and nucleus sampling (arXiv:1904.09751)")
+@technique(
+    paper="top-k arXiv:1805.04833, nucleus 1904.09751, min-p 2407.01082, repetition penalty 1909.05858, beam search"
+)
 def generate(arguments: list[str]) -> int:
-    """Continues a prompt with a checkpoint, printing tokens as they come.
+    """Continues prompts with a checkpoint: one as text, token by token; several as JSON lines.
+
+    A JSON line has `prompt`, `text`, `ids` (the new tokens), `finish_reason` (stop, or length for --max_new_tokens), and
+    `seed`, with which `--prompt` alone gives the same text; for beams `score` instead.
 
     Example:
         python -m core generate --ckpt_path last --prompt "The function returns" --temperature 0.8
+        python -m core generate --ckpt_path last --prompts prompts.txt --n 4 --min_p 0.1 --output texts.jsonl
     """
     trusted, arguments = take_option(arguments)
     options = _options(arguments)
+    prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
+    if options.seed + len(prompts) * options.n > 2**64:
+        raise ConfigError("--seed is out of range: the last text's would be above 2^64 - 1, torch's largest.")
     from plugins.checkpoints.finding import resolve
-    from toolkit.sampling import generate as sample
+    from plugins.commands.generate_job import Job, encode, print_text, write_lines
+    from plugins.commands.generate_network import load, move
+    from toolkit.generation.texts import split_stops
 
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)):
-        network, tokenizer, end = _loaded(path)
-    prompt = tokenizer.encode(options.prompt).ids or [end or 0]
-    ids = sample(
-        _moved(network, options.device),
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_id=end,
+        network, tokenizer, end = load(path)
+    stops, stop_ids = split_stops(tokenizer, options.stop)
+    job = Job(
+        options=options,
+        network=move(network, options.device, options.dtype),
+        tokenizer=tokenizer,
+        stops=stops,
+        stop_ids=[*stop_ids, *([] if end is None else [end])],
+        texts=prompts,
+        prompts=encode(tokenizer, prompts, end, network.max_sequence_length),
     )
     print(f"# {path}, seed {options.seed}", file=sys.stderr)
-    sys.stdout.write(options.prompt)
-    start, count = time.perf_counter(), -1  # the last piece is a flush, no token
-    for piece in texts(tokenizer, ids, prompt[-8:]):
-        sys.stdout.write(piece)
-        sys.stdout.flush()
-        count += 1
+    start = time.perf_counter()
+    streams = not (options.as_lines or options.num_beams > 1)
+    count = print_text(job) if streams else write_lines(job)
     seconds = time.perf_counter() - start
-    print(f"\n# {count} tokens, {count / max(seconds, 1e-9):.0f} tokens/s", file=sys.stderr)
+    print(f"# {count} tokens, {count / max(seconds, 1e-9):.0f} tokens/s", file=sys.stderr)
     return 0
 
 
-def _loaded(path: Path) -> tuple[Any, Any, int | None]:
-    """Returns network, tokenizer and end-of-text id of a checkpoint.
-
-    Raises:
-        ConfigError: If weights and configuration do not belong together, or the tokenizer cannot be used.
-    """
-    from tokenizers import Tokenizer
-
-    from plugins.checkpoints.stored_network import load_network
-    from plugins.cli.configuration.mistakes import main_reason
-
-    try:
-        network, text, end = load_network(path)
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        said = main_reason(str(error).strip()).splitlines() or [type(error).__name__]
-        raise ConfigError(
-            f"{path}: its weights are not those of the network that its configuration names, or one of them is damaged:"
-            f"\n{' '.join(line.strip() for line in said[:3])[:300]}"
-        ) from error
-    try:
-        tokenizer = Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"{path}: its tokenizer is damaged: {str(error)[:200]}") from error
-    if end is not None and not (type(end) is int and 0 <= end < network.vocab_size):
-        raise ConfigError(
-            f"{path}: its end-of-text id is {str(end)[:50]}, the network has {network.vocab_size} token ids."
-        )
-    return network, tokenizer, end
-
-
-def _moved(network: Any, device: str) -> Any:
-    import torch
-
-    try:
-        if torch.device(device).type == "meta":
-            raise RuntimeError("it computes nothing")
-        return network.to(device)
-    except (AssertionError, NotImplementedError, RuntimeError) as error:  # torch built without CUDA asserts
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"--device {device[:50]} cannot be used: {said[:200]}") from error
-
-
-def texts(tokenizer: Any, ids: Iterable[int], after: Sequence[int] = ()) -> Iterator[str]:
-    """Yields, for each token id, the text that it completes.
-
-    A character that consists of several tokens comes with the last of them, so that printed text never changes.
-    Tokens are decoded together with those before them: a SentencePiece token at the start of a text loses its space.
-
-    Args:
-        tokenizer: Of the `tokenizers` library.
-        ids: The tokens.
-        after: Those before them.
-    """
-    shown, pending = list(after), []
-    for token in ids:
-        pending.append(token)
-        before = tokenizer.decode(shown, skip_special_tokens=True)
-        text = tokenizer.decode([*shown, *pending], skip_special_tokens=True)[len(before) :]
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and len(pending) < 8:
-            yield ""
-        else:
-            shown, pending = pending, []
-            yield text
-    yield tokenizer.decode(pending, skip_special_tokens=True)
-
-
 def _options(arguments: list[str]) -> argparse.Namespace:
+    """Returns the options with their defaults; `as_lines`: whether JSON lines are written."""
     parser = Parser(prog="python -m core generate", description=generate.__doc__)
     parser.add_argument(
         "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
     )
-    parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to generate at most")
+    parser.add_argument("--prompt", help="text to continue; default: none, a text from its beginning")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="divides the logits; 0: the likeliest token"
+        "--prompts", metavar="FILE", help="one prompt a line; .jsonl: strings, or objects with a `prompt`"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write JSON lines there; default: to the terminal")
+    parser.add_argument("--json", action="store_true", help="JSON lines also for a single text")
+    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to generate at most")
+    _add_sampling(parser)
+    parser.add_argument("--n", type=int, default=1, help="texts for each prompt")
+    parser.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end a text before this; may be repeated"
+    )
+    parser.add_argument(
+        "--logprobs", action="store_true", help="log-probability of each token, before filters, in JSON lines"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="text j of prompt i (from 0) has seed + i * n + j: same seed, same text",
+    )
+    parser.add_argument("--batch_size", type=int, default=16, help="texts computed at once")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="data type of the weights; default: float32, as they are stored",
+    )
+    parser.add_argument("--root", default="runs", help="where `last` looks for runs")
+    parser.add_argument(
+        "--trust", metavar="MODULE", help="let the checkpoint's config import from a module; may be repeated"
+    )
+    return _checked(parser.parse_args(arguments))
+
+
+def _add_sampling(parser: Parser) -> None:
+    parser.add_argument(
+        "--temperature", type=float, help="divides the logits; 0: the likeliest token; default: 0.8"
     )
     parser.add_argument("--top_k", type=int, help="sample among the k likeliest tokens")
     parser.add_argument(
         "--top_p", type=float, help="sample among the likeliest tokens of this total probability"
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
-    parser.add_argument("--root", default="runs", help="where `last` looks for runs")
     parser.add_argument(
-        "--trust", metavar="MODULE", help="let the checkpoint's config import from a module; may be repeated"
+        "--min_p", type=float, help="sample among tokens of this share of the likeliest one's probability"
     )
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--repetition_penalty", type=float, default=1.0, help="above 1: tokens come less often again"
+    )
+    parser.add_argument("--num_beams", type=int, default=1, help="above 1: beam search, instead of sampling")
+    parser.add_argument(
+        "--length_penalty", type=float, help="of beam search: above 0 favours long texts; default: 1"
+    )
+
+
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if not -(2**63) <= options.seed < 2**64:
         raise ConfigError("--seed is out of range: torch takes -2^63 to 2^64 - 1.")
+    for name in ("n", "num_beams", "batch_size"):
+        if getattr(options, name) < 1:
+            raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1.")
+    if options.output is not None and Path(options.output).is_dir():
+        raise ConfigError(f"--output {options.output}: it is a folder, give the name of a file.")
+    if problem := next(_contradictions(options), None):
+        raise ConfigError(problem)
+    options.as_lines = bool(
+        options.json or options.prompts or options.output or options.n > 1 or options.logprobs
+    )
+    options.prompt = options.prompt or ""
+    if options.temperature is None:
+        options.temperature = 0.8
+    if options.length_penalty is None:
+        options.length_penalty = 1.0
     return options
+
+
+def _contradictions(options: argparse.Namespace) -> Iterator[str]:
+    given = [f"--{name}" for name in FILTERS if getattr(options, name) is not None]
+    if options.prompt is not None and options.prompts is not None:
+        yield "--prompt and --prompts: give one of them."
+    if options.num_beams == 1:
+        if options.length_penalty is not None:
+            yield "--length_penalty is of beam search: give --num_beams as well."
+        if options.temperature == 0 and given:
+            yield f"--temperature 0 takes the likeliest token: {given[0]} would change nothing. Leave one away."
+        if options.temperature == 0 and options.n > 1:
+            yield "--temperature 0 gives one text: leave --n away, or give a temperature above 0."
+        return
+    if options.temperature is not None:
+        given.insert(0, "--temperature")
+    given += ["--stop"] * bool(options.stop) + ["--logprobs"] * options.logprobs
+    if given:
+        yield f"--num_beams searches for the likeliest text: it knows no {given[0]}. Leave one away."
+    if options.n > options.num_beams:
+        yield f"--n {options.n}: {options.num_beams} beams find {options.num_beams} texts."

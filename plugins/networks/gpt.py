@@ -169,7 +169,7 @@ class GPT(Decoder):
         if self.position == "learned":
             x = x + self.embed_positions(positions)
         elif self.position == "sinusoidal":
-            x = x * math.sqrt(self.n_embd) + self.position_table[positions]
+            x = x * math.sqrt(self.n_embd) + self.position_table[positions].type_as(x)
         return self.dropout(self.embed_norm(x))
 
     @property

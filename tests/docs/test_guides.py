@@ -43,7 +43,8 @@ def shortened(words):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A user's folder: some text of their own, and two runs to compare."""
+    """A user's folder: some text and prompts of their own, and two runs to compare."""
+    (tmp_path / "prompts.txt").write_text("The function\nIf you\nThis is\n", encoding="utf-8")
     for name in ("notes", "corpus"):
         (tmp_path / name).mkdir()
         for number in range(12):
@@ -73,6 +74,14 @@ def modules(page):
     """Yields (file, source) of each Python block that the text before gives the name of a file in a folder."""
     text = page.read_text(encoding="utf-8")
     yield from re.findall(r"`([\w/]+\.py)` holds\n+```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def test_the_python_of_the_guide_to_generation_runs(capsys):
+    [(_, source)] = modules(HOUSE / "docs" / "generation.md")
+    names = {"__name__": "example"}
+    exec(compile(source, "generation.md", "exec"), names)
+    assert capsys.readouterr().out == f"{names['texts']}\n"
+    assert all(0 < len(ids) <= 10 for ids in names["texts"])
 
 
 def configs():

@@ -19,6 +19,7 @@ from plugins.networks.parts.attention import Attention, Cache, attention_mask
 from plugins.networks.parts.initialisation import Init, std_of
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
 from plugins.networks.parts.norms import soft_cap
+from plugins.networks.parts.padded_cache import PaddedCache
 from plugins.networks.parts.positions import Rope
 
 
@@ -177,12 +178,15 @@ class Decoder(Network):
         input_ids, document_ids = batch["input_ids"], batch.get("document_ids")
         start, end = self._span(input_ids, document_ids, cache)
         positions = batch.get("position_ids")
-        if positions is None:
+        padded = cache if isinstance(cache, PaddedCache) and cache.visible is not None else None
+        if positions is None and padded is not None:
+            positions = padded.positions(start, end)
+        elif positions is None:
             positions = torch.arange(start, end, device=input_ids.device)
         x = self._embedded(input_ids, positions) if hidden is None else hidden
         ropes = self._rotary(positions)
         masks = {
-            window: attention_mask(start, end, document_ids, x.device, window)
+            window: attention_mask(start, end, document_ids, x.device, window, padded and padded.visible)
             for window in dict.fromkeys(self.windows)
         }
         for index in blocks:
@@ -231,6 +235,15 @@ class Decoder(Network):
             KVCache(batch_size, length) if window is None else SlidingKVCache(length, window)
             for window in self.windows
         ]
+
+    def new_padded_cache(self, padding: Tensor, max_length: int) -> PaddedCache | None:
+        """Returns an empty cache for rows that begin with `padding` (B,) ids; see `PadsPrompts`."""
+        layers = self.new_cache(len(padding), max_length)
+        return None if layers is None else PaddedCache(layers, padding)
+
+    def select_cache_rows(self, cache: PaddedCache, rows: Tensor) -> None:
+        """Changes a cache to these of its rows, (b,) indexes."""
+        cache.select(rows)
 
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]  # torch does not declare it a Sequence
