@@ -214,8 +214,9 @@ class BuiltRun:
 
     def _check_parts(self) -> None:
         """Finds wrong arguments of network, optimizer and schedule before anything is launched, written or prepared."""
+        weights = None if self.request.checkpoint else self.model.weights
         with self._building(), torch.device("meta"):
-            self.meta_network = apply_network_changes(self.model.build_network(), self.trainer)
+            self.meta_network = apply_network_changes(self.model.build_network(), self.trainer, weights)
         check_fit(self.meta_network, self.datamodule)
         with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
