@@ -68,7 +68,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
             described = file.get_slice(key)
             if (dtype := DTYPES.get(described.get_dtype())) is None:
                 raise ConfigError(
-                    f"{path}: {ascii(key)[1:80]} is of type {described.get_dtype()}; {', '.join(DTYPES)} can be read."
+                    f"{path}: {ascii(key)[1:-1][:80]} is of type {described.get_dtype()}; {', '.join(DTYPES)} can be read."
                 )
             yield key, LazyTensor(tuple(described.get_shape()), dtype, _reader(path, key))
 

@@ -95,7 +95,7 @@ def _indexed(folder: Path) -> dict[str, LazyTensor]:
         wanted = [name for name, place in places.items() if place == file]
         if missing := [name for name in wanted if name not in inside]:
             raise ConfigError(
-                f"{folder / file} has no {ascii(missing[0])[1:80]}, which {INDEX} places there."
+                f"{folder / file} has no {ascii(missing[0])[1:-1][:80]}, which {INDEX} places there."
             )
         found |= {name: inside[name] for name in wanted}
     return found

@@ -80,7 +80,7 @@ def pieces_of(
         name for name in left if name != "lm_head.weight"
     ]:  # beside tied embeddings it is a copy of them
         raise ConfigError(
-            f"{found.path} has {ascii(left[0])[1:100]}, for which the network has no place.{nearest(left[0], set(names))}"
+            f"{found.path} has {ascii(left[0])[1:-1][:100]}, for which the network has no place.{nearest(left[0], set(names))}"
         )
     result: dict[str, LazyTensor] = {}
     for stored in plan:

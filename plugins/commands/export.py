@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -190,8 +191,12 @@ def _write_state_dict(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
 
     with FakeTensorMode():
         empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
-    with torch.serialization.skip_data(materialize_fake_tensors=True):
-        torch.save(empty, path)
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(empty, path)
+    except RuntimeError as error:  # torch's writer does not say what the system said
+        reason = "no space is left on the disk, or the file is too large for it"
+        raise OSError(errno.EIO, f"{reason} ({str(error).partition(' (')[0][:80]})") from error
     with FakeTensorMode():
         placed = torch.load(path, weights_only=True)
     with open(path, "r+b") as file:

@@ -44,16 +44,19 @@ def network_config(found: ForeignWeights) -> dict[str, Any]:
         )
     entry = known[architecture]
     try:
-        return {
-            "class_path": entry.class_path,
-            "init_args": entry.load().hugging_face.init_args(found.config),
-        }
+        init_args = entry.load().hugging_face.init_args(found.config)
+        if init_args["n_layer"] > len(found.tensors):
+            raise ValueError(f"{init_args['n_layer']:,} layers for {len(found.tensors)} tensors")
+        with torch.device("meta"):
+            entry.load()(**init_args)
     except ConfigError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = str(error).partition("\n")[0][:200]
         raise ConfigError(
-            f"{found.folder / CONFIG} has a value of a wrong type: {str(error)[:200]}."
+            f"{found.folder / CONFIG} has a value that is no size or of a wrong type: {said}."
         ) from error
+    return {"class_path": entry.class_path, "init_args": init_args}
 
 
 def architectures() -> dict[str, catalog.Entry]:
