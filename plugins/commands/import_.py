@@ -97,6 +97,9 @@ def _converted(
         "pytorch-lightning_version": lightning.__version__,
         "epoch": 0,
         "global_step": 0,
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
         RECORD: {"config": text, "version": __version__, "ranks": 1, UNIT: "steps"},
         hf_folder.KEPT: hf_folder.kept_files(found.folder),
     }
