@@ -60,7 +60,7 @@ class LanguageModule(AveragedWeights):
         parameter_options: Pattern of parameter names -> settings of the optimizer that hold for them instead,
             such as {"*.q_proj.weight": {weight_decay: 0.0}}; `*` matches anything, later patterns win.
         weights: A checkpoint, a run folder, a Hugging Face folder or a safetensors file, whose weights alone the run
-            starts from; see `InitialWeights`. A run that resumes a checkpoint does not read it.
+            starts from. A run that resumes a checkpoint takes the checkpoint's in their place.
 
     Attributes:
         logging_step: True from the optimizer step until the end of a batch whose figures are logged.

@@ -18,9 +18,9 @@ def apply_network_changes(network: Network, trainer: Trainer, weights: str | Non
     Args:
         network: On the meta device no weights are read; names and shapes are compared.
         trainer: Of the run.
-        weights: What is read into the network first, unless the run resumes a checkpoint; see `LanguageModule`.
+        weights: What is read into the network before that; see `LanguageModule`.
     """
-    if weights and not trainer.ckpt_path:
+    if weights:
         catalog.offering("initial_weights", "data").load()(weights).change_network(network)
     for part in (trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChangesNetwork):

@@ -184,6 +184,8 @@ class BuiltRun:
             built = self.parsed.parser.instantiate_classes(self.parsed.values)
             self.datamodule: LightningDataModule = built["data"]
             self.model: LanguageModule = built["model"]
+            if self.request.checkpoint is not None:
+                self.model.weights = None  # the checkpoint's are taken, and the file may be gone
             self.arguments = {name: built[name] for name in self.parsed.method_arguments}
             self.trainer = self._trainer(built["trainer"])
 
@@ -214,9 +216,9 @@ class BuiltRun:
 
     def _check_parts(self) -> None:
         """Finds wrong arguments of network, optimizer and schedule before anything is launched, written or prepared."""
-        weights = None if self.request.checkpoint else self.model.weights
+        model = self.model
         with self._building(), torch.device("meta"):
-            self.meta_network = apply_network_changes(self.model.build_network(), self.trainer, weights)
+            self.meta_network = apply_network_changes(model.build_network(), self.trainer, model.weights)
         check_fit(self.meta_network, self.datamodule)
         with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
