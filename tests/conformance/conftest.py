@@ -24,6 +24,7 @@ FAMILY = {
     "max_sequence_length": 16,
     "intermediate_size": 32,
 }
+GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
 TOKENS = dict.fromkeys(
@@ -79,9 +80,8 @@ def pytest_leyden_cases():
         Case("GPT", ROTARY),
         Case("GPT", SINUSOIDAL),
         Case(
-            "Gemma3",
-            FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8},
-        ),
+            "Gemma3", GEMMA, tolerance=1e-5
+        ),  # embeddings times sqrt(C): a step changes more, and rounding grows
         Case("Llama", FAMILY | {"rope_scaling": STRETCHED}),
         Case("Mistral", FAMILY | {"sliding_window": 4}),
         Case("OLMo2", FAMILY),
