@@ -116,4 +116,5 @@ def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
 
 def as_bytes(tensor: Tensor) -> memoryview:
     """Returns the bytes of a tensor on the CPU, in row-major order."""
-    return memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    content: Any = tensor.detach().contiguous().flatten().view(torch.uint8).numpy()
+    return memoryview(content)
