@@ -66,6 +66,8 @@ class LanguageModule(AveragedWeights):
         decay_embeddings: Whether embedding weights (tied output weights too) are decayed.
         parameter_options: Pattern of parameter names -> settings of the optimizer that hold for them instead,
             such as {"*.q_proj.weight": {weight_decay: 0.0}}; `*` matches anything, later patterns win.
+        weights: A checkpoint, a run folder, a Hugging Face folder or a safetensors file, whose weights alone the run
+            starts from. A run that resumes a checkpoint takes the checkpoint's in their place.
 
     Attributes:
         logging_step: True from the optimizer step until the end of a batch whose figures are logged.
@@ -93,16 +95,16 @@ class LanguageModule(AveragedWeights):
         lr_scheduler: Callable[[Optimizer], LRScheduler] | None = None,
         decay_embeddings: bool = True,
         parameter_options: dict[str, dict[str, Any]] | None = None,
+        weights: str | None = None,
     ) -> None:
         super().__init__()
-        self.build_network, self.objective = network, objective
+        self.build_network, self.objective, self.weights = network, objective, weights
         self.build_optimizer = optimizer
         self.build_lr_scheduler = lr_scheduler
         self.decay_embeddings, self.parameter_options = decay_embeddings, parameter_options or {}
         self.logging_step = self.in_parts = self.stepping = False
         self.tokens_seen = 0
-        self.train_sums = TokenSums()
-        self._validation = TokenSums()
+        self.train_sums, self._validation = TokenSums(), TokenSums()
         self.step_loss: Tensor | None = None
         self.step_sums: Tensor | None = None
         self._norm: Tensor | None = None
@@ -130,7 +132,7 @@ class LanguageModule(AveragedWeights):
     def configure_model(self) -> None:
         """Builds the network, once, inside the strategy's and precision's initialisation contexts."""
         if getattr(self, "network", None) is None:
-            self.network = apply_network_changes(self.build_network(), self.trainer)
+            self.network = apply_network_changes(self.build_network(), self.trainer, self.weights)
             check_fit(self.network, getattr(self.trainer, "datamodule", None))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
@@ -150,8 +152,7 @@ class LanguageModule(AveragedWeights):
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns what backward starts from: the mean, or, where it is weighed later, the sum over a constant."""
-        self.logging_step = False
-        self._epoch = self.current_epoch
+        self.logging_step, self._epoch = False, self.current_epoch
         seed_generators(mix(self.seed, self._epoch, batch_idx, ranks.dp_rank(self.trainer)), self.device)
         loss, metrics = self.compute_loss(batch)
         self.train_sums.add({"loss": loss, **metrics})

@@ -86,6 +86,7 @@ class HuggingFaceForm:
         to_config: Returns further keys of config.json, given all arguments. Raises a ConfigError that names the argument
             where a value has no form in transformers.
         to_arguments: Returns further arguments, given config.json with its defaults.
+        otherwise: The form of networks that have none here.
     """
 
     architecture: str
@@ -96,6 +97,7 @@ class HuggingFaceForm:
     constants: Mapping[str, Any] = field(default_factory=dict)
     to_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda arguments: {}
     to_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
+    otherwise: HuggingFaceForm | None = None
 
     def tensors(self, names: Iterable[str]) -> list[StoredTensor]:
         """Returns their tensors for our names, in the order of ours: the plan of an import and of an export.

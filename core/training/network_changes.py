@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightning.pytorch import Trainer
 
+from core import catalog
 from core.contracts import ChangesNetwork, Network
 
 __all__ = ["apply_network_changes"]
 
 
-def apply_network_changes(network: Network, trainer: Trainer) -> Network:
+def apply_network_changes(network: Network, trainer: Trainer, weights: str | None = None) -> Network:
     """Returns a network that was just built, changed in place by the precision and the callbacks that do so.
 
     Those that offer `core.contracts.ChangesNetwork`, which says when it happens.
+
+    Args:
+        network: On the meta device no weights are read; names and shapes are compared.
+        trainer: Of the run.
+        weights: What is read into the network before that; see `LanguageModule`.
     """
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for part in (trainer.precision_plugin, *callbacks):
+    if weights:
+        catalog.offering("initial_weights", "data").load()(weights).change_network(network)
+    for part in (trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChangesNetwork):
             part.change_network(network)
     return network

@@ -43,6 +43,7 @@ def write(
     rest: dict[str, Any],
     group: dist.ProcessGroup | None,
     patience: Patience,
+    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Writes a checkpoint under a temporary name, and renames it once the shards of all ranks are on the disk.
 
@@ -54,6 +55,7 @@ def write(
         rest: The other part that `split` returned; that of the first rank is written.
         group: The ranks that write, each of which calls this; None: only this process.
         patience: Waits for space on the disk.
+        read: Returns the tensor of a key when its turn has come; `tensors` may then be on the meta device.
 
     Raises:
         ConfigError: On every rank, if one of them could not write.
@@ -61,7 +63,7 @@ def write(
     rank = dist.get_rank(group) if group is not None else 0
     while True:
         try:
-            _attempt(path, tensors, rest, group, rank)
+            _attempt(path, tensors, rest, group, rank, read)
             break
         except ConfigError as error:
             if not no_room(error):
@@ -71,12 +73,17 @@ def write(
 
 
 def _attempt(
-    path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], group: dist.ProcessGroup | None, rank: int
+    path: Path,
+    tensors: dict[str, Tensor],
+    rest: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    rank: int,
+    read: Callable[[str], Tensor] | None,
 ) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         _together(group, lambda: _begin(temporary) if rank == 0 else None)
-        _save(temporary, tensors, group)
+        _save(temporary, tensors, group, read)
         parts = _together(group, lambda: _own_part(temporary, rank, rest))
         _together(group, lambda: _finish(path, temporary, rest, parts) if rank == 0 else None)
     except (Exception, CheckpointException) as error:
@@ -110,8 +117,17 @@ def _begin(temporary: Path) -> None:
     temporary.mkdir()
 
 
-def _save(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+def _save(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    group: dist.ProcessGroup | None,
+    read: Callable[[str], Tensor] | None,
+) -> None:
+    class Planner(dcp.DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            return super().lookup_object(index) if read is None else read(index.fqn)
+
+    planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         writer = _Writer(folder)

@@ -282,6 +282,13 @@ def read_sharded(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     return found
 
 
+def load_tensor(stored: Stored) -> Tensor:
+    """Reads one tensor, whole."""
+    found = torch.empty(stored.shape, dtype=stored.dtype)
+    load_tensors([(stored, found)])
+    return found
+
+
 def load_tensors(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
     """Reads tensors, or this rank's shards of DTensors; does not communicate with other ranks.
 

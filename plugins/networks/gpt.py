@@ -18,7 +18,7 @@ from plugins.networks.parts.arguments import check_arguments, check_even
 from plugins.networks.parts.attention import Attention
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder, Layer
-from plugins.networks.parts.gpt2 import GPT2
+from plugins.networks.parts.gpt2 import GPT2, swiglu_width
 from plugins.networks.parts.initialisation import std_of
 from plugins.networks.parts.mlp import MLP
 from plugins.networks.parts.norms import new_norm
@@ -115,7 +115,7 @@ class GPT(Decoder):
         self.position, self.init, self.rope_theta = position, init, rope_theta
         self.norm_position = norm_position
         gated = activation == "swiglu"
-        width = math.ceil(8 * n_embd / (3 * 64)) * 64 if gated else 4 * n_embd
+        width = swiglu_width(n_embd) if gated else 4 * n_embd
         a_norm = partial(new_norm, norm, n_embd, NORM_EPS, bias)
 
         def new_block(index: int) -> Block:

@@ -7,9 +7,12 @@ import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from conformance import Case
+from conformance.case import tiny
 from conformance.workshop import text, workshop
 from core.pretrain_datamodule import PretrainDataModule
+from plugins.networks.gpt import GPT
 from tests.conformance.compatibility import SHORT
+from tests.support.stored_networks import store
 
 ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence_length": 16,
           "position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}  # fmt: skip
@@ -89,6 +92,7 @@ def pytest_leyden_cases():
         Case("Qwen3", FAMILY | {"head_dim": 8}),
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
+        Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("MixtureDataModule", mixture()),
         Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
@@ -161,6 +165,13 @@ def saved_dataset():
         writer.write_table(table)
     (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
     return folder
+
+
+def stored_weights():
+    """Writes a checkpoint of the network of the kit's tiny run."""
+    network = tiny([])["model"]["network"]
+    init_args = network["init_args"]
+    return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt")
 
 
 def bytes_tokenizer():

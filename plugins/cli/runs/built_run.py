@@ -184,6 +184,8 @@ class BuiltRun:
             built = self.parsed.parser.instantiate_classes(self.parsed.values)
             self.datamodule: LightningDataModule = built["data"]
             self.model: LanguageModule = built["model"]
+            if self.request.checkpoint is not None:
+                self.model.weights = None  # the checkpoint's are taken, and the file may be gone
             self.arguments = {name: built[name] for name in self.parsed.method_arguments}
             self.trainer = self._trainer(built["trainer"])
 
@@ -223,6 +225,10 @@ class BuiltRun:
         check_fit(network, self.datamodule)
         parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters"
+        model = self.model
+        with self._building(), torch.device("meta"):
+            self.meta_network = apply_network_changes(model.build_network(), self.trainer, model.weights)
+        check_fit(self.meta_network, self.datamodule)
         with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:

@@ -1,11 +1,13 @@
-"""GPT-2 in transformers: names, keys, and which options of GPT it has."""
+"""GPT in transformers: as GPT-2, or as Llama; names, keys, and which options of GPT they have."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from core.errors import ConfigError
+from plugins.networks.parts.families import DEFAULTS, ENDS, PRE_NORMS, SIZES, SWIGLU
 from toolkit.hugging_face import HuggingFaceForm, Rename
 
 ONLY = {"position": "learned", "norm": "layernorm", "norm_position": "pre", "bias": True}
@@ -50,6 +52,45 @@ def _to_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     rates = {name: config[key] for key, name in DROPOUTS.items()}
     return {**ONLY, "activation": ACTIVATIONS[activation], **rates}
 
+
+LLAMAS = {"position": "rotary", "norm": "rmsnorm", "norm_position": "pre", "activation": "swiglu"}
+"""Arguments of GPT that have one value in Llama."""
+
+
+def swiglu_width(n_embd: int) -> int:
+    """Returns the width of the MLP with swiglu that GPT takes by default: 8/3 C rounded up to a multiple of 64."""
+    return math.ceil(8 * n_embd / (3 * 64)) * 64
+
+
+def _to_llama(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in LLAMAS.items():
+        if arguments[name] != value:
+            raise ConfigError(
+                f"GPT: {name}={arguments[name]!r} has no form in transformers' Llama, which has {value!r}."
+            )
+    heads, own = arguments["n_head"], arguments["attention_dropout"]
+    return {
+        "num_key_value_heads": arguments["n_kv_head"] or heads,
+        "head_dim": arguments["n_embd"] // heads,
+        "intermediate_size": arguments["intermediate_size"] or swiglu_width(arguments["n_embd"]),
+        "attention_dropout": arguments["dropout"] if own is None else own,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(arguments["rope_theta"])},
+    }
+
+
+_DERIVED = ("intermediate_size", "rms_norm_eps", "attention_dropout")
+
+AS_LLAMA = HuggingFaceForm(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    renames=ENDS + PRE_NORMS,
+    arguments={key: name for key, name in SIZES.items() if key not in _DERIVED}
+    | {"attention_bias": "bias", "mlp_bias": "bias"},
+    defaults=DEFAULTS,
+    constants=SWIGLU | {"rms_norm_eps": 1e-5},
+    to_config=_to_llama,
+)
+"""For an export, and for weights to start from: an import of a Llama makes the network Llama."""
 
 GPT2 = HuggingFaceForm(
     architecture="GPT2LMHeadModel",
@@ -96,4 +137,5 @@ GPT2 = HuggingFaceForm(
     },
     to_config=_to_config,
     to_arguments=_to_arguments,
+    otherwise=AS_LLAMA,
 )

@@ -1,0 +1,129 @@
+"""Weights that a run starts from: a checkpoint of ours, a Hugging Face folder, or a safetensors file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core.contracts import Network
+from core.errors import ConfigError, nearest
+from core.technique import technique
+from plugins.checkpoints.finding import resolve
+from plugins.checkpoints.foreign import is_foreign, open_foreign
+from plugins.checkpoints.matching import form_of, open_own, pieces_of
+from toolkit.durable import is_url
+from toolkit.ranks import launched_rank
+from toolkit.safetensors_files import LazyTensor
+
+
+@technique(
+    paper="new rows as the mean of the old: J. Hewitt, 2021, Initializing New Word Embeddings for Pretrained LMs",
+    offers=("initial_weights",),
+)
+class InitialWeights:
+    """Starts a run from weights alone, with another objective, optimizer, data or vocabulary.
+
+    Optimizer, schedule, step and position of the data begin anew. Tensors are read one by one and cast to the data type of
+    the network. If the network has a larger vocabulary, the new rows of embedding and head are the mean of the old ones.
+    A resumed run takes the checkpoint's weights instead.
+
+    Args:
+        path: A checkpoint, a run folder (its newest checkpoint), a folder with config.json and safetensors files, or a
+            safetensors file with names of transformers or of the network.
+
+    Raises:
+        ConfigError: If a tensor is missing, left over or has another shape, or the weights cannot be read.
+
+    Example:
+        model:
+          weights: runs/base        # read by InitialWeights
+    """
+
+    def __init__(self, path: str) -> None:
+        if is_url(path):
+            raise ConfigError(
+                f"model.weights is {path}: weights are read from this machine's folders. Download them."
+            )
+        self.path = Path(path).expanduser()
+        if not self.path.exists():
+            around = self.path.parent if self.path.parent.is_dir() else Path()
+            hint = nearest(self.path.name, {entry.name for entry in around.iterdir()})
+            raise ConfigError(f"model.weights: there is no file or folder {path}.{hint}")
+
+    def change_network(self, network: Network) -> None:
+        """Fills a network that was just built; on the meta device names and shapes are checked, and no weights read."""
+        own = network.state_dict(keep_vars=True)
+        found = self._found(network, {name: tuple(value.shape) for name, value in own.items()})
+        grown = self._check(network, own, found)
+        if any(value.is_meta for value in own.values()):
+            return
+        with torch.no_grad():
+            for name, target in own.items():
+                _fill(target, found[name].read())
+        if launched_rank() in (None, 0):
+            rows = f"; new rows in {', '.join(grown)} are the mean of the old ones" if grown else ""
+            print(f"Weights: {len(own)} tensors from {self.path}{rows}", file=sys.stderr, flush=True)
+
+    def _found(self, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, LazyTensor]:
+        """Returns the stored tensors under the network's names."""
+        if not is_foreign(self.path):
+            return open_own(resolve(str(self.path), self.path))
+        foreign = open_foreign(self.path)
+        if set(foreign.tensors) & set(shapes):
+            return foreign.tensors
+        form = form_of(network, foreign.config)
+        if form is None:
+            there = (foreign.config or {}).get("architectures", ["another network"])
+            raise ConfigError(f"{self.path} holds {there}, which {type(network).__name__} is not.")
+        return pieces_of(foreign, form, shapes)
+
+    def _check(
+        self, network: Network, own: Mapping[str, Tensor], found: Mapping[str, LazyTensor]
+    ) -> list[str]:
+        """Returns the names of what has more rows than is stored, and may; refuses any other difference."""
+        head = "model.weights: " + str(self.path)
+        if missing := [name for name in own if name not in found]:
+            raise ConfigError(
+                f"{head} has no {missing[0]} ({len(missing)} of {len(own)} tensors are missing).{nearest(missing[0], set(found))}\n"
+                "Give the network the kind and arguments that it was stored with."
+            )
+        if left := [name for name in found if name not in own]:
+            raise ConfigError(
+                f"{head} has {left[0]}, which the network has not.{nearest(left[0], set(own))}\n"
+                "Give the network the kind and arguments that it was stored with."
+            )
+        vocabulary, grown = _vocabulary(network), []
+        for name, target in own.items():
+            here, there = tuple(target.shape), found[name].shape
+            if here == there:
+                continue
+            if name not in vocabulary or here[1:] != there[1:] or not 0 < there[0] < here[0]:
+                more = f"\nSet vocab_size to {there[0]} or more." if name in vocabulary else ""
+                raise ConfigError(f"{head}: {name} is {there} there and {here} in the network.{more}")
+            grown.append(name)
+        return grown
+
+
+def _vocabulary(network: Network) -> set[str]:
+    """Returns the names of weights with a row for each token id: of the embedding and of the head."""
+    ends = {id(module) for modules in network.ends or () for module in modules}
+    return {
+        f"{name}.weight"
+        for name, module in network.named_modules()
+        if id(module) in ends
+        and len(getattr(module, "weight", ())) == network.vocab_size
+        and "position" not in name
+    }
+
+
+def _fill(target: Any, value: Tensor) -> None:
+    rows = len(value) if value.ndim else 0
+    if target.shape != value.shape:
+        target[rows:] = value.float().mean(dim=0)
+        target = target[:rows]
+    target.copy_(value)

@@ -1,0 +1,117 @@
+"""Finds for each tensor of a network the stored tensor that it is read from, whatever form the weights have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from core.errors import ConfigError, nearest
+from plugins.checkpoints import sharded
+from plugins.checkpoints.checkpoint import read_checkpoint
+from plugins.checkpoints.foreign import ForeignWeights
+from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm, StoredTensor
+from toolkit.safetensors_files import LazyTensor
+
+PREFIX = "network."
+IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""Ends of names of buffers that older versions of transformers stored and computed anew."""
+
+
+def open_own(path: Path) -> dict[str, LazyTensor]:
+    """Returns the network's tensors in a checkpoint of ours, a file or a folder, read when they are needed.
+
+    Raises:
+        ConfigError: If it is damaged or no checkpoint.
+    """
+    if sharded.is_sharded(path):
+        if reason := sharded.defect(path):
+            raise ConfigError(f"{path}: {reason}.")
+        found: Mapping[str, Any] = sharded.read_without_tensors(path)["state_dict"]
+    else:
+        found = read_checkpoint(path)["state_dict"]
+    own = {name.removeprefix(PREFIX): v for name, v in found.items() if name.startswith(PREFIX)}
+    return {
+        name: LazyTensor(tuple(value.shape), value.dtype, partial(_read, value))
+        for name, value in own.items()
+        if hasattr(value, "shape")
+    }
+
+
+def _read(value: Any) -> Tensor:
+    return sharded.load_tensor(value) if isinstance(value, sharded.Stored) else value.detach()
+
+
+def form_of(network: Any, config: Mapping[str, Any] | None) -> HuggingFaceForm | None:
+    """Returns the form of a network that a config.json is of; without one its first. None: it has none."""
+    if not isinstance(network, HasHuggingFaceForm):
+        return None
+    forms: list[HuggingFaceForm] = []
+    form: HuggingFaceForm | None = network.hugging_face
+    while form is not None:
+        forms.append(form)
+        form = form.otherwise
+    wanted = (config or {}).get("architectures") or [forms[0].architecture]
+    return next((form for form in forms if form.architecture in wanted), None)
+
+
+def pieces_of(
+    found: ForeignWeights, form: HuggingFaceForm, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, LazyTensor]:
+    """Returns the tensors of a network of ours, each a part of one that is stored.
+
+    Args:
+        found: What is stored.
+        form: How its names and ours belong together.
+        shapes: Of our tensors. How many rows each has matters only where one of theirs holds several.
+
+    Raises:
+        ConfigError: If one is missing, or one is left over; names the nearest.
+    """
+    plan, there = form.tensors(shapes), dict(found.tensors)
+    names = {stored.theirs: _name_there(stored.theirs, there) for stored in plan}
+    if missing := [name for name, other in names.items() if other is None]:
+        raise ConfigError(f"{found.path} has no {missing[0]}.{nearest(missing[0], set(there))}")
+    left = [name for name in there if name not in names.values() and not name.endswith(IGNORED)]
+    if left := [
+        name for name in left if name != "lm_head.weight"
+    ]:  # beside tied embeddings it is a copy of them
+        raise ConfigError(
+            f"{found.path} has {ascii(left[0])[1:-1][:100]}, for which the network has no place.{nearest(left[0], set(names))}"
+        )
+    result: dict[str, LazyTensor] = {}
+    for stored in plan:
+        result |= dict(_split(stored, there[str(names[stored.theirs])], shapes))
+    return {name: result[name] for name in shapes}
+
+
+def _name_there(name: str, there: Iterable[str]) -> str | None:
+    """Returns a tensor's name in files that may hold a model without its head, whose names lack the first word."""
+    return next((other for other in (name, name.partition(".")[2]) if other in there), None)
+
+
+def _split(
+    stored: StoredTensor, tensor: LazyTensor, shapes: Mapping[str, tuple[int, ...]]
+) -> Iterable[tuple[str, LazyTensor]]:
+    """Yields the tensors of ours that one of theirs holds."""
+    shape = tensor.shape[::-1] if stored.transposed and len(tensor.shape) == 2 else tensor.shape
+    if len(stored.ours) == 1:  # its size may be another: rows may be added
+        yield (
+            stored.ours[0],
+            LazyTensor(shape, tensor.dtype, lambda: stored.to_ours(tensor.read(), shape[:1])[0]),
+        )
+        return
+    sizes = [shapes[name][0] for name in stored.ours]
+    if not shape or shape[0] != sum(sizes):
+        raise ConfigError(
+            f"{stored.theirs} is {tensor.shape} there; {', '.join(stored.ours)} have {sizes} rows."
+        )
+    for place, name in enumerate(stored.ours):
+
+        def read(place: int = place) -> Tensor:
+            return stored.to_ours(tensor.read(), sizes)[place].clone()  # not the memory of all of it
+
+        yield name, LazyTensor((sizes[place], *shape[1:]), tensor.dtype, read)

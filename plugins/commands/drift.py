@@ -1,0 +1,91 @@
+"""Compares the logits of a checkpoint with those of transformers, and names the first block in which they drift apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from core.errors import ConfigError
+
+TOLERANCE = 1e-5
+"""Largest difference in float32, relative to the largest value; of logits absolute, where they are below 1."""
+
+
+def require_transformers() -> None:
+    """Raises a ConfigError if transformers is not installed."""
+    if find_spec("transformers") is None:
+        raise ConfigError(
+            "--check compares with transformers, which is not installed: pip install transformers"
+        )
+
+
+def report(path: Path, folder: Path) -> str:
+    """Returns how far the logits of a checkpoint are from those of transformers for a folder.
+
+    Raises:
+        ConfigError: If they drift apart; names the first block.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    from plugins.checkpoints.checkpoint import stored_config
+    from plugins.checkpoints.matching import open_own
+    from plugins.checkpoints.stored_network import build_network
+
+    logging.disable_progress_bar()
+    network = build_network(stored_config(path)["model"]["network"])
+    network.load_state_dict({name: tensor.read() for name, tensor in open_own(path).items()})
+    model, notes = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float32", output_loading_info=True, local_files_only=True
+    )
+    odd = [*notes["missing_keys"], *notes["unexpected_keys"], *notes["mismatched_keys"]]
+    if odd:
+        raise ConfigError(f"{folder}: transformers does not find, or does not know, {odd[0]}.")
+    return compare(network.float(), model)
+
+
+def compare(network: Any, model: Any, length: int = 32) -> str:
+    """Returns how far two models are apart on random tokens; see :func:`report`.
+
+    Args:
+        network: Ours, in float32.
+        model: Of transformers, in float32.
+        length: Tokens in a sequence; two are compared.
+    """
+    import torch
+
+    length = min(length, network.max_sequence_length or length)
+    ids = torch.randint(network.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
+    base = model.base_model
+    theirs = getattr(base, "layers", None)
+    blocks = theirs if theirs is not None else base.h
+    with torch.no_grad():
+        ours = _states(network.eval().blocks, lambda: network.logits(network({"input_ids": ids})))
+        others = _states(blocks, lambda: model.eval()(input_ids=ids, use_cache=False).logits)
+    last = 0.0
+    for index, (one, other) in enumerate(zip(ours, others, strict=True)):
+        last = float((one - other).abs().max())
+        if not last <= TOLERANCE * max(1.0, float(other.abs().max())):
+            where = f"block {index}" if index < len(blocks) else "the logits, after the last block"
+            raise ConfigError(
+                f"The weights do not compute the same as in transformers: {where} is the first to differ, by {last:.2g} "
+                f"(largest value {float(other.abs().max()):.2g})."
+            )
+    return f"The logits are those of transformers: {'bitwise' if last == 0 else f'within {last:.2g}'}."
+
+
+def _states(blocks: Sequence[Any], call: Callable[[], Any]) -> list[Any]:
+    """Returns what each block gives while `call()` runs, and what that returns."""
+    found: list[Any] = []
+
+    def keep(module: Any, arguments: Any, output: Any) -> None:
+        found.append(output[0] if isinstance(output, tuple) else output)
+
+    handles = [block.register_forward_hook(keep) for block in blocks]
+    try:
+        return [*found, last] if (last := call()) is not None else found
+    finally:
+        for handle in handles:
+            handle.remove()

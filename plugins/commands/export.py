@@ -1,0 +1,223 @@
+"""The command `export`: writes a checkpoint for others to read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from core.errors import ConfigError
+from core.technique import technique
+from plugins.cli.configuration.command_parser import Parser
+from plugins.cli.configuration.trust import Trust, take_option, trusting
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from toolkit.hugging_face import StoredTensor
+    from toolkit.safetensors_files import LazyTensor
+
+
+@technique(paper="safetensors, config.json and tokenizer.json of transformers")
+def export(arguments: list[str]) -> int:
+    """Writes a checkpoint as a folder that transformers or torch reads, tensor by tensor.
+
+    hf: config.json, safetensors, generation_config.json, tokenizer; for `AutoModelForCausalLM.from_pretrained(DIR)`.
+    torch: weights.pt, the network's `state_dict` for `torch.load(..., weights_only=True)`; network.yaml, tokenizer.json.
+
+    Example:
+        python -m core export --ckpt_path runs/big --format hf --output big-hf
+    """
+    trusted, arguments = take_option(arguments)
+    parser = Parser(prog="python -m core export", description=export.__doc__)
+    parser.add_argument(
+        "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
+    )
+    parser.add_argument("--format", choices=("hf", "torch"), default="hf", help="who reads it")
+    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--shard_gb", type=float, default=5.0, help="most gigabytes of a safetensors file")
+    parser.add_argument("--root", default="runs", help="where `last` looks for runs")
+    parser.add_argument(
+        "--check", action="store_true", help="compare with transformers on random tokens, block by block"
+    )
+    parser.add_argument(
+        "--trust", metavar="MODULE", help="let the checkpoint's config import from a module; may be repeated"
+    )
+    options = parser.parse_args(arguments)
+    from plugins.checkpoints.finding import resolve
+    from plugins.commands import drift
+
+    output = Path(options.output)
+    if output.exists():
+        raise ConfigError(f"{output} exists already: give another name.")
+    if not options.shard_gb > 0:
+        raise ConfigError(f"--shard_gb is {options.shard_gb}; it must be above 0.")
+    if options.check and options.format != "hf":
+        raise ConfigError("--check compares with transformers: it takes --format hf.")
+    if options.check:
+        drift.require_transformers()
+    path = resolve(options.ckpt_path, Path(options.root))
+    with trusting(Trust(trusted)):
+        if options.format == "hf":
+            _to_hugging_face(path, output, int(options.shard_gb * 1e9))
+        else:
+            _to_torch(path, output)
+        size = sum(file.stat().st_size for file in output.iterdir())
+        print(f"{path} -> {output} ({len(list(output.iterdir()))} files, {size:,} bytes)")
+        if options.check:
+            print(drift.report(path, output))
+    return 0
+
+
+class _Opened:
+    """A checkpoint, its tensors not yet read.
+
+    Args:
+        path: A file or a folder.
+
+    Attributes:
+        config: Its `model.network`.
+        network: The network, on the meta device.
+        tensors: Name -> tensor of the network.
+        tokenizer: JSON of the tokenizer; None: it has none.
+        end: The id that ends a text.
+        kept: What an import kept of a Hugging Face folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from plugins.checkpoints import sharded
+        from plugins.checkpoints.checkpoint import read_checkpoint, stored_config
+        from plugins.checkpoints.matching import open_own
+        from plugins.commands import hf_folder
+
+        model = stored_config(path).get("model")
+        if not isinstance(model, Mapping) or "network" not in model:
+            raise ConfigError(
+                f"{path} was not written by `python -m core`: it does not say which network it holds."
+            )
+        self.config: dict[str, Any] = dict(model["network"])
+        self.network, self.tensors = hf_folder.on_meta(self.config), open_own(path)
+        own = {name: tuple(value.shape) for name, value in self.network.state_dict().items()}
+        if odd := [name for name in {**own, **self.tensors} if own.get(name) != _shape(self.tensors, name)]:
+            raise ConfigError(
+                f"{path}: {odd[0]} is {_shape(self.tensors, odd[0]) or 'absent'} there and "
+                f"{own.get(odd[0], 'absent')} in the network of its config: it is damaged, or its weights are quantised."
+            )
+        content = sharded.state(path) if sharded.is_sharded(path) else read_checkpoint(path)
+        states = (value for value in content.values() if isinstance(value, Mapping))
+        data = next((state for state in states if isinstance(state.get("tokenizer"), str)), {})
+        self.tokenizer, self.end = data.get("tokenizer"), data.get("end_of_text_id")
+        self.kept: dict[str, str] = dict(content.get(hf_folder.KEPT, {}))
+
+
+def _shape(tensors: Mapping[str, LazyTensor], name: str) -> tuple[int, ...] | None:
+    return tensors[name].shape if name in tensors else None
+
+
+def _to_hugging_face(path: Path, output: Path, shard_bytes: int) -> None:
+    from plugins.commands import hf_folder
+    from toolkit.safetensors_files import LazyTensor
+
+    opened = _Opened(path)
+    form, config = hf_folder.exported_form(opened.network, opened.config.get("init_args") or {})
+    plan = {stored.theirs: stored for stored in form.tensors(opened.tensors)}
+    lazy: dict[str, LazyTensor] = {}
+    for name, stored in plan.items():
+        parts = [opened.tensors[own] for own in stored.ours]
+        rows = sum(part.shape[0] for part in parts)
+        shape = (rows, *parts[0].shape[1:])
+        shape = shape[::-1] if stored.transposed and len(shape) == 2 else shape
+        lazy[name] = LazyTensor(shape, parts[0].dtype, partial(_joined, stored, parts))
+    dtype = str(max(lazy.values(), key=lambda tensor: tensor.nbytes).dtype).removeprefix("torch.")
+    files = hf_folder.files_beside(config, opened.tokenizer, opened.end, opened.kept, dtype)
+    with _new_folder(output) as temporary:
+        _write_shards(temporary, lazy, shard_bytes)
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+
+
+def _joined(stored: StoredTensor, parts: list[LazyTensor]) -> Tensor:
+    return stored.to_theirs([part.read() for part in parts])
+
+
+def _write_shards(folder: Path, tensors: Mapping[str, LazyTensor], shard_bytes: int) -> None:
+    """Writes one file, or several and their index."""
+    import json
+
+    from plugins.checkpoints.foreign import INDEX, SINGLE
+    from toolkit.safetensors_files import write_safetensors
+
+    shards: list[dict[str, LazyTensor]] = [{}]
+    for name, tensor in tensors.items():
+        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + tensor.nbytes > shard_bytes:
+            shards.append({})
+        shards[-1][name] = tensor
+    if len(shards) == 1:
+        write_safetensors(folder / SINGLE, shards[0])
+        return
+    names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        write_safetensors(folder / file, shard)
+    places = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _to_torch(path: Path, output: Path) -> None:
+    import yaml
+
+    opened = _Opened(path)
+    with _new_folder(output) as temporary:
+        _write_state_dict(temporary / "weights.pt", opened.tensors)
+        text = yaml.safe_dump(opened.config, sort_keys=False)
+        (temporary / "network.yaml").write_text(text, encoding="utf-8")
+        if opened.tokenizer is not None:
+            (temporary / "tokenizer.json").write_text(opened.tokenizer, encoding="utf-8")
+
+
+def _write_state_dict(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
+    """Writes a `state_dict` as torch.save does: first the places of its tensors, then one tensor after the other."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from toolkit.safetensors_files import as_bytes
+
+    with FakeTensorMode():
+        empty = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in tensors.items()}
+    try:
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(empty, path)
+    except RuntimeError as error:  # torch's writer does not say what the system said
+        reason = "no space is left on the disk, or the file is too large for it"
+        raise OSError(errno.EIO, f"{reason} ({str(error).partition(' (')[0][:80]})") from error
+    with FakeTensorMode():
+        placed = torch.load(path, weights_only=True)
+    with open(path, "r+b") as file:
+        for name, tensor in tensors.items():
+            file.seek(placed[name].untyped_storage()._checkpoint_offset)
+            file.write(as_bytes(tensor.read()))
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """Yields a folder to write to, which then gets its name; where the body fails, nothing stays."""
+    from toolkit import durable
+
+    temporary = output.with_name(f".{output.name}.{uuid4().hex[:12]}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        durable.sync_all(temporary)
+        os.rename(temporary, output)
+        durable.sync(output.parent)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {durable.write_error(error)}.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,165 @@
+"""What lies beside the weights in a Hugging Face folder: configs and tokenizer, in both directions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from core import catalog
+from core.contracts import Network
+from core.errors import ConfigError, nearest
+from plugins.checkpoints.foreign import CONFIG, ForeignWeights
+from plugins.checkpoints.stored_network import build_network
+from toolkit.bounded import read_error, read_inside
+from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm
+
+KEPT = "hugging_face"
+"""Key of a checkpoint: file name -> its text, of files that an import keeps for an export."""
+
+TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
+
+
+def network_config(found: ForeignWeights) -> dict[str, Any]:
+    """Returns the `model.network` of a configuration for a config.json.
+
+    Raises:
+        ConfigError: If there is no network for its architecture, or it has a value that the network does not compute.
+    """
+    if found.config is None:
+        raise ConfigError(
+            f"There is no {CONFIG} in {found.folder}: it says which network the weights are of."
+        )
+    given = found.config.get("architectures")
+    architecture = given[0] if isinstance(given, list) and given else None
+    known = architectures()
+    if architecture not in known:
+        raise ConfigError(
+            f"{found.folder / CONFIG}: there is no network for {ascii(architecture)[:80]}."
+            f"{nearest(str(architecture), set(known))}\nThere are networks for {', '.join(known)}."
+        )
+    entry = known[architecture]
+    try:
+        init_args = entry.load().hugging_face.init_args(found.config)
+        if init_args["n_layer"] > len(found.tensors):
+            raise ValueError(f"{init_args['n_layer']:,} layers for {len(found.tensors)} tensors")
+        with torch.device("meta"):
+            entry.load()(**init_args)
+    except ConfigError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        said = str(error).partition("\n")[0][:200]
+        raise ConfigError(
+            f"{found.folder / CONFIG} has a value that is no size or of a wrong type: {said}."
+        ) from error
+    return {"class_path": entry.class_path, "init_args": init_args}
+
+
+def architectures() -> dict[str, catalog.Entry]:
+    """Returns the network for each class of transformers that one has the form of."""
+    entries = [entry for entry in catalog.entries() if entry.kind == "networks"]
+    forms = [(entry, getattr(_loaded(entry), "hugging_face", None)) for entry in entries]
+    return {form.architecture: entry for entry, form in forms if isinstance(form, HuggingFaceForm)}
+
+
+def _loaded(entry: catalog.Entry) -> Any:
+    try:
+        return entry.load()
+    except ConfigError:  # of a broken package, which hurts only who names it
+        return None
+
+
+def on_meta(config: Mapping[str, Any]) -> Network:
+    """Returns a network without weights, for the `model.network` of a configuration."""
+    with torch.device("meta"):
+        network: Network = build_network(config)
+    return network
+
+
+def exported_form(network: Network, arguments: Mapping[str, Any]) -> tuple[HuggingFaceForm, dict[str, Any]]:
+    """Returns the form of a network in transformers, the first that it has, and its config.json.
+
+    Raises:
+        ConfigError: If it has none; names the argument.
+    """
+    if not isinstance(network, HasHuggingFaceForm):
+        raise ConfigError(f"{type(network).__name__} has no form in transformers: export --format torch.")
+    form: HuggingFaceForm | None = network.hugging_face
+    reasons = []
+    while form is not None:
+        try:
+            return form, form.config(type(network), arguments)
+        except ConfigError as error:
+            reasons.append(str(error))
+            form = form.otherwise
+    raise ConfigError("\n".join([*reasons, "`export --format torch` writes the weights under our names."]))
+
+
+def kept_files(folder: Path) -> dict[str, str]:
+    """Returns the texts of the files of `KEPT_FILES` that are in a folder."""
+    found = {}
+    for name in KEPT_FILES:
+        if (folder / name).exists():
+            try:
+                found[name] = read_inside(folder, name).decode()
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{folder / name} cannot be read: {read_error(error)}.") from error
+    return found
+
+
+def data_state(folder: Path, end_of_text: str | None) -> dict[str, Any] | None:
+    """Returns what the data module of a run would keep of a folder's tokenizer; None if it has none."""
+    if not any((folder / name).exists() for name in (TOKENIZER, "vocab.json", "tokenizer.model")):
+        return None
+    tokenizer = catalog.find("PretrainedTokenizer", "data").load()(str(folder), end_of_text)
+    state = {"tokenizer": tokenizer.to_json(), "end_of_text_id": tokenizer.end_of_text_id, "position": None}
+    return state
+
+
+def files_beside(
+    config: Mapping[str, Any],
+    tokenizer: str | None,
+    end: int | None,
+    kept: Mapping[str, str],
+    dtype: str,
+) -> dict[str, str]:
+    """Returns the text of each file that lies beside exported weights.
+
+    Args:
+        config: The form's keys of config.json.
+        tokenizer: The JSON of the tokenizer.
+        end: The id that ends a text.
+        kept: What an import kept; these are written as they were.
+        dtype: Of most weights, such as "float32".
+    """
+    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    if before := json.loads(kept.get(GENERATION, "{}")):
+        special |= {key: before[key] for key in special if key in before}
+    files = {CONFIG: _text({**config, **special, "dtype": dtype})}
+    files[GENERATION] = _text({key: value for key, value in special.items() if value is not None})
+    if tokenizer is not None:
+        files |= {TOKENIZER: tokenizer, TOKENIZER_CONFIG: _text(_tokenizer_config(tokenizer, end, config))}
+    return files | dict(kept)
+
+
+def _tokenizer_config(tokenizer: str, end: int | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    from tokenizers import Tokenizer
+
+    found: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    length = config.get("max_position_embeddings") or config.get("n_positions")
+    if length:
+        found["model_max_length"] = length
+    if end is not None:
+        found["eos_token"] = Tokenizer.from_str(tokenizer).id_to_token(end)
+    return found
+
+
+def _text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

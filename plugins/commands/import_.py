@@ -1,0 +1,124 @@
+"""The command `import`: makes a checkpoint of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from core.errors import ConfigError
+from core.technique import technique
+from plugins.cli.configuration.command_parser import Parser
+from plugins.cli.configuration.trust import Trust, take_option, trusting
+
+if TYPE_CHECKING:
+    from plugins.checkpoints.foreign import ForeignWeights
+    from toolkit.safetensors_files import LazyTensor
+
+
+@technique(paper="safetensors and config.json of transformers; torch.distributed.checkpoint")
+def import_(arguments: list[str]) -> int:
+    """Makes a sharded checkpoint of a Hugging Face folder or safetensors file, tensor by tensor.
+
+    `generate`, `validate`, `export` and `--model.weights` take it; `consolidate` makes it a file.
+
+    Example:
+        python -m core import SmolLM2-135M --output smollm2.ckpt
+    """
+    trusted, arguments = take_option(arguments)
+    parser = Parser(prog="python -m core import", description=import_.__doc__)
+    parser.add_argument(
+        "source", metavar="DIR_OR_FILE", help="a folder with config.json, or a .safetensors beside one"
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="CHECKPOINT", help="the folder to write, such as base.ckpt"
+    )
+    parser.add_argument(
+        "--end_of_text", metavar="TOKEN", help="the token that ends a text; else as the folder says"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="compare with transformers on random tokens, block by block"
+    )
+    parser.add_argument(
+        "--trust", metavar="MODULE", help="let the network come from a module; may be repeated"
+    )
+    options = parser.parse_args(arguments)
+    from plugins.checkpoints.foreign import is_foreign, open_foreign
+    from plugins.commands import drift
+
+    source, output = Path(options.source), Path(options.output)
+    if not source.exists() or not is_foreign(source):
+        raise ConfigError(f"{source} is no folder with config.json, and no .safetensors file.")
+    if output.exists():
+        raise ConfigError(f"{output} exists already: give another name.")
+    if options.check:
+        drift.require_transformers()
+    with trusting(Trust(trusted)):
+        found = open_foreign(source)
+        state, tensors = _converted(found, options.end_of_text)
+        _write(output, state, tensors)
+        print(
+            f"{source} -> {output}: {len(tensors)} tensors, {sum(t.nbytes for t in tensors.values()):,} bytes"
+        )
+        if not state.get("PretrainDataModule"):
+            print(f"{found.folder} holds no tokenizer: `generate` needs one.")
+        if options.check:
+            print(drift.report(output, found.folder))
+    return 0
+
+
+import_.__name__ = "import"  # the command's name, which is a keyword
+
+
+def _converted(
+    found: ForeignWeights, end_of_text: str | None
+) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
+    """Returns all of the checkpoint but its tensors, and these."""
+    import lightning
+    import yaml
+
+    from core import __version__
+    from plugins.checkpoints.checkpoint import RECORD
+    from plugins.checkpoints.matching import form_of, pieces_of
+    from plugins.cli.configuration.validation_unit import UNIT
+    from plugins.commands import hf_folder
+
+    config = hf_folder.network_config(found)
+    network = hf_folder.on_meta(config)
+    own = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    form = form_of(network, found.config)
+    assert form is not None, "the network was chosen by it"
+    tensors = pieces_of(found, form, own)
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name]:
+            raise ConfigError(f"{found.path}: {name} is {tensor.shape}; config.json makes it {own[name]}.")
+    data = hf_folder.data_state(found.folder, end_of_text)
+    text = yaml.safe_dump({"model": {"network": config}, "trainer": {}}, sort_keys=False)
+    state = {
+        "pytorch-lightning_version": lightning.__version__,
+        "epoch": 0,
+        "global_step": 0,
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        RECORD: {"config": text, "version": __version__, "ranks": 1, UNIT: "steps"},
+        hf_folder.KEPT: hf_folder.kept_files(found.folder),
+    }
+    return state | ({"PretrainDataModule": data} if data else {}), tensors
+
+
+def _write(output: Path, state: dict[str, Any], tensors: dict[str, LazyTensor]) -> None:
+    import torch
+
+    from plugins.checkpoints import shard_writing, sharded
+    from plugins.checkpoints.matching import PREFIX
+    from plugins.checkpoints.patience import Patience
+
+    empty = {
+        PREFIX + name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in tensors.items()
+    }
+    keys, rest = sharded.split({**state, "state_dict": empty})
+    section = f"state_dict.{PREFIX}"
+    shard_writing.write(
+        output, keys, rest, None, Patience(), lambda key: tensors[key.removeprefix(section)].read()
+    )
