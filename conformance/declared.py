@@ -31,7 +31,7 @@ BASES = {
     "schedules": "torch.optim.lr_scheduler.LRScheduler",
     "strategies": "lightning.pytorch.strategies.Strategy",
 }
-"""Kind -> what its classes derive from. Adapters and stages have several contracts and are not held to one."""
+"""Kind -> what its classes derive from. Adapters and `data` have several contracts and are not held to one."""
 
 
 @proof(runs=False)

@@ -11,8 +11,8 @@ from tempfile import mkdtemp
 from typing import Any
 
 from conformance.case import Case
+from conformance.data import build
 from conformance.proof import proof, require
-from conformance.stages import build
 from conformance.workshop import workshop
 from core.contracts import Engine
 from core.errors import ConfigError

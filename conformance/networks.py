@@ -142,6 +142,29 @@ def starts_on_the_meta_device(case: Case) -> None:
     require(torch.isfinite(fresh).all(), "its logits are not finite")
 
 
+@proof("networks")
+def defers_its_initialisation(case: Case) -> None:
+    """With `deferred_init`: from the meta device and from the constructor come the same weights of a seed, bit by bit."""
+    with seeded(0):
+        usual: Network = case.build("model.network", Network)
+        state = torch.get_rng_state()
+    if not vars(type(usual)).get("deferred_init"):
+        raise NotProvable("it does not set deferred_init")
+    with torch.device("meta"):
+        deferred: Network = case.build("model.network", Network)
+    deferred.to_empty(device="cpu")
+    with seeded(0):
+        deferred.init_weights()
+        require(torch.equal(torch.get_rng_state(), state), f"{_ELSEWHERE}: it draws more or fewer numbers")
+    expected, found = dict(_tensors(usual)), dict(_tensors(deferred))
+    require(expected.keys() == found.keys(), "tied parameters are no longer tied after `to_empty`")
+    other = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
+    require(not other, f"{_ELSEWHERE}: it differs in {', '.join(other[:5])}")
+
+
+_ELSEWHERE = "the constructor draws or sets values outside of init_weights"
+
+
 def _tensors(network: Network) -> Iterator[tuple[str, Tensor]]:
     yield from network.named_parameters()
     yield from network.named_buffers()

@@ -20,7 +20,12 @@ OFFERED_BY: dict[str, tuple[type, ...]] = {
     ),
     "precision": (contracts.ChangesNetwork,),
     "adapters": (contracts.ChangesNetwork,),
-    "checkpoints": (contracts.ConnectsRanks, contracts.SavesParts, contracts.WaitsForDisk),
+    "checkpoints": (
+        contracts.ConnectsRanks,
+        contracts.SavesParts,
+        contracts.ReadsParts,
+        contracts.WaitsForDisk,
+    ),
     "loggers": (contracts.GoesBack,),
     "callbacks": (contracts.ChangesNetwork, contracts.PausesClock),
     "optimizers": (contracts.AveragesWeights, contracts.BindsToLength),

@@ -182,9 +182,7 @@ def accumulated(case: Case) -> Run:
     Raises:
         AssertionError: If it failed.
     """
-    done = _accumulated(case)
-    require(done.code == 0, f"with two micro-batches `fit` ended with {done.code}:\n{done.error_text}")
-    return done
+    return _accumulated(case).succeeded("with two micro-batches, `fit`")
 
 
 def _agree(case: Case, found: Run, expected: Run, where: str, cause: str) -> None:
@@ -284,7 +282,7 @@ def leaks_nothing(case: Case) -> None:
     # a window that is being filled, a cache: what goes on for hundreds of steps is neither
     with_it, without_it = (_long(json.dumps(_lengthened(v))) for v in (case.values, case.plain_values))
     for done in (with_it, without_it):
-        require(done.code == 0, f"{LONG} steps ended with exit code {done.code}:\n{done.error_text}")
+        done.succeeded(f"a run of {LONG} steps")
     most = steady_growth(with_it, LATE) - max(0.0, steady_growth(without_it, LATE))
     require(
         most < LEAST_LEAK,

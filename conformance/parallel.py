@@ -37,8 +37,7 @@ def can_be_cut_along_its_tokens(case: Case) -> None:
     words = ["--trainer.strategy=HybridParallel", "--trainer.strategy.context=2"]
     if rows := case.values["data"].get("init_args", {}).get("batch_size"):
         words.append(f"--data.batch_size={rows}")  # both ranks read the same ones
-    found = fit(case, "context", *words, ranks=2)
-    require(found.code == 0, f"with context 2 the run ended with exit code {found.code}:\n{found.error_text}")
+    found = fit(case, "context", *words, ranks=2).succeeded("with context 2, the run")
     apart, where = furthest(found, expected)
     require(
         apart <= case.tolerance, f"{where} with context 2 and in one process (tolerance {case.tolerance:g})"
@@ -69,7 +68,6 @@ def gives_other_rows_in_each_step(case: Case) -> None:
 def validation_is_the_same_each_time(case: Case) -> None:
     """Each validation sees the same batches: with weights that do not change, the same loss."""
     frozen = fit(case, "frozen", "--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.0")
-    require(frozen.code == 0, f"`fit` ended with exit code {frozen.code}:\n{frozen.error_text}")
-    seen = [f["val/loss"] for f in frozen.record["figures"].values() if "val/loss" in f]
+    seen = [f["val/loss"] for f in frozen.succeeded("`fit`").record["figures"].values() if "val/loss" in f]
     require(len(seen) >= 2, f"{len(seen)} validations in {STEPS} steps")
     require(len(set(seen)) == 1, f"the same weights have validation losses {seen}")

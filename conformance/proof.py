@@ -21,7 +21,7 @@ MODULES = (
     "objectives",
     "optimizers",
     "schedules",
-    "stages",
+    "data",
     "transforms",
     "engines",
     "tokens",

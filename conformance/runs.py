@@ -35,10 +35,12 @@ PRELOADED = [
     # What the tiny run names.
     "core.__main__",
     "core.pretrain_datamodule",
+    "torch.utils.serialization.config",
     "datamodules.preparation.readers.text_documents",
     "datamodules.preparation.readers.json_lines_documents",
     "datamodules.preparation.tokenizers.bpe_tokenizer",
     "datamodules.preparation.writers.token_shards",
+    "conformance.warmed",
 ]
 """What a run imports, pandas through pyarrow; pytest is there because a forked process imports its parent's main module.
 
@@ -70,6 +72,19 @@ class Run:
     told: str
     error_text: str
     codes: tuple[int | None, ...] = ()
+
+    def succeeded(self, what: str, hint: str = "") -> Run:
+        """Returns the run itself.
+
+        Args:
+            what: Names the run in the message.
+            hint: Added to the message.
+
+        Raises:
+            AssertionError: If it failed.
+        """
+        require(self.code == 0, f"{what} ended with exit code {self.code}:\n{self.error_text}{hint}")
+        return self
 
     @cached_property
     def record(self) -> dict[str, Any]:
@@ -214,6 +229,8 @@ def _context() -> Any:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
+    # A process has one fork server: that of a LocalEngine that was here before imported next to nothing.
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]
     context.set_forkserver_preload(PRELOADED)
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"

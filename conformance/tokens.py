@@ -1,4 +1,4 @@
-"""Proofs for the stages that store tokens and deal them out: token writers and packings."""
+"""Proofs for what stores tokens and what reads them as batches: token writers and packings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 
 from conformance.case import Case
+from conformance.data import POSITIONS, build
 from conformance.proof import proof, require
-from conformance.stages import POSITIONS, build
 from conformance.workshop import workshop
 from core.contracts import IGNORED_LABEL, PackedBatches, Packing, TokenWriter
 

@@ -35,8 +35,7 @@ RUNNABLE = tuple(kind for kind in KINDS if kind != "commands")
 def builds_from_yaml(case: Case) -> None:
     """A configuration that selects it is parsed, checked and built."""
     values = on_ranks(case.values, case.ranks)
-    done = run(["check", f"--config={write_config(_label(case, 'built'), values)}"], workshop())
-    require(done.code == 0, f"`check` ended with exit code {done.code}:\n{done.error_text}")
+    run(["check", f"--config={write_config(_label(case, 'built'), values)}"], workshop()).succeeded("`check`")
 
 
 @proof(*RUNNABLE)
@@ -187,8 +186,7 @@ def run_with(case: Case) -> Run:
     """
     done = _whole(case)
     hint = "\nIf it needs other arguments: see pytest_leyden_cases in conformance." if done.code == 2 else ""
-    require(done.code == 0, f"`fit` ended with exit code {done.code}:\n{done.error_text}{hint}")
-    return done
+    return done.succeeded("`fit`", hint)
 
 
 @cache
@@ -203,9 +201,7 @@ def _again(case: Case) -> Run:
 
 def again(case: Case) -> Run:
     """Returns a second run of all steps: what differs from the first is measured, such as a time."""
-    done = _again(case)
-    require(done.code == 0, f"a second `fit` ended with exit code {done.code}:\n{done.error_text}")
-    return done
+    return _again(case).succeeded("a second `fit`")
 
 
 @cache
@@ -228,9 +224,7 @@ def resumed(case: Case) -> Run:
     require(
         killed.code == -9, f"the run that was to be killed ended with {killed.code}:\n{killed.error_text}"
     )
-    done = _resumed(case)
-    require(done.code == 0, f"the resumed run ended with exit code {done.code}:\n{done.error_text}")
-    return done
+    return _resumed(case).succeeded("the resumed run")
 
 
 @cache
@@ -244,9 +238,7 @@ def two_ranks(case: Case) -> Run:
     Raises:
         AssertionError: If it failed.
     """
-    done = _two_ranks(case)
-    require(done.code == 0, f"two ranks ended with exit code {done.code}:\n{done.error_text}")
-    return done
+    return _two_ranks(case).succeeded("two ranks")
 
 
 def run_without(case: Case) -> Run:
@@ -255,9 +247,7 @@ def run_without(case: Case) -> Run:
     Raises:
         AssertionError: If it failed.
     """
-    done = _plain(json.dumps(case.plain_values))
-    require(done.code == 0, f"without it, `fit` ended with exit code {done.code}:\n{done.error_text}")
-    return done
+    return _plain(json.dumps(case.plain_values)).succeeded("without it, `fit`")
 
 
 def fit(case: Case, name: str, *words: str, ranks: int = 1, kill_at: int | None = None) -> Run:

@@ -1,4 +1,4 @@
-"""Proofs for the stages that change or drop documents: each document alone decides, in whatever process."""
+"""Proofs for transforms, which change or drop documents: each document alone decides, in whatever process."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import pyarrow
 
 from conformance.case import Case
+from conformance.data import build, tells_apart, variants
 from conformance.proof import proof, require
 from conformance.runs import in_subprocess
-from conformance.stages import build, tells_apart, variants
 from conformance.workshop import VARIED, WORDS, workshop
 from core.contracts import Transform
 
@@ -46,7 +46,7 @@ def _batch(some: Sequence[Row]) -> pyarrow.RecordBatch:
 
 
 def conclusion(transform: Transform) -> Path | None:
-    """Lets a stage that has to see all documents first see them; returns the file that it concludes with."""
+    """Lets a transform that has to see all documents first see them; returns the file that it concludes with."""
     if not transform.needs_all_documents:
         return None
     folder = Path(mkdtemp(dir=workshop()))
@@ -58,7 +58,7 @@ def conclusion(transform: Transform) -> Path | None:
 
 
 def applied(transform: Transform, learned: Path | None, size: int = SIZES[-1]) -> Result:
-    """Returns what a stage makes of the documents."""
+    """Returns what a transform makes of the documents."""
     if learned is not None:
         transform.load(learned)
     dropped: Counter[str] = Counter()
@@ -74,7 +74,7 @@ def applied(transform: Transform, learned: Path | None, size: int = SIZES[-1]) -
 
 
 def apply_to_all(transform: Transform) -> Result:
-    """Returns what a stage makes of the documents after it has seen them all, if it has to."""
+    """Returns what a transform makes of the documents after it has seen them all, if it has to."""
     return applied(transform, conclusion(transform))
 
 

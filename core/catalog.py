@@ -22,9 +22,20 @@ from core.errors import ConfigError, deprecated, nearest
 __all__ = ["Entry", "by_class_path", "find", "offering"]
 
 KINDS = (
-    "adapters", "callbacks", "checkpoints", "commands", "data", "datamodules", "loggers", "networks", "objectives",
-    "optimizers", "precision", "schedules", "strategies",
-)  # fmt: skip
+    "adapters",
+    "callbacks",
+    "checkpoints",
+    "commands",
+    "data",
+    "datamodules",
+    "loggers",
+    "networks",
+    "objectives",
+    "optimizers",
+    "precision",
+    "schedules",
+    "strategies",
+)
 
 
 FORMER_KIND = "stages"

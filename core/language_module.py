@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from core.contracts import CountsEpochs, Network, Objective, TokenSum
 from core.contracts.modules import check_fit, divisor
-from core.lightning_compat import forget_loader
+from core.lightning_compat import NAME_OF_HOOK, forget_loader
 from core.training import loss_ranks as ranks
 from core.training import optimizer_state, stopping, validation_steps
 from core.training.averaged_weights import AveragedWeights
@@ -31,8 +31,15 @@ GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
 
 FREQUENT = {
-    "_current_fx_name", "logging_step", "stepping", "_epoch", "step_loss", "step_sums", "_norm", "in_parts",
-}  # fmt: skip
+    NAME_OF_HOOK,
+    "logging_step",
+    "stepping",
+    "_epoch",
+    "step_loss",
+    "step_sums",
+    "_norm",
+    "in_parts",
+}
 """Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
@@ -267,10 +274,8 @@ class LanguageModule(AveragedWeights):
     def configure_optimizers(self) -> Any:
         """Builds the optimizer on two parameter groups, and the schedule over the length of the run."""
         optimizer = self.build_optimizer(self.parameter_groups())
-        self._built, self.written_groups = (
-            type(optimizer),
-            optimizer_state.written_settings(optimizer, self.trainer),
-        )
+        self._built = type(optimizer)
+        self.written_groups = optimizer_state.written_settings(optimizer, self.trainer)
         if self.build_lr_scheduler is None:
             return optimizer
         scheduler = self.build_lr_scheduler(optimizer)
@@ -326,6 +331,5 @@ class LanguageModule(AveragedWeights):
             self.tokens_seen = state["tokens_seen"]
             self._checkpoints_groups = state.get("groups")
             convert_batch_counts(self.trainer, checkpoint)
-            self.train_sums.load_state_dict(
-                state["window"], ranks.dp_rank(self.trainer), ranks.dp_size(self.trainer), self.device
-            )
+            place = ranks.dp_rank(self.trainer), ranks.dp_size(self.trainer)
+            self.train_sums.load_state_dict(state["window"], *place, self.device)

@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.fabric.utilities.distributed import (
-    _destroy_dist_connection,
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)  # fmt: skip
+from lightning.fabric.utilities import distributed
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import LightningModule, Trainer
@@ -32,21 +28,38 @@ from torch.optim import Optimizer
 from core.contracts import SavesBySteps
 
 __all__ = [
-    "SubprocessScriptLauncher", "after_closure", "call_as_forward", "collect_rng_states", "default_backend",
-    "destroy_process_group", "forget_loader", "init_optimizers", "init_process_group", "is_accumulating",
-    "is_last_batch", "optimizers_to_device", "replace_closure", "restore_closure", "set_device", "set_logged_steps",
-    "set_rng_states", "steps_between_saves", "unwrapped", "validates_after_batch", "zero_gradients",
-]  # fmt: skip
+    "SubprocessScriptLauncher",
+    "after_closure",
+    "call_as_forward",
+    "collect_rng_states",
+    "default_backend",
+    "destroy_process_group",
+    "forget_loader",
+    "init_optimizers",
+    "init_process_group",
+    "is_accumulating",
+    "is_last_batch",
+    "optimizers_to_device",
+    "replace_closure",
+    "restore_closure",
+    "set_device",
+    "set_logged_steps",
+    "set_rng_states",
+    "steps_between_saves",
+    "unwrapped",
+    "validates_after_batch",
+    "zero_gradients",
+]
 
 # -- ranks and processes ------------------------------------------------------------------------------------
 
-default_backend = _get_default_process_group_backend_for_device
+default_backend = distributed._get_default_process_group_backend_for_device
 """Returns the backend of process groups for a device: nccl or gloo."""
 
-init_process_group = _init_dist_connection
+init_process_group = distributed._init_dist_connection
 """Connects the processes; `ParallelStrategy` of Lightning has it in its subclasses only."""
 
-destroy_process_group = _destroy_dist_connection
+destroy_process_group = distributed._destroy_dist_connection
 """Ends the connection; Lightning registers it for the backend "nccl" alone, not for "cpu:gloo,cuda:nccl"."""
 
 SubprocessScriptLauncher = _SubprocessScriptLauncher
@@ -117,9 +130,8 @@ def replace_validation_check(trainer: Trainer, due: Callable[[], bool]) -> None:
 
     def check(fetcher: Any) -> bool:
         usual = trainer.val_check_batch
-        trainer.val_check_batch = (
-            1 if due() else sys.maxsize
-        )  # Lightning asks whether it divides the batches so far
+        # Lightning asks whether it divides the batches so far.
+        trainer.val_check_batch = 1 if due() else sys.maxsize
         try:
             return bool(plain(fetcher))
         finally:
@@ -136,6 +148,10 @@ def restore_validation_check(trainer: Trainer) -> None:
 def validates_by_time(trainer: Trainer) -> bool:
     """Returns whether `val_check_interval` was a time, such as "00:15:00", which Lightning keeps apart from numbers."""
     return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
+LOGGED_STEPS = "_batches_that_stepped"
+"""Key of that count in a checkpoint's state of the training loop."""
 
 
 def set_logged_steps(trainer: Trainer, steps: int) -> None:
@@ -233,6 +249,9 @@ def end_by_sigterm(trainer: Trainer) -> None:
 
 
 # -- modules and optimizers ---------------------------------------------------------------------------------
+
+NAME_OF_HOOK = "_current_fx_name"
+"""Attribute of a LightningModule that Lightning sets at each hook, some 40 times a step."""
 
 optimizers_to_device = _optimizers_to_device
 """Moves the states of optimizers to a device."""

@@ -17,9 +17,9 @@ from core.contracts import (
     TokenPreparer,
     TokenWriter,
     Transform,
-)  # fmt: skip
+)
 from core.data.token_datamodule import TokenDataModule, default_cache_dir
-from core.errors import ConfigError
+from core.errors import ConfigError, deprecated
 from core.technique import technique
 
 _VERIFY = "See what is damaged with `python -m core verify-data`, and prepare it again."
@@ -52,7 +52,7 @@ class PretrainDataModule(TokenDataModule):
         shuffle: Whether each epoch takes the training rows in a new order.
         seed: Of these orders.
         num_workers: Processes that read ahead, on each rank; 0 is fastest for files on this machine.
-        stages: What is done with documents before they are encoded, in this order.
+        transforms: What is done with documents before they are encoded, in this order.
         max_reject_fraction: Share of the documents that may be unusable; they are left out, and listed in
             rejects.jsonl. 0: the first one stops the preparation.
         engine: Where documents are prepared; None: in this process.
@@ -60,6 +60,7 @@ class PretrainDataModule(TokenDataModule):
             free on its disk.
         storage_options: Of a remote folder's client, such as {endpoint_url: ..., region_name: ...} of boto3's. They
             are written to config.yaml: leave secrets to the environment, where the client looks for them.
+        stages: Deprecated: `transforms`.
 
     Batches from a remote folder are those from a copy of it here. A shard is downloaded when a row needs it, or
     ahead of that, is held against its SHA-256, and stays until others need its room; all ranks and workers of a
@@ -105,15 +106,18 @@ class PretrainDataModule(TokenDataModule):
         shuffle: bool = True,
         seed: int = 0,
         num_workers: int = 0,
-        stages: Sequence[Transform] = (),
+        transforms: Sequence[Transform] = (),
         max_reject_fraction: float = 0.0,
         engine: Engine | None = None,
         cache_bytes: int | None = None,
         storage_options: dict[str, Any] | None = None,
+        stages: Sequence[Transform] = (),
     ) -> None:
         super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
-        self.packing, self.stages, self.engine = packing, stages, engine
+        self.packing, self.engine, self.transforms = packing, engine, [*stages, *transforms]
+        if stages:
+            deprecated("data.stages", "data.transforms")
         self.max_reject_fraction = max_reject_fraction
         self.cache_dir = Path(os.path.expanduser(cache_dir or default_cache_dir()))
         self.validation_fraction = validation_fraction
@@ -138,7 +142,7 @@ class PretrainDataModule(TokenDataModule):
             self.tokenizer,
             self.writer,
             validation_fraction=self.validation_fraction,
-            stages=self.stages,
+            transforms=self.transforms,
             max_reject_fraction=self.max_reject_fraction,
             engine=self.engine,
         ).cached(self.cache_dir, label=self.source)

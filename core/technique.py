@@ -5,8 +5,8 @@ Light on purpose: importing this module imports no torch, so that a declaration 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
 from core.errors import deprecated
@@ -134,42 +134,13 @@ class Feature:
 
 @dataclass(frozen=True)
 class Declaration:
-    """What `@technique` recorded about a class; see :func:`technique`."""
-
-    paper: str
-    needs: tuple[Need, ...] = ()
-    conflicts: Mapping[str, str] = field(default_factory=dict)
-    before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    owns: tuple[str, ...] = ()
-    offers: tuple[str, ...] = ()
-    api: str | None = None
-    maturity: Maturity = "experimental"
-    observer: bool = False
-    precision_words: tuple[str, ...] = ()
-    replaces: Mapping[str, str] = field(default_factory=dict)
-
-
-def technique(
-    *,
-    paper: str,
-    needs: Iterable[Need] = (),
-    conflicts: Mapping[str, str] | None = None,
-    before: Iterable[str] = (),
-    after: Iterable[str] = (),
-    owns: Iterable[str] = (),
-    offers: Iterable[str] = (),
-    api: str | None = None,
-    maturity: Maturity = "experimental",
-    observer: bool = False,
-    precision_words: Iterable[str] = (),
-    replaces: Mapping[str, str] | None = None,
-    watches: bool | None = None,
-) -> Callable[[T], T]:
-    """Declares a class (or function) as a technique.
+    """Declares a class (or function) as a technique: `technique` is this class, used as a decorator.
 
     What depends on the arguments, a class says in a classmethod ``preflight(run, own)``: it yields a line
     for each that does not fit the :class:`toolkit.selection.Run`; `own` is the class's place in it.
+
+    The decorator returns its argument unchanged but for the recorded declaration. The command line and the conformance
+    kit refuse a declaration whose arguments are not of this form.
 
     Args:
         paper: The paper or source that the technique follows, with section where it has one.
@@ -192,29 +163,41 @@ def technique(
         replaces: Name of a class of Lightning or torch that is refused in favour of this -> what is wrong with it.
             Written as literals.
         watches: Deprecated: `observer`.
-
-    Returns:
-        A decorator that returns its argument unchanged but for the recorded :class:`Declaration`. The command line
-        and the conformance kit refuse a declaration whose arguments are not of this form.
     """
-    if watches is not None:
-        deprecated("@technique(watches=...)", "observer")
-        observer = watches
-    declaration = Declaration(
-        paper, _as_tuple(needs), conflicts or {}, _as_tuple(before), _as_tuple(after), _as_tuple(owns), _as_tuple(offers),
-        api, maturity, observer, _as_tuple(precision_words), replaces or {},
-    )  # fmt: skip
 
-    def record(target: T) -> T:
-        setattr(target, _ATTRIBUTE, declaration)
+    paper: str
+    needs: Collection[Need] = ()
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+    before: Collection[str] = ()
+    after: Collection[str] = ()
+    owns: Collection[str] = ()
+    offers: Collection[str] = ()
+    api: str | None = None
+    maturity: Maturity = "experimental"
+    observer: bool = False
+    precision_words: Collection[str] = ()
+    replaces: Mapping[str, str] = field(default_factory=dict)
+    watches: InitVar[bool | None] = None
+
+    def __post_init__(self, watches: bool | None) -> None:
+        if watches is not None:
+            deprecated("@technique(watches=...)", "observer", 4)
+            object.__setattr__(self, "observer", watches)
+        for name in ("needs", "before", "after", "owns", "offers", "precision_words"):
+            values = getattr(self, name)  # what is no list stays as it is, for those that check declarations
+            if isinstance(values, Iterable) and not isinstance(values, str):
+                object.__setattr__(self, name, tuple(values))
+        for name in ("conflicts", "replaces"):
+            object.__setattr__(self, name, getattr(self, name) or {})
+
+    def __call__(self, target: T) -> T:
+        """Records this declaration in a class or function, and returns it."""
+        setattr(target, _ATTRIBUTE, self)
         return target
 
-    return record
 
-
-def _as_tuple(values: Any) -> Any:
-    """Returns a list as a tuple; what is none stays as it is, for those that check declarations."""
-    return tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else values
+technique = Declaration
+"""Declares a class or function as a technique: ``@technique(paper="PaLM, arXiv:2204.02311, section 5.1")``."""
 
 
 def declaration_of(target: Any) -> Declaration | None:

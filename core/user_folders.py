@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 HOUSE = Path(__file__).resolve().parent.parent
 PACKAGES = ("callbacks", "configs", "conformance", "core", "datamodules", "plugins", "toolkit")
@@ -24,9 +23,7 @@ class _Finder:
     """Finds our packages and their modules in our folder, then modules in the users' folders of the same names."""
 
     @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         *parents, _ = name.split(".")
         if name.partition(".")[0] not in PACKAGES:
             return None
@@ -51,6 +48,5 @@ def install() -> None:
 def folders() -> list[Path]:
     """Returns the folders on `sys.path`, in order, but for ours."""
     found = (Path(entry or os.curdir) for entry in sys.path)
-    return [
-        path for path in dict.fromkeys(path.resolve() for path in found if path.is_dir()) if path != HOUSE
-    ]
+    resolved = dict.fromkeys(path.resolve() for path in found if path.is_dir())
+    return [path for path in resolved if path != HOUSE]

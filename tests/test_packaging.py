@@ -61,6 +61,15 @@ def test_a_wheel_runs_from_any_folder(tmp_path):
     assert "CausalLM" in script.stdout, script.stderr
     new = run(sys.executable, "-m", "core", "plugins", "new", "OwnSchedule", "--kind", "schedules")
     assert (elsewhere / "leyden-own-schedule" / ".github" / "workflows" / "test.yml").is_file(), new.stderr
+    texts = (
+        "from pathlib import Path; from plugins.commands import docs_source; docs_source.write(Path('texts'))"
+    )
+    written = run(sys.executable, "-c", texts)
+    for name in ("docs/first-run.md", "docs/threat-model.md", "configs/README.md", "CHANGELOG.md"):
+        assert (elsewhere / "texts" / name).is_file(), (name, written.stderr)
+    assert (elsewhere / "texts" / "docs" / "pictures" / "WarmupCosine.png").is_file()
+    assert (elsewhere / "texts" / "configs" / "quickstart.png").is_file()
+    assert "docs/first-run.md" in (elsewhere / "texts" / "index.md").read_text(encoding="utf-8")
 
 
 def copy_of_the_house(folder):

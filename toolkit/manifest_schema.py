@@ -87,12 +87,13 @@ def _figures(manifest: Mapping[str, Any]) -> None:
         _counts(f"sources[{_shown(name)}]", counts)
     if not all(key.isascii() and key.isdigit() and len(key) < 4 for key in manifest.get("lengths", {})):
         raise ValueError("lengths has keys that are no powers of 2")
-    if not isinstance(stages := manifest.get("stages", []), list):
-        raise ValueError(f"stages is {_shown(stages)}; it is a list")
-    for stage in stages:
-        if not isinstance(stage, dict):
-            raise ValueError(f"stages holds {_shown(stage)}")
-        _counts("stages.dropped", stage.get("dropped", {}))
+    for name in ("transforms", "stages"):  # the second is what earlier versions wrote
+        if not isinstance(transforms := manifest.get(name, []), list):
+            raise ValueError(f"{name} is {_shown(transforms)}; it is a list")
+        for transform in transforms:
+            if not isinstance(transform, dict):
+                raise ValueError(f"{name} holds {_shown(transform)}")
+            _counts(f"{name}.dropped", transform.get("dropped", {}))
 
 
 def _counts(name: str, counts: Any) -> None:

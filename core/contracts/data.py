@@ -18,9 +18,18 @@ if TYPE_CHECKING:
     from core.contracts.packed_batches import PackedBatches
 
 __all__ = [
-    "DocumentSource", "Engine", "Packing", "Reader", "Reject", "TokenFolder", "TokenPreparer", "TokenWriter", "Tokenizer",
-    "Transform", "raise_reject",
-]  # fmt: skip
+    "DocumentSource",
+    "Engine",
+    "Packing",
+    "Reader",
+    "Reject",
+    "TokenFolder",
+    "TokenPreparer",
+    "TokenWriter",
+    "Tokenizer",
+    "Transform",
+    "raise_reject",
+]
 
 
 class Tokenizer(ABC):
@@ -241,7 +250,7 @@ class TokenPreparer(ABC):
     """A data stage that turns documents into folders of tokens, and finds and describes such folders.
 
     `PretrainDataModule` takes the one whose technique declares `offers=("token_preparation",)`, and builds it with the
-    documents, the tokenizer, the writer and, by keyword, its own arguments `validation_fraction`, `stages`,
+    documents, the tokenizer, the writer and, by keyword, its own arguments `validation_fraction`, `transforms`,
     `max_reject_fraction` and `engine`.
     """
 

@@ -10,12 +10,20 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
+from core.contracts.offers import EncodesText, HasRows, HasVocabulary
 from core.contracts.packed_batches import PackedBatches
 from core.errors import ConfigError
 
 __all__ = [
-    "IGNORED_LABEL", "Batch", "Network", "Objective", "PackedBatches", "Schedule", "TokenSum", "compatibility_errors",
-]  # fmt: skip
+    "IGNORED_LABEL",
+    "Batch",
+    "Network",
+    "Objective",
+    "PackedBatches",
+    "Schedule",
+    "TokenSum",
+    "compatibility_errors",
+]
 
 
 IGNORED_LABEL = -100
@@ -91,10 +99,16 @@ class Network(nn.Module, ABC):
     Attributes:
         vocab_size: Rows of the output weight.
         max_sequence_length: The longest T that `forward` accepts, or None where there is no limit.
+        deferred_init: Whether the constructor leaves every value to `init_weights`: constructed on the meta device,
+            then emptied with `to_empty` and initialised, the network has, bit by bit, the weights of one that is
+            constructed on the device from the same seed. The command line then constructs it once a run instead of
+            twice. Modules of torch draw random numbers when they are constructed: construct them under
+            `torch.device("meta")`. Not inherited.
     """
 
     vocab_size: int
     max_sequence_length: int | None
+    deferred_init: bool = False
 
     @classmethod
     def preflight(cls, run: Any, own: Any) -> Iterable[str]:
@@ -228,11 +242,11 @@ def compatibility_errors(
 
 def check_fit(network: Network, data: Any) -> None:
     """Raises a ConfigError if a network is too small for a data module's data, as far as that is known."""
-    tokens = getattr(data, "vocab_size", None) or getattr(
-        getattr(data, "tokenizer", None), "vocab_size", None
-    )
+    parts = (data, data.tokenizer if isinstance(data, EncodesText) else None)
+    tokens = [part.vocab_size for part in parts if isinstance(part, HasVocabulary) and part.vocab_size]
+    length = data.sequence_length if isinstance(data, HasRows) else None
     sizes = network.vocab_size, network.max_sequence_length
-    if faults := list(compatibility_errors(*sizes, tokens, getattr(data, "sequence_length", None))):
+    if faults := list(compatibility_errors(*sizes, next(iter(tokens), None), length)):
         raise ConfigError("\n".join(faults))
 
 

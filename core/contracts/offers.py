@@ -16,20 +16,13 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from core.contracts.modules import Network
-
-__all__ = [
-    "AveragesWeights", "BindsToLength", "ChangesNetwork", "ClipsGradients", "ConnectsRanks", "CountsEpochs", "GoesBack",
-    "HasGroupState", "HasLossGroup", "HasStepContext", "HasTokenizer", "HasUnigramLoss", "KnowsCheckpoints",
-    "KnowsItsWeights", "MarksEndOfText", "MeasuresStall", "NormsGradients", "PausesClock", "RunsAsForward", "SavesBySteps",
-    "SavesParts", "ScalesGradients", "ScalesLosses", "SkipsBatches", "WaitsForDisk",
-]  # fmt: skip
 
 # -- strategies: which ranks have which tokens, and where gradients are ---------------------------------------
 
@@ -131,6 +124,29 @@ class SavesParts(Protocol):
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Writes a checkpoint whose sharded tensors are DTensors; called on every rank."""
+
+
+@runtime_checkable
+class ReadsParts(Protocol):
+    """A `CheckpointIO` from which each rank reads what it holds of a sharded checkpoint, instead of all of it."""
+
+    def read_parts(self, path: Any) -> dict[str, Any] | None:
+        """Returns a sharded checkpoint with stored tensors for those of `state_dict` and `optimizer_states`; on every rank.
+
+        A stored tensor has the `shape` of the full tensor and its `dtype`; it has not been read. None: the checkpoint is
+        not sharded.
+
+        Raises:
+            ConfigError: On every rank, if the checkpoint is not complete or is damaged.
+        """
+
+    def fill(self, pairs: Iterable[tuple[Any, Tensor]]) -> None:
+        """Reads stored tensors of one checkpoint, without communication between ranks.
+
+        Args:
+            pairs: Each stored tensor with a tensor of its full shape to read it into; of a DTensor this rank's shard is
+                read.
+        """
 
 
 @runtime_checkable
@@ -270,6 +286,39 @@ class SkipsBatches(Protocol):
 
 
 @runtime_checkable
+class HasVocabulary(Protocol):
+    """A data module, or a tokenizer of one, that knows its vocabulary; a network must have as many token ids.
+
+    Attributes:
+        vocab_size: Number of token ids; 0: not known yet.
+    """
+
+    vocab_size: int
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """A data module of rows of one length; a network must accept them.
+
+    Attributes:
+        sequence_length: Tokens in a row.
+    """
+
+    sequence_length: int
+
+
+@runtime_checkable
+class EncodesText(Protocol):
+    """A data module that makes its tokens from text.
+
+    Attributes:
+        tokenizer: The :class:`core.contracts.Tokenizer`; may offer `HasVocabulary` before `setup`.
+    """
+
+    tokenizer: Any
+
+
+@runtime_checkable
 class HasTokenizer(Protocol):
     """A data module of text, after `setup`.
 
@@ -300,3 +349,6 @@ class HasUnigramLoss(Protocol):
     """
 
     unigram_loss: float
+
+
+__all__ = [n for n, kind in globals().items() if n[0] != "_" and getattr(kind, "__module__", "") == __name__]

@@ -19,6 +19,9 @@ __all__ = ["TRAIN_ON", "TokenDataModule", "default_cache_dir"]
 TRAIN_ON = "Train on --data=PretrainDataModule or MixtureDataModule"
 """What to do where a technique needs what stored tokens alone offer: a position, rows of any shape."""
 
+WORKERS_PER_CORE, LEAST_BOUND = 4, 64
+"""Bounds of `num_workers`: so many for each core, but not fewer than 64, as runs are checked on smaller machines too."""
+
 
 def default_cache_dir() -> Path:
     """Returns where data goes that was prepared or downloaded without a place being named."""
@@ -64,6 +67,13 @@ class TokenDataModule(LightningDataModule):
         for name, least in {"sequence_length": 1, "batch_size": 1, "seed": 0, "num_workers": 0}.items():
             if getattr(self, name) < least:
                 raise ConfigError(f"data.{name} is {getattr(self, name)}; it must be at least {least}.")
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if num_workers > (most := max(LEAST_BOUND, WORKERS_PER_CORE * cores)):
+            raise ConfigError(
+                f"data.num_workers is {num_workers:,}; each is a process of some 100 MB, on each rank, and this machine has "
+                f"{cores} cores\nfor them: at most {most} are allowed here. 0 reads in the training process, which is fastest "
+                "for files on this machine;\n2 to 8 are usual where data lies on object storage."
+            )
 
     @abstractmethod
     def packed(self, split: str, **order: Any) -> PackedBatches:
@@ -168,9 +178,7 @@ class TokenDataModule(LightningDataModule):
             world_size=place["num_replicas"],
             **order,
         )
-        return TokenLoader(
-            batches, self.num_workers, pin_memory=on_cuda, repeat=repeat, vocab_size=self.vocab_size
-        )
+        return TokenLoader(batches, self.num_workers, on_cuda, repeat, self.vocab_size)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and the tokenizer: a checkpoint alone is enough to turn text into ids and back."""

@@ -12,9 +12,13 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from core import lightning_compat
 
 BATCH_HOOKS = (
-    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
-    "on_before_optimizer_step", "on_train_batch_end",
-)  # fmt: skip
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
 """The hooks of callbacks that are called for each batch, in their order."""
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from core.lightning_compat import is_accumulating, is_last_batch
+from core.lightning_compat import LOGGED_STEPS, is_accumulating, is_last_batch
 
 __all__ = ["convert_batch_counts"]
 
@@ -35,7 +35,7 @@ def normalize_loops(trainer: Trainer, checkpoint: dict[str, Any], epoch: int, ac
         for progress in (batches["current"], batches["total"]):
             progress["completed"] -= 1
     will_count = batches["total"]["completed"] < batches["total"]["ready"] and not is_accumulating(trainer)
-    state["epoch_loop.state_dict"]["_batches_that_stepped"] = trainer.global_step - will_count
+    state["epoch_loop.state_dict"][LOGGED_STEPS] = trainer.global_step - will_count
 
 
 def convert_batch_counts(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

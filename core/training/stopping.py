@@ -28,9 +28,8 @@ class StopSignals:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.requeue = trainer, False
-        self.received = lightning_compat.take_over_sigterm(
-            trainer
-        )  # ranks agree on an earlier signal as well
+        # Ranks agree on an earlier signal as well.
+        self.received = lightning_compat.take_over_sigterm(trainer)
         signal.signal(signal.SIGTERM, self.note)
         if SLURMEnvironment.detect():
             signal.signal(signal.SIGUSR1, self.note)

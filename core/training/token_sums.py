@@ -50,9 +50,8 @@ class TokenSums:
         pairs = dict(zip(self._sums, zip(values[::2], values[1::2], strict=True), strict=True))
         self._sums.clear()
         self._tokens = None
-        return {
-            name: total / (weight if weight > 0 else 1) for name, (total, weight) in pairs.items()
-        }, round(count)
+        means = {name: total / (weight if weight > 0 else 1) for name, (total, weight) in pairs.items()}
+        return means, round(count)
 
     def state_dict(self, gather: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """Returns the sums of every rank, (ranks, 2 x figures) in `gather`'s order, and their tokens, (ranks,)."""
@@ -77,13 +76,10 @@ class TokenSums:
     def _flat(self) -> Tensor:
         """Returns total and weight of each figure, and last the number of tokens."""
         tensors = [tensor for pair in self._sums.values() for tensor in pair]
-        if self._tokens is None:
-            return (
-                to_float64(torch.zeros(1))
-                if not tensors
-                else torch.stack([*tensors, torch.zeros_like(tensors[0])])
-            )
-        return torch.stack([*tensors, self._tokens])
+        tokens = self._tokens
+        if tokens is None:
+            tokens = torch.zeros_like(tensors[0]) if tensors else to_float64(torch.zeros(()))
+        return torch.stack([*tensors, tokens])
 
 
 def to_float64(value: Tensor) -> Tensor:

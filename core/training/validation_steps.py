@@ -7,13 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from core import lightning_compat
 from core.errors import ConfigError
-from core.lightning_compat import (
-    is_accumulating,
-    replace_validation_check,
-    restore_validation_check,
-    validates_by_time,
-)  # fmt: skip
 
 
 def validate_in_steps(trainer: Trainer) -> None:
@@ -28,15 +23,15 @@ def validate_in_steps(trainer: Trainer) -> None:
     Raises:
         ConfigError: If the number is 0.
     """
-    restore_validation_check(trainer)  # of the fit before
+    lightning_compat.restore_validation_check(trainer)  # of the fit before
     every = trainer.val_check_interval
-    if isinstance(every, int) and not validates_by_time(trainer):
+    if isinstance(every, int) and not lightning_compat.validates_by_time(trainer):
         if every < 1:
             raise ConfigError(
                 f"trainer.val_check_interval is {every}, not a number of optimizer steps from 1 upwards.\n"
                 "To train without validation, set --trainer.limit_val_batches=0."
             )
-        replace_validation_check(trainer, partial(_due, trainer))
+        lightning_compat.replace_validation_check(trainer, partial(_due, trainer))
 
 
 def check_epoch(trainer: Trainer) -> None:
@@ -60,6 +55,6 @@ def _due(trainer: Trainer) -> bool:
     """Returns whether the steps up to the micro-batch of now are a multiple of the interval."""
     every: Any = trainer.val_check_interval
     if trainer.check_val_every_n_epoch is None:
-        return trainer.global_step % every == 0 and not is_accumulating(trainer)
+        return trainer.global_step % every == 0 and not lightning_compat.is_accumulating(trainer)
     batches = trainer.fit_loop.epoch_loop.batch_idx + 1
     return bool(batches % (every * trainer.accumulate_grad_batches) == 0)

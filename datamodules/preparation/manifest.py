@@ -35,17 +35,17 @@ class Totals:
     """The sums of the tasks' counts.
 
     Args:
-        stages: Number of stages.
+        transforms: Number of transforms.
         source_bytes: Size of the source's files.
     """
 
-    def __init__(self, stages: int, source_bytes: int = 0) -> None:
+    def __init__(self, transforms: int, source_bytes: int = 0) -> None:
         self.source_bytes, self.lost_bytes = source_bytes, 0
         self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.rejected: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
-        self.dropped: list[Counter[str]] = [Counter() for _ in range(stages)]
+        self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.blank = 0
         self.example = ""
 
@@ -116,7 +116,7 @@ def write_manifest(
         parts: The folder of the tasks' folders.
         tasks: The tasks.
         writer: Joins shards.
-        head: Further content of the manifest; the counts of dropped documents are added to its `stages`.
+        head: Further content of the manifest; the counts of dropped documents are added to its `transforms`.
         limit: The `max_reject_fraction`.
 
     Raises:
@@ -124,16 +124,16 @@ def write_manifest(
     """
     finished = [parts / f"{number:06}" for number in range(len(tasks))]
     records = [read_record(part) for part in finished]
-    totals = Totals(len(head["stages"]), source_bytes(tasks))
+    totals = Totals(len(head["transforms"]), source_bytes(tasks))
     for record in records:
         totals.add(record)
     totals.check_rejects(limit, final=True)
     frequencies = sum(np.load(part / COUNTS) for part in finished)
-    stages = [
-        stage | {"dropped": dict(sorted(n.items()))}
-        for stage, n in zip(head["stages"], totals.dropped, strict=True)
+    transforms = [
+        transform | {"dropped": dict(sorted(n.items()))}
+        for transform, n in zip(head["transforms"], totals.dropped, strict=True)
     ]
-    manifest = {**head, "stages": stages}
+    manifest = {**head, "transforms": transforms}
     for split, counts in totals.splits.items():
         manifest |= {f"{split}_documents": counts["documents"], f"{split}_tokens": counts["tokens"]}
     manifest |= {

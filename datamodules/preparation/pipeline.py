@@ -26,29 +26,29 @@ class Pipeline:
 
     Args:
         reader: The source.
-        stages: The transforms, in their order.
-        reduced: Index of a stage that needs all documents -> the file with what its `reduce` wrote.
+        transforms: In their order.
+        reduced: Index of a transform that needs all documents -> the file with what its `reduce` wrote.
         strict: Whether the first input that cannot be read stops the run.
     """
 
     reader: Reader
-    stages: Sequence[Transform] = ()
+    transforms: Sequence[Transform] = ()
     reduced: dict[int, Path] = field(default_factory=dict)
     strict: bool = True
 
     def batches(
         self, task: Mapping[str, Any], tally: Tally, until: int | None = None
     ) -> Iterator[pyarrow.RecordBatch]:
-        """Yields a task's documents after the first `until` stages (None: all); never an empty batch."""
-        stages = self.stages[:until]
-        for index, stage in enumerate(stages):
-            if stage.needs_all_documents:
-                stage.load(self.reduced[index])
+        """Yields a task's documents after the first `until` transforms (None: all); never an empty batch."""
+        transforms = self.transforms[:until]
+        for index, transform in enumerate(transforms):
+            if transform.needs_all_documents:
+                transform.load(self.reduced[index])
         for batch in self.reader.read(task, raise_reject if self.strict else tally.reject):
             kept = _without_blanks(batch, tally)
-            for index, stage in enumerate(stages):
+            for index, transform in enumerate(transforms):
                 if len(kept):
-                    kept = stage.apply(kept, tally.drop(index))
+                    kept = transform.apply(kept, tally.drop(index))
             if len(kept):
                 yield kept
 
@@ -64,12 +64,12 @@ def _without_blanks(batch: pyarrow.RecordBatch, tally: Tally) -> pyarrow.RecordB
 class Tally:
     """Counts the documents of a task: kept, rejected, dropped and blank."""
 
-    def __init__(self, stages: int) -> None:
+    def __init__(self, transforms: int) -> None:
         self.rejected: Counter[str] = Counter()
         self.rejects: list[dict[str, str]] = []  # the first ones
         self.lost_bytes = 0
         self.blank = 0
-        self.dropped: list[Counter[str]] = [Counter() for _ in range(stages)]
+        self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.lengths: Counter[int] = Counter()
@@ -87,11 +87,11 @@ class Tally:
             }
             self.rejects.append(line)
 
-    def drop(self, stage: int) -> Callable[[str, int], None]:
-        """Returns a function that counts the documents dropped by a stage."""
+    def drop(self, transform: int) -> Callable[[str, int], None]:
+        """Returns a function that counts the documents dropped by a transform."""
 
         def count(reason: str, number: int) -> None:
-            self.dropped[stage][reason] += number
+            self.dropped[transform][reason] += number
 
         return count
 

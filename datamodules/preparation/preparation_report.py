@@ -34,7 +34,10 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of the report."""
     names = ["train_documents", "train_tokens", "validation_documents", "validation_tokens", "text_bytes"]
     names += ["vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank"]
-    dropped = {stage["name"]: stage["dropped"] for stage in manifest["stages"]}
+    transforms = (
+        manifest["transforms"] if "transforms" in manifest else manifest["stages"]
+    )  # of earlier versions
+    dropped = {transform["name"]: transform["dropped"] for transform in transforms}
     tokens = manifest["train_tokens"] + manifest["validation_tokens"]
     names += [name for name in ("left_out", "validation_tails_from_bytes") if name in manifest]
     return {name: manifest[name] for name in names} | {

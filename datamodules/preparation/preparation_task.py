@@ -74,7 +74,7 @@ class PreparationTask:
 
     def _write(self, task: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir()
-        tally, held_out = Tally(len(self.pipeline.stages)), list[np.ndarray]()
+        tally, held_out = Tally(len(self.pipeline.transforms)), list[np.ndarray]()
         counts = np.zeros((2, self.vocab_size), np.int64)
         training = self._training(task, tally, counts, held_out)
         if (first := next(training, None)) is not None:

@@ -72,7 +72,7 @@ def chosen_split(texts: Iterable[str], fraction: float, label: str) -> Split:
             return Split(bound)
     if most == -1:
         raise ConfigError(
-            f"{label}: there is no text: all documents are blank, unusable, or dropped by a stage."
+            f"{label}: there is no text: all documents are blank, unusable, or dropped by a transform."
         )
     if least < bound <= most and fraction / 2 <= held / total <= fraction * 2:
         return Split(bound)

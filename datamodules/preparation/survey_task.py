@@ -1,4 +1,4 @@
-"""Runs the stages that have to see all documents before anything is encoded: a map and a reduce step."""
+"""Runs the transforms that have to see all documents before anything is encoded: a map and a reduce step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from toolkit import durable
 
 @dataclass
 class SurveyTask:
-    """The map step: runs `map` of a stage over one task's documents, after the stages before it; in any process.
+    """The map step: runs `map` of a transform over one task's documents, after the transforms before it; in any process.
 
     Args:
-        pipeline: Reader and stages.
-        index: Index of the stage.
+        pipeline: Reader and transforms.
+        index: Index of the transform.
         folder: Holds what `map` writes, one file per task.
     """
 
@@ -29,9 +29,9 @@ class SurveyTask:
         """Runs `map` unless its file exists; returns the name of the file."""
         path = self.folder / f"{task['number']:06}"
         if not path.exists():
-            found = self.pipeline.batches(task, Tally(len(self.pipeline.stages)), until=self.index)
+            found = self.pipeline.batches(task, Tally(len(self.pipeline.transforms)), until=self.index)
             with durable.replacing(path) as temporary:
-                self.pipeline.stages[self.index].map(found, temporary)
+                self.pipeline.transforms[self.index].map(found, temporary)
         return {"findings": str(path)}
 
 
@@ -41,9 +41,9 @@ def survey(
     parts: Path,
     over: Callable[[Any, Sequence[dict[str, Any]]], Iterator[dict[str, Any]]],
 ) -> dict[int, Path]:
-    """Runs map and reduce of each stage in order; returns index of the stage -> file with what its `reduce` wrote."""
-    for index, stage in enumerate(pipeline.stages):
-        if not stage.needs_all_documents:
+    """Runs map and reduce of each transform in order; returns index of the transform -> file with what its `reduce` wrote."""
+    for index, transform in enumerate(pipeline.transforms):
+        if not transform.needs_all_documents:
             continue
         folder = parts / f"survey-{index}"
         folder.mkdir(exist_ok=True)
@@ -53,6 +53,6 @@ def survey(
                 Path(done["findings"]) for done in over(SurveyTask(pipeline, index, folder), tasks)
             )
             with durable.replacing(conclusion) as temporary:
-                stage.reduce(findings, temporary)
+                transform.reduce(findings, temporary)
         pipeline.reduced[index] = conclusion
     return pipeline.reduced

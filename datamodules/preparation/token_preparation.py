@@ -26,7 +26,7 @@ from core.contracts import (
     TokenWriter,
     Transform,
 )
-from core.errors import ConfigError
+from core.errors import ConfigError, deprecated
 from core.technique import technique
 from datamodules.preparation.engines.engine_worker import over_tasks, return_memory
 from datamodules.preparation.manifest import FORMAT, Totals, shares, source_bytes, write_manifest
@@ -63,7 +63,7 @@ Watch = Callable[[Iterator[dict[str, Any]], int], Iterator[dict[str, Any]]]
 )
 @dataclass
 class TokenPreparation(TokenPreparer):
-    """Runs the stages from documents to a folder of tokens: for `prepare`, and for a run without prepared data.
+    """Turns documents into a folder of tokens: for `prepare`, and for a run without prepared data.
 
     The folder holds train/ and validation/ (the writer's output), tokenizer.json and manifest.json, which is
     written last. The source is cut into tasks, each of which writes its own shards: the result depends neither on the
@@ -78,7 +78,7 @@ class TokenPreparation(TokenPreparer):
         tokenizer: Trained on the training documents (of about 1 GiB of a larger source), then used on all.
         writer: Stores the token ids of a split.
         validation_fraction: Share of the text that is held out.
-        stages: Transforms that are applied to documents before they are encoded, in this order.
+        transforms: Transforms that are applied to documents before they are encoded, in this order.
         max_reject_fraction: Share of the source's documents that may be unusable; 0: the first one is an error.
         engine: Runs the tasks; None: this process.
 
@@ -86,13 +86,13 @@ class TokenPreparation(TokenPreparer):
         ConfigError: If a share is out of range.
 
     Example:
-        # the data module runs TokenPreparation with the stages named here
+        # the data module runs TokenPreparation with the parts named here
         data:
           class_path: PretrainDataModule
           init_args:
             source: ~/notes
             reader: TextDocuments
-            stages: [{class_path: Normalise}]
+            transforms: [{class_path: Normalise}]
             tokenizer: {class_path: BPETokenizer, init_args: {vocab_size: 4096}}
             writer: TokenShards
     """
@@ -101,7 +101,7 @@ class TokenPreparation(TokenPreparer):
     tokenizer: Tokenizer
     writer: TokenWriter
     validation_fraction: float = 0.05
-    stages: Sequence[Transform] = ()
+    transforms: Sequence[Transform] = ()
     max_reject_fraction: float = 0.0
     engine: Engine | None = None
 
@@ -186,20 +186,25 @@ class TokenPreparation(TokenPreparer):
         writer: TokenWriter,
         source: str = "python-docs",
         validation_fraction: float = 0.05,
-        stages: Sequence[Transform] = (),
+        transforms: Sequence[Transform] = (),
         max_reject_fraction: float = 0.0,
         engine: Engine | None = None,
+        stages: Sequence[Transform] = (),
     ) -> TokenPreparation:
         """Returns what the options of `PretrainDataModule` of these names describe, with `LocalEngine` by default.
+
+        `stages` is the former name of `transforms`.
 
         Raises:
             ConfigError: If a share is out of range, or there is no such source.
         """
         TokenPreparation.check_shares(validation_fraction, max_reject_fraction)
         engine = engine or catalog.find("LocalEngine", "data").load()()
-        documents = reader(source)
+        if stages:
+            deprecated("data.stages", "data.transforms")
+        transforms = [*stages, *transforms]
         return TokenPreparation(
-            documents, tokenizer, writer, validation_fraction, stages, max_reject_fraction, engine
+            reader(source), tokenizer, writer, validation_fraction, transforms, max_reject_fraction, engine
         )
 
     def cached(self, cache_dir: Path, label: str) -> Path:
@@ -264,12 +269,12 @@ class TokenPreparation(TokenPreparer):
         encode = self.tokenizer.encode_batch if in_process else in_workers
         sizes = vocabulary["vocab_size"], vocabulary["end_of_text_id"]
         work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts)
-        seen = Totals(len(self.stages), source_bytes(self.tasks))
+        seen = Totals(len(self.transforms), source_bytes(self.tasks))
         for record in watch(over(work, self.tasks), len(self.tasks)):
             seen.add(record)
             seen.check_rejects(self.max_reject_fraction, final=False)
-        stages = [{"name": type(stage).__name__} | _described(stage) for stage in self.stages]
-        head = {"source": label, **self._identity(), **vocabulary, "stages": stages}
+        transforms = [{"name": type(part).__name__} | _described(part) for part in self.transforms]
+        head = {"source": label, **self._identity(), **vocabulary, "transforms": transforms}
         if split.tails_from is not None:
             head["validation_tails_from_bytes"] = split.tails_from
         return write_manifest(folder, parts, self.tasks, self.writer, head, self.max_reject_fraction)
@@ -286,7 +291,8 @@ class TokenPreparation(TokenPreparer):
         return {
             "format": FORMAT,
             "reader": {"class": _class(self.documents), **self._reader.options()},
-            "stages": [_described(stage) for stage in self.stages],
+            # the former name: digests and plans of folders that were prepared with it stay the same
+            "stages": [_described(part) for part in self.transforms],
             "tokenizer": {"class": _class(self.tokenizer), **self.tokenizer.fingerprint()},
             "writer": {"class": _class(self.writer), **vars(self.writer)},
             "validation_fraction": self.validation_fraction,
@@ -302,7 +308,7 @@ class TokenPreparation(TokenPreparer):
         return self.documents if isinstance(self.documents, Reader) else SingleTaskReader(self.documents)
 
     def _pipeline(self, reduced: dict[int, Path]) -> Pipeline:
-        return Pipeline(self._reader, self.stages, reduced, self.max_reject_fraction == 0)
+        return Pipeline(self._reader, self.transforms, reduced, self.max_reject_fraction == 0)
 
     def _identity(self) -> dict[str, Any]:
         """Returns a digest of what determines the tokens; independent of the files' folder and time of change."""
@@ -316,7 +322,7 @@ class TokenPreparation(TokenPreparer):
         return {"format": FORMAT, "digest": _digest({"options": self.options(), "pieces": unchanged})}
 
     def _texts(self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-        tally = Tally(len(self.stages))
+        tally = Tally(len(self.transforms))
         for task in tasks:
             for batch in pipeline.batches(task, tally):
                 yield from batch["text"].to_pylist()
@@ -340,19 +346,19 @@ class TokenPreparation(TokenPreparer):
         return sizes, True
 
 
-def _class(stage: Any) -> str:
-    """Returns what plans and digests call a stage's class: without the subfolder of its file in this package.
+def _class(part: Any) -> str:
+    """Returns what plans and digests call the class of a part: without the subfolder of its file in this package.
 
     Data prepared before the file moved to a subfolder stays valid.
     """
-    module, home = type(stage).__module__, "datamodules.preparation"
+    module, home = type(part).__module__, "datamodules.preparation"
     if module.startswith(f"{home}."):
         module = f"{home}.{module.rpartition('.')[2]}"
-    return f"{module}.{type(stage).__qualname__}"
+    return f"{module}.{type(part).__qualname__}"
 
 
-def _described(stage: Transform) -> dict[str, Any]:
-    return {"class": _class(stage), "version": stage.version, **stage.fingerprint()}
+def _described(part: Transform) -> dict[str, Any]:
+    return {"class": _class(part), "version": part.version, **part.fingerprint()}
 
 
 def _digest(identity: Mapping[str, Any]) -> str:

@@ -6,17 +6,18 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
+from torch import Tensor
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.checkpoints import sharded
+from plugins.checkpoints import sharded, shared_check
 from plugins.checkpoints.checkpoint import checked, defect
 from plugins.checkpoints.patience import Patience, no_room
 from plugins.checkpoints.shared_memory import separate
@@ -87,6 +88,21 @@ class AtomicCheckpoint(CheckpointIO):
         for optimizer in content.get("optimizer_states", ()):
             separate(optimizer)
         return content
+
+    def read_parts(self, path: Any) -> dict[str, Any] | None:
+        """Returns a sharded checkpoint with stored tensors in place of tensors; None for a file; called on every rank.
+
+        Raises:
+            ConfigError: On every rank, if one of them found a file damaged.
+        """
+        if not sharded.is_sharded(folder := Path(path)):
+            return None
+        shared_check.check(folder)
+        return sharded.read_without_tensors(folder)
+
+    def fill(self, pairs: Iterable[tuple[Any, Tensor]]) -> None:
+        """Reads stored tensors, or this rank's shards of DTensors; does not communicate with other ranks."""
+        sharded.load_tensors(pairs)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Deletes a checkpoint."""

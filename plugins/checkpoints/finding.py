@@ -184,7 +184,7 @@ def _in_folder(path: Path) -> Path:
 
 def _as_file(path: Path, name: str) -> Path:
     if reason := defect(path) or invalid_content(path):
-        near = (other for other in path.parent.glob("*") if other.suffix == ".ckpt" or other.is_dir())
+        near = (other for other in path.parent.glob("*") if other.suffix == ".ckpt" or _files(other))
         beside = {str(other) for other in near} - {name}
         raise ConfigError(
             f"--ckpt_path {name}: {reason}.{nearest(name, beside)} `last` finds the newest complete one."

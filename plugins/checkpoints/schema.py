@@ -262,7 +262,8 @@ def _loops(value: Any, key: str) -> str | None:
 
 
 def _stepped(value: Any, key: str) -> str | None:
-    return _mapping(value, key) or _one_of(value, key, {"_batches_that_stepped": _count})
+    """Checks what Lightning's training loop adds to its progress: counts, under names that are private to it."""
+    return _mapping(value, key) or _one_of(value, key, dict.fromkeys(value, _count))
 
 
 def _progress(value: Any, key: str) -> str | None:

@@ -33,8 +33,6 @@ LEAST = {
 """Numbers that Lightning takes as they are, and fails on, if at all, in mid-run."""
 MOST = {"trainer.max_steps": 10**12}
 """Beyond which arithmetic with times and rates overflows; at 1 ms a step it is 30 years."""
-WORKERS_PER_CORE, LEAST_BOUND = 4, 64
-"""Bounds of `data.num_workers`: so many for each core, but not fewer than 64, as runs are checked on smaller machines too."""
 MESSAGE_PROBLEMS = 8
 TRIAL_PROCESSES = 8
 """So many processes are let run on however few cores: enough to try out any combination of strategies."""
@@ -108,15 +106,6 @@ def _numbers(run: Run) -> Iterator[str]:
         if isinstance(value := run.argument(path), int | float) and value > most:
             place = run.place(path)
             yield f"{f'{place}: ' if place else ''}{path} is more than {most:,}: set it to the steps that are to be trained"
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers, most = run.argument("data.num_workers"), max(LEAST_BOUND, WORKERS_PER_CORE * cores)
-    if isinstance(workers, int) and workers > most:
-        yield (
-            f"data.num_workers is {workers:,}; each is a process of some 100 MB, on each rank, and this machine has "
-            f"{cores} cores for them: at most {most} are allowed here; 0 reads in the training process, which is fastest "
-            "for files on this machine, and 2 to 8 are usual where data lies on object storage"
-        )
     every = run.argument("trainer.val_check_interval")
     if type(every) is int and every < 1:
         place = run.place("trainer.val_check_interval")

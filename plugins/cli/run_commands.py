@@ -1,4 +1,7 @@
-"""fit, validate, test and predict: Lightning's Trainer on composed configs, with preflight and one run folder."""
+"""fit, validate, test and predict: Lightning's Trainer on composed configs, with preflight and one run folder.
+
+Every command passes through this module, whose `main` is the command line: what a run needs is imported by a run.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from core import catalog
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.cli.configuration.request import prepare
-from plugins.cli.error_messages import chain, report
-from plugins.cli.runs import lost_ranks, restarts
+from plugins.cli.dispatch import main
+from plugins.cli.error_messages import chain
 
-__all__ = ["build", "commands_help", "fit", "predict", "report", "test", "validate"]
+__all__ = ["build", "fit", "main", "predict", "test", "validate"]
 
 _SOURCE = "LightningCLI of lightning 2.6, composed configs and preflight on top"
 
@@ -48,6 +49,8 @@ def predict(arguments: list[str]) -> int:
 
 
 def _run(subcommand: str, arguments: list[str]) -> int:
+    from plugins.cli.runs import lost_ranks
+
     try:
         return _started(build(subcommand, arguments, starts=True))
     except Exception as error:
@@ -77,6 +80,9 @@ def build(subcommand: str, arguments: list[str], starts: bool = False, offline: 
         starts: Whether the run will be started, and its folder is made.
         offline: Whether it is checked for machines that are not here: neither their devices nor who launches it.
     """
+    from plugins.cli.configuration.request import prepare
+    from plugins.cli.runs import restarts
+
     with _collector_paused():
         request = prepare(arguments, restarts.job(arguments) if starts and subcommand == "fit" else None)
         request.offline = offline
@@ -118,22 +124,3 @@ def _quieten() -> None:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("default", ".* is deprecated and goes with core API", DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
-
-
-def commands_help() -> str:
-    """Returns what `python -m core --help` shows."""
-    commands = [entry for entry in catalog.entries() if entry.kind == "commands"]
-    width = max((len(entry.name) for entry in commands), default=0)
-    lines = [f"  {entry.name:<{width}}  {entry.summary()}" for entry in commands]
-    return "\n".join(
-        [
-            "leyden trains language models; every technique is a plugin switched on in a YAML file.",
-            "",
-            "usage: python -m core COMMAND [arguments]      (or: leyden COMMAND [arguments])",
-            "",
-            *lines,
-            "",
-            "Start with: python -m core fit --config quickstart",
-            "A command's own arguments: python -m core COMMAND --help",
-        ]
-    )

@@ -55,8 +55,7 @@ def check(arguments: list[str]) -> int:
     print("\nHooks fire in this order:")
     for hook, names in firing_order(cli.trainer.callbacks, cli.model, cli.datamodule).items():
         print(f"  {hook:<26} {', '.join(names)}")
-    parameters = sum(parameter.numel() for parameter in cli.meta_network.parameters())
-    print(f"\n{type(cli.meta_network).__name__}: {parameters:,} parameters. Nothing was started or written.")
+    print(f"\n{cli.network_summary}. Nothing was started or written.")
     return 0
 
 

@@ -10,6 +10,8 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from core import catalog
@@ -21,6 +23,18 @@ from plugins.cli.configuration.signatures import REQUIRED, parameters
 
 GIVEN = {"optimizers": 1, "schedules": 1}
 """Kind -> how many of the first arguments the run supplies: parameters, or the optimizer."""
+
+
+def _home() -> Path:
+    """Returns the folder of what is written by hand: the checkout, or where the installed package has it."""
+    house = configs_folder().parent
+    installed = [file.locate() for file in metadata.files("leyden") or () if file.name == "first-run.md"]
+    places = [house, house / "share" / "leyden"]  # the second: pip install --target
+    places += [Path(str(file)).resolve().parent.parent for file in installed]
+    return next((place for place in places if (place / "docs" / "first-run.md").is_file()), house)
+
+
+HOUSE = _home()
 
 
 class Pages:
@@ -167,7 +181,7 @@ def _docstring(entry: catalog.Entry) -> str:
 def _picture(entry: catalog.Entry) -> str:
     """Returns the picture that a benchmark drew of it, if there is one: docs/pictures/NAME.png."""
     name = f"docs/pictures/{_file(entry.name)}.png"
-    there = entry.package == "leyden" and (configs_folder().parent / name).is_file()
+    there = entry.package == "leyden" and (HOUSE / name).is_file()
     return f"![What {line(entry.name)} does](../../{name})" if there else ""
 
 

@@ -9,8 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from core import catalog
-from plugins.cli.configuration.config_files import configs_folder
-from plugins.commands.docs_page import Pages, line, page, row
+from plugins.commands.docs_page import HOUSE, Pages, line, page, row
 
 GUIDES = (
     "first-run", "your-own-text", "mix-and-compare", "data-preparation", "cluster", "stability", "write-a-technique",
@@ -18,15 +17,16 @@ GUIDES = (
 )  # fmt: skip
 """Pages of docs/ in the order of the menu; others follow."""
 MORE = ("configs/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
-HOUSE = configs_folder().parent
+_ALONE = "# leyden\n\nThis installation has no guides: they are in the folder `docs` of leyden's source.\n"
+"""The first page of a site without guides."""
 
 
 def write(folder: Path) -> int:
     """Writes everything that the site is built from.
 
     Args:
-        folder: A new folder. In a checkout the guides are in it at the places that they have there, so that their
-            links hold; an installed package has none.
+        folder: A new folder. The guides are in it at the places that they have in a checkout, so that their
+            links hold.
 
     Returns:
         The number of techniques.
@@ -65,7 +65,7 @@ def _kind(kind: str, entries: list[catalog.Entry], pages: Pages) -> str:
 
 
 def _guides() -> dict[str, str]:
-    """Returns path -> text of what is written by hand; nothing where only the package is installed."""
+    """Returns path -> text of what is written by hand; nothing where it was left out of an installation."""
     if not (HOUSE / "docs" / "first-run.md").is_file():
         return {}
     found = [HOUSE / "docs" / f"{name}.md" for name in GUIDES]
@@ -79,7 +79,7 @@ def _guides() -> dict[str, str]:
 def _first(guides: Mapping[str, str], kinds: Iterable[str]) -> str:
     """Returns the first page: the README with the menu of the site."""
     readme = HOUSE / "README.md"
-    text = readme.read_text(encoding="utf-8") if guides and readme.is_file() else "# leyden\n"
+    text = readme.read_text(encoding="utf-8") if guides and readme.is_file() else _ALONE
     menus = [
         _menu("Guides", [name for name in guides if name.startswith("docs/") and name != "docs/README.md"]),
         _menu("Techniques", kinds),

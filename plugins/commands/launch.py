@@ -79,7 +79,9 @@ def launch(arguments: list[str]) -> int:
     Example:
         python -m core launch --cluster slurm --nodes 4 --devices 8 --dry-run fit --config quickstart
     """
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _check_order(parser, options)
     command = _command(options.command)
     template = _template(options.cluster)
     text = _text(template)
@@ -103,7 +105,7 @@ def launch(arguments: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m core launch", description=launch.__doc__)
-    parser.add_argument("--cluster", required=True, help="torchrun, slurm, kubernetes, or a template's path")
+    parser.add_argument("--cluster", help="torchrun, slurm, kubernetes, or a template's path")
     parser.add_argument("--nodes", type=int, default=1, help="machines (%(default)s)")
     parser.add_argument("--least-nodes", type=int, help="continue with as few as these (default: --nodes)")
     parser.add_argument("--devices", type=int, default=8, help="processes on each, one a GPU (%(default)s)")
@@ -122,6 +124,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-check", action="store_true", help="do not check the command here")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="fit --config X ...")
     return parser
+
+
+def _check_order(parser: Parser, options: argparse.Namespace) -> None:
+    """Raises a ConfigError if an option of `launch` is missing, or is among those of the command."""
+    late = parser.known_options() - {"--help"}
+    if found := next((word for word in options.command if word.partition("=")[0] in late), None):
+        name = found.partition("=")[0]
+        raise ConfigError(
+            f"launch: {name} is after the command, whose options follow it. Options of launch come first:\n"
+            f"  launch {name} ... {next((word for word in options.command if word != '--'), 'fit')} --config X"
+        )
+    if options.cluster is None:
+        parser.error("the following arguments are required: --cluster")
 
 
 def _command(words: list[str]) -> list[str]:

@@ -7,6 +7,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from core.contracts import HasRows
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
@@ -83,12 +84,15 @@ def simulate(cli: Any) -> list[Step]:
         raise ConfigError(
             f"trainer.max_steps is {total:,}; plot-schedule goes through each step, {MAX_STEPS:,} at most."
         )
+    from core.contracts import Schedule
+
     optimizer, schedule, warms_up = _on_one_weight(cli.model, total)
     group = optimizer.param_groups[0]
     steps, every = [], -(-total // MAX_ROWS)
+    told = isinstance(schedule, Schedule)
     for number in range(1, total + 1):
         rows, length, factor = shape(cli, number - 1, tokens)
-        if hasattr(schedule, "begin_step"):
+        if told:
             schedule.begin_step(rows * length)
         tokens += rows * length
         if warms_up:
@@ -105,6 +109,8 @@ def _on_one_weight(model: Any, total: int) -> tuple[Any, Any, bool]:
     """Returns the optimizer and schedule of a run, for one weight, and whether the optimizer sets the rate by itself."""
     import torch
 
+    from core.contracts import Schedule
+
     weight = torch.nn.Parameter(torch.zeros(1, 1))
     weight.grad = torch.zeros_like(weight)
     optimizer = model.build_optimizer([weight])
@@ -112,7 +118,7 @@ def _on_one_weight(model: Any, total: int) -> tuple[Any, Any, bool]:
     if not warms_up:
         optimizer = torch.optim.SGD([weight], lr=float(optimizer.param_groups[0]["lr"]))
     schedule: Any = model.build_lr_scheduler(optimizer) if model.build_lr_scheduler else None
-    if hasattr(schedule, "bind"):
+    if isinstance(schedule, Schedule):
         schedule.bind(total)
     if not warms_up:
         optimizer.step()  # torch's schedules warn if no step was made before theirs
@@ -124,7 +130,10 @@ def shape(cli: Any, step: int, tokens: int) -> tuple[int, int, float]:
     from toolkit.batch_shapes import Shape, ShapeSchedule
 
     data, trainer = cli.datamodule, cli.trainer
-    rows, length = getattr(data, "batch_size", None), getattr(data, "sequence_length", None)
+    rows, length = (
+        getattr(data, "batch_size", None),
+        data.sequence_length if isinstance(data, HasRows) else None,
+    )
     if not rows or not length:
         raise ConfigError(
             f"{type(data).__name__} does not say how large its batches are: it has no batch_size and sequence_length."

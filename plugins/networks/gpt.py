@@ -72,6 +72,8 @@ class GPT(Decoder):
     hugging_face = GPT2
     position_table: Tensor
 
+    deferred_init = True
+
     def __init__(
         self,
         vocab_size: int = 50257,

@@ -96,10 +96,11 @@ class DeepSpeedZero(MeshStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None
+        plain = None
         if plugin is not None:
-            self._precision_plugin = Precision()
-            self._precision_plugin.precision = plugin.precision  # type: ignore[assignment]
+            plain = Precision()
+            plain.precision = plugin.precision  # type: ignore[assignment]
+        MeshStrategy.precision_plugin.fset(self, plain)  # type: ignore[attr-defined]
 
     def connect_mesh(self) -> None:
         """Initialises DeepSpeed with the connected processes."""

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from core import lightning_compat
-from core.contracts import ConnectsRanks, SavesParts, ScalesLosses
+from core.contracts import ConnectsRanks, ReadsParts, SavesParts, ScalesLosses
 from core.errors import ConfigError
 from core.training import shards
-from plugins.checkpoints import sharded
-from plugins.strategies import gradients, shared_check, tensors
+from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.strategies import gradients, tensors
 from plugins.strategies.shared_scaler import SharedScaler
 
 
@@ -91,13 +92,14 @@ class MeshStrategy(ParallelStrategy):
         """Ranks on this machine."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            environment = self.cluster_environment
-            self._launcher = lightning_compat.SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
+    @cached_property
+    def launcher(self) -> Any:
+        """Starts the other ranks of this machine, where nothing else does; Lightning reads it before it connects them."""
+        environment = self.cluster_environment
+        assert environment is not None
+        if environment.creates_processes_externally:
+            return None
+        return lightning_compat.SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def set_world_ranks(self) -> None:
         """Sets rank and world size of the launcher's environment."""
@@ -264,10 +266,12 @@ class MeshStrategy(ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a checkpoint; of a sharded one without tensors, of which each rank reads its shards later."""
         path = Path(self.broadcast(str(checkpoint_path)))  # rank 0 may have skipped a damaged one
-        if not sharded.is_sharded(path):
-            return super().load_checkpoint(path, weights_only)
-        shared_check.check(path)
-        return sharded.read_without_tensors(path)
+        found = self._reader.read_parts(path)
+        return super().load_checkpoint(path, weights_only) if found is None else found
+
+    @property
+    def _reader(self) -> ReadsParts:
+        return self.checkpoint_io if isinstance(self.checkpoint_io, ReadsParts) else AtomicCheckpoint()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the full weights on rank 0 and nothing on others, or this rank's shards; called on every rank."""
@@ -276,15 +280,15 @@ class MeshStrategy(ParallelStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads this rank's shards of the full model's weights."""
-        pairs: list[tuple[sharded.Stored, Tensor]] = []
+        pairs: list[tuple[Any, Tensor]] = []
         for name, target in tensors.state_of(self.language_module).items():
             if strict or name in checkpoint["state_dict"]:
                 stored = checkpoint["state_dict"][name]
-                if isinstance(stored, sharded.Stored):
+                if tensors.is_stored(stored):
                     pairs.append((stored, target))
                 else:
                     tensors.copy_part(target, stored)
-        sharded.load_tensors(pairs)
+        self._reader.fill(pairs)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Returns the full optimizer state on rank 0 and nothing on others, or this rank's shards."""
@@ -297,9 +301,7 @@ class MeshStrategy(ParallelStrategy):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             parts = {n: tensors.parts(values, parameters[n]) for n, values in state["state"].items()}
             rooms = [(v, parts[n][k]) for n, values in state["state"].items() for k, v in values.items()]
-            sharded.load_tensors(
-                (stored, room) for stored, room in rooms if isinstance(stored, sharded.Stored)
-            )
+            self._reader.fill((stored, room) for stored, room in rooms if tensors.is_stored(stored))
             optimizer.load_state_dict({**state, "state": parts})
             lightning_compat.optimizers_to_device([optimizer], self.parameter_device)
 

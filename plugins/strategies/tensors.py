@@ -15,7 +15,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from core.errors import ConfigError
 from core.training.shards import reshard
 from core.training.weights import EXTRA_STATE
-from plugins.checkpoints.sharded import Stored
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
@@ -88,6 +87,11 @@ def part(full: Tensor, like: Tensor) -> Tensor:
     return full
 
 
+def is_stored(value: Any) -> bool:
+    """Returns whether a value of a checkpoint is a tensor that has not been read; see `core.contracts.ReadsParts`."""
+    return hasattr(value, "dtype") and not isinstance(value, Tensor)
+
+
 def parts(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
     """Returns this rank's shards of a parameter's full optimizer state, sharded as the parameter.
 
@@ -97,7 +101,7 @@ def parts(state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
 
 
 def _placed(value: Any, parameter: Tensor) -> Any:
-    if isinstance(value, Stored):
+    if is_stored(value):
         if value.shape == parameter.shape and len(value.shape) > 0:
             return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False)
         return torch.empty(value.shape, dtype=value.dtype)

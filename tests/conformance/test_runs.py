@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from conformance.own_state import LATE, steady_growth
 from conformance.training import run_with, run_without
 from conformance.waits import Waits
 from conformance.workshop import workshop
+from tests.conftest import HOUSE
 
 HANGING = """
 import os, sys, time
@@ -59,6 +62,26 @@ def test_a_rank_that_waits_for_one_that_failed_is_killed(monkeypatch):
 @pytest.mark.parametrize("name", runs.PRELOADED)
 def test_what_is_preloaded_exists(name):
     assert importlib.util.find_spec(name) is not None
+
+
+SECOND = """
+from multiprocessing import forkserver, get_context
+
+get_context("forkserver").set_forkserver_preload(["colorsys"])
+forkserver.ensure_running()
+from conformance import runs
+
+runs.PRELOADED[:] = ["this"]
+runs.in_subprocess(exec, "import sys; assert 'this' in sys.modules and 'colorsys' not in sys.modules")
+"""
+
+
+def test_a_fork_server_that_was_there_before_gives_way():
+    """A LocalEngine in this process starts one without our imports, and each run would import all by itself."""
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND], cwd=HOUSE, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_two_runs_of_the_same_are_the_same_to_the_bit():

@@ -33,7 +33,7 @@ BELOW = {
     **dict.fromkeys(TECHNIQUES, ("core", "toolkit")),
     "conformance": ("core", "toolkit", "plugins"),
     "plugins.commands": ("core", "toolkit", "plugins", "conformance"),
-    "core.testing": ("conformance",),
+    "core.testing": ("core", "conformance"),
     "core.selection": ("core", "toolkit"),
 }
 """Room -> the rooms that it may import. `plugins check` runs the kit, which runs `fit`: the commands are a room of their
@@ -99,6 +99,7 @@ def imported_modules(path, typed=True):
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
             "import_module",
             "__import__",
+            "moved",
         ):
             yield from (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
 
@@ -108,8 +109,9 @@ def test_imports_are_found_wherever_they_are(tmp_path):
     path.write_text(
         "import a.b, c\nfrom d.e import f\nfrom . import g\nif TYPE_CHECKING:\n    import m\n"
         "def h():\n    import i\n    importlib.import_module('j.k')\n    __import__('l')\n"
+        "__getattr__ = moved(__name__, 'n.o')\n"
     )
-    found = {"a.b", "c", "d.e", "d.e.f", ".", "..g", "i", "j.k", "l"}
+    found = {"a.b", "c", "d.e", "d.e.f", ".", "..g", "i", "j.k", "l", "n.o"}
     assert set(imported_modules(path, typed=False)) == found
     assert set(imported_modules(path)) == {*found, "m"}
 
@@ -279,6 +281,84 @@ def private_touches(path):
             name = getattr(node.args[1], "value", None)
             if isinstance(name, str) and name in theirs and not name.startswith("__"):
                 yield node.lineno, f"{ast.unparse(node.args[0])}.{name}"
+        elif isinstance(node, ast.Constant) and node.value in theirs and not node.value.startswith("__"):
+            yield node.lineno, repr(node.value)  # a key of a checkpoint, the name of a function on a stack
+
+
+@functools.cache
+def private_members(kind):
+    """Returns the private names that a class defines, and those that its methods set or read of `self`."""
+    found = {name for name in vars(kind) if re.match(r"_[a-z]", name)}
+    return found | set(re.findall(r"\bself\.(_[a-z]\w*)", inspect.getsource(kind)))
+
+
+def inherited_from_lightning(modules):
+    """Returns (module, class) -> private names of Lightning's classes that it, or a class made of it, derives from."""
+    found = {}
+    for module in modules:
+        for kind in filter(inspect.isclass, vars(module).values()):
+            theirs = [base for base in kind.__mro__ if base.__module__.startswith("lightning.")]
+            names = set().union(*map(private_members, theirs))
+            for base in kind.__mro__ if names else ():
+                found.setdefault((base.__module__, base.__qualname__), set()).update(names)
+    return found
+
+
+def inherited_touches(path, module, inherited):
+    """Yields (line, name) where a class overrides a private name that it inherits from Lightning, or touches its own."""
+    for kind in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        names = inherited.get((module, kind.name), ()) if isinstance(kind, ast.ClassDef) else ()
+        for node in ast.walk(kind) if names else ():
+            if isinstance(node, ast.FunctionDef) and node.name in names:
+                yield node.lineno, f"def {node.name}"
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
+                yield node.lineno, f"{node.id} ="
+            elif isinstance(node, ast.Attribute) and node.attr in names:
+                yield node.lineno, ast.unparse(node)
+
+
+def test_touches_of_what_is_inherited_from_lightning_are_found(tmp_path, monkeypatch):
+    (tmp_path / "inheriting.py").write_text(
+        "from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy\n"
+        "class Mixin:\n"
+        "    def go(self): return self._stopped, self._mine, self._lightning_module\n"
+        "class Own(Mixin, ParallelStrategy):\n"
+        "    _checkpoint_io = None\n"
+        "    def _configure_launcher(self): self._launcher = super()._accelerator\n"
+        "    def _own(self): self._of_its_own = 1\n"
+        "class Other(DDPStrategy):\n"
+        "    @classmethod\n"
+        "    def _get_process_group_backend(cls): return cls._setup_model\n"
+        "class Plain:\n"
+        "    def _configure_launcher(self): self._launcher = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    inherited = inherited_from_lightning([importlib.import_module("inheriting")])
+    found = sorted(inherited_touches(tmp_path / "inheriting.py", "inheriting", inherited))
+    assert found == [
+        (3, "self._lightning_module"),
+        (5, "_checkpoint_io ="),
+        (6, "def _configure_launcher"),
+        (6, "self._launcher"),
+        (6, "super()._accelerator"),
+        (10, "cls._setup_model"),
+        (10, "def _get_process_group_backend"),
+    ]
+    (tmp_path / "strings.py").write_text("KEY = '_batches_that_stepped'\nx['_optimizer'], '_nobodys_name'\n")
+    assert [line for line, _ in private_touches(tmp_path / "strings.py")] == [1, 2]
+
+
+def test_no_class_touches_what_is_private_in_the_class_of_lightning_that_it_derives_from():
+    files = {module_of(path): path for path in source_files() if path.name != "__main__.py"}
+    inherited = inherited_from_lightning(map(importlib.import_module, files))
+    assert "_launcher" in inherited["plugins.strategies.mesh_strategy", "MeshStrategy"]
+    found = {
+        f"{path.relative_to(HOUSE)}:{line}": name
+        for module, path in files.items()
+        if path != COMPAT
+        for line, name in inherited_touches(path, module, inherited)
+    }
+    assert not found, "use a public property or method, or put it into core/lightning_compat.py"
 
 
 def test_private_names_of_lightning_are_in_one_file():

@@ -1,5 +1,6 @@
 """Names up to core API 1.3 work, with a DeprecationWarning, until 1.5."""
 
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -9,7 +10,17 @@ import pytest
 from callbacks.spike_rollback import SpikeRollback
 from core import catalog, contracts
 from core.__main__ import main
+from core.pretrain_datamodule import PretrainDataModule
 from core.technique import declaration_of, technique
+from datamodules.packing.concatenate import Concatenate
+from datamodules.preparation.preparation_report import write_report
+from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
+from datamodules.preparation.token_preparation import TokenPreparation
+from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
+from datamodules.preparation.transforms.normalise import Normalise
+from datamodules.preparation.writers.token_shards import TokenShards
+from tests.support.corpus import corpus, preparation, prepare
+from tests.support.strange_folders import sign
 from toolkit.selection import Run
 
 
@@ -66,6 +77,34 @@ def test_the_steps_of_a_transform():
 def test_an_option_of_a_stored_configuration():
     with pytest.warns(DeprecationWarning, match="lr_factor"):
         assert SpikeRollback(rate_factor=0.5).lr_factor == 0.5
+
+
+def test_the_transforms_of_a_data_module(tmp_path):
+    parts = (JSONLinesDocuments, BPETokenizer(300), TokenShards(900))
+    options = {"source": str(corpus(tmp_path / "source", documents=30)), "stages": [Normalise()]}
+    with pytest.warns(DeprecationWarning, match=r"data\.stages is deprecated .*use data\.transforms"):
+        data = PretrainDataModule(*parts, Concatenate(), cache_dir=str(tmp_path / "cache"), **options)
+    assert [type(transform) for transform in data.transforms] == [Normalise]
+    with pytest.warns(DeprecationWarning, match=r"data\.stages is deprecated .*use data\.transforms"):
+        assert TokenPreparation.build(*parts, **options).options() == preparation(
+            options["source"]
+        ).options() | {"validation_fraction": 0.05}
+
+
+def test_folders_that_were_prepared_with_the_former_name_are_found_and_read(tmp_path):
+    """A cache's folder is named by a digest of the options, and an unfinished one is held against its plan."""
+    source = corpus(tmp_path / "source", documents=60)
+    [described] = preparation(source).options()["stages"]
+    assert described["class"].endswith(".Normalise")
+    folder = prepare(source, tmp_path / "old")
+    manifest, report = json.loads((folder / "manifest.json").read_text()), (folder / "report.md").read_text()
+    sign(folder, {{"transforms": "stages"}.get(key, key): value for key, value in manifest.items()})
+    assert "stages" in json.loads((folder / "manifest.json").read_text())
+    for path in (*folder.glob("report.*"), folder / "lengths.png"):
+        path.unlink()
+    write_report(folder)
+    assert (folder / "report.md").read_text() == report
+    assert preparation(source).describe(folder).train_tokens == manifest["train_tokens"]
 
 
 def test_an_option_of_a_command(capsys):

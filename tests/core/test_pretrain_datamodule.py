@@ -27,27 +27,12 @@ from datamodules.preparation.manifest import unigram_loss
 from datamodules.preparation.readers.text_documents import TextDocuments
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.writers.token_shards import TokenShards
-
-WORDS = [
-    "the",
-    "model",
-    "learns",
-    "from",
-    "text",
-    "and",
-    "words",
-    "token",
-    "batch",
-    "loss",
-    "of",
-    "is",
-    "was",
-]
+from tests.support.corpus import PLAIN_WORDS
 
 
 def texts(count, seed=0):
     rng = random.Random(seed)
-    return [" ".join(rng.choices(WORDS, k=rng.randint(3, 40))) for _ in range(count)]
+    return [" ".join(rng.choices(PLAIN_WORDS, k=rng.randint(3, 40))) for _ in range(count)]
 
 
 def save(folder, documents):

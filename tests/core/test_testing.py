@@ -13,7 +13,9 @@ import conformance
 def test_every_public_name_leads_to_the_kit_and_says_so(name):
     import core.testing
 
-    with pytest.warns(DeprecationWarning, match=f"core.testing.{name} is now conformance.{name}"):
+    with pytest.warns(
+        DeprecationWarning, match=rf"^core\.testing\.{name} is deprecated.*: use conformance\.{name}\.$"
+    ):
         assert getattr(core.testing, name) is getattr(conformance, name)
 
 

@@ -4,13 +4,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
 
 import pytest
 
 from core.__main__ import main
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from tests.support.corpus import corpus, prepare, write_lines
+from tests.support.full_disk import small_disk
 from tests.support.strange_folders import in_manifest
 
 STAGES = {"reader": "JSONLinesDocuments", "writer": "TokenShards", "packing": "Concatenate"}
@@ -197,6 +197,9 @@ def test_a_token_id_beyond_the_vocabulary_ends_a_run_kindly(folder, config, comp
 def test_too_many_workers_end_a_run_before_it_starts(folder, config, complaint, tmp_path):
     said = complaint("fit", f"--config={config(folder)}", "--data.num_workers=100000")
     assert "data.num_workers is 100,000" in said
+    path = config(folder, num_workers=100_000)
+    [line] = [n for n, text in enumerate(path.read_text().splitlines(), 1) if "num_workers" in text]
+    assert f"run.yaml:{line}: data.num_workers is 100,000" in complaint("fit", f"--config={path}")
     assert not list(tmp_path.glob("run/*/*.ckpt"))
 
 
@@ -236,16 +239,9 @@ def test_a_run_does_not_go_on_with_the_tokens_of_another_tokenizer(folder, confi
 
 
 def test_a_full_disk_is_named_when_a_run_prepares_its_text(tmp_path, config, complaint):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
+    with small_disk(tmp_path / "disk", "40k") as disk:
         run = config(corpus(tmp_path / "source"), cache_dir=str(disk / "cache"))
         said = complaint("fit", f"--config={run}")
         assert str(disk / "cache") in said
         assert "No space left on device" in said
         assert not list((disk / "cache").iterdir())
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from multiprocessing import active_children
 
 import numpy as np
 import pytest
@@ -167,3 +168,15 @@ def test_names_that_no_folder_can_have(capsys, name):
     at_all = {"a\0b": "has a NUL character", "\udcff": "is not UTF-8"}
     for command in ("verify-data", "inspect-data"):
         assert at_all.get(name, "has no manifest.json") in said(capsys, command, name)
+
+
+def test_too_many_workers_are_refused_before_they_are_started(folder):
+    """From Python, without the command line's checks: no process is made."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    most = max(64, 4 * cores)
+    before = len(active_children())
+    for workers in (most + 1, 100_000):
+        said = complaint_of_a_run(folder, num_workers=workers)
+        assert f"data.num_workers is {workers:,};" in said
+        assert f"at most {most} are allowed" in said
+    assert len(active_children()) == before

@@ -49,6 +49,16 @@ def test_who_is_left_says_who_died(strategy, ranks, dead):
         assert len(said[said.index("Another rank died") :].splitlines()) <= 10
 
 
+@pytest.mark.parametrize("strategy", [DDP, pytest.param(FSDP, marks=pytest.mark.ci)], ids=["DDP", "FSDP"])
+def test_who_waits_for_a_rank_that_waits_for_the_dead_one_says_so_too(strategy):
+    """It sees no connection gone before that one has ended, and the store with it."""
+    fails = {"class_path": "tests.support.killing.DiesBehindOthers"}
+    done = fit(f"behind {strategy['class_path']}", 4, strategy, WAITED_FOR, 8, fails)
+    assert done.codes[1] == -9
+    for rank in (0, 2, 3):
+        assert "Another rank died: rank 1 gave no sign of life." in output(rank), output(rank)
+
+
 @pytest.mark.ci
 def test_who_is_left_says_what_another_rank_failed_with():
     fails = {

@@ -9,8 +9,9 @@ import pytest
 import torch
 import yaml
 
+from conformance.runs import run
 from core.__main__ import main
-from tests.conftest import TINY, run_core
+from tests.conftest import TINY
 
 RUN = Path("runs/tiny")
 
@@ -39,14 +40,14 @@ def core(tmp_path, monkeypatch, capsys):
     return call
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """A folder in which the tiny run has been trained from the command line, in a process of its own."""
+    """A folder in which the tiny run has been trained, in a process of its own: not to be changed, but copied."""
     folder = tmp_path_factory.mktemp("finished")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
-    done = run_core("fit", "--config", "tiny", cwd=folder)
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    (folder / "stdout").write_text(done.stdout)
+    done = run(["fit", "--config", "tiny"], folder, cwd=folder)
+    assert (done.code, done.told) == (0, ""), done.told
+    (folder / "stdout").write_text(done.printed)
     return folder
 
 

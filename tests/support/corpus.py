@@ -31,7 +31,7 @@ HEAVY = {
 }
 """What takes hundreds of MB, and no part in a preparation."""
 
-WORDS = [
+PLAIN_WORDS = [
     "the",
     "model",
     "learns",
@@ -45,11 +45,8 @@ WORDS = [
     "of",
     "is",
     "was",
-    "naïve",
-    "北京",
-    "🙂",
-    "don't",
 ]
+WORDS = [*PLAIN_WORDS, "naïve", "北京", "🙂", "don't"]
 
 
 TOPICS = tuple(topics[name] for name in sorted(topics)[:60] if topics[name])
@@ -78,7 +75,7 @@ def corpus(folder, documents=120, files=6):
 
 
 def preparation(source, reader=JSONLinesDocuments, **options):
-    options = {"stages": [Normalise()], "validation_fraction": 0.2, **options}
+    options = {"transforms": [Normalise()], "validation_fraction": 0.2, **options}
     tokenizer, writer = options.pop("tokenizer", None), options.pop("writer", None)
     return TokenPreparation(
         reader(str(source)), tokenizer or BPETokenizer(300), writer or TokenShards(900), **options

@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 
 @contextmanager
@@ -53,3 +57,25 @@ def signalled(number: int = signal.SIGTERM, every: float = 0.3) -> Iterator[None
         over.set()
         thread.join()
         signal.signal(number, before)
+
+
+@contextmanager
+def small_disk(folder: Path, size: int | str) -> Iterator[Path]:
+    """Mounts a disk at a folder, made where it is not there; skips the test where mounting is not permitted.
+
+    Args:
+        folder: Where it is mounted.
+        size: In bytes, or with a unit as mount takes it, such as 40k.
+    """
+    folder.mkdir(exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        mounted = False
+    if not mounted:
+        pytest.skip("mounting is not permitted here")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from core.errors import ConfigError
@@ -60,6 +61,16 @@ class DiesWhileOthersWait(Callback):
             if trainer.global_rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(60)
+
+
+class DiesBehindOthers(Callback):
+    """Kills rank 1 before the third step, for which rank 0 waits; each other rank waits for the one before that."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2:
+            if trainer.global_rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            torch.distributed.recv(torch.zeros(1), {0: 1, 2: 0, 3: 2}[trainer.global_rank])
 
 
 class DiesAtTheEndOnce(Callback):

@@ -40,6 +40,14 @@ def assert_same(found, expected):
         assert same_bits(one[part], other[part])
 
 
+def assert_same_end(found, expected):
+    """Compares the end of two runs to the last bit, of which one was resumed."""
+    assert found.code == 0, found.error_text
+    one, other = found.checkpoint(), expected.checkpoint()
+    for part in ("state_dict", "optimizer_states"):
+        assert same_bits(one[part], other[part])
+
+
 @pytest.mark.parametrize(
     "options", [{"limit": 0.25}, {"method": "adaptive", "limit": None, "z": 0.1, "warmup_steps": 2}]
 )
@@ -102,6 +110,23 @@ def test_a_copy_of_fsdp_trains_as_ours_and_as_one_process():
     assert_same(found, expected)
     assert found.record["figures"] == expected.record["figures"]
     assert max(differences(found, one_process({})).values()) < TOLERANCE
+
+
+@pytest.mark.ci
+def test_the_copy_of_fsdp_saves_and_resumes_parts_bitwise():
+    """Each rank writes its own parts and reads them again, with `SavesParts` and `ReadsParts`, as ours does."""
+    plugins = [{"class_path": "ShardedCheckpoint"}]
+    copy = {
+        "trainer": {"strategy": {"class_path": "AcmeFSDP", "init_args": {"stage": 3}}, "plugins": plugins}
+    }
+    found = fit_same(copy, 2, name="acme-parts")
+    assert found.code == 0, found.error_text
+    path = found.folder / "checkpoints" / "step-4.ckpt"
+    assert len(list(path.glob("__*.distcp"))) == 2
+    again = fit_same(copy, 2, f"--ckpt_path={path}", name="acme-parts-resumed")
+    assert_same_end(again, found)
+    ours = {"trainer": {"strategy": {"class_path": "FSDP", "init_args": {"stage": 3}}, "plugins": plugins}}
+    assert_same_end(fit_same(ours, 2, f"--ckpt_path={path}", name="acme-parts-to-ours"), found)
 
 
 @pytest.mark.ci

@@ -41,7 +41,7 @@ class Normalise(Transform):
     Example:
         data:
           init_args:
-            stages:
+            transforms:
               - class_path: Normalise
                 init_args: {form: NFC, lower: false}
     """

@@ -12,6 +12,7 @@ from core.errors import ConfigError, nearest
 from plugins.cli.configuration import trust, user_modules
 
 Bases = tuple[type, ...]
+_ABSENT = object()
 KIND_OF = {
     "Callback": "callbacks",
     "CheckpointIO": "checkpoints",
@@ -102,20 +103,27 @@ def find_class(name: str, bases: Bases) -> Any:
         return fault
     module, _, attribute = name.rpartition(".")
     try:
-        return _trusted(name, getattr(importlib.import_module(module), attribute))
+        found = getattr(importlib.import_module(module), attribute, _ABSENT)
     except ModuleNotFoundError as error:
         missing = (error.name or module).partition(".")[0]
         if missing in user_folders.PACKAGES:
             return _not_in_a_folder(error.name or module)
         return f"{name}: there is no module {error.name!r}. Is its package installed? pip install {missing}"
-    except AttributeError:
-        names = set(vars(importlib.import_module(module)))
-        fault = f"{module} has no {attribute!r}.{nearest(attribute, names)}"
-        if file := user_modules.hidden(name):
-            fault += f"\n{file} is hidden by our module of that name: move {attribute} into a file of another name."
-        return fault
     except (Exception, SystemExit) as error:
-        return f"{name} cannot be imported: {type(error).__name__}: {error}"
+        lacking = getattr(getattr(error, "obj", None), "__name__", getattr(error, "name", None))
+        fault = f"{name} cannot be imported: {type(error).__name__}: {error}"
+        return fault + _hidden(f"{lacking}.*", "what is imported")
+    if found is not _ABSENT:
+        return _trusted(name, found)
+    names = set(vars(importlib.import_module(module)))
+    return f"{module} has no {attribute!r}.{nearest(attribute, names)}{_hidden(name, attribute)}"
+
+
+def _hidden(path: str, wanted: str) -> str:
+    """Returns a line about the user's file that a module of ours hides; empty if there is none."""
+    file = user_modules.hidden(path)
+    lines = f"\n{file} is hidden by our module of that name: move {wanted} into a file of another name."
+    return lines if file else ""
 
 
 def _not_in_a_folder(module: str) -> str:

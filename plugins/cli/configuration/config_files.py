@@ -6,6 +6,7 @@ What this adds to jsonargparse: configs by name from any folder, `base:` include
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -70,10 +71,13 @@ def read_layers(names: Iterable[str]) -> list[Layer]:
 
 def _read(found: list[Layer], path: Path, including: tuple[Path, ...]) -> None:
     path = path.resolve()
+    shown = min(
+        os.path.relpath(path), str(path), key=len
+    )  # in messages: ../mine.yaml, not /home/me/mine.yaml
     if path in including:
         chain = " -> ".join(file.name for file in (*including, path))
-        raise ConfigError(f"{path}: includes itself through `base:` ({chain}). Take one of them out.")
-    values, positions = read_yaml(path)
+        raise ConfigError(f"{shown}: includes itself through `base:` ({chain}). Take one of them out.")
+    values, positions = read_yaml(Path(shown))
     if path.is_relative_to(configs_folder()):
         qualify(values, package="leyden")  # another package's namesake does not break what ships here
     base = values.pop("base", [])

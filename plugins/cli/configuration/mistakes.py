@@ -202,7 +202,7 @@ def explain_lightning_error(error: Exception) -> str | None:
     place = frame.f_globals.get("__name__"), frame.f_code.co_name
     if place == ("lightning.pytorch.loops.fit_loop", "setup_data"):  # val_check_interval above the batches
         return f"trainer: {str(error).strip()}"
-    if place == ("lightning.pytorch.callbacks.early_stopping", "_validate_condition_metric"):
+    if str(error).startswith("Early stopping conditioned on metric "):
         wanted, _, *logged = re.findall("`(.*?)`", str(error))
         known = {*logged, "val/loss", "val/perplexity"}
         if wanted in known:

@@ -231,7 +231,8 @@ def _move_positions(composed: Composed, arguments: list[str]) -> list[str]:
             nested = {part: nested}
         merge(composed.values, nested)
         composed.positions[tuple(key.split("."))] = f"--{key}"
-        moved |= set(range(at, at + count))
+        earlier = {(start, words) for start, words, name, _ in option_values(arguments[:at]) if name == key}
+        moved |= {i for start, words in (*earlier, (at, count)) for i in range(start, start + words)}
     return [word for index, word in enumerate(result) if index not in moved and word]
 
 

@@ -198,8 +198,9 @@ def beside(configs: Iterable[Path], values: Any, arguments: Iterable[str]) -> tu
 
 def _warn_of_hidden(path: str) -> None:
     """Says so if the user has a class of this full path, too: leyden's is the one that is built."""
-    file, name = user_modules.hidden(path), path.rpartition(".")[2]
-    if file and re.search(rf"^(class|def) {name}\b", file.read_text(errors="replace"), re.MULTILINE):
+    file, (module, _, name) = user_modules.hidden(path), path.rpartition(".")
+    theirs = file and re.search(rf"^(class|def) {name}\b", file.read_text(errors="replace"), re.MULTILINE)
+    if theirs and catalog.definition(module, name):
         log.warning("%s of %s is not used: %s is leyden's. Rename your file.", name, file, path)
 
 

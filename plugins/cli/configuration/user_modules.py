@@ -38,8 +38,8 @@ def hidden(path: str) -> Path | None:
     if not parts or parts[0] not in PACKAGES:
         return None
     below = Path(*parts)
-    files = [below.with_suffix(".py"), below / "__init__.py"]
-    found = (folder / file for folder in folders() for file in files if (HOUSE / file).exists())
+    files = [below.with_suffix(".py"), below / "__init__.py"] if is_module(HOUSE / below) else []
+    found = (folder / file for folder in folders() for file in files)
     return next((path for path in found if path.is_file()), None)
 
 

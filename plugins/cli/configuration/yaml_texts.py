@@ -176,59 +176,58 @@ def parse_yaml(text: str, origin: str) -> tuple[dict[str, Any], dict[Keys, str]]
 
     A text that was parsed before is not parsed again: a resumed run needs its `config.yaml` in several places.
     """
-    values, positions = _parse(text, origin)
-    return deepcopy(values), dict(positions)
+    try:
+        values, places = _parse(text)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}{error}") from None
+    return deepcopy(values), {keys: f"{origin}{place}" for keys, place in places.items()}
 
 
 @lru_cache(maxsize=64)
-def _parse(text: str, origin: str) -> tuple[dict[str, Any], dict[Keys, str]]:
-    positions: dict[Keys, str] = {}
+def _parse(text: str) -> tuple[dict[str, Any], dict[Keys, str]]:
+    """Returns the values and the ":line" of each; a message begins with that of the line, or with ":"."""
+    places: dict[Keys, str] = {}
     if len(text) > MAX_BYTES:
-        raise ConfigError(f"{origin}: this is not a config: it has more than {MAX_BYTES:,} characters.")
+        raise ConfigError(f": this is not a config: it has more than {MAX_BYTES:,} characters.")
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         loader.count = 0
-        values = _construct(loader, node, (), origin, positions) if node is not None else None
+        values = _construct(loader, node, (), places) if node is not None else None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         line = f":{mark.line + 1}" if mark else ""
         if isinstance(error, _Refused):
-            raise ConfigError(f"{origin}{line}: {error.problem}.") from None
-        raise ConfigError(f"{origin}{line}: this is not YAML: {error.problem or error.context}.") from None
+            raise ConfigError(f"{line}: {error.problem}.") from None
+        raise ConfigError(f"{line}: this is not YAML: {error.problem or error.context}.") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{origin}: this is not YAML: {str(error).splitlines()[0]}.") from None
+        raise ConfigError(f": this is not YAML: {str(error).splitlines()[0]}.") from None
     if not isinstance(values, dict | None):
-        raise ConfigError(
-            f"{origin}:1: a config is a mapping (`key: value`), this is a {type(values).__name__}."
-        )
-    return values or {}, positions
+        raise ConfigError(f":1: a config is a mapping (`key: value`), this is a {type(values).__name__}.")
+    return values or {}, places
 
 
-def _construct(loader: _Loader, node: yaml.Node, path: Keys, origin: str, positions: dict[Keys, str]) -> Any:
-    positions[path] = f"{origin}:{node.start_mark.line + 1}"
+def _construct(loader: _Loader, node: yaml.Node, path: Keys, places: dict[Keys, str]) -> Any:
+    places[path] = f":{node.start_mark.line + 1}"
     loader.add(1, node)
     if len(path) > MAX_DEPTH:
         raise _Refused(f"this is nested more than {MAX_DEPTH} deep", node)
     if isinstance(node, yaml.MappingNode) and node.tag == loader.DEFAULT_MAPPING_TAG:
-        _check_keys(node, origin)
+        _check_keys(node)
         loader.flatten_mapping(node)
         result = {}
         for key_node, value_node in node.value:
-            line = f"{origin}:{key_node.start_mark.line + 1}"
+            line = f":{key_node.start_mark.line + 1}"
             key = loader.construct_object(key_node, deep=True)
             if isinstance(key, bool) or not isinstance(key, str | int):
                 raise ConfigError(
                     f"{line}: the key {key_node.value[:80]} means {key!r} in YAML; put it in quotes."
                 )
-            result[key] = _construct(loader, value_node, (*path, key), origin, positions)
-            positions[(*path, key)] = line
+            result[key] = _construct(loader, value_node, (*path, key), places)
+            places[(*path, key)] = line
         return result
     if isinstance(node, yaml.SequenceNode) and node.tag == loader.DEFAULT_SEQUENCE_TAG:
-        return [
-            _construct(loader, item, (*path, index), origin, positions)
-            for index, item in enumerate(node.value)
-        ]
+        return [_construct(loader, item, (*path, index), places) for index, item in enumerate(node.value)]
     if not isinstance(node, yaml.ScalarNode) or node.tag not in _PLAIN:
         tag = node.tag.rpartition(":")[2][:40]
         raise yaml.MarkedYAMLError(
@@ -237,10 +236,10 @@ def _construct(loader: _Loader, node: yaml.Node, path: Keys, origin: str, positi
     return loader.construct_object(node, deep=True)
 
 
-def _check_keys(node: yaml.MappingNode, origin: str) -> None:
+def _check_keys(node: yaml.MappingNode) -> None:
     seen: set[str] = set()
     for key, _ in node.value:
-        line = f"{origin}:{key.start_mark.line + 1}"
+        line = f":{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
             raise ConfigError(f"{line}: a key is a word; this one is a list or a mapping.")
         if key.value in seen and key.tag != "tag:yaml.org,2002:merge":

@@ -6,15 +6,18 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 from core.errors import ConfigError
 
 SECONDS = 5.0
-"""How long ranks that lost a connection wait for each other's answer; by then all that are left have noticed."""
+"""How long ranks that lost a connection wait for the answers of all others."""
+LOOKS_EVERY_SECONDS = 0.25
+"""How often a rank that waits in a collective looks whether another one asks for answers."""
 
 _LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|connection was closed|Socket Timeout|recvValue failed|"
@@ -22,7 +25,9 @@ _LOST = re.compile(
     r"remote process exited|Watchdog caught collective operation timeout",
     re.IGNORECASE,
 )
-_KEY = "leyden/left"
+_LEFT, _ALIVE, _HEARD = "leyden/left", "leyden/alive", "leyden/heard"
+"""Keys of the store, with the number of a rank: what it ended with; that it lives; that it has read who died."""
+_ASKED, _WHO = "leyden/asked", "leyden/who"
 _ADVICE = (
     "Why it died is in that rank's own output or the launcher's log; killed without a word: often out of memory.\n"
     "To go on from the last checkpoint, start all ranks again with the same command and --ckpt_path=last."
@@ -35,26 +40,77 @@ class LostRankError(ConfigError):
     exit_code = 1
 
 
+class Watch:
+    """Answers for this rank, in a thread, while it waits in a collective.
+
+    Only ranks that exchange data with the one that died find a connection gone. The others wait for those, and
+    notice when these have ended, and with rank 0 the store. So they answer, and keep who died, before that.
+
+    Args:
+        store: The run's store.
+        rank: This rank.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self.store, self.rank = store.clone(), rank
+        self.who = ""
+        self._over = threading.Event()
+        threading.Thread(target=self._answer, name="lost ranks", daemon=True).start()
+
+    def stop(self) -> None:
+        """Ends the thread at its next look; the ranks end at different times, and with rank 0 the store."""
+        self._over.set()
+
+    def _answer(self) -> None:
+        with suppress(Exception):  # the process that holds the store has gone
+            if self._comes(_ASKED):
+                self.store.set(f"{_ALIVE}/{self.rank}", "")
+                if self._comes(_WHO):
+                    self.who = self.store.get(_WHO).decode(errors="replace")
+                    self.store.set(f"{_HEARD}/{self.rank}", "")
+
+    def _comes(self, key: str) -> bool:
+        while not self._over.wait(LOOKS_EVERY_SECONDS):
+            if self.store.check([key]):
+                return True
+        return False
+
+
+_watch: Watch | None = None
+
+
+def watch() -> None:
+    """Starts to answer other ranks, if there are any."""
+    global _watch
+    stop_watching()
+    rank, ranks, store = _world()
+    if ranks > 1 and store is not None:
+        _watch = Watch(store, rank)
+
+
+def stop_watching() -> None:
+    """Stops to answer: the run is over."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+    _watch = None
+
+
 def explain_lost_rank(errors: list[BaseException]) -> str | None:
     """Returns a message if one of the errors means that another rank of the run has died; else None.
 
-    Waits up to five seconds for the other ranks that are left. Any other error is written to the store, as long as
+    Waits five to ten seconds for the other ranks that are left. Any other error is written to the store, as long as
     that can be reached, so that the other ranks can report it.
 
     Args:
         errors: An error and its causes.
     """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
-        return None
-    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    rank, ranks, store = _world()
     if ranks == 1:
         return None
     lost = next((e for e in errors if isinstance(e, RuntimeError) and _LOST.search(str(e))), None)
-    store: Any = None
     with suppress(Exception):
-        store = distributed.distributed_c10d._get_default_store()
-        store.set(f"{_KEY}/{rank}", "" if lost else _line(errors[0]))
+        store.set(f"{_LEFT}/{rank}", "" if lost else _line(errors[0]))
     if lost is None:
         return None
     return "\n".join(
@@ -64,6 +120,17 @@ def explain_lost_rank(errors: list[BaseException]) -> str | None:
             _ADVICE,
         ]
     )
+
+
+def _world() -> tuple[int, int, Any]:
+    """Returns this rank, how many there are, and their store; (0, 1, None) where there is one process."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 0, 1, None
+    store: Any = None
+    with suppress(Exception):
+        store = distributed.distributed_c10d._get_default_store()
+    return distributed.get_rank(), distributed.get_world_size(), store
 
 
 def say_of_started(dead: list[tuple[int, int]]) -> None:
@@ -89,32 +156,49 @@ def say_of_started(dead: list[tuple[int, int]]) -> None:
 
 
 def _who(store: Any, rank: int, ranks: int) -> str:
-    """Returns which ranks give no sign of life, or what they failed with."""
-    signs: dict[int, str] = {rank: ""}
-    until = time.monotonic() + SECONDS
+    """Returns which ranks do not answer, or what they failed with; the same on all ranks."""
     try:
-        while time.monotonic() < until:
-            for other in _new(store, signs, ranks):
-                signs[other] = store.get(f"{_KEY}/{other}").decode(errors="replace")
-            time.sleep(0.05)
+        store.set(_ASKED, "")
+        others = set(range(ranks)) - {rank}
+        left, alive = _answers(store, {_LEFT: others, _ALIVE: others})
+        failed = [f"rank {other} failed with {text}" for other, text in sorted(left.items()) if text]
+        silent = [str(other) for other in sorted(others - left.keys() - alive.keys())]
+        if failed:
+            who = "; ".join(failed)
+        elif silent:
+            who = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)} gave no sign of life"
+        else:
+            who = "all gave a sign of life, so it may be the network between them"
+        who = store.compare_set(_WHO, "", who).decode(errors="replace")  # whoever came first
+        _answers(store, {_HEARD: alive.keys()})  # before the store ends with this process
+        return who
     except Exception:  # the process that holds the store has gone
+        if _watch is not None and _watch.who:
+            return _watch.who
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         return (
             "the launcher does not answer"
             if agent
             else "rank 0, through which ranks find each other, is gone"
         )
-    failed = [f"rank {other} failed with {sign}" for other, sign in sorted(signs.items()) if sign]
-    silent = [str(other) for other in range(ranks) if other not in signs]
-    if failed:
-        return "; ".join(failed)
-    if not silent:
-        return "all gave a sign of life, so it may be the network between them"
-    return f"rank{'s' * (len(silent) > 1)} {', '.join(silent)} gave no sign of life"
 
 
-def _new(store: Any, signs: dict[int, str], ranks: int) -> Iterator[int]:
-    yield from (o for o in range(ranks) if o not in signs and store.check([f"{_KEY}/{o}"]))
+def _answers(store: Any, asked: dict[str, Iterable[int]]) -> list[dict[int, str]]:
+    """Returns for each key what ranks have written there, by rank; waits until all have, or the time is over."""
+    found: list[dict[int, str]] = [{} for _ in asked]
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        missing = 0
+        for (key, ranks), answers in zip(asked.items(), found, strict=True):
+            for other in set(ranks) - answers.keys():
+                if store.check([f"{key}/{other}"]):
+                    answers[other] = store.get(f"{key}/{other}").decode(errors="replace")
+                else:
+                    missing += 1
+        if not missing:
+            break
+        time.sleep(0.05)
+    return found
 
 
 def _line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from core.lightning_compat import set_root_dir
 from core.training import validation_steps
 from plugins.checkpoints.checkpoint import RECORD
 from plugins.cli.configuration.validation_unit import UNIT
+from plugins.cli.runs import lost_ranks
 from plugins.cli.runs.run_folder import own
 from toolkit import durable
 
@@ -87,12 +88,17 @@ class RunRecord(Callback):
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         set_root_dir(trainer, self.folder)
         self._own()
+        lost_ranks.watch()
         self._stage = str(getattr(stage, "value", stage))
         if self.checkpoint is None:
             self._write()
         else:
             trainer.loggers = self._hidden or trainer.loggers
             self._held = _HeldCalls(trainer.loggers)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """The run is over: nobody is lost any more."""
+        lost_ranks.stop_watching()
 
     @rank_zero_only
     def _own(self) -> None:

@@ -1,7 +1,7 @@
 """Data stages that leave an option out of their fingerprint, and sound ones that they derive from."""
 
 from core import catalog
-from tests.conformance.broken.stages import BPE, Untouched
+from tests.conformance.broken.data import BPE, Untouched
 
 JSONLINES = catalog.find("JSONLinesDocuments", "data").load()
 
@@ -10,7 +10,7 @@ class Long(Untouched):
     """Drops documents that are longer than `most`; sound, those below leave an option out of their fingerprint.
 
     Example:
-        data: {init_args: {stages: [{class_path: Long}]}}
+        data: {init_args: {transforms: [{class_path: Long}]}}
     """
 
     def __init__(self, most: int = 100_000):
@@ -27,7 +27,7 @@ class LongUntold(Long):
     """Does not tell a limit that no document of the usual ones reaches.
 
     Example:
-        data: {init_args: {stages: [{class_path: LongUntold}]}}
+        data: {init_args: {transforms: [{class_path: LongUntold}]}}
     """
 
     def fingerprint(self):
@@ -38,7 +38,7 @@ class Containing(Untouched):
     """Does not tell the text that documents are dropped for.
 
     Example:
-        data: {init_args: {stages: [{class_path: Containing}]}}
+        data: {init_args: {transforms: [{class_path: Containing}]}}
     """
 
     def __init__(self, without: str | None = None):
@@ -52,7 +52,7 @@ class Shouting(Untouched):
     """Does not tell the share of capitals that it allows.
 
     Example:
-        data: {init_args: {stages: [{class_path: Shouting}]}}
+        data: {init_args: {transforms: [{class_path: Shouting}]}}
     """
 
     def __init__(self, capitals: float = 1.0):

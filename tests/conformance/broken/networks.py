@@ -97,6 +97,23 @@ class Halfway(Sound):
             nn.init.normal_(parameter, std=0.1)
 
 
+class DrawingTwice(Sound):
+    """Says that its constructor draws nothing, and constructs torch's layers, which do."""
+
+    deferred_init = True
+
+
+class SettingLater(GPT):
+    """Says that init_weights sets everything, and sets something behind it."""
+
+    deferred_init = True
+
+    def __init__(self, **arguments):
+        super().__init__(**arguments)
+        with torch.no_grad():
+            self.embed_tokens.weight.mul_(2)
+
+
 class Misplanned(Sound):
     def tensor_parallel_plan(self):
         return {"layers.*": None, "blocks.0": None}

@@ -3,13 +3,13 @@ import os
 import pickle
 import resource
 import shutil
-from multiprocessing import get_context
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conformance.runs import in_subprocess
 from core.errors import ConfigError
 from datamodules.packing.token_store import TokenStore
 from tests.support.positions import LENGTHS, write_positions
@@ -105,23 +105,22 @@ def test_damage_is_named(store, tmp_path, damage, file, reason):
     assert str(folder / file) in str(caught.value)
 
 
-def _open_with_limit(folder, soft, hard, queue):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    try:
-        queue.put(int(TokenStore(folder).read(0, 601).sum()))
-    except ConfigError as error:
-        queue.put(str(error))
+def _reads_with_limit(folder, above, reason):
+    """With so many more open files than this process may have at least; `reason`: of a refusal."""
+    soft = max(map(int, os.listdir("/proc/self/fd"))) + 8
+    assert soft < 300
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft + above))
+    if reason is None:
+        assert int(TokenStore(folder).read(0, 601).sum()) == sum(range(601))
+    else:
+        with pytest.raises(ConfigError, match=reason):
+            TokenStore(folder)
 
 
 def test_more_chunks_than_a_process_may_have_open_by_default(tmp_path):
     """Each mapped chunk is an open file: 1,024 chunks of 64 MB were the most that a run could read."""
-    chunks, context = len(write_positions(tmp_path, [2] * 400, shard_bytes=1)._chunks), get_context("fork")
+    chunks = len(write_positions(tmp_path, [2] * 400, shard_bytes=1)._chunks)
     assert chunks == 400
-    soft = max(map(int, os.listdir("/proc/self/fd"))) + 8
-    assert soft < 300
-    for hard, expected in ((soft + chunks, str(sum(range(601)))), (soft, f"has {chunks} chunks")):
-        queue = context.Queue()
-        process = context.Process(target=_open_with_limit, args=(tmp_path, soft, hard, queue))
-        process.start()
-        assert expected in str(queue.get(timeout=60))
-        process.join()
+    # Not forks of this process, in which other tests may have left files open.
+    in_subprocess(_reads_with_limit, tmp_path, chunks, None)
+    in_subprocess(_reads_with_limit, tmp_path, 0, f"has {chunks} chunks")

@@ -46,7 +46,9 @@ def test_tails_are_what_is_missing_in_training_whoever_does_the_tasks(tmp_path, 
     for number, text in enumerate(novels):
         write_lines(tmp_path / "in" / f"{number}.jsonl", [text, "short " * 9 + str(number)])
     folders = [
-        prepare(tmp_path / "in", tmp_path / str(number), validation_fraction=0.05, stages=[], engine=engine)
+        prepare(
+            tmp_path / "in", tmp_path / str(number), validation_fraction=0.05, transforms=[], engine=engine
+        )
         for number, engine in enumerate((None, LocalEngine(1), LocalEngine(2)))
     ]
     assert contents(folders[0]) == contents(folders[1]) == contents(folders[2])

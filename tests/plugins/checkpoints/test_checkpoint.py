@@ -321,8 +321,11 @@ def test_reading_leaves_tensors_on_the_disk(save):
     assert content["state_dict"]["w"].device.type == "cpu"
 
 
-def test_a_run_that_is_not_there_is_answered_with_the_nearest(tmp_path):
-    (tmp_path / "quickstart").mkdir()
+def test_a_run_that_is_not_there_is_answered_with_the_nearest_that_has_checkpoints(save, tmp_path):
+    (tmp_path / "quikstart-compared").mkdir()
+    with pytest.raises(ConfigError, match=r"no such file\. `last`"):
+        resolve(str(tmp_path / "quikstart"), tmp_path)
+    save("quickstart/a.ckpt")
     with pytest.raises(ConfigError, match=r"no such file\. Did you mean .*/quickstart\?"):
         resolve(str(tmp_path / "quikstart"), tmp_path)
     with pytest.raises(ConfigError, match=r"no such file\. `last`"):

@@ -1,8 +1,9 @@
-"""A config goes one way: each file is read once, all is composed once and never text again, one Trainer."""
+"""A config goes one way: each file is read once, all is composed once and never text again, one Trainer and network."""
 
 from collections import Counter
 from functools import wraps
 
+import pytest
 import yaml
 from lightning.pytorch import Trainer
 
@@ -65,4 +66,18 @@ def test_a_resumed_fit_composes_once_and_reads_each_file_and_the_checkpoint_once
     found = count_calls(monkeypatch)
     build("fit", ["--config=tiny", "--ckpt_path=last", "--trainer.max_steps=9"])
     assert found["compositions"] == found["read_checkpoint"] == 1
-    assert found["texts"] == 3  # tiny.yaml, the run's config.yaml, the config in the checkpoint
+    assert found["texts"] == 2  # tiny.yaml, and the run's config.yaml, whose text is in the checkpoint, too
+
+
+def test_a_fit_trains_the_network_that_was_checked(monkeypatch, core):
+    found = count_calls(monkeypatch)
+    assert core("fit", "--config=tiny", "--trainer.max_steps=1", "--model.lr_scheduler=null").code == 0
+    assert found["Network"] == found["Trainer"] == 1
+
+
+@pytest.mark.parametrize(("name", "prepared"), [("Known", False), ("Late", True)])
+def test_data_that_does_not_fit_is_found_as_soon_as_it_is_known(core, name, prepared):
+    done = core("fit", "--config=tiny", f"--data=tests.support.sized.{name}")
+    assert done.code == 2
+    assert "has 100 tokens, the network's vocab_size is 64" in done.err
+    assert ("PREPARED" in done.out) == prepared

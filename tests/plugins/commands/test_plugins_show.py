@@ -149,6 +149,11 @@ def test_sections_end_where_prose_begins_again():
     assert sections(None) == {"": ""}
 
 
+def test_the_beginning_of_a_name_is_answered_with_the_name(capsys):
+    assert main(["plugins", "show", "Spike"]) == 2
+    assert "Did you mean SpikeRollback?" in capsys.readouterr().err
+
+
 def test_a_broken_technique_is_one_message_that_names_its_package(packages, capsys):
     packages.add("acme", {"leyden.callbacks": {"AcmeGuard": "acme:AcmeGuard"}}, "1 / 0")
     assert main(["plugins", "show", "AcmeGuard"]) == 2

@@ -41,6 +41,7 @@ from tests.support.corpus import (
     texts,
     write_lines,
 )
+from tests.support.full_disk import small_disk
 from toolkit import durable
 
 
@@ -138,7 +139,7 @@ def test_shards_have_about_the_size_asked_for(tmp_path, monkeypatch):
 
 
 def test_on_first_use_and_by_command_the_tokens_are_the_same(source, tmp_path):
-    folder = prepare(source, tmp_path / "out", stages=[])
+    folder = prepare(source, tmp_path / "out", transforms=[])
     stages = JSONLinesDocuments, BPETokenizer(300), TokenShards(900), Concatenate()
     data = PretrainDataModule(
         *stages, source=str(source), cache_dir=str(tmp_path / "cache"), validation_fraction=0.2
@@ -268,11 +269,11 @@ class FirstOfItsKind(Transform):
 
 @pytest.mark.parametrize("engine", [None, LocalEngine(2)])
 def test_a_stage_may_look_at_all_documents_first(source, tmp_path, engine):
-    folder = prepare(source, tmp_path / "out", stages=[FirstOfItsKind()], engine=engine)
+    folder = prepare(source, tmp_path / "out", transforms=[FirstOfItsKind()], engine=engine)
     kept = documents_of(folder, "train") + documents_of(folder, "validation")
     words = {text.split()[0] for text in texts(120)}
     assert Counter(text.split()[0] for text in kept) == dict.fromkeys(words, 1)
-    [stage] = manifest_of(folder)["stages"]
+    [stage] = manifest_of(folder)["transforms"]
     assert stage["dropped"] == {"seen before": 120 - len(words)}
 
 
@@ -325,12 +326,7 @@ def command(source, folder, *more):
 
 
 def test_without_space_it_says_so_and_with_space_it_goes_on(source, tmp_path, capsys):
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=150k", "tmpfs", str(disk)]
-    if subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    try:
+    with small_disk(tmp_path / "disk", "150k") as disk:
         assert main(command(source, disk / "out")) == 2
         told = capsys.readouterr().err.splitlines()
         message = [line for line in told if not line.startswith(("Preparing", "tasks"))]
@@ -343,8 +339,6 @@ def test_without_space_it_says_so_and_with_space_it_goes_on(source, tmp_path, ca
         assert main(command(source, disk / "out")) == 0
         assert main(command(source, tmp_path / "out")) == 0
         assert contents(disk / "out") == contents(tmp_path / "out")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_file_that_may_not_grow_is_named(source, tmp_path):
@@ -488,7 +482,7 @@ def test_the_shipped_config_prepares_and_verifies(source, tmp_path, capsys):
         (["--trainer.max_steps=3"], "--trainer.max_steps: prepare takes options of the section data"),
         (["--data.validation_fraction=2"], "data.validation_fraction is 2"),
         (["--data.engine.workers=0"], "LocalEngine: workers is 0"),
-        (["--data.stages=[Normalize]"], "Normali"),
+        (["--data.transforms=[Normalize]"], "Normali"),
         (["--data.source=touch pwned", "--data.reader=os.system"], "os.system"),
     ],
 )

@@ -213,8 +213,8 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
 def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     crew = sum(CPUS) - 1  # as many as RayEngine takes
     stage, handler = diary(tmp_path / "diary", kills=2, crew=crew), signal.getsignal(signal.SIGTERM)
-    folder = prepare(source, tmp_path / "ray", stages=[stage], engine=RayEngine(cluster.address))
-    calm = prepare(source, tmp_path / "here", stages=[diary(tmp_path / "calm")])
+    folder = prepare(source, tmp_path / "ray", transforms=[stage], engine=RayEngine(cluster.address))
+    calm = prepare(source, tmp_path / "here", transforms=[diary(tmp_path / "calm")])
     assert contents(folder) == contents(calm)
     assert len(list(stage.folder.glob("killed-*"))) == 2
     assert len({entry["node"] for entry in stage.entries()}) == 2
@@ -246,7 +246,7 @@ def test_a_package_that_a_machine_lacks_is_named(source, tmp_path, cluster, monk
     monkeypatch.syspath_prepend(str(cluster.hidden))
     stages = [importlib.import_module("acme_of_this_machine").Acme()]
     with pytest.raises(ConfigError, match=r"No module named 'acme_of_this_machine'.*\n.*the same packages"):
-        prepare(source, tmp_path / "out", stages=stages, engine=RayEngine(cluster.address))
+        prepare(source, tmp_path / "out", transforms=stages, engine=RayEngine(cluster.address))
 
 
 @pytest.mark.slow
@@ -268,10 +268,10 @@ def test_a_machine_that_dies_changes_no_byte(source, tmp_path, cluster):
     stage = diary(tmp_path / "diary")
     killer = threading.Thread(target=end_a_node, args=(stage, cluster.raylets[1]))
     killer.start()
-    folder = prepare(source, tmp_path / "ray", stages=[stage], engine=RayEngine(cluster.address))
+    folder = prepare(source, tmp_path / "ray", transforms=[stage], engine=RayEngine(cluster.address))
     killer.join()
     assert len({entry["node"] for entry in stage.entries()}) == 2
-    calm = prepare(source, tmp_path / "here", stages=[diary(tmp_path / "calm")])
+    calm = prepare(source, tmp_path / "here", transforms=[diary(tmp_path / "calm")])
     assert contents(folder) == contents(calm)
 
 

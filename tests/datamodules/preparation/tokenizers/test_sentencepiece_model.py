@@ -98,7 +98,7 @@ def test_workers_encode_as_this_process_does(tmp_path):
     documents = [text for text in TOPICS[:30] if len(text) < 20_000]
     corpus = write_lines(tmp_path / "a.jsonl", documents)
     for number, engine in enumerate((None, LocalEngine(1))):
-        options = {"tokenizer": PretrainedTokenizer(str(path)), "engine": engine, "stages": []}
+        options = {"tokenizer": PretrainedTokenizer(str(path)), "engine": engine, "transforms": []}
         prepare(corpus, tmp_path / str(number), **options)
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(path))
     for folder in (tmp_path / "0", tmp_path / "1"):

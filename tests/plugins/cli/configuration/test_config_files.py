@@ -18,6 +18,7 @@ from plugins.cli.configuration.config_files import (
     merge_layers,
     read_layers,
 )
+from plugins.cli.configuration.request import prepare
 from plugins.cli.configuration.yaml_texts import dump_yaml, parse_value, parse_yaml
 
 
@@ -95,6 +96,19 @@ def test_a_cycle_of_bases_shows_its_chain(write_yaml):
     write_yaml("c.yaml", {"base": "a.yaml"})
     path = write_yaml("a.yaml", {"base": "b.yaml"})
     assert "(a.yaml -> b.yaml -> c.yaml -> a.yaml)" in message(composed, path)
+
+
+@pytest.mark.parametrize(
+    "text", ["trainer: {max_steps: 1\n", "a: 1\na: 2\n", "base: gone\n", "base: bad.yaml\n"]
+)
+def test_a_mistake_names_the_file_as_it_is_seen_from_the_working_directory(
+    text, write_yaml, tmp_path, monkeypatch
+):
+    write_yaml("bad.yaml", text)
+    (tmp_path / "below").mkdir()
+    for folder, shown in ((tmp_path, "bad.yaml:"), (tmp_path / "below", "../bad.yaml:")):
+        monkeypatch.chdir(folder)
+        assert message(composed, shown.rstrip(":")).startswith(shown)
 
 
 def test_two_files_may_share_a_base(write_yaml):
@@ -413,3 +427,13 @@ def test_what_would_take_all_memory_or_time_is_refused(name, write_yaml):
 def test_a_bomb_on_the_command_line_stays_a_text_or_is_refused(name):
     text = BOMBS[name][0]
     assert parse_value(text) == text or len(text) < 10_000
+
+
+def test_of_an_option_that_is_given_twice_the_last_value_counts():
+    options = ["--trainer.strategy=ddp", "--trainer.strategy", "fsdp", "--trainer.strategy=DDP"]
+    request = prepare([*options, "--trainer.strategy.find_unused_parameters=true"])
+    assert request.composed.values["trainer"]["strategy"] == {"class_path": "plugins.strategies.ddp.DDP"}
+    assert request.arguments == ["--trainer.strategy.find_unused_parameters=true"]
+    assert prepare(["--trainer.strategy=DDP", "--trainer.strategy=ddp"]).arguments == [
+        "--trainer.strategy=ddp"
+    ]

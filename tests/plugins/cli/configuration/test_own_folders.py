@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
@@ -29,6 +30,9 @@ FILES = {
     "plugins/networks/mine.py": "from plugins.networks.gpt import GPT\nclass Mine(GPT):\n    'Mine.'\n",
     "datamodules/__init__.py": "raise SystemExit('this file replaced ours')\n",
     "datamodules/mine.py": "from tests.support.toy import ToyData\nclass Mine(ToyData):\n    'Mine.'\n",
+    "toolkit.py": "class Mine: pass\n",
+    "own.py": "from toolkit import Mine\n",
+    "own_too.py": "import toolkit\nMine = toolkit.Mine\n",
     "configs/helper.py": "def flat(step): return 1.0\n",
     "train.py": """
         import sys
@@ -110,6 +114,28 @@ def test_a_project_is_checked_from_its_folder_and_from_elsewhere(project, monkey
     assert check("project/configs/mine.yaml") == 0, capsys.readouterr().err
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize("package", [False, True], ids=["a folder", "a package"])
+def test_the_project_may_have_packages_of_the_names_of_our_kernel_and_kit(package, project):
+    """Of `python -m core` Python starts the project's own `core`, if it is a package: the program `leyden` does not."""
+    source = "from lightning.pytorch import Callback\nclass {}(Callback):\n    'Own.'\n"
+    (project / "toolkit.py").unlink()
+    for folder in ("core", "toolkit", "conformance"):
+        (project / folder).mkdir()
+        (project / folder / "mine.py").write_text(source.format(folder.capitalize()))
+        if package:
+            (project / folder / "__init__.py").write_text("raise SystemExit('this file replaced ours')\n")
+            (project / folder / "errors.py").write_text("raise SystemExit('this file replaced ours')\n")
+    callbacks = [f"{folder}.mine.{folder.capitalize()}" for folder in ("core", "toolkit", "conformance")]
+    own = {"trainer": {"callbacks+": [{"class_path": name} for name in callbacks]}}
+    (project / "own.yaml").write_text(yaml.safe_dump(own))
+    words = ["check", "--config=configs/mine.yaml", "--config=own.yaml"]
+    program = [Path(sys.executable).with_name("leyden")] if package else [sys.executable, "-m", "core"]
+    done = subprocess.run([*program, *words], cwd=project, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert {"Core", "Toolkit", "Conformance"} <= {line.partition(" ")[0] for line in done.stdout.splitlines()}
+
+
 def test_a_module_beside_a_config_that_lies_elsewhere_is_found(project, capsys):
     (project.parent / "other").mkdir()
     (project.parent / "other" / "leyden_lone.py").write_text(
@@ -154,6 +180,12 @@ def test_a_config_from_elsewhere_does_not_import_the_projects_modules(callbacks,
         ("callbacks.mine.Mien", "callbacks.mine has no 'Mien'. Did you mean Mine?"),
         ("callbacks.gradient_clip.Other", "callbacks/gradient_clip.py is hidden by our module"),
         ("datamodules.Mine", "datamodules/__init__.py is hidden by our module"),
+        (
+            "toolkit.Mine",
+            "toolkit has no 'Mine'.\n{}/toolkit.py is hidden by our module of that name: move Mine into",
+        ),
+        ("own.Mine", "/toolkit.py is hidden by our module of that name: move what is imported into"),
+        ("own_too.Mine", "/toolkit.py is hidden by our module of that name: move what is imported into"),
         ("configs.helper.flat", "flat is no"),
     ],
 )
@@ -167,5 +199,5 @@ def test_mistakes_say_which_file_was_meant(name, told, project, capsys):
     assert check("configs/mine.yaml", "--config", "wrong.yaml") == 2
     message = capsys.readouterr().err
     assert "wrong.yaml" in message
-    assert told in message
+    assert told.format(project) in message
     assert len(message.splitlines()) <= 10

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -16,10 +17,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from core import lightning_compat
+from core.contracts import ConnectsRanks, ReadsParts, SavesParts
 from core.errors import ConfigError
 from core.technique import technique
 from core.training import shards
@@ -34,7 +36,7 @@ class AcmeFSDP(ParallelStrategy):
     """Shards parameters, gradients and optimizer states over all ranks, block by block.
 
     Rank 0 builds the model on the CPU; its weights are sent once, and each rank keeps its part. A checkpoint is that of a
-    single process, gathered on rank 0.
+    single process, gathered on rank 0, or with `ShardedCheckpoint` each rank writes and reads its own parts.
 
     Args:
         stage: 3 frees a block's parameters after its forward pass and gathers them again for backward; 2 keeps them.
@@ -76,12 +78,13 @@ class AcmeFSDP(ParallelStrategy):
         """Each rank reads rows of its own."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
-    def _configure_launcher(self) -> None:
+    @cached_property
+    def launcher(self) -> Any:
+        """Starts the other ranks of this machine, where nothing else does."""
         environment = self.cluster_environment
-        if not environment.creates_processes_externally:
-            self._launcher = lightning_compat.SubprocessScriptLauncher(
-                environment, self.num_processes, self.num_nodes
-            )
+        if environment.creates_processes_externally:
+            return None
+        return lightning_compat.SubprocessScriptLauncher(environment, self.num_processes, self.num_nodes)
 
     def setup_environment(self) -> None:
         """Connects the processes."""
@@ -95,6 +98,8 @@ class AcmeFSDP(ParallelStrategy):
         )
         self.mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         self.loss_group = dist.group.WORLD
+        if isinstance(self.checkpoint_io, ConnectsRanks):
+            self.checkpoint_io.connect()
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
@@ -193,32 +198,66 @@ class AcmeFSDP(ParallelStrategy):
 
     # -- checkpoints ------------------------------------------------------------------------------
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint; called on every rank."""
+        if isinstance(self.checkpoint_io, SavesParts):
+            self.checkpoint_io.save_parts(checkpoint, filepath)
+        else:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a checkpoint; of a sharded one without tensors, of which each rank reads its parts later."""
+        path = self.broadcast(str(checkpoint_path))
+        found = self.checkpoint_io.read_parts(path) if isinstance(self.checkpoint_io, ReadsParts) else None
+        return super().load_checkpoint(path, weights_only) if found is None else found
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns all weights on rank 0, nothing elsewhere; called on every rank."""
+        """Returns all weights on rank 0 and nothing elsewhere, or this rank's parts; called on every rank."""
         shards.reshard(self.lightning_module)
-        return self._gathered(self.lightning_module.state_dict(keep_vars=True))
+        return self._saved(self.lightning_module.state_dict(keep_vars=True))
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Takes this rank's part of the weights."""
         shards.reshard(self.lightning_module)
         for name, target in self.lightning_module.state_dict(keep_vars=True).items():
             if strict or name in checkpoint["state_dict"]:
-                copy_to_shard(target.detach(), checkpoint["state_dict"][name])
+                self._load(checkpoint["state_dict"][name], target.detach())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Returns the state of the whole optimizer on rank 0, nothing elsewhere; called on every rank."""
-        return self._gathered(lightning_compat.unwrapped(optimizer).state_dict())
+        """Returns the state of the whole optimizer on rank 0 and nothing elsewhere, or this rank's parts."""
+        return self._saved(lightning_compat.unwrapped(optimizer).state_dict())
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes this rank's part of the optimizer's state."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             parts = {
-                number: {name: _part(value, parameters[number]) for name, value in values.items()}
+                number: {name: self._part(value, parameters[number]) for name, value in values.items()}
                 for number, values in state["state"].items()
             }
             optimizer.load_state_dict({**state, "state": parts})
             lightning_compat.optimizers_to_device([optimizer], self.root_device)
+
+    def _load(self, value: Any, target: Tensor) -> None:
+        if isinstance(value, Tensor):
+            copy_to_shard(target, value)
+        else:  # stored: this rank's part alone is read
+            self.checkpoint_io.fill([(value, target)])
+
+    def _part(self, value: Any, parameter: Tensor) -> Any:
+        """Returns this rank's part of a state of the parameter's shape; other values as they are."""
+        if not hasattr(value, "dtype"):
+            return value
+        alike = isinstance(parameter, DTensor) and value.shape == parameter.shape
+        if isinstance(value, Tensor) and not alike:
+            return value
+        like = parameter.detach() if alike else torch.empty(value.shape)
+        part = torch.empty_like(like, dtype=value.dtype)
+        self._load(value, part)
+        return part
+
+    def _saved(self, state: Any) -> Any:
+        return state if isinstance(self.checkpoint_io, SavesParts) else self._gathered(state)
 
     def _gathered(self, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -255,10 +294,3 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
         name: tensor.detach()
         for name, tensor in {**dict(module.named_parameters()), **dict(module.named_buffers())}.items()
     }
-
-
-def _part(value: Any, parameter: Tensor) -> Any:
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
-        return value
-    value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""Proofs for data stages: the same text gives the same tokens, and what is written is read back."""
+"""Proofs for the kind `data`: the same text gives the same tokens, and what is written is read back."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ POSITIONS: Mapping[type, tuple[str, Any]] = {
     Tokenizer: ("data.init_args.tokenizer", Tokenizer),
     TokenWriter: ("data.init_args.writer", TokenWriter),
     Packing: ("data.init_args.packing", Packing),
-    Transform: ("data.init_args.stages", Sequence[Transform]),
+    Transform: ("data.init_args.transforms", Sequence[Transform]),
     Engine: ("data.init_args.engine", Engine),
 }
-"""Contract -> where the stage stands in a configuration, and its type there."""
+"""Contract -> where the part stands in a configuration, and its type there."""
 
 UNUSUAL = VARIED[:5]
 
 Variant = tuple[str, Any, Callable[[], Any]]
-"""The name of an argument, another value of it, and what builds the stage with that."""
+"""The name of an argument, another value of it, and what builds the part with that."""
 
 NUMBERS = (0, 1, 2, 10, 50, 300, 0.0, 0.1, 0.5, 0.9, 1.0)
 """On the scale of the texts: characters, words and lines; shares of them."""
 
 
 def build(case: Case, contract: type, init_args: Mapping[str, Any] | None = None) -> Any:
-    """Builds the stage, a reader on the text of the run; with other arguments if there are any."""
+    """Builds the part, a reader on the text of the run; with other arguments if there are any."""
     position, hint = POSITIONS[contract]
     if init_args is not None:
         case = Case(case.entry, init_args, config=case.config)
     made = case.build(position, hint)
     if contract is Transform:
-        return next(stage for stage in made if type(stage) is case.target)
+        return next(part for part in made if type(part) is case.target)
     return made(source_of(case)) if contract is DocumentSource else made
 
 
@@ -86,18 +86,18 @@ def tells_apart(case: Case, contract: type, result: Callable[[Any], Any], others
     """Requires that what gives another result has another fingerprint.
 
     Args:
-        case: The stage.
+        case: The part.
         contract: Its contract.
-        result: Returns what a stage gives.
-        others: The stage with other arguments, or on another text; those of one argument behind each other.
+        result: Returns what a part gives.
+        others: The part with other arguments, or on another text; those of one argument behind each other.
     """
-    stage = build(case, contract)
+    part = build(case, contract)
     try:
-        told = _told(stage)
+        told = _told(part)
     except (TypeError, ValueError) as error:
         raise AssertionError(f"it is not JSON: {error}") from None
     require(_told(build(case, contract)) == told, "two instances with the same arguments have different ones")
-    usual = result(stage)
+    usual = result(part)
     seen = ""
     for name, value, build_other in others:
         if name == seen:
@@ -111,7 +111,7 @@ def tells_apart(case: Case, contract: type, result: Callable[[Any], Any], others
             continue
         seen = name  # it matters, and the fingerprint has it: the further values can be spared
         what = "the same fingerprint" if _told(other) == told else ""
-        if isinstance(stage, Reader) and not what and _pieces(other) == _pieces(stage):
+        if isinstance(part, Reader) and not what and _pieces(other) == _pieces(part):
             what = "the same `options` and `tasks`, by which a preparation that goes on knows its reader"
         require(
             not what,
@@ -120,23 +120,23 @@ def tells_apart(case: Case, contract: type, result: Callable[[Any], Any], others
         )
 
 
-def _told(stage: Any) -> str:
-    return json.dumps(dict(stage.fingerprint()), sort_keys=True)
+def _told(part: Any) -> str:
+    return json.dumps(dict(part.fingerprint()), sort_keys=True)
 
 
 def _pieces(reader: Reader) -> str:
     return json.dumps([dict(reader.options()), reader.tasks()], sort_keys=True)
 
 
-def _result(stage: Any) -> Any:
-    if isinstance(stage, DocumentSource):
-        return list(stage.documents())
-    stage.prepare(_texts())
-    return stage.encode_batch([*_texts(), *VARIED]), stage.to_json()
+def _result(part: Any) -> Any:
+    if isinstance(part, DocumentSource):
+        return list(part.documents())
+    part.prepare(_texts())
+    return part.encode_batch([*_texts(), *VARIED]), part.to_json()
 
 
 def variants(case: Case, contract: type) -> Iterator[Variant]:
-    """Yields the stage with one argument changed, to several values each, those likely to matter."""
+    """Yields the part with one argument changed, to several values each, those likely to matter."""
     position, _ = POSITIONS[contract]
     stands = at(case.values, position) or {}
     if isinstance(stands, list):

@@ -162,7 +162,7 @@ class Untouched(Transform):
     """Leaves documents as they are; those below change something.
 
     Example:
-        data: {init_args: {stages: [{class_path: Untouched}]}}
+        data: {init_args: {transforms: [{class_path: Untouched}]}}
     """
 
     def fingerprint(self):
@@ -181,7 +181,7 @@ class FirstOfBatch(Untouched):
     """Drops a document whose first letter the batch has had before.
 
     Example:
-        data: {init_args: {stages: [{class_path: FirstOfBatch}]}}
+        data: {init_args: {transforms: [{class_path: FirstOfBatch}]}}
     """
 
     def apply(self, batch, drop):
@@ -198,7 +198,7 @@ class Hashing(Untouched):
     """Draws a sample by Python's hash, which is another in each process.
 
     Example:
-        data: {init_args: {stages: [{class_path: Hashing}]}}
+        data: {init_args: {transforms: [{class_path: Hashing}]}}
     """
 
     def keeps(self, number, text):
@@ -209,7 +209,7 @@ class Unpicklable(Untouched):
     """Holds what cannot be sent to another process.
 
     Example:
-        data: {init_args: {stages: [{class_path: Unpicklable}]}}
+        data: {init_args: {transforms: [{class_path: Unpicklable}]}}
     """
 
     def __init__(self):
@@ -220,7 +220,7 @@ class Renumbering(Untouched):
     """Gives documents new names.
 
     Example:
-        data: {init_args: {stages: [{class_path: Renumbering}]}}
+        data: {init_args: {transforms: [{class_path: Renumbering}]}}
     """
 
     def apply(self, batch, drop):
@@ -231,7 +231,7 @@ class Silent(Untouched):
     """Drops short documents, and does not say so.
 
     Example:
-        data: {init_args: {stages: [{class_path: Silent}]}}
+        data: {init_args: {transforms: [{class_path: Silent}]}}
     """
 
     def apply(self, batch, drop):
@@ -245,7 +245,7 @@ class Unversioned(Untouched):
     """Drops documents that are shorter than `least`, of which its fingerprint says nothing.
 
     Example:
-        data: {init_args: {stages: [{class_path: Unversioned}]}}
+        data: {init_args: {transforms: [{class_path: Unversioned}]}}
     """
 
     def __init__(self, least: int = 5):
