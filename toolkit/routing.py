@@ -38,7 +38,8 @@ class RoutesTokens(Protocol):
     """A network whose tokens choose experts.
 
     Attributes:
-        routers: Modules that return a :class:`Routing`, one for each layer with experts, in order.
+        routers: Modules that return a :class:`Routing`, one for each layer with experts, in order. Their `weight` is
+            (E, C). Where they choose by scores plus a bias, that is the buffer `e_score_correction_bias` (E,).
         expert_stacks: For each of these layers the module that holds its experts. Dimension 0 of every parameter is
             that of the experts; called with tokens (n, C) sorted by expert and the number of each expert's
             (E,), it returns (n, C). It takes parameters that are sharded over experts, as `core.training.shards`
@@ -97,13 +98,14 @@ def count_loads(network: RoutesTokens, loads: Tensor, dropped: Tensor) -> list[A
     Returns:
         Handles of the hooks.
     """
+    routers = network.routers
 
     def count(index: int, routing: Routing) -> None:
-        if not network.routers[index].training or not torch.is_grad_enabled():
+        if not routers[index].training or not torch.is_grad_enabled():
             return
         chosen = routing.experts.detach().flatten()
         loads[index].scatter_add_(0, chosen, torch.ones_like(chosen, dtype=loads.dtype))
         if routing.kept is not None:
             dropped[index] += (~routing.kept).sum()
 
-    return _listen(network.routers, count)
+    return _listen(routers, count)
