@@ -76,6 +76,7 @@ class SparseDecoder(Decoder):
                 plan[mlp] = PrepareModuleInputOutput(
                     input_layouts=Shard(1),
                     desired_input_layouts=Replicate(),
+                    use_local_input=True,
                     output_layouts=Replicate(),
                     desired_output_layouts=Shard(1),
                 )
