@@ -8,6 +8,8 @@ import yaml
 
 from core import catalog
 from tests.conftest import HOUSE
+from tests.support.sparse_models import published
+from toolkit.routing import RoutesTokens
 
 FOLDER = HOUSE / "configs" / "networks"
 
@@ -21,9 +23,18 @@ PARAMETERS = {  # as published with the weights; tied heads are counted once
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
     "olmo2-1b": 1_484_916_736,
+    "olmoe-1b-7b": 6_919_161_856,
     "qwen3-0.6b": 596_049_920,
+    "qwen3-30b-a3b": 30_532_122_624,
     "smollm2-135m": 134_515_008,
+}
+
+ACTIVE = {  # as published, in billions: parameters that a token passes
+    "mixtral-8x7b": 12.9,
+    "olmoe-1b-7b": 1.3,
+    "qwen3-30b-a3b": 3.3,
 }
 
 TRAINING = {  # floating-point operations and tokens of the published training, without those of attention's scores
@@ -43,6 +54,20 @@ def built(name):
         return network_class(**arguments)
 
 
+def idle(network):
+    """Returns how many weights of experts a token does not pass."""
+    if not isinstance(network, RoutesTokens):
+        return 0
+    router, stacks = network.routers[0], network.expert_stacks
+    weights = sum(weight.numel() for stack in stacks for weight in stack.parameters())
+    return weights - weights * router.experts_per_token // len(router.weight)
+
+
+@pytest.mark.parametrize("name", ACTIVE)
+def test_a_token_passes_as_many_weights_as_published(name):
+    assert (PARAMETERS[name] - idle(built(name))) / 1e9 == pytest.approx(ACTIVE[name], abs=0.06)
+
+
 def test_each_network_has_its_numbers_here():
     assert {path.stem for path in FOLDER.glob("*.yaml")} == set(PARAMETERS)
 
@@ -59,7 +84,7 @@ def test_flops_are_six_for_each_weight_that_multiplies_and_twelve_for_each_score
     vectors = sum(p.numel() for p in network.parameters() if p.ndim == 1)
     tables = sum(m.weight.numel() for m in network.modules() if isinstance(m, torch.nn.Embedding))
     head = network.vocab_size * network.n_embd * (network.lm_head is None)
-    weights = PARAMETERS[name] - vectors - tables + head
+    weights = PARAMETERS[name] - vectors - tables + head - idle(network)
     scores = 12 * network.n_layer * network.n_head * network.head_dim * 1024
     assert network.flops_per_token(1024) == 6 * weights + scores
 
@@ -84,12 +109,13 @@ def test_transformers_builds_the_same_parameters_from_our_config(name):
     config = transformers.CONFIG_MAPPING[values.pop("model_type")](**values)
     with torch.device("meta"):
         reference = resolve_name(f"transformers.{architecture}")(config)
-    theirs = {key: tensor.shape for key, tensor in reference.state_dict().items()}
+    files = published(reference.state_dict(), mixtral=network_class.hugging_face.model_type == "mixtral")
+    theirs = {key: tensor.shape for key, tensor in files.items()}
     ours = {key: tensor.shape for key, tensor in network.state_dict().items()}
     tied = {"lm_head.weight"} if network.lm_head is None else set()
     plan = network_class.hugging_face.tensors(ours)
     assert {stored.theirs for stored in plan} == set(theirs) - tied
     for stored in plan:
         rows = sum(ours[key][0] for key in stored.ours)
-        shape = (rows, *ours[stored.ours[0]][1:])
+        shape = (rows, *ours[stored.ours[0]][1:]) if stored.index is None else ours[stored.ours[0]][1:]
         assert theirs[stored.theirs] == (shape[::-1] if stored.transposed else shape)

@@ -29,11 +29,14 @@ class Rename:
             output features, in this order.
         theirs: With a "*" where ours have one.
         transposed: Whether their matrices are (in, out), as those of GPT-2.
+        stacked: Whether ours is a parameter of which dimension 0 is that of the experts, and theirs one for each: it
+            then has a last "*" for the number of the expert.
     """
 
     ours: str | tuple[str, ...]
     theirs: str
     transposed: bool = False
+    stacked: bool = False
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -49,23 +52,31 @@ class StoredTensor:
         theirs: Its name in their files.
         ours: Names in our `state_dict`.
         transposed: Whether it is (in, out).
+        index: Where ours is a stack of experts, which of them it is; None: ours is no stack.
     """
 
     theirs: str
     ours: tuple[str, ...]
     transposed: bool = False
+    index: int | None = None
 
     def to_theirs(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns their tensor, given ours in the order of `ours`."""
         tensor = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+        if self.index is not None:
+            return tensor[self.index]
         return tensor.t().contiguous() if self.transposed and tensor.ndim == 2 else tensor
 
     def to_ours(self, tensor: Tensor, sizes: Sequence[int]) -> tuple[Tensor, ...]:
         """Returns our tensors as views of theirs, given the first dimension of each of ours.
 
+        Of a stack it is the expert with this tensor's index.
+
         Raises:
             ConfigError: If theirs has another size.
         """
+        if self.index is not None:
+            return (tensor,)
         tensor = tensor.t() if self.transposed and tensor.ndim == 2 else tensor
         if tensor.shape[0] != sum(sizes):
             raise ConfigError(f"{self.theirs} has {tensor.shape[0]} rows, not {sum(sizes)}.")
@@ -103,15 +114,23 @@ class HuggingFaceForm:
         """Returns their tensors for our names, in the order of ours: the plan of an import and of an export.
 
         Args:
-            names: Of a network's `state_dict`.
+            names: Of a network's `state_dict`; with experts a mapping of them to shapes.
 
         Raises:
             ConfigError: If a name has no line, or a line of several modules lacks one of them.
         """
         found: dict[str, tuple[bool, dict[int, str]]] = {}
         wanted: dict[str, int] = {}
+        stacks: list[StoredTensor] = []
         for name in names:
             line, place, theirs = self._find(name)
+            if line.stacked:
+                shapes: Any = names
+                stacks += [
+                    StoredTensor(theirs.replace("*", str(index)), (name,), index=index)
+                    for index in range(shapes[name][0])
+                ]
+                continue
             found.setdefault(theirs, (line.transposed, {}))[1][place] = name
             wanted[theirs] = len(line.modules)
         for theirs, (_, parts) in found.items():
@@ -122,7 +141,7 @@ class HuggingFaceForm:
         return [
             StoredTensor(theirs, tuple(parts[place] for place in sorted(parts)), transposed)
             for theirs, (transposed, parts) in found.items()
-        ]
+        ] + stacks
 
     def _find(self, name: str) -> tuple[Rename, int, str]:
         """Returns the line of a name of ours, its place in the line, and their name."""
@@ -130,7 +149,7 @@ class HuggingFaceForm:
             (len(module), line, place, match)
             for line in self.renames
             for place, module in enumerate(line.modules)
-            if (match := re.fullmatch(re.escape(module).replace(r"\*", r"(\d+)") + r"(\..*)", name))
+            if (match := re.fullmatch(_pattern(module) + ("()" if line.stacked else r"(\..*)"), name))
         ]
         if not matches:
             raise ConfigError(f"{self.architecture} of transformers has no place for {name}.")
@@ -175,6 +194,10 @@ class HuggingFaceForm:
                     f"config.json: {key} is {found[key]!r}; {self.architecture} is read with {value!r}."
                 )
         return {name: found[key] for key, name in self.arguments.items()} | self.to_arguments(found)
+
+
+def _pattern(module: str) -> str:
+    return re.escape(module).replace(r"\*", r"(\d+)")
 
 
 @runtime_checkable

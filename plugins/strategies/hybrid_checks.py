@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from plugins.strategies import context_parallel, tensor_parallel
+from plugins.strategies import context_parallel, expert_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
 from plugins.strategies.shared_scaler import scales_losses
@@ -38,11 +38,13 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     for name in ("pipeline", "context"):
         if run.command == "predict" and given[name] > 1:
             yield f"{name} is {given[name]}, and {NO_PREDICT}"
-    if given["expert"] > 1:
-        yield f"expert is {given['expert']}, and no network has experts yet: set it to 1"
     network = None if wrong else _network(run)
     if network is None:  # building it later in the run reports the error
         return
+    if given["expert"] > 1:
+        yield from expert_parallel.compatibility_errors(
+            network, given["expert"], given["context"], given["schedule"], given["pipeline"]
+        )
     if given["tensor"] > 1:
         split = given["sequence"] > 1, given["loss_parallel"]
         yield from tensor_parallel.compatibility_errors(network, given["tensor"], *split)
@@ -71,7 +73,7 @@ def _schedule_errors(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int]
         tokens = math.lcm(tokens, context_parallel.pieces(given["context"], given["context_method"]))
     layout = Layout(given["schedule"], given["pipeline"], 0)
     rows = (given["microbatches"] or layout.stages) if given["pipeline"] > 1 else 1
-    for name, shapes in shapes_of(run, mesh["data_replicate"] * mesh["data_shard"]):
+    for name, shapes in shapes_of(run, mesh["data_replicate"] * mesh["data_shard"] * mesh["expert"]):
         lengths = sorted({shape.sequence_length for shape in shapes if shape.sequence_length % tokens})
         sizes = sorted({shape.batch_size for shape in shapes if shape.batch_size % rows})
         if lengths:

@@ -18,13 +18,21 @@ from core.contracts import Network, Objective, ScalesLosses, TokenSum
 from core.errors import ConfigError
 from core.lightning_compat import unwrapped
 from core.technique import technique
-from plugins.strategies import gradients, hybrid_checks, stage_state, tensor_parallel, tensors
+from plugins.strategies import (
+    expert_parallel,
+    gradients,
+    hybrid_checks,
+    stage_state,
+    tensor_parallel,
+    tensors,
+)
 from plugins.strategies.context_parallel import ContextParallel, Method
 from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.pipeline import Pipeline, full_sum
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, cut, tied
 from toolkit.positions import mixes_elsewhere
+from toolkit.routing import RoutesTokens
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,10 +44,11 @@ Schedule = Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", 
 
 @technique(
     paper="Megatron-LM, arXiv:1909.08053 (tensor), 2205.05198 (sequence), 2104.04473 (pipeline, all at once); "
-    "ZBV, arXiv:2401.10241; DualPipe, arXiv:2412.19437; ring attention, 2310.01889; Ulysses, 2309.14509"
+    "ZBV, arXiv:2401.10241; DualPipe, arXiv:2412.19437; ring attention, 2310.01889; Ulysses, 2309.14509; "
+    "experts: GShard, arXiv:2006.16668"
 )
 class HybridParallel(MeshStrategy):
-    """Several kinds of parallelism at once, on one mesh: data, sharded data, tensor, pipeline, context.
+    """Several kinds of parallelism at once, on one mesh: data, sharded data, tensor, pipeline, context, expert.
 
     The product of the sizes, without `sequence`, is the number of ranks. Ranks of a tensor-parallel group are
     neighbours. The network provides the plans by which it is sharded: see `core.contracts.Network`. An objective must
@@ -54,7 +63,8 @@ class HybridParallel(MeshStrategy):
         context: Ranks over which each sequence is sharded.
         pipeline: Ranks over which the blocks are distributed: one stage each, or two under schedules other than
             GPipe and 1F1B.
-        expert: Ranks over which experts are distributed; only 1 is supported.
+        expert: Ranks over which the experts of a mixture are sharded, each with its own rows: tokens are sent to the ranks
+            of their experts. All other parameters are sharded over `data_shard` times `expert` ranks.
         loss_parallel: Whether the head is sharded along the vocabulary, so that no rank has all logits.
         context_method: "ring": keys and values are passed around a ring; "ulysses": all-to-all of tokens and heads.
         schedule: Order in which stages run micro-batches forward and backward.
@@ -103,9 +113,11 @@ class HybridParallel(MeshStrategy):
     def connect_mesh(self) -> None:
         """Makes the mesh."""
         self.mesh = self.sizes.mesh(self.root_device.type, self.world_size)
-        self.loss_group = dp_process_group(joined(self.mesh, "data_replicate", "data_shard", "context"))
-        self._data = joined(self.mesh, "data_replicate", "data_shard")
-        self._shard = joined(self.mesh, "data_shard", "context")
+        self.loss_group = dp_process_group(
+            joined(self.mesh, "data_replicate", "data_shard", "expert", "context")
+        )
+        self._data = joined(self.mesh, "data_replicate", "data_shard", "expert")
+        self._shard = joined(self.mesh, "data_shard", "expert", "context")
         self._stages = dp_process_group(self.mesh["pipeline"])
         # one rank of each stage writes its state
         self._writes_stage = is_first(
@@ -117,7 +129,8 @@ class HybridParallel(MeshStrategy):
         """Ranks that share a model or a sequence read the same rows; before they are connected, those of rank 0."""
         if self._data is None:
             sizes = self.sizes.of(self.world_size)
-            return {"num_replicas": sizes["data_replicate"] * sizes["data_shard"], "rank": 0}
+            readers = sizes["data_replicate"] * sizes["data_shard"] * sizes["expert"]
+            return {"num_replicas": readers, "rank": 0}
         return {"num_replicas": self._data.size(), "rank": self._data.get_local_rank()}
 
     # -- the model --------------------------------------------------------------------------------
@@ -130,6 +143,9 @@ class HybridParallel(MeshStrategy):
         self._parameters = [name for name, _ in module.named_parameters()]
         if self.sizes.tensor > 1:
             tensor_parallel.apply(network, self.mesh["tensor"], self.sequence, self.loss_parallel)
+        if self.sizes.expert > 1:
+            assert isinstance(network, RoutesTokens)
+            expert_parallel.apply(network, self.mesh["expert"])
         if self.sizes.context > 1:
             self.context = ContextParallel(dp_process_group(self.mesh["context"]), self.context_method)
             self.context.install(network)
@@ -140,11 +156,14 @@ class HybridParallel(MeshStrategy):
         trained.compute_loss = self.compute_loss
 
     def _shard_parameters(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
-        mesh = self._shard
+        mesh, experts = self._shard, self.mesh["data_shard"]
         if self.sizes.data_replicate > 1:
             assert self._shard.mesh_dim_names is not None
             mesh = self.mesh["data_replicate", self._shard.mesh_dim_names[0]]
+            experts = self.mesh["data_replicate", "data_shard"]
         for block in blocks:
+            if self.sizes.expert > 1:
+                expert_parallel.spread(self.language_module.network, block, experts)
             fully_shard(block, mesh=mesh)
         for root in roots:
             fully_shard(root, mesh=mesh, reshard_after_forward=False)

@@ -28,6 +28,10 @@ FAMILY = {
     "intermediate_size": 32,
 }
 GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
+SPARSE = FAMILY | {"intermediate_size": 16, "n_experts": 4, "experts_per_token": 2}
+DOTS = SPARSE | {"expert_size": 8, "dense_layers": 1}
+WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE}}}
+WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS}}}
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
 TOKENS = dict.fromkeys(
@@ -86,6 +90,22 @@ def pytest_leyden_cases():
             "Gemma3", GEMMA, tolerance=1e-5
         ),  # embeddings times sqrt(C): a step changes more, and rounding grows
         Case("Llama", FAMILY | {"rope_scaling": STRETCHED}),
+        Case(
+            "BalancedRouting",
+            {
+                "objective": {"class_path": "CausalLM"},
+                "load_balancing": 0.1,
+                "z_loss": 0.01,
+                "over": "sequence",
+            },
+            config=WITH_EXPERTS,
+        ),
+        Case("BiasBalancing", {"rate": 0.01}, config=WITH_BIASES),
+        Case("Dots1", DOTS),
+        Case("Mixtral", SPARSE),
+        Case("OLMoE", SPARSE),
+        Case("Qwen3MoE", SPARSE | {"head_dim": 8}),
+        Case("RoutingMonitor", config=WITH_EXPERTS),
         Case("Mistral", FAMILY | {"sliding_window": 4}),
         Case("OLMo2", FAMILY),
         Case("Qwen2", FAMILY | {"sliding_window": 4, "max_window_layers": 1}),

@@ -6,6 +6,8 @@ from pkgutil import resolve_name
 
 import torch
 
+from tests.support.sparse_models import published
+
 
 def lively(network, seed=0):
     """Replaces the small initial weights by ones that make attention and activations far from linear."""
@@ -39,15 +41,19 @@ def reference_of(network_class, arguments):
 
 def renamed(network, theirs):
     """Returns tensors of ours from a mapping of theirs; each of theirs is used once, a tied head aside."""
+    theirs = published(theirs, mixtral=network.hugging_face.model_type == "mixtral")
     ours, used = {}, set()
     shapes = {name: tensor.shape for name, tensor in network.state_dict().items()}
     for stored in network.hugging_face.tensors(shapes):
         pieces = stored.to_ours(theirs[stored.theirs], [shapes[name][0] for name in stored.ours])
-        ours |= dict(zip(stored.ours, pieces, strict=True))
+        if stored.index is None:
+            ours |= dict(zip(stored.ours, pieces, strict=True))
+        else:
+            ours.setdefault(stored.ours[0], []).append(pieces[0])
         used.add(stored.theirs)
     assert set(theirs) - used <= {"lm_head.weight"}
     assert ("lm_head.weight" in used) == (network.lm_head is not None)
-    return ours
+    return {name: torch.stack(found) if isinstance(found, list) else found for name, found in ours.items()}
 
 
 def both(network_class, arguments):

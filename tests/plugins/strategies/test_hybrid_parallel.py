@@ -32,7 +32,7 @@ TOY = {
 REFUSED = [
     (4, {"tensor": 2, "data_shard": 1}, {}, "tensor 2 is 2 ranks, this run has 4"),
     (2, {"data_replicate": 0}, {}, "data_replicate is 0; sizes are 1 or more"),
-    (2, {"expert": 2}, {}, "expert is 2, and no network has experts yet"),
+    (2, {"expert": 2}, {}, "expert is 2, and GPT has no experts: set it to 1"),
     (2, {"tensor": 2, "sequence": 3}, {}, "sequence is 3; it is 1, or 2 as tensor"),
     (3, {"tensor": 3}, {}, "tensor is 3, which does not divide the 4 attention heads of GPT"),
     (3, {"tensor": 3}, {}, "does not divide the vocabulary of 64: set --model.network.vocab_size=66"),

@@ -1,0 +1,103 @@
+"""What decoder families with experts add to :class:`Decoder`: initialisation, FLOPs, plans, and what routes tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from core.errors import ConfigError
+from plugins.networks.parts.decoder import Decoder
+from plugins.networks.parts.initialisation import std_of
+from plugins.networks.parts.moe import Experts, Router
+from toolkit.hugging_face import Rename
+
+EXPERTS = (
+    Rename("layers.*.mlp.router", "model.layers.*.mlp.gate"),
+    *(
+        Rename(f"layers.*.mlp.experts.{name}", f"model.layers.*.mlp.experts.*.{name}.weight", stacked=True)
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ),
+    Rename("layers.*.mlp.shared", "model.layers.*.mlp.shared_experts"),
+)
+"""Lines of all families but Mixtral, as in files: in memory transformers 5 stacks experts, too."""
+
+
+class SparseDecoder(Decoder):
+    """A decoder of which some MLPs are mixtures of experts. Offers `toolkit.routing.RoutesTokens`."""
+
+    def build(
+        self,
+        new_block: Callable[[int], nn.Module],
+        new_norm: Callable[[], nn.Module],
+        tie_embeddings: bool,
+        dropout: float = 0.0,
+    ) -> None:
+        """As :meth:`Decoder.build`; of the experts those count that a token passes."""
+        super().build(new_block, new_norm, tie_embeddings, dropout)
+        for router, experts in zip(self.routers, self.expert_stacks, strict=True):
+            active = router.experts_per_token / len(router.weight)
+            self._matmul_parameters += round(active * sum(p.numel() for p in experts.parameters()))
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises every parameter and buffer in place; call it after `to_empty`."""
+        super().init_weights()
+        for name, module in self.named_modules():
+            if isinstance(module, Router | Experts):
+                for leaf, weight in module.named_parameters():
+                    own = name if isinstance(module, Router) else f"{name}.{leaf}"
+                    std = std_of(own, self.init, self.n_layer, self.n_embd, self.init_std)
+                    nn.init.normal_(weight, std=std)
+                for buffer in module.buffers():
+                    buffer.zero_()
+
+    @property
+    def routers(self) -> list[Router]:
+        """The routers, in order."""
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    @property
+    def expert_stacks(self) -> list[Experts]:
+        """The experts of each router."""
+        return [module for module in self.modules() if isinstance(module, Experts)]
+
+    def sequence_parallel_plan(self) -> dict[str, Any]:
+        """As that of :class:`Decoder`; the tokens that the experts made are split again."""
+        from torch.distributed.tensor import Replicate, Shard
+        from torch.distributed.tensor.parallel import PrepareModuleInputOutput, RowwiseParallel
+
+        plan = super().sequence_parallel_plan()
+        for name, module in self.named_modules():
+            if isinstance(module, Router):
+                mlp = name.removesuffix(".router")
+                plan[mlp] = PrepareModuleInputOutput(
+                    input_layouts=Shard(1),
+                    desired_input_layouts=Replicate(),
+                    use_local_input=True,
+                    output_layouts=Replicate(),
+                    desired_output_layouts=Shard(1),
+                )
+                if f"{mlp}.shared.down_proj" in plan:
+                    plan[f"{mlp}.shared.down_proj"] = RowwiseParallel()
+        return plan
+
+
+def check_experts(
+    name: str, n_experts: int, experts_per_token: int, groups: int = 1, chosen: int = 1
+) -> None:
+    """Raises a ConfigError if a token cannot choose so many of the experts."""
+    if experts_per_token > n_experts:
+        raise ConfigError(f"{name}: experts_per_token={experts_per_token} is above n_experts={n_experts}.")
+    if n_experts % groups:
+        raise ConfigError(f"{name}: groups={groups} does not divide n_experts={n_experts}.")
+    if chosen > groups:
+        raise ConfigError(f"{name}: groups_per_token={chosen} is above groups={groups}.")
+    size = n_experts // groups
+    if groups > 1 and (size < 2 or experts_per_token > chosen * size):
+        raise ConfigError(
+            f"{name}: {chosen} of {groups} groups have {chosen * size} experts, {size} each: a group needs 2, and a "
+            f"token {experts_per_token}."
+        )

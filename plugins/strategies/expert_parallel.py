@@ -1,0 +1,111 @@
+"""Expert parallelism: experts sharded over ranks with different tokens, each sent to the rank of its expert and back.
+
+Shapes: E experts over P ranks, n tokens of this rank, C features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from core.contracts import Network
+from plugins.strategies.pipeline_stages import ZERO_BUBBLE
+from toolkit.routing import RoutesTokens
+
+
+def apply(network: RoutesTokens, mesh: DeviceMesh) -> None:
+    """Shards the experts of a network on the meta device over a one-dimensional mesh; changes it in place."""
+    for stack in network.expert_stacks:
+        for module in stack.modules():
+            for name, weight in list(module.named_parameters(recurse=False)):
+                split = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
+        stack.forward = partial(exchanged, stack.forward, mesh.get_group())
+
+
+def spread(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
+    """Shards the experts of a block, besides, over ranks that have the same ones: along the width, where that is even."""
+    ranks = mesh.size(mesh.ndim - 1)
+    stacks = {id(stack) for stack in network.expert_stacks} if isinstance(network, RoutesTokens) else set()
+    for module in block.modules():
+        if id(module) in stacks:
+            fully_shard(
+                module, mesh=mesh, shard_placement_fn=lambda weight: Shard(int(not weight.shape[1] % ranks))
+            )
+
+
+def exchanged(
+    experts: Callable[[Tensor, Tensor], Tensor], group: dist.ProcessGroup, x: Tensor, counts: Tensor
+) -> Tensor:
+    """Computes tokens with the experts of all ranks of a group; called on every rank of it.
+
+    Args:
+        experts: Maps tokens (m, C), sorted by this rank's E / P experts, and their numbers (E / P,) to (m, C).
+        group: P ranks; rank p has experts p E / P and following.
+        x: Tokens (n, C), sorted by expert; n may be 0 and differ from rank to rank.
+        counts: How many tokens each expert has, (E,).
+
+    Returns:
+        What the experts made of this rank's tokens, (n, C). Gradients of the experts' weights are those of the tokens of
+        all ranks over P, as if they were averaged like the gradients of other weights.
+    """
+    ranks = group.size()
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    sent, taken = torch.stack((counts, received)).view(2, ranks, -1).sum(2).tolist()
+    x = _AllToAll.apply(x, sent, taken, group, float(ranks))
+    own = len(counts) // ranks
+    ids = torch.arange(own, device=x.device).repeat(ranks)
+    order = ids.repeat_interleave(received, output_size=sum(taken)).argsort(stable=True)  # came rank by rank
+    y = experts(x.index_select(0, order), received.view(ranks, own).sum(0))
+    found: Tensor = _AllToAll.apply(y.index_select(0, order.argsort()), taken, sent, group, 1 / ranks)
+    return found
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends rows to each rank, and takes rows from each; backward sends gradients back, times a factor."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sent: list[int], taken: list[int], group: dist.ProcessGroup, factor: float
+    ) -> Tensor:
+        ctx.given = sent, taken, group, factor
+        return _all_to_all(x, sent, taken, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        sent, taken, group, factor = ctx.given
+        return _all_to_all(gradient, taken, sent, group).mul_(factor), None, None, None, None
+
+
+def _all_to_all(x: Tensor, sent: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
+    found = x.new_empty(sum(taken), *x.shape[1:])
+    dist.all_to_all_single(found, x.contiguous(), taken, sent, group=group)
+    return found
+
+
+def compatibility_errors(
+    network: Network, size: int, context: int, schedule: str, pipeline: int
+) -> Iterator[str]:
+    """Yields why the experts of a network cannot be sharded over `size` ranks."""
+    if not isinstance(network, RoutesTokens):
+        yield f"expert is {size}, and {type(network).__name__} has no experts: set it to 1"
+        return
+    experts = network.routers[0].weight.shape[0]
+    if experts % size:
+        yield f"expert is {size}, which does not divide the {experts} experts of {type(network).__name__}"
+    if context > 1:
+        yield f"expert is {size} and context {context}: set one of them to 1, and take data_shard for it"
+    if pipeline > 1 and schedule in ZERO_BUBBLE:
+        yield (
+            f"schedule {schedule} computes gradients of weights separately from those of inputs, and sharded experts "
+            "lose some of them: take Interleaved1F1B"
+        )
