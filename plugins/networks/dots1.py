@@ -81,6 +81,8 @@ class Dots1(SparseDecoder):
             init_args: {n_layer: 4, n_head: 4, n_kv_head: 2, n_embd: 256, intermediate_size: 256, n_experts: 8, experts_per_token: 2, max_sequence_length: 512, expert_size: 128, dense_layers: 1}
     """
 
+    deferred_init = True
+
     hugging_face = HuggingFaceForm(
         architecture="Dots1ForCausalLM",
         model_type="dots1",

@@ -72,6 +72,8 @@ class Qwen3MoE(SparseDecoder):
             init_args: {n_layer: 4, n_head: 4, n_kv_head: 2, n_embd: 256, intermediate_size: 256, n_experts: 8, experts_per_token: 2, max_sequence_length: 512}
     """
 
+    deferred_init = True
+
     hugging_face = HuggingFaceForm(
         architecture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",

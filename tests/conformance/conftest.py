@@ -86,9 +86,8 @@ def pytest_leyden_cases():
         Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
         Case("GPT", ROTARY),
         Case("GPT", SINUSOIDAL),
-        Case(
-            "Gemma3", GEMMA, tolerance=1e-5
-        ),  # embeddings times sqrt(C): a step changes more, and rounding grows
+        # Embeddings times sqrt(C): a step changes more, and rounding grows.
+        Case("Gemma3", GEMMA, tolerance=1e-5),
         Case("Llama", FAMILY | {"rope_scaling": STRETCHED}),
         Case(
             "BalancedRouting",

@@ -220,15 +220,11 @@ class BuiltRun:
             self.model.build_network = draft = NetworkDraft(self.model.build_network, self.trainer)
             assert draft.network is not None
             with torch.device("meta"):
-                network = apply_network_changes(draft.network, self.trainer)
+                network = apply_network_changes(draft.network, self.trainer, self.model.weights)
         # Before data are prepared the vocabulary may be unknown, or a request: `configure_model` checks what is there.
         check_fit(network, self.datamodule)
         parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters"
-        model = self.model
-        with self._building(), torch.device("meta"):
-            self.meta_network = apply_network_changes(model.build_network(), self.trainer, model.weights)
-        check_fit(self.meta_network, self.datamodule)
         with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:

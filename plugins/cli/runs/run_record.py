@@ -121,9 +121,6 @@ class RunRecord(Callback):
             raise ConfigError(
                 f"{self.checkpoint or 'The checkpoint'} holds no state of the optimizer: the run would continue with a "
                 "new one.\nGive a checkpoint that a run has written (--ckpt_path RUN_FOLDER), or leave --ckpt_path out to start from the beginning.\n"
-                "Starting a run from weights alone is not supported."
-                f"{self.checkpoint or 'The checkpoint'} holds no state of the optimizer: the run would go on with a "
-                "fresh one.\nGive a checkpoint that a run has written (--ckpt_path RUN_FOLDER), or leave --ckpt_path out to start from the beginning.\n"
                 "To start a new run from its weights alone: --model.weights=PATH instead of --ckpt_path."
             )
         if not checkpoint.get("lr_schedulers") and getattr(pl_module, "build_lr_scheduler", None):
