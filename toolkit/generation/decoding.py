@@ -127,12 +127,15 @@ class Decoding:
         return seen_tokens(texts, logits)
 
     def _draw(self, active: Sequence[int], logits: Tensor, seen: Tensor | None) -> list[Token]:
-        raw, sampling = finite(logits), self._sampling
+        raw, sampling = logits, self._sampling
         if seen is not None:
             logits = penalise_repetition(raw.float(), seen, sampling.repetition_penalty)
         if sampling.temperature == 0:
-            ids = logits.argmax(-1).tolist()
+            best = logits.argmax(-1)
+            finite(logits.gather(-1, best[:, None]))  # without a second pass over all logits
+            ids = best.tolist()
         else:
+            finite(logits)
             generators = [self._generators[row] for row in active]
             kept = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
             # a generator of the CPU draws there, and the filters are computed where it draws

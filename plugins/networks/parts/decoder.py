@@ -178,15 +178,15 @@ class Decoder(Network):
         input_ids, document_ids = batch["input_ids"], batch.get("document_ids")
         start, end = self._span(input_ids, document_ids, cache)
         positions = batch.get("position_ids")
-        padded = cache if isinstance(cache, PaddedCache) and cache.visible is not None else None
-        if positions is None and padded is not None:
-            positions = padded.positions(start, end)
+        visible = cache.visible if isinstance(cache, PaddedCache) else None
+        if positions is None and isinstance(cache, PaddedCache) and visible is not None:
+            positions = cache.positions(start, end)
         elif positions is None:
             positions = torch.arange(start, end, device=input_ids.device)
         x = self._embedded(input_ids, positions) if hidden is None else hidden
         ropes = self._rotary(positions)
         masks = {
-            window: attention_mask(start, end, document_ids, x.device, window, padded and padded.visible)
+            window: attention_mask(start, end, document_ids, x.device, window, visible)
             for window in dict.fromkeys(self.windows)
         }
         for index in blocks:
