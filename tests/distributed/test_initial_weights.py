@@ -11,6 +11,7 @@ ARGUMENTS = CONFIG["model"]["network"]["init_args"]
 PLANS = {
     "DDP": (2, {"class_path": "DDP"}),
     "FSDP": (2, {"class_path": "FSDP"}),
+    "ZeRO-3": (2, {"class_path": "DeepSpeedZero", "init_args": {"stage": 3}}),
     "tensor": (2, {"class_path": "HybridParallel", "init_args": {"tensor": 2, "data_shard": 1}}),
     "pipeline": (2, {"class_path": "HybridParallel", "init_args": {"pipeline": 2, "data_shard": 1}}),
 }
