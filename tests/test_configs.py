@@ -13,8 +13,8 @@ from tests.conformance.conftest import bytes_tokenizer, parquet_file, saved_data
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
-WITHOUT = {"TokenPreparation"}
-"""Stages that a run does not choose."""
+WITHOUT = {"InitialWeights", "TokenPreparation"}
+"""What a run does not choose by name."""
 
 UNSCHEDULED = {"schedule_free_adamw"}
 """Overlays that take the schedule out."""
