@@ -26,8 +26,8 @@ FAMILY = {
 }
 SPARSE = FAMILY | {"intermediate_size": 16, "n_experts": 4, "experts_per_token": 2}
 DOTS = SPARSE | {"expert_size": 8, "dense_layers": 1}
-WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE}}}
-WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS}}}
+WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE | {"vocab_size": }}}}
+WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS | {"vocab_size": }}}}
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
 TOKENS = dict.fromkeys(
