@@ -25,7 +25,8 @@ def check_arguments(cls: type, values: Mapping[str, Any]) -> None:
         values: Argument -> value; others are ignored.
     """
     name = cls.__name__
-    for key, hint in get_type_hints(cls.__init__).items():
+    hints = get_type_hints(cls.__init__)  # type: ignore[misc]  # of this class, as it is asked for
+    for key, hint in hints.items():
         value, options = values.get(key), get_args(hint)
         if get_origin(hint) is Literal and value not in options:
             raise ConfigError(f"{name}: {key}={value!r} is none of {options}.{nearest(str(value), options)}")

@@ -5,6 +5,7 @@ Shapes: B sequences, T tokens, C = `n_embd` features, H query heads and G key-va
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -57,6 +58,7 @@ class Decoder(Network):
     lm_head: nn.Linear | None
     max_sequence_length: int
 
+    @abstractmethod
     def __init__(
         self,
         *,
@@ -76,7 +78,7 @@ class Decoder(Network):
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.n_layer, self.n_embd, self.head_dim = len(layers), n_embd, head_dim
         self.n_head, self.n_kv_head = n_head, n_kv_head
-        self.init, self.init_std = init, dict(init_std or {})
+        self.weight_init, self.init_std = init, dict(init_std or {})
         self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
         # a window that no sequence leaves is none: attention stays one call without a mask
         layers = [
@@ -142,7 +144,9 @@ class Decoder(Network):
         self._fill_tables()
 
     def _init_matrix(self, name: str, module: nn.Embedding | nn.Linear) -> None:
-        nn.init.normal_(module.weight, std=std_of(name, self.init, self.n_layer, self.n_embd, self.init_std))
+        nn.init.normal_(
+            module.weight, std=std_of(name, self.weight_init, self.n_layer, self.n_embd, self.init_std)
+        )
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 

@@ -33,6 +33,9 @@ class SlidingKVCache:
     `length` counts all tokens so far, as in :class:`KVCache`; `keys` and `values` hold the last of them.
     """
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self, max_length: int, window: int):
         self.max_length, self.window, self.length = max_length, window, 0
 

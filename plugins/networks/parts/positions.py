@@ -122,7 +122,7 @@ def check_scaling(name: str, scaling: Mapping[str, Any] | None) -> None:
     kind = scaling.get("rope_type")
     if kind not in SCALINGS:
         raise ConfigError(
-            f"{name}: rope_scaling.rope_type={kind!r} is none of {', '.join(SCALINGS)}.{nearest(str(kind), SCALINGS)}"
+            f"{name}: rope_scaling.rope_type={kind!r} is none of {', '.join(SCALINGS)}.{nearest(str(kind), set(SCALINGS))}"
         )
     needed, possible = SCALINGS[kind]
     given = set(scaling) - {"rope_type"}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conformance.runs import on_ranks
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
@@ -151,3 +152,34 @@ def test_soft_caps_of_attention_are_those_of_transformers():
         uncapped = network.logits(network({"input_ids": ids}))
     assert max(apart(one, other) for one, other in zip(actual, expected, strict=True)) < 1e-5
     assert apart(uncapped, expected[-1]) > 0.05
+
+
+def _train_step_on_two_ranks(rank, file, names, sequence):
+    from torch import distributed
+
+    from plugins.strategies.tensor_parallel import apply
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    for name in names:
+        network_class, arguments = CASES[name]
+        whole, split = (lively(network_class(**arguments)) for _ in range(2))
+        apply(split, mesh, sequence=sequence, vocabulary=False)
+        for network in (whole, split):
+            network.logits(network({"input_ids": tokens()})).logsumexp(-1).sum().backward()
+        for (key, expected), actual in zip(whole.named_parameters(), split.parameters(), strict=True):
+            gradient = actual.grad.full_tensor() if hasattr(actual.grad, "full_tensor") else actual.grad
+            assert apart(gradient, expected.grad) < 1e-4, (name, key)
+        if not sequence:
+            cache = split.new_cache(2, 50)
+            with torch.no_grad():
+                pieces = [split({"input_ids": ids}, cache) for ids in tokens().split((20, 1, 29), dim=1)]
+                assert apart(torch.cat(pieces, 1), whole({"input_ids": tokens()})) < 1e-5, name
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+def test_parallel_plans_give_the_gradients_of_one_process(tmp_path, sequence):
+    names = ["Llama-biases", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3-scaled"]
+    on_ranks(_train_step_on_two_ranks, 2, tmp_path / "rendezvous", names, sequence)
