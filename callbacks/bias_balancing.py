@@ -35,7 +35,7 @@ class BiasBalancing(Callback):
         model:
           network:
             class_path: Dots1
-            init_args: {n_layer: 4, n_head: 4, n_kv_head: 2, n_embd: 256, intermediate_size: 256, n_experts: 8, experts_per_token: 2, expert_size: 128, max_sequence_length: 512}
+            init_args: {vocab_size: 2048, n_layer: 2, n_head: 4, n_kv_head: 2, n_embd: 64, intermediate_size: 128, n_experts: 8, experts_per_token: 2, expert_size: 32, max_sequence_length: 256}
         trainer:
           callbacks+:
             - class_path: BiasBalancing

@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import sum_over
-from toolkit.routing import RoutesTokens, count_loads
+from toolkit.routing import RoutesTokens, count_experts, count_loads
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -37,8 +37,8 @@ class RoutingMonitor(Callback):
     Example:
         model:
           network:
-            class_path: Mixtral
-            init_args: {n_layer: 4, n_head: 4, n_kv_head: 2, n_embd: 256, intermediate_size: 256, max_sequence_length: 512}
+            class_path: Dots1
+            init_args: {vocab_size: 2048, n_layer: 2, n_head: 4, n_kv_head: 2, n_embd: 64, intermediate_size: 128, n_experts: 8, experts_per_token: 2, expert_size: 32, max_sequence_length: 256}
         trainer:
           callbacks+: [{class_path: RoutingMonitor}]
     """
@@ -58,7 +58,7 @@ class RoutingMonitor(Callback):
         network: Any = pl_module.network
         if not isinstance(network, RoutesTokens):
             raise ConfigError(f"RoutingMonitor: {type(network).__name__} has no experts; Mixtral has.")
-        layers, experts = len(network.routers), network.routers[0].weight.shape[0]
+        layers, experts = len(network.routers), count_experts(network)
         self._counts = torch.zeros(layers, experts + 1, dtype=torch.int64, device=pl_module.device)
 
     def on_train_batch_start(

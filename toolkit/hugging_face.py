@@ -114,7 +114,7 @@ class HuggingFaceForm:
         """Returns their tensors for our names, in the order of ours: the plan of an import and of an export.
 
         Args:
-            names: Of a network's `state_dict`; with experts a mapping of them to shapes.
+            names: Of a network's `state_dict`; with experts that, or a mapping of them to shapes.
 
         Raises:
             ConfigError: If a name has no line, or a line of several modules lacks one of them.
@@ -125,10 +125,12 @@ class HuggingFaceForm:
         for name in names:
             line, place, theirs = self._find(name)
             if line.stacked:
-                shapes: Any = names
+                tensors: Any = names
+                stack = tensors[name]
+                shape = stack.shape if isinstance(stack, Tensor) else stack
                 stacks += [
                     StoredTensor(theirs.replace("*", str(index)), (name,), index=index)
-                    for index in range(shapes[name][0])
+                    for index in range(shape[0])
                 ]
                 continue
             found.setdefault(theirs, (line.transposed, {}))[1][place] = name

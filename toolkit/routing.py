@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RoutesTokens", "Routing", "count_loads", "recorded"]
+__all__ = ["RoutesTokens", "Routing", "count_experts", "count_loads", "recorded"]
 
 
 class Routing(NamedTuple):
@@ -53,6 +53,12 @@ class RoutesTokens(Protocol):
     @property
     def expert_stacks(self) -> Sequence[nn.Module]:
         """See above."""
+
+
+def count_experts(network: RoutesTokens) -> int:
+    """Returns E, the number of experts of a layer."""
+    weight: Any = network.routers[0].weight
+    return int(weight.shape[0])
 
 
 def _is_backward() -> bool:

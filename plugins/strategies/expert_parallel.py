@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from core.contracts import Network
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE
-from toolkit.routing import RoutesTokens
+from toolkit.routing import RoutesTokens, count_experts
 
 
 def apply(network: RoutesTokens, mesh: DeviceMesh) -> None:
@@ -99,7 +99,7 @@ def compatibility_errors(
     if not isinstance(network, RoutesTokens):
         yield f"expert is {size}, and {type(network).__name__} has no experts: set it to 1"
         return
-    experts = network.routers[0].weight.shape[0]
+    experts = count_experts(network)
     if experts % size:
         yield f"expert is {size}, which does not divide the {experts} experts of {type(network).__name__}"
     if context > 1:

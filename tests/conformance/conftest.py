@@ -27,11 +27,11 @@ FAMILY = {
     "max_sequence_length": 16,
     "intermediate_size": 32,
 }
-GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
 SPARSE = FAMILY | {"intermediate_size": 16, "n_experts": 4, "experts_per_token": 2}
 DOTS = SPARSE | {"expert_size": 8, "dense_layers": 1}
-WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE}}}
-WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS}}}
+WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE | {"vocab_size": 1024}}}}
+WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS | {"vocab_size": 1024}}}}
+GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
 TOKENS = dict.fromkeys(

@@ -42,6 +42,8 @@ class Router(nn.Module):
             algorithm 1). None: for all.
     """
 
+    e_score_correction_bias: Tensor | None
+
     def __init__(
         self,
         n_embd: int,
@@ -225,6 +227,7 @@ class SparseMLP(nn.Module):
         """As :meth:`_sorted`, with a fixed number of rows for each expert; zeros for what was dropped."""
         n_experts, factor = len(self.router.weight), self.router.capacity_factor
         assert factor is not None
+        assert routing.kept is not None
         room = capacity(factor, routing.experts, n_experts)
         slots = routing.experts * room + places(routing.experts, n_experts)
         slots = torch.where(

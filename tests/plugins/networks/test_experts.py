@@ -138,6 +138,7 @@ def test_files_of_ours_are_read_by_transformers_and_theirs_by_us(name, tmp_path)
     state = network.state_dict()
     plan = network.hugging_face.tensors({key: tensor.shape for key, tensor in state.items()})
     assert {stored.theirs for stored in plan} == set(written)
+    assert plan == network.hugging_face.tensors(state)
     for stored in plan:
         pieces = stored.to_ours(written[stored.theirs], [len(state[key]) for key in stored.ours])
         for key, piece in zip(stored.ours, pieces, strict=True):
