@@ -44,7 +44,7 @@ class PretrainDataModule(TokenDataModule):
         packing: Puts documents into rows.
         source: What the reader reads: a path, a glob, or a name that it knows. Or a folder that `python -m core
             prepare` wrote, here or on s3://, gs://, azure:// or hf:// (see below): its tokens are taken as they
-            are, and the stages named here have no say.
+            are, and the data parts named here are not used.
         cache_dir: Folder of the prepared data; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
         sequence_length: Tokens in a row.
         batch_size: Rows in a micro-batch, on each rank.

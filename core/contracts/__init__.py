@@ -1,6 +1,6 @@
 """What techniques must offer, as abstract classes, and what they may offer, as Protocols.
 
-`modules` has networks, objectives and schedules, `packed_batches` and `data` the stages of data, `offers`
+`modules` has networks, objectives and schedules, `packed_batches` and `data` the data parts, `offers`
 what is optional. Strategies, callbacks and commands rely on these and on nothing else: they ask a network for its
 blocks, they never look at its class.
 

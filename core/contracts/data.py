@@ -1,6 +1,6 @@
-"""What a data stage must offer: readers, transforms, tokenizers, writers, packings. Part of `core.contracts`.
+"""Contracts of the kind `data`: readers, transforms, tokenizers, writers, packings. Part of `core.contracts`.
 
-Without torch: text is prepared without it.
+Imports no torch: `prepare` does not need it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Tokenizer(ABC):
-    """Turns text into token ids; a data stage that is trained or loaded before the run.
+    """Turns text into token ids; a data part that is trained or loaded before the run.
 
     Attributes:
         vocab_size: Number of ids, special tokens included.
@@ -60,12 +60,14 @@ class Tokenizer(ABC):
         """Returns the tokenizer in the `tokenizers` library's JSON format."""
 
     def encoder(self) -> Callable[[Sequence[str]], list[list[int]]] | None:
-        """Returns what encodes in worker processes, picklable; None: the library does, with :meth:`to_json`."""
+        """Returns a picklable function that encodes in worker processes; None: the
+        `tokenizers` library encodes, with :meth:`to_json`.
+        """
         return None
 
 
 class DocumentSource(ABC):
-    """A data stage that yields documents in a fixed order."""
+    """A data part that yields documents in a fixed order."""
 
     @abstractmethod
     def fingerprint(self) -> Mapping[str, Any]:
@@ -91,9 +93,9 @@ class Reader(DocumentSource):
     def tasks(self) -> list[dict[str, Any]]:
         """Returns the pieces in the order of their documents, as JSON values.
 
-        They differ where the source has changed (files with size and time of change), and do not
-        depend on the number of workers. The first may list, under `left_out`, what is not read of the source, by
-        reason (such as a file of another kind), for the report.
+        They change when the source does (size and modification time of files), and do not depend on the number
+        of workers. The first may list under `left_out` what of the source is not read, by reason (such as a file of
+        another kind), for the report.
         """
 
     def options(self) -> Mapping[str, Any]:
@@ -110,7 +112,7 @@ class Reader(DocumentSource):
         """
 
     def documents(self) -> Iterator[str]:
-        """Yields each document's text that is not blank.
+        """Yields the text of each document that is not blank.
 
         Raises:
             ConfigError: At the first piece of input that cannot be read, or if there is no text at all.
@@ -145,15 +147,15 @@ FORMER_NAMES = {"surveys": "needs_all_documents", "survey": "map", "conclude": "
 
 
 class Transform(ABC):
-    """A data stage between reader and tokenizer: changes or drops documents, each independently of the others.
+    """A data part between reader and tokenizer: changes or drops documents, each independently of the others.
 
-    A stage that has to see all documents first (for duplicates, say) sets `needs_all_documents`: then :meth:`map` is
-    called once for each piece of the source, in any process, :meth:`reduce` once with all that they
-    found, and :meth:`load` in each process before it applies the stage. Others leave these three alone.
+    A transform that has to see all documents first (for duplicates, say) sets `needs_all_documents`: then :meth:`map` is
+    called once for each piece of the source, in any process, :meth:`reduce` once with all that was
+    found, and :meth:`load` in each process before it applies the transform. Others leave these three alone.
 
     Attributes:
         version: Raised whenever the same options give another result; part of the data's cache key.
-        needs_all_documents: Whether the stage has to see all documents before it is applied.
+        needs_all_documents: Whether the transform has to see all documents before it is applied.
     """
 
     version: int = 1
@@ -193,7 +195,7 @@ class Transform(ABC):
 
 
 class Engine(ABC):
-    """A data stage that decides where the pieces of a preparation are processed."""
+    """A data part that decides where the pieces of a preparation are processed."""
 
     @abstractmethod
     def run(
@@ -211,7 +213,7 @@ class Engine(ABC):
 
 
 class TokenWriter(ABC):
-    """A data stage that stores token ids so that `PretrainDataModule` can stream them."""
+    """A data part that stores token ids so that `PretrainDataModule` can stream them."""
 
     @abstractmethod
     def write(self, documents: Iterable[Sequence[int]], folder: Path, vocab_size: int) -> int:
@@ -247,7 +249,7 @@ class TokenFolder(NamedTuple):
 
 
 class TokenPreparer(ABC):
-    """A data stage that turns documents into folders of tokens, and finds and describes such folders.
+    """A data part that turns documents into folders of tokens, and finds and describes such folders.
 
     `PretrainDataModule` takes the one whose technique declares `offers=("token_preparation",)`, and builds it with the
     documents, the tokenizer, the writer and, by keyword, its own arguments `validation_fraction`, `transforms`,
@@ -307,7 +309,7 @@ class TokenPreparer(ABC):
 
 
 class Packing(ABC):
-    """A data stage that decides, when tokens are read, how documents are put into rows."""
+    """A data part that decides, when tokens are read, how documents are put into rows."""
 
     @abstractmethod
     def batches(

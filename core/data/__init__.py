@@ -1,1 +1,1 @@
-"""What is between text and batches: contracts of stages, prepared folders here and elsewhere, loaders that know their place."""
+"""Data modules of stored tokens, and their loader, which keeps its position."""

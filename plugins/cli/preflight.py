@@ -1,4 +1,4 @@
-"""Checks the techniques that a run selected against each other, before anything is started."""
+"""Checks the selected techniques, and whether they can run together, before anything is started."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ TRAINERS_OWN = (
     ("gradient_clipping", "trainer.gradient_clip_val", 0, "null"),
     ("gradient_accumulation", "trainer.accumulate_grad_batches", 1, "1"),
 )
-"""What options of the trainer own: under which name, the value that changes nothing, how to turn it off."""
+"""Options of the trainer that own something: its name, the option, its neutral value, how to turn it off."""
 LEAST = {
     "trainer.accumulate_grad_batches": 1,
     "trainer.check_val_every_n_epoch": 1,
     "trainer.gradient_clip_val": 0,
     "trainer.log_every_n_steps": 1,
 }
-"""Numbers that Lightning takes as they are, and fails on, if at all, in mid-run."""
+"""Least values of options that Lightning does not check, or checks only during the run."""
 MOST = {"trainer.max_steps": 10**12}
-"""Beyond which arithmetic with times and rates overflows; at 1 ms a step it is 30 years."""
+"""Greatest values: above them arithmetic with times and rates overflows. At 1 ms a step, 10**12 steps take 30 years."""
 MESSAGE_PROBLEMS = 8
 TRIAL_PROCESSES = 8
-"""So many processes are let run on however few cores: enough to try out any combination of strategies."""
+"""Processes on CPUs that are allowed with any number of cores: enough to try any combination of strategies."""
 
 
 def check(run: Run, *faults: str) -> None:
-    """Raises one ConfigError with every problem of a run, the `faults` that are already known among them."""
+    """Raises one ConfigError with every problem of a run, after the `faults` that were found before."""
     checks: tuple[Callable[[Run], Iterator[str]], ...] = (
         _versions, _needs, _processes, _numbers, _replaced, _conflicts, _duplicates, _rivals, _owners, _circles,
         _arguments, _sizes,
@@ -74,7 +74,11 @@ def _missing(run: Run, item: Selected) -> list[str]:
 
 
 def _asked(run: Run, item: Selected, what: str, ask: Callable[[], list[str]]) -> list[str]:
-    """Returns a technique's own answer; that it cannot answer is its package's fault, and says so."""
+    """Returns the problems that a technique's own check reports.
+
+    Raises:
+        ConfigError: If the check itself fails, which is a fault of the technique's package.
+    """
     try:
         return ask()
     except ConfigError as error:
@@ -193,14 +197,14 @@ def _circles(run: Run) -> Iterator[str]:
 def _arguments(run: Run) -> Iterator[str]:
     for item in run.selected:
         judge = getattr(item.target, "preflight", None)
-        if inspect.ismethod(judge):  # a classmethod; whatever else bears this name is not meant
+        if inspect.ismethod(judge):  # the classmethod, not another attribute of this name
             lines = _asked(run, item, "preflight", partial(_judged, judge, run, item))
             yield from (f"{_named_by(run, item, line)}: {line}" for line in lines)
 
 
 def _sizes(run: Run) -> Iterator[str]:
-    """Yields what in the data does not fit the network."""
-    if "torch" not in sys.modules:  # no network is selected: text is prepared without torch
+    """Yields sizes of the data that are greater than the network allows."""
+    if "torch" not in sys.modules:  # no network is selected, as in `prepare`
         return
     from core.contracts import Network
 
@@ -211,7 +215,7 @@ def _sizes(run: Run) -> Iterator[str]:
 
 
 def _of_the_data(run: Run, network: Selected) -> list[str]:
-    """Returns the sizes of the data that a network is too small for, as far as arguments of the usual names show."""
+    """Returns the sizes of the data that a network is too small for, as far as they are known from arguments."""
     from core.contracts import compatibility_errors
 
     tokens = None
@@ -231,17 +235,17 @@ def _judged(judge: Callable[[Run, Selected], Any], run: Run, item: Selected) -> 
 
 
 def _named_by(run: Run, item: Selected, line: str) -> str:
-    """Returns the technique with the place of the argument that a line begins with, if it does, else its own."""
+    """Returns the technique with the place of the argument that begins the line; else with its own place."""
     first = line.partition(" ")[0].strip("`':,")
     place = run.place(f"{item.key}.{first}") if first in item.arguments else ""
     return f"{item.name} ({place})" if place else run.named(item)
 
 
 def ordered(callbacks: Sequence[T]) -> list[T]:
-    """Returns the callbacks so that every declared `before` and `after` holds, else in the given order.
+    """Returns the callbacks so that every declared `before` and `after` holds; otherwise the given order is kept.
 
     Raises:
-        ConfigError: If the declarations form a circle.
+        ConfigError: If the declarations form a cycle.
     """
     names = [type(callback).__name__ for callback in callbacks]
     declared = [declaration_of(type(callback)) or Declaration(paper="") for callback in callbacks]
@@ -256,7 +260,7 @@ def _circle(names: Sequence[str]) -> str:
 
 
 def _sorted(names: Sequence[str], declared: Sequence[Declaration]) -> tuple[list[int], list[int]]:
-    """Returns the indexes in an order that satisfies all declarations, and those that form a circle, if any."""
+    """Returns the indexes in an order that satisfies all declarations, and those that form a cycle, if any."""
 
     def precedes(first: int, second: int) -> bool:
         return names[second] in declared[first].before or names[first] in declared[second].after
@@ -266,5 +270,5 @@ def _sorted(names: Sequence[str], declared: Sequence[Declaration]) -> tuple[list
         order.append(free[0])
         waiting.remove(free[0])
     while last := [i for i in waiting if not any(precedes(i, j) for j in waiting if j != i)]:
-        waiting = [i for i in waiting if i not in last]  # these wait for the circle and are no part of it
+        waiting = [i for i in waiting if i not in last]  # these follow the cycle, and are not part of it
     return order, waiting

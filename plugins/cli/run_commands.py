@@ -1,6 +1,6 @@
 """fit, validate, test and predict: Lightning's Trainer on composed configs, with preflight and one run folder.
 
-Every command passes through this module, whose `main` is the command line: what a run needs is imported by a run.
+`main` is the command line, so every command imports this module: functions of a run import what they need themselves.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def _run(subcommand: str, arguments: list[str]) -> int:
         if message := lost_ranks.explain_lost_rank(list(chain(error))):
             raise lost_ranks.LostRankError(message) from error
         raise
+    finally:
+        lost_ranks.stop_watching()
 
 
 def _started(cli: Any) -> int:
@@ -78,7 +80,7 @@ def build(subcommand: str, arguments: list[str], starts: bool = False, offline: 
         subcommand: fit, validate, test or predict.
         arguments: The command line after it.
         starts: Whether the run will be started, and its folder is made.
-        offline: Whether it is checked for machines that are not here: neither their devices nor who launches it.
+        offline: Whether the run is checked for other machines: devices and launcher of this one are ignored.
     """
     from plugins.cli.configuration.request import prepare
     from plugins.cli.runs import restarts
@@ -96,7 +98,8 @@ def build(subcommand: str, arguments: list[str], starts: bool = False, offline: 
 def _collector_paused() -> Iterator[None]:
     """Pauses Python's garbage collector while modules are imported: it would take a fifth of that time.
 
-    What the import of torch and Lightning made is there to stay: later collections leave it out, in training too.
+    Objects made by importing torch and Lightning live as long as the process: `gc.freeze` excludes them from later
+    collections, in training too.
     """
     enabled, first = gc.isenabled(), "lightning" not in sys.modules
     gc.disable()
@@ -105,7 +108,7 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if first and "lightning" in sys.modules:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # libraries in C++ count what is not collected at exit as leaks
+            atexit.register(gc.unfreeze)  # C++ libraries report what is not collected at exit as leaks
         if enabled:
             gc.enable()
 

@@ -1,4 +1,4 @@
-"""Builds and runs what `fit`, `validate`, `test` and `predict` were asked for."""
+"""Builds and runs the trainer, model and data of one `fit`, `validate`, `test` or `predict`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BuiltRun:
 
     Args:
         command: fit, validate, test or predict.
-        request: What the user asked for.
+        request: The configuration and arguments of the user, composed.
         starts: Whether the run will be started, and its folder is made.
 
     Attributes:
@@ -54,7 +54,7 @@ class BuiltRun:
         network_summary: The class of the network, and how many parameters it has.
 
     Raises:
-        ConfigError: For what is wrong with the run, as far as that shows before it starts.
+        ConfigError: With every mistake in the run that can be found before it starts.
     """
 
     folder: Path
@@ -73,7 +73,7 @@ class BuiltRun:
 
     @contextmanager
     def _releasing(self, done: bool) -> Iterator[None]:
-        """Gives the claimed run folder back when this fails, or is all that was to be done."""
+        """Releases the claimed run folder if the block fails, or, with `done`, when it ends."""
         self.claim: run_folder.Claim | None = getattr(self, "claim", None)
         failure: BaseException | None = None
         try:
@@ -85,10 +85,10 @@ class BuiltRun:
             if self.claim and (done or failure):
                 self.claim.release(failure, self.request.job)
 
-    # -- checked --------------------------------------------------------------------------------------
+    # -- checks ---------------------------------------------------------------------------------------
 
     def _set_seed(self) -> None:
-        """Sets the seed and notes which, or says which seeds there are."""
+        """Sets the seed and records it in the configuration; raises a ConfigError if it is out of range."""
         seed = self.parsed.values["seed_everything"]
         if seed is False:
             return
@@ -102,7 +102,7 @@ class BuiltRun:
             ) from error
 
     def _check(self) -> None:
-        """Raises a ConfigError with all that is wrong with the run, as far as it shows before it is built."""
+        """Raises a ConfigError with every mistake that can be found before the run is built."""
         values, where = self.parsed.values, self.parsed.where
         if values["trainer"]["default_root_dir"] is None:
             raise ConfigError(
@@ -115,10 +115,11 @@ class BuiltRun:
                 "because a pickle can run code. Leave it out."
             )
         self.config = config = self.parsed.plain()
-        if "weights_only" in values:  # Lightning loads by itself, too: what OnExceptionCheckpoint left, say
+        # Lightning also loads checkpoints itself, such as OnExceptionCheckpoint's.
+        if "weights_only" in values:
             values["weights_only"] = True
         run_folder.check_placeholders(config, where)
-        check_classes(config, where)  # before anything that it names is imported
+        check_classes(config, where)  # before any module that it names is imported
         self.selected = selection(config)
         self._check_selection(config)
 
@@ -161,7 +162,7 @@ class BuiltRun:
             folder = root
         return folder
 
-    # -- built ----------------------------------------------------------------------------------------
+    # -- building -------------------------------------------------------------------------------------
 
     @contextmanager
     def _building(self) -> Iterator[None]:
@@ -178,7 +179,7 @@ class BuiltRun:
             raise ConfigError(explain_build_error(target, cause, self.run_known)) from cause
 
     def _build(self) -> None:
-        """Builds everything but the network."""
+        """Builds trainer, model and data module; the network is built in :meth:`_check_parts`."""
         self.parsed.parser.add_instantiator(self.builder, object)
         with self._building():
             built = self.parsed.parser.instantiate_classes(self.parsed.values)
@@ -190,17 +191,17 @@ class BuiltRun:
             self.trainer = self._trainer(built["trainer"])
 
     def _trainer(self, given: Mapping[str, Any]) -> Trainer:
-        """Puts the callbacks into their declared order, the run's record before them."""
+        """Builds the Trainer with the run's record, and sorts the callbacks into their declared order."""
         options = {name: run_folder.fill_in(value, self.folder) for name, value in given.items()}
         callbacks = options.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
-        # in a training's folder its own record and figures stay as they are
-        looks_on = self.only != "fit" and self.request.checkpoint is not None
+        # validate, test and predict leave record and figures of the training run unchanged
+        is_evaluation = self.only != "fit" and self.request.checkpoint is not None
         text = as_text(self.config) if self.starts else ""
         self.record = record = RunRecord(
-            text, "", self.folder, self.request.job, self.request.checkpoint, writes=not looks_on
+            text, "", self.folder, self.request.job, self.request.checkpoint, writes=not is_evaluation
         )
-        if looks_on:
+        if is_evaluation:
             options["logger"] = False
             self.selected = [
                 item for item in self.selected if item.kind != "loggers" and "logger" not in item.key
@@ -221,7 +222,7 @@ class BuiltRun:
             assert draft.network is not None
             with torch.device("meta"):
                 network = apply_network_changes(draft.network, self.trainer, self.model.weights)
-        # Before data are prepared the vocabulary may be unknown, or a request: `configure_model` checks what is there.
+        # The vocabulary may be unknown until the data are prepared: `configure_model` checks the fit again.
         check_fit(network, self.datamodule)
         parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters"
@@ -231,7 +232,7 @@ class BuiltRun:
                 self.model.build_lr_scheduler(optimizer)
 
     def _say(self) -> None:
-        """Prints what was selected, and how the run differs from that of its checkpoint."""
+        """Prints the selected techniques, and differences from the configuration in the checkpoint."""
         if launched_rank() not in (None, 0):
             return
         print(f"{table(self.selected)}\nRun folder: {self.folder}", flush=True)
@@ -241,7 +242,7 @@ class BuiltRun:
             for line in differences(self.request.stored, current) if self.request.stored else ():
                 print(f"  {line}", flush=True)
 
-    # -- run ------------------------------------------------------------------------------------------
+    # -- running --------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Runs the command."""
@@ -254,11 +255,10 @@ class BuiltRun:
                 method = predict if self.only == "predict" else getattr(Trainer, self.only)
                 method(self.trainer, model=self.model, datamodule=self.datamodule, **self.arguments)
                 if self.request.job and self.trainer.world_size > 1:
-                    self.trainer.strategy.barrier()  # a rank that fails as it ends may have all started again
+                    self.trainer.strategy.barrier()  # if a rank fails as it ends, the launcher may restart all of them
             except Exception as error:
-                if isinstance(
-                    error, UnpicklingError
-                ):  # of what Lightning found by itself: OnExceptionCheckpoint's
+                # Of a checkpoint that Lightning chose, such as OnExceptionCheckpoint's.
+                if isinstance(error, UnpicklingError):
                     raise ConfigError(
                         "A checkpoint that a callback left holds more than tensors and plain values, which could run code,"
                         "\nor is damaged. Delete it, or name another to go on from: --ckpt_path CHECKPOINT."
@@ -274,7 +274,7 @@ class BuiltRun:
 
 
 def predict(trainer: Trainer, **arguments: Any) -> None:
-    """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats; 0 behind shorter rows."""
+    """Predicts, then writes the log-probabilities (rows, T) of this rank's rows, in nats; shorter rows are padded with 0."""
     from safetensors.torch import save_file
 
     if arguments.get("return_predictions") is False:
@@ -286,7 +286,7 @@ def predict(trainer: Trainer, **arguments: Any) -> None:
             "Nothing was predicted, and nothing is written: there is no batch (--trainer.limit_predict_batches?)."
         )
     rows = torch.nn.utils.rnn.pad_sequence(found, batch_first=True)
-    rows = rows[(rows != 0).any(dim=1)]  # without the rows that only fill up the last batch
+    rows = rows[(rows != 0).any(dim=1)]  # without the rows that pad the last batch
     name = "predictions" if trainer.world_size == 1 else f"predictions.rank{trainer.global_rank}"
     path = Path(trainer.default_root_dir, f"{name}.safetensors")
     with durable.replacing(path) as temporary:
@@ -295,7 +295,7 @@ def predict(trainer: Trainer, **arguments: Any) -> None:
 
 
 def _implied(hardware: Any, selected: list[Selected]) -> list[Selected]:
-    """Returns the strategy and the precision that are chosen by a word; both depend on a strategy's class."""
+    """Returns the strategy and the precision that are selected by a word, such as `ddp`, unless a class is."""
     classes = [item.target for item in selected if isinstance(item.target, type)]
     if any(issubclass(kind, Strategy) for kind in classes):
         return []

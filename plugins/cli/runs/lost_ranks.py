@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -54,6 +54,7 @@ class Watch:
     def __init__(self, store: Any, rank: int) -> None:
         self.store, self.rank = store.clone(), rank
         self.who = ""
+        self.store_is_gone = False
         self._over = threading.Event()
         threading.Thread(target=self._answer, name="lost ranks", daemon=True).start()
 
@@ -62,12 +63,14 @@ class Watch:
         self._over.set()
 
     def _answer(self) -> None:
-        with suppress(Exception):  # the process that holds the store has gone
+        try:
             if self._comes(_ASKED):
                 self.store.set(f"{_ALIVE}/{self.rank}", "")
                 if self._comes(_WHO):
                     self.who = self.store.get(_WHO).decode(errors="replace")
                     self.store.set(f"{_HEARD}/{self.rank}", "")
+        except Exception:
+            self.store_is_gone = True  # with its process
 
     def _comes(self, key: str) -> bool:
         while not self._over.wait(LOOKS_EVERY_SECONDS):
@@ -109,9 +112,9 @@ def explain_lost_rank(errors: list[BaseException]) -> str | None:
     if ranks == 1:
         return None
     lost = next((e for e in errors if isinstance(e, RuntimeError) and _LOST.search(str(e))), None)
-    with suppress(Exception):
-        store.set(f"{_LEFT}/{rank}", "" if lost else _line(errors[0]))
     if lost is None:
+        with suppress(Exception):
+            store.set(f"{_LEFT}/{rank}", _line(errors[0]))
         return None
     return "\n".join(
         [
@@ -157,37 +160,53 @@ def say_of_started(dead: list[tuple[int, int]]) -> None:
 
 def _who(store: Any, rank: int, ranks: int) -> str:
     """Returns which ranks do not answer, or what they failed with; the same on all ranks."""
-    try:
-        store.set(_ASKED, "")
-        others = set(range(ranks)) - {rank}
-        left, alive = _answers(store, {_LEFT: others, _ALIVE: others})
-        failed = [f"rank {other} failed with {text}" for other, text in sorted(left.items()) if text]
-        silent = [str(other) for other in sorted(others - left.keys() - alive.keys())]
-        if failed:
-            who = "; ".join(failed)
-        elif silent:
-            who = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)} gave no sign of life"
-        else:
-            who = "all gave a sign of life, so it may be the network between them"
-        who = store.compare_set(_WHO, "", who).decode(errors="replace")  # whoever came first
-        _answers(store, {_HEARD: alive.keys()})  # before the store ends with this process
-        return who
-    except Exception:  # the process that holds the store has gone
-        if _watch is not None and _watch.who:
+    known = (
+        _watch is not None and _watch.who and rank > 0
+    )  # rank 0 waits for the others, which read its store
+    if not known and (_watch is None or not _watch.store_is_gone):
+        with suppress(Exception):  # the store is gone; torch has then printed a C++ stack, so once is enough
+            return _asked(store, rank, ranks)
+    if _watch is not None:
+        _watch.stop()
+        if _watch.who:
             return _watch.who
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return (
-            "the launcher does not answer"
-            if agent
-            else "rank 0, through which ranks find each other, is gone"
-        )
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return "the launcher does not answer" if agent else "rank 0, through which ranks find each other, is gone"
 
 
-def _answers(store: Any, asked: dict[str, Iterable[int]]) -> list[dict[int, str]]:
-    """Returns for each key what ranks have written there, by rank; waits until all have, or the time is over."""
+def _asked(store: Any, rank: int, ranks: int) -> str:
+    """Asks the other ranks for answers; returns what the first one that asked concluded from them.
+
+    Raises:
+        RuntimeError: If the process that holds the store has gone.
+    """
+    store.set(f"{_LEFT}/{rank}", "")
+    store.set(_ASKED, "")
+    others = set(range(ranks)) - {rank}
+    left, alive = _answers(store, {_LEFT: others, _ALIVE: others}, lambda: _watch is not None and _watch.who)
+    failed = [f"rank {other} failed with {text}" for other, text in sorted(left.items()) if text]
+    silent = [str(other) for other in sorted(others - left.keys() - alive.keys())]
+    if failed:
+        who = "; ".join(failed)
+    elif silent:
+        who = f"rank{'s' * (len(silent) > 1)} {', '.join(silent)} gave no sign of life"
+    else:
+        who = "all gave a sign of life, so it may be the network between them"
+    who = store.compare_set(_WHO, "", who).decode(errors="replace")  # of the first one that concluded
+    _answers(store, {_HEARD: alive.keys()})  # before the store ends with this process
+    return who
+
+
+def _answers(
+    store: Any, asked: dict[str, Iterable[int]], known: Callable[[], object] = bool
+) -> list[dict[int, str]]:
+    """Returns for each key what ranks have written there, by rank.
+
+    Waits until all have, the time is over, or `known()` is true: another rank has concluded who died.
+    """
     found: list[dict[int, str]] = [{} for _ in asked]
     until = time.monotonic() + SECONDS
-    while time.monotonic() < until:
+    while time.monotonic() < until and not known():
         missing = 0
         for (key, ranks), answers in zip(asked.items(), found, strict=True):
             for other in set(ranks) - answers.keys():
