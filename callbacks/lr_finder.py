@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
 from core.data.token_datamodule import TokenDataModule
-from core.errors import ConfigError
+from core.errors import ConfigError, deprecated
 from core.technique import technique
 from toolkit import durable, pictures
 from toolkit.learning_rates import rebuild_at, resume_at, set_rates
@@ -61,13 +61,15 @@ class LRFinder(Callback):
     rate as if it had been configured. A resumed run continues at the rate found.
 
     Args:
-        min_rate: Rate of the first step.
-        max_rate: Rate of the last step.
+        min_lr: Rate of the first step.
+        max_lr: Rate of the last step.
         num_steps: Optimizer steps, at least 8; no more than an epoch of the data has.
         sweep: How the rate rises, "exponential" or "linear".
         pick: Which suggestion counts, "steepest" or "minimum/10".
         then: "keep": train at the configured rate; "use": at the suggested one; "stop": end the run.
         blow_up: The test ends when a loss is this many times the least so far, or not finite.
+        min_rate: Deprecated: `min_lr`.
+        max_rate: Deprecated: `max_lr`.
 
     Raises:
         ConfigError: If a value is out of range, or no rate could be found that lowers the loss.
@@ -76,26 +78,33 @@ class LRFinder(Callback):
         trainer:
           callbacks+:
             - class_path: LRFinder
-              init_args: {min_rate: 1.0e-5, max_rate: 1.0, num_steps: 60, then: use}
+              init_args: {min_lr: 1.0e-5, max_lr: 1.0, num_steps: 60, then: use}
     """
 
     def __init__(
         self,
-        min_rate: float = 1e-6,
-        max_rate: float = 1.0,
+        min_lr: float = 1e-6,
+        max_lr: float = 1.0,
         num_steps: int = 100,
         sweep: Literal["exponential", "linear"] = "exponential",
         pick: Literal["steepest", "minimum/10"] = "steepest",
         then: Literal["keep", "use", "stop"] = "keep",
         blow_up: float = 2.0,
+        min_rate: float | None = None,
+        max_rate: float | None = None,
     ) -> None:
-        if not 0 < min_rate < max_rate or not math.isfinite(max_rate):
-            raise ConfigError(f"LRFinder takes 0 < min_rate < max_rate, not {min_rate:g} and {max_rate:g}.")
+        if min_rate is not None or max_rate is not None:
+            deprecated("LRFinder(min_rate=..., max_rate=...)", "min_lr and max_lr")
+            min_lr, max_lr = (
+                new if old is None else old for old, new in ((min_rate, min_lr), (max_rate, max_lr))
+            )
+        if not 0 < min_lr < max_lr or not math.isfinite(max_lr):
+            raise ConfigError(f"LRFinder takes 0 < min_lr < max_lr, not {min_lr:g} and {max_lr:g}.")
         if num_steps < LEAST_STEPS or not blow_up > 1:
             raise ConfigError(
                 f"LRFinder takes num_steps from {LEAST_STEPS} upwards and blow_up above 1, not {num_steps} and {blow_up:g}."
             )
-        self.min_rate, self.max_rate, self.num_steps, self.sweep = min_rate, max_rate, num_steps, sweep
+        self.min_lr, self.max_lr, self.num_steps, self.sweep = min_lr, max_lr, num_steps, sweep
         self.pick, self.then, self.blow_up = pick, then, blow_up
         self._rate: float | None = None
 
@@ -126,7 +135,7 @@ class LRFinder(Callback):
         say(
             trainer,
             self,
-            f"{self.num_steps} trial steps at rates from {self.min_rate:g} to {self.max_rate:g} ...",
+            f"{self.num_steps} trial steps at rates from {self.min_lr:g} to {self.max_lr:g} ...",
         )
         curve = measured(*self._measure(trainer))
         steepest, tenth = suggestions(curve)
@@ -136,7 +145,7 @@ class LRFinder(Callback):
         if chosen is None and self.then == "use":
             raise ConfigError(
                 "LRFinder: the loss fell at none of the rates; see lr_finder.png in the run folder.\n"
-                "Widen min_rate and max_rate, or look for another cause: the model does not seem to learn."
+                "Widen min_lr and max_lr, or look for another cause: the model does not seem to learn."
             )
         found = (
             f"{chosen:.3g} by {self.pick} (steepest {steepest:.3g}, minimum/10 {tenth:.3g})"
@@ -169,7 +178,7 @@ class LRFinder(Callback):
     def _measure(self, trainer: Trainer) -> tuple[np.ndarray, np.ndarray]:
         """Returns rates and losses up to where the loss blows up; the same on every rank."""
         spaced = np.geomspace if self.sweep == "exponential" else np.linspace
-        rates = spaced(self.min_rate, self.max_rate, self.num_steps).tolist()
+        rates = spaced(self.min_lr, self.max_lr, self.num_steps).tolist()
         losses: list[float] = []
         optimizer = trainer.optimizers[0]
         module: Any = trainer.lightning_module
@@ -196,7 +205,7 @@ def measured(rates: np.ndarray, losses: np.ndarray) -> Curve:
     if len(rates) < LEAST_STEPS:
         raise ConfigError(
             f"LRFinder: the loss blew up after {len(rates)} steps, at a rate of {rates[-1] if len(rates) else 0:.3g}; "
-            "lower min_rate."
+            "lower min_lr."
         )
     x, half = np.log(rates), max(len(rates) // 20, 2)
     smooth, slopes = losses.copy(), np.full(len(losses), np.nan)

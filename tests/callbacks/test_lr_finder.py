@@ -9,7 +9,7 @@ from callbacks.lr_finder import LRFinder, draw, measured, suggestions
 from core.errors import ConfigError
 from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
 
-FINDER = {"min_rate": 1e-4, "max_rate": 10.0, "num_steps": 16}
+FINDER = {"min_lr": 1e-4, "max_lr": 10.0, "num_steps": 16}
 
 
 def optimizer(name, rate, schedule=None, **options):
@@ -54,7 +54,7 @@ def test_the_run_after_it_is_the_run_at_that_rate(name):
 
 def test_the_run_after_it_is_the_run_without_it():
     parts = CASES["AdamW, a schedule in steps, groups of their own"]
-    found = fit(*parts, callback("LRFinder", max_rate=0.1, num_steps=16, sweep="linear"))
+    found = fit(*parts, callback("LRFinder", max_lr=0.1, num_steps=16, sweep="linear"))
     ended_alike(found, fit(*parts))
     assert state_of(found, "LRFinder") == {"rate": None}
 
@@ -113,7 +113,7 @@ def test_it_ends_the_run_if_asked():
 
 
 def test_it_stops_where_the_loss_blows_up():
-    wild = {"min_rate": 1e-3, "max_rate": 1e12, "num_steps": 30}
+    wild = {"min_lr": 1e-3, "max_lr": 1e12, "num_steps": 30}
     parts = (optimizer("torch.optim.SGD", 0.5), {"trainer": {"gradient_clip_val": None}})
     found = fit(*parts, callback("LRFinder", **wild, then="stop"))
     rows = (found.folder / "lr_finder.csv").read_text().splitlines()[1:]
@@ -153,8 +153,8 @@ def test_a_straight_line_is_its_own_smoothed_curve():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"min_rate": 0.0}, "0 < min_rate < max_rate"),
-        ({"min_rate": 1.0, "max_rate": 0.1}, "0 < min_rate < max_rate"),
+        ({"min_lr": 0.0}, "0 < min_lr < max_lr"),
+        ({"min_lr": 1.0, "max_lr": 0.1}, "0 < min_lr < max_lr"),
         ({"num_steps": 7}, "num_steps from 8"),
         ({"blow_up": 1.0}, "blow_up above 1"),
     ],

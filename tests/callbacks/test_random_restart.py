@@ -98,7 +98,7 @@ def callbacks(*overlays):
 def test_others_begin_with_the_best_seed():
     average, finder = (
         callback("ExponentialMovingAverage"),
-        callback("LRFinder", num_steps=12, min_rate=1e-3, then="use"),
+        callback("LRFinder", num_steps=12, min_lr=1e-3, then="use"),
     )
     found = fit(seed(5), callbacks(average, finder, RESTART))  # in any order
     best, rate = state_of(found, "RandomRestart")["seed"], state_of(found, "LRFinder")["rate"]
