@@ -132,7 +132,7 @@ class Feature:
         return f"nothing in this run offers {self.name}: {hint}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Declaration:
     """Declares a class (or function) as a technique: `technique` is this class, used as a decorator.
 

@@ -157,7 +157,8 @@ def test_a_poisoned_run_diverges_without_it_and_with_it_ends_as_the_clean_one(te
     clean = validation_loss()
     assert clean < 0.7 * by_frequencies
     assert validation_loss(Poison(**poisoned)) > by_frequencies  # all is lost that was learnt
-    assert validation_loss(Poison(**poisoned), guard) == pytest.approx(clean, rel=0.01)
+    # It trains on other batches than the clean run; four orders of the data end between 1.81 and 1.92.
+    assert validation_loss(Poison(**poisoned), guard) == pytest.approx(clean, rel=0.05)
     [rollback] = guard.rollbacks
     assert rollback["step"] == 151
     assert rollback["rewound_to_step"] == 130
