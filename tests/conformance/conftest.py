@@ -63,7 +63,7 @@ KILLED = "killed while its first checkpoint is being written a run has none; tes
 
 
 def pytest_leyden_cases():
-    return _cases()
+    return list(_cases())
 
 
 @cache  # some write their data; test modules ask for the cases, too
