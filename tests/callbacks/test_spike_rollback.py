@@ -149,7 +149,13 @@ def test_a_poisoned_run_diverges_without_it_and_with_it_ends_as_the_clean_one(te
         )
         data = StoredTokens(str(folder), 64, 8, shuffle=True)
         data.vocab_size, data.train_tokens = 256, 440_000
-        options = {"max_steps": 300, "log_every_n_steps": 5, "use_distributed_sampler": False}
+        # in float64: 300 steps are the same on every processor
+        options = {
+            "max_steps": 300,
+            "log_every_n_steps": 5,
+            "use_distributed_sampler": False,
+            "precision": "64-true",
+        }
         trainer(tmp_path, callbacks=list(callbacks), limit_val_batches=0, **options).fit(trained, data)
         [figures] = trainer(tmp_path).validate(trained, data, verbose=False)
         return figures["val/loss"]
@@ -157,8 +163,7 @@ def test_a_poisoned_run_diverges_without_it_and_with_it_ends_as_the_clean_one(te
     clean = validation_loss()
     assert clean < 0.7 * by_frequencies
     assert validation_loss(Poison(**poisoned)) > by_frequencies  # all is lost that was learnt
-    # It trains on other batches than the clean run; four orders of the data end between 1.81 and 1.92.
-    assert validation_loss(Poison(**poisoned), guard) == pytest.approx(clean, rel=0.05)
+    assert validation_loss(Poison(**poisoned), guard) == pytest.approx(clean, rel=0.01)
     [rollback] = guard.rollbacks
     assert rollback["step"] == 151
     assert rollback["rewound_to_step"] == 130

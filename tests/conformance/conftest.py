@@ -121,7 +121,8 @@ def _cases():
         Case("LRFinder", SHORT["LRFinder"]),
         Case("MixtureDataModule", mixture()),
         # Orthogonalised in bfloat16: where a sum's last bit changes a rounding there, the step changes by 2^-9 of a value.
-        Case("Muon", tolerance=1e-4),
+        # With steps as small as these that stays below what float32 adds, on every processor.
+        Case("Muon", {"lr": 2e-5}),
         Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
