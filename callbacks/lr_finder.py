@@ -14,10 +14,11 @@ import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
+from core import durable
 from core.data.token_datamodule import TokenDataModule
 from core.errors import ConfigError, deprecated
 from core.technique import technique
-from toolkit import durable, pictures
+from toolkit import pictures
 from toolkit.learning_rates import rebuild_at, resume_at, set_rates
 from toolkit.trials import NOT_UNDONE, compatibility_errors, say, trial
 

@@ -14,7 +14,7 @@ from core.contracts import MeasuresStall, WaitsForDisk
 from core.errors import ConfigError
 from core.lightning_compat import is_accumulating, validates_after_batch
 from core.technique import technique
-from toolkit import durable
+from toolkit import local_paths
 from toolkit.checkpoint_names import ABANDONED, step_named
 
 
@@ -74,7 +74,7 @@ class PeriodicCheckpoint(Checkpoint):
             )
         self.every_n_steps = every_n_steps
         self.keep = keep
-        self.dirpath = durable.require_local_path(dirpath, "PeriodicCheckpoint: dirpath")
+        self.dirpath = local_paths.require_local_path(dirpath, "PeriodicCheckpoint: dirpath")
         self.keep_every_n_steps, self.keep_best = keep_every_n_steps, keep_best
         self.last_model_path = self.best_model_path = ""
         self._best = float("inf")

@@ -15,12 +15,13 @@ from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
+from core import durable
 from core.errors import ConfigError
 from core.lightning_compat import collect_rng_states, set_rng_states
 from core.technique import technique
 from core.training.network_changes import apply_network_changes
 from core.training.shards import reshard
-from toolkit import durable, pictures
+from toolkit import pictures
 from toolkit.shards import copy_to_shard
 from toolkit.snapshots import tensors
 from toolkit.trials import NOT_UNDONE, compatibility_errors, say, trial

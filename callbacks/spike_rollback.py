@@ -14,6 +14,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
+from core import durable
 from core.contracts import GoesBack, ScalesLosses, SkipsBatches
 from core.data.token_datamodule import TRAIN_ON
 from core.errors import ConfigError, deprecated
@@ -25,7 +26,6 @@ from core.lightning_compat import (
     validates_after_batch,
 )
 from core.technique import technique
-from toolkit import durable
 from toolkit.outliers import OutlierWindow
 from toolkit.snapshot_ring import SnapshotRing
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
 from conformance.waits import Waits
-from toolkit import durable
+from core import durable
 
 
 class Recorder(Callback):

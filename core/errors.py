@@ -27,16 +27,17 @@ def deprecated(old: str, new: str, level: int = 3) -> None:
     warnings.warn(f"{old} is deprecated and goes with core API 1.5: use {new}.", DeprecationWarning, level)
 
 
-def moved(module: str, to: str) -> Callable[[str], Any]:
-    """Returns the `__getattr__` of a module of which all public names are in another one now."""
+def moved(module: str, *to: str) -> Callable[[str], Any]:
+    """Returns the `__getattr__` of a module of which all public names are in others now."""
 
     def get(name: str) -> Any:
         from importlib import import_module
 
-        if name not in (new := import_module(to)).__all__:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        deprecated(f"{module}.{name}", f"{to}.{name}")
-        return getattr(new, name)
+        for new in map(import_module, to):
+            if name in new.__all__:
+                deprecated(f"{module}.{name}", f"{new.__name__}.{name}")
+                return getattr(new, name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return get
 

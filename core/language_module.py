@@ -30,16 +30,7 @@ from core.training.weights import check_weights
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
 
-FREQUENT = {
-    NAME_OF_HOOK,
-    "logging_step",
-    "stepping",
-    "_epoch",
-    "step_loss",
-    "step_sums",
-    "_norm",
-    "in_parts",
-}
+FREQUENT = {NAME_OF_HOOK, "logging_step", "stepping", "_epoch", "step_loss", "step_sums", "_norm", "in_parts"}
 """Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
@@ -248,8 +239,7 @@ class LanguageModule(AveragedWeights):
         # Not False: Lightning would not return and print them either. Not True, of which it warns without a logger.
         self.log_dict(figures, logger=False if fitting else None)
         if fitting and not self.trainer.sanity_checking:
-            for logger in self.trainer.loggers:
-                logger.log_metrics(figures, step=self.trainer.global_step)
+            log_figures(self.trainer, figures)
 
     def test_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
         """Adds a batch to the test sums."""
@@ -301,17 +291,13 @@ class LanguageModule(AveragedWeights):
         stopping.listen(self)
         cache_step_lookups(self.trainer)
         if self.trainer.ckpt_path:
-            self._prefer_written()
+            optimizer: Any = self.optimizers(use_pl_optimizer=False)
+            scheduler: Any = self.lr_schedulers()
+            groups = self.written_groups, self._checkpoints_groups
+            optimizer_state.prefer_written(optimizer, scheduler, *groups, self._built)
+            if self.schedule_clock is not None:
+                self.schedule_clock.bind()
         self.resume_training_weights()
-
-    def _prefer_written(self) -> None:
-        optimizer: Any = self.optimizers(use_pl_optimizer=False)
-        scheduler: Any = self.lr_schedulers()
-        optimizer_state.prefer_written(
-            optimizer, scheduler, self.written_groups, self._checkpoints_groups, self._built
-        )
-        if self.schedule_clock is not None:
-            self.schedule_clock.bind()
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Saves the tokens seen and the sums since the last logged step, of each rank."""
@@ -327,7 +313,7 @@ class LanguageModule(AveragedWeights):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restores what `on_save_checkpoint` saved."""
         check_weights(self.state_dict(), checkpoint["state_dict"])
-        self.load_training_weights(checkpoint)
+        self._saved_in_training = checkpoint.get("weights_in_training")
         if state := checkpoint.get("language_module"):
             self.tokens_seen = state["tokens_seen"]
             self._checkpoints_groups = state.get("groups")

@@ -7,17 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from core import catalog
-from core.contracts import (
-    DocumentSource,
-    Engine,
-    PackedBatches,
-    Packing,
-    Tokenizer,
-    TokenPreparer,
-    TokenWriter,
-    Transform,
-)
+from core import catalog, contracts
 from core.data.token_datamodule import TokenDataModule, default_cache_dir
 from core.errors import ConfigError, deprecated
 from core.technique import technique
@@ -94,10 +84,10 @@ class PretrainDataModule(TokenDataModule):
 
     def __init__(
         self,
-        reader: Callable[[str], DocumentSource],
-        tokenizer: Tokenizer,
-        writer: TokenWriter,
-        packing: Packing,
+        reader: Callable[[str], contracts.DocumentSource],
+        tokenizer: contracts.Tokenizer,
+        writer: contracts.TokenWriter,
+        packing: contracts.Packing,
         source: str = "python-docs",
         cache_dir: str | None = None,
         sequence_length: int = 256,
@@ -106,12 +96,12 @@ class PretrainDataModule(TokenDataModule):
         shuffle: bool = True,
         seed: int = 0,
         num_workers: int = 0,
-        transforms: Sequence[Transform] = (),
+        transforms: Sequence[contracts.Transform] = (),
         max_reject_fraction: float = 0.0,
-        engine: Engine | None = None,
+        engine: contracts.Engine | None = None,
         cache_bytes: int | None = None,
         storage_options: dict[str, Any] | None = None,
-        stages: Sequence[Transform] = (),
+        stages: Sequence[contracts.Transform] = (),
     ) -> None:
         super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
@@ -121,7 +111,7 @@ class PretrainDataModule(TokenDataModule):
         self.max_reject_fraction = max_reject_fraction
         self.cache_dir = Path(os.path.expanduser(cache_dir or default_cache_dir()))
         self.validation_fraction = validation_fraction
-        self.preparer: type[TokenPreparer] = catalog.offering("token_preparation", "data").load()
+        self.preparer: type[contracts.TokenPreparer] = catalog.offering("token_preparation", "data").load()
         self.preparer.check_shares(validation_fraction, max_reject_fraction)
         self.prepared = self.preparer.find(source, self.cache_dir, cache_bytes, storage_options)
         if self.prepared is not None:
@@ -173,7 +163,7 @@ class PretrainDataModule(TokenDataModule):
         self.unigram_loss, self.end_of_text_id = found.unigram_loss, found.end_of_text_id
         self.tokenizer_json = found.tokenizer_json
 
-    def packed(self, split: str, **order: Any) -> PackedBatches:
+    def packed(self, split: str, **order: Any) -> contracts.PackedBatches:
         """Returns the batches of a split."""
         assert self.folder is not None
         try:

@@ -84,14 +84,11 @@ class Device:
             return None
         import torch
 
-        found = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-        if not found or min(found) >= self.capability:
-            return None
-        weakest = min(range(len(found)), key=found.__getitem__)
-        return (
-            "{} is needed, device {} has {}.{}: ".format(self, weakest, *found[weakest])
-            + "leave it out with CUDA_VISIBLE_DEVICES"
-        )
+        for index in range(torch.cuda.device_count()):
+            major, minor = torch.cuda.get_device_capability(index)
+            if (major, minor) < self.capability:
+                return f"{self} is needed, device {index} has {major}.{minor}: leave it out with CUDA_VISIBLE_DEVICES"
+        return None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from toolkit import durable
+from core import durable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Trainer
 
-from toolkit import durable, snapshots
+from core import durable
+from toolkit import snapshots
 
 
 class Entry(NamedTuple):

@@ -126,7 +126,7 @@ class Reader(DocumentSource):
                         yield text
         if empty:
             raise ConfigError(
-                f"{type(self).__name__}: all documents are blank; there is no text to train on."
+                f"{type(self).__name__}: there is no text to train on, all documents are blank."
             )
 
 

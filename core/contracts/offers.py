@@ -261,9 +261,7 @@ class KnowsItsWeights(AveragesWeights, Protocol):
         in_training: Whether the parameters are the weights that are trained, not their average.
     """
 
-    @property
-    def in_training(self) -> bool:
-        """See above."""
+    in_training: bool
 
 
 # -- data modules ---------------------------------------------------------------------------------------------

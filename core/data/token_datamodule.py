@@ -70,9 +70,8 @@ class TokenDataModule(LightningDataModule):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_workers > (most := max(LEAST_BOUND, WORKERS_PER_CORE * cores)):
             raise ConfigError(
-                f"data.num_workers is {num_workers:,}; each is a process of some 100 MB, on each rank, and this machine has "
-                f"{cores} cores\nfor them: at most {most} are allowed here. 0 reads in the training process, which is fastest "
-                "for files on this machine;\n2 to 8 are usual where data lies on object storage."
+                f"data.num_workers is {num_workers:,}; with {cores} cores at most {most} are allowed on each rank, each a process "
+                "of some 100 MB.\n0 is fastest for files on this machine; 2 to 8 are usual where data lies on object storage."
             )
 
     @abstractmethod

@@ -96,9 +96,8 @@ class TokenLoader:
         largest = max(int((part if self.pin_memory else np.from_dlpack(part)).max()) for part in ids)
         if largest >= self.vocab_size:
             raise ConfigError(
-                f"The data has the token id {largest:,}, its vocabulary has {self.vocab_size:,} ids: it is damaged, or "
-                "was not written by prepare.\nSee what is wrong with `python -m core verify-data`, and prepare it "
-                "again."
+                f"The data has the token id {largest:,}, its vocabulary has {self.vocab_size:,} ids: it is damaged, or was not "
+                "written by prepare.\nSee what is wrong with `python -m core verify-data`, and prepare it again."
             )
 
     def _reader(self) -> Iterable[tuple[Any, Batch]]:

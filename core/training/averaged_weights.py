@@ -20,7 +20,7 @@ class AveragedWeights(LightningModule):
     saved beside it.
     """
 
-    _in_training: dict[str, Tensor] | None = None
+    _saved_in_training: dict[str, Tensor] | None = None  # of a checkpoint, until training goes on
     _kept: list[Tensor] | None = None
 
     def _averaging(self) -> Any:
@@ -67,21 +67,17 @@ class AveragedWeights(LightningModule):
         if not shown:
             self._train_on(optimizer)
 
-    def load_training_weights(self, checkpoint: dict[str, Any]) -> None:
-        """Keeps the weights in training until they are asked for."""
-        self._in_training = checkpoint.get("weights_in_training")
-
     def resume_training_weights(self) -> None:
         """Begins training, or goes on with the weights in training rather than with their average."""
         if (optimizer := self._averaging()) and not _in_training(optimizer):
             optimizer.train()
-        if self._in_training:
+        if self._saved_in_training:
             with torch.no_grad():
                 own = self.state_dict(keep_vars=True)
-                for name, value in self._in_training.items():
+                for name, value in self._saved_in_training.items():
                     if not name.endswith(EXTRA_STATE):
                         own[name].copy_(value)
-        self._in_training = None
+        self._saved_in_training = None
 
 
 def _in_training(optimizer: Any) -> bool:

@@ -29,6 +29,5 @@ def log_figures(trainer: Trainer, figures: Mapping[str, float]) -> None:
     values = {name: float(value) for name, value in figures.items()}
     for logger in trainer.loggers:
         logger.log_metrics(values, step=step)
-    trainer.callback_metrics.update(
-        {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-    )
+    for name, value in values.items():
+        trainer.callback_metrics[name] = torch.tensor(value, dtype=torch.float64)

@@ -28,10 +28,9 @@ class LossRanks:
     def __init__(self, trainer: Trainer) -> None:
         strategy: Any = trainer.strategy
         self.strategy = strategy
-        self.group = dp_group(trainer)
-        ranks = self.group
-        self.dp_rank = ranks.rank() if ranks else trainer.global_rank
-        self.dp_size = ranks.size() if ranks else trainer.world_size
+        self.group = group = dp_group(trainer)
+        self.dp_rank = group.rank() if group else trainer.global_rank
+        self.dp_size = group.size() if group else trainer.world_size
         self.norm = strategy.gradient_norm if isinstance(strategy, NormsGradients) else _norm
         self.clip = strategy.clip_gradients if isinstance(strategy, ClipsGradients) else None
         self.scale = strategy.scale_gradients if isinstance(strategy, ScalesGradients) else _scale

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -91,10 +90,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _same(one: Any, other: Any) -> bool:
+    one, other = (v.tolist() if isinstance(v, Tensor) else v for v in (one, other))
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and bool(torch.equal(one.cpu(), other.cpu()))
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        one, other = (v.tolist() if isinstance(v, Tensor) else v for v in (one, other))
     return bool(one == other) or (one != one and other != other)

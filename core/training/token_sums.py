@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -35,10 +36,7 @@ class TokenSums:
 
     def copy(self) -> TokenSums:
         """Returns sums of their own that are the same now."""
-        other = TokenSums()
-        other._sums = {name: (total.clone(), weight.clone()) for name, (total, weight) in self._sums.items()}
-        other._tokens = None if self._tokens is None else self._tokens.clone()
-        return other
+        return deepcopy(self)
 
     def means(self, reduce: Callable[[Tensor], Tensor]) -> tuple[dict[str, float], int]:
         """Returns the means and the number of tokens behind "loss", and starts again at zero.
@@ -68,9 +66,7 @@ class TokenSums:
             tokens = sums[:, 2 * names.index("loss") + 1] if names else sums.new_zeros(len(sums))
         flat = torch.cat((sums, tokens.to(sums)[:, None]), 1)
         own = flat[rank] if len(flat) == world_size else flat.sum(0) * (rank == 0)
-        self._sums = {
-            name: (own[2 * index].clone(), own[2 * index + 1].clone()) for index, name in enumerate(names)
-        }
+        self._sums = {name: (own[2 * i].clone(), own[2 * i + 1].clone()) for i, name in enumerate(names)}
         self._tokens = to_float64(own[-1])  # older checkpoints have float32 where there are no figures
 
     def _flat(self) -> Tensor:

@@ -36,19 +36,15 @@ def validate_in_steps(trainer: Trainer) -> None:
 
 def check_epoch(trainer: Trainer) -> None:
     """Raises a ConfigError if an epoch, within which steps are counted, has too few of them for one validation."""
-    every, batches = trainer.val_check_interval, trainer.fit_loop.max_batches
-    if (
-        not isinstance(every, int)
-        or trainer.check_val_every_n_epoch is None
-        or not trainer.limit_val_batches
-        or every * (accumulated := trainer.accumulate_grad_batches) <= batches
-    ):
-        return
-    raise ConfigError(
-        f"trainer.val_check_interval is {every:,} optimizer steps; an epoch has only {batches // accumulated:,} of them "
-        f"({batches:,} micro-batches, {accumulated} a step).\n"
-        "Lower it, or count over the ends of epochs: --trainer.check_val_every_n_epoch=null."
-    )
+    every, accumulated = trainer.val_check_interval, trainer.accumulate_grad_batches
+    batches = trainer.fit_loop.max_batches
+    within = trainer.limit_val_batches and trainer.check_val_every_n_epoch is not None
+    if within and isinstance(every, int) and every * accumulated > batches:
+        raise ConfigError(
+            f"trainer.val_check_interval is {every:,} optimizer steps; an epoch has only {batches // accumulated:,} of them "
+            f"({batches:,} micro-batches, {accumulated} a step).\n"
+            "Lower it, or count over the ends of epochs: --trainer.check_val_every_n_epoch=null."
+        )
 
 
 def _due(trainer: Trainer) -> bool:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
 from datamodules.preparation.pipeline import SPLITS
 from datamodules.preparation.preparation_report import FILES as REPORT
 from datamodules.preparation.preparation_report import write_report
 from datamodules.preparation.preparation_task import COUNTS, REJECTS, file_digest, read_record
-from toolkit import durable
 from toolkit.manifest_schema import CHECKSUM, checksum
 from toolkit.prepared import MANIFEST, PLAN
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit import durable, pictures
+from core import durable
+from toolkit import pictures
 from toolkit.prepared import read_manifest
 
 FILES = ("report.md", "report.json", "lengths.png")

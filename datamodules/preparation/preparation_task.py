@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
 from datamodules.preparation.pipeline import SPLITS, Pipeline, Tally
 from datamodules.preparation.split import Split
-from toolkit import durable
 
 RECORD, COUNTS, REJECTS = "record.json", "counts.npy", "rejects.jsonl"
 

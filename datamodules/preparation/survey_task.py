@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core import durable
 from datamodules.preparation.pipeline import Pipeline, Tally
-from toolkit import durable
 
 
 @dataclass

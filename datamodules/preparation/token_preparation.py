@@ -15,7 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from core import catalog
+from core import catalog, durable
 from core.contracts import (
     DocumentSource,
     Engine,
@@ -38,7 +38,6 @@ from datamodules.preparation.split import Split, chosen_split
 from datamodules.preparation.survey_task import survey
 from datamodules.preparation.tokenizers.json_encoder import JSONEncoder
 from datamodules.remote.remote_folder import open_remote
-from toolkit import durable
 from toolkit.prepared import (
     is_remote,
     prepared_folder,

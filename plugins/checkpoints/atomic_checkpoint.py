@@ -15,13 +15,13 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from torch import Tensor
 
+from core import durable
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.checkpoints import sharded, shared_check
 from plugins.checkpoints.checkpoint import checked, defect
 from plugins.checkpoints.patience import Patience, no_room
 from plugins.checkpoints.shared_memory import separate
-from toolkit import durable
 from toolkit.checkpoint_names import step_named
 
 

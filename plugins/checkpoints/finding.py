@@ -11,7 +11,7 @@ from core.errors import ConfigError, nearest
 from plugins.checkpoints import sharded
 from plugins.checkpoints.checkpoint import defect, invalid_content, step_recorded
 from plugins.cli.configuration.yaml_texts import read_yaml
-from toolkit import durable
+from toolkit import local_paths
 from toolkit.checkpoint_names import ABANDONED, step_named
 
 
@@ -156,7 +156,7 @@ def resolve(name: str, root: Path, runs: bool = True) -> Path:
     if name == "last":
         found = runs and not any(map(_files, (root, *_later_runs(root))))
         return of_runs(root) if found else newest(root, siblings=True)
-    if durable.is_url(name):
+    if local_paths.is_url(name):
         raise ConfigError(
             f"--ckpt_path {name}: checkpoints are read from this machine's folders. Download it first."
         )

@@ -16,7 +16,7 @@ from core.technique import technique
 from plugins.checkpoints.finding import resolve
 from plugins.checkpoints.foreign import is_foreign, open_foreign
 from plugins.checkpoints.matching import form_of, open_own, pieces_of
-from toolkit.durable import is_url
+from toolkit.local_paths import is_url
 from toolkit.ranks import launched_rank
 from toolkit.safetensors_files import LazyTensor
 

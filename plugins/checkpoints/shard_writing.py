@@ -19,11 +19,11 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from core import durable
 from core.errors import ConfigError
 from plugins.checkpoints import sharded
 from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
 from plugins.checkpoints.patience import Patience, no_room
-from toolkit import durable
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from core import durable
 from core.errors import ConfigError
 from plugins.checkpoints import sharded
-from toolkit import durable
 
 
 def check(folder: Path) -> None:

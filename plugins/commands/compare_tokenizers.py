@@ -56,7 +56,7 @@ def compare_tokenizers(arguments: list[str]) -> int:
 
 
 def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
-    from core import catalog
+    from core import catalog, durable
     from plugins.commands.tokenizer_comparison import (
         Sample,
         as_markdown,
@@ -65,7 +65,6 @@ def _compare(tokenizers: list[tuple[str, Tokenizer]], options: Any) -> None:
         notes,
         table,
     )
-    from toolkit import durable
 
     reader = catalog.find("TextDocuments", "data").load()
     sources = {name: reader(name) for name in options.data}

@@ -7,10 +7,11 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from core import durable
 from core.errors import ConfigError
 from core.technique import Package, declaration_of, technique
 from plugins.cli.configuration.command_parser import Parser
-from toolkit import durable
+from toolkit import local_paths
 
 MARK = ".leyden-docs"
 """The file by which a folder is known as a site that this command wrote."""
@@ -34,7 +35,7 @@ def docs(arguments: list[str]) -> int:
     parser.add_argument(
         "--output", metavar="DIR", required=True, help="folder of the site: new, empty, or an earlier site"
     )
-    output = _checked(Path(durable.require_local_path(parser.parse_args(arguments).output, "--output")))
+    output = _checked(Path(local_paths.require_local_path(parser.parse_args(arguments).output, "--output")))
     declared = declaration_of(docs)
     missing = [line for need in declared.needs if (line := need.missing(None))] if declared else []  # type: ignore[arg-type]
     if missing:

@@ -208,7 +208,7 @@ def _write_state_dict(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
     """Yields a folder to write to, which then gets its name; where the body fails, nothing stays."""
-    from toolkit import durable
+    from core import durable
 
     temporary = output.with_name(f".{output.name}.{uuid4().hex[:12]}.tmp")
     try:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from core import durable
 from core.errors import ConfigError
-from toolkit import durable
 from toolkit.generation.beam_search import beam_search
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling

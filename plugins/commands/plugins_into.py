@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from core import durable
 from core.errors import ConfigError
-from toolkit import durable
 
 
 class Package:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from core import durable
 from core.errors import ConfigError
-from toolkit import durable
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:

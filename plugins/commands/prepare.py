@@ -50,7 +50,7 @@ def prepare(arguments: list[str]) -> int:
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
     except OSError as error:
-        from toolkit import durable
+        from core import durable
 
         raise ConfigError(
             f"{error.filename or folder}: {durable.write_error(error)}.\nWhat is done so far is kept: correct this (free "
@@ -233,7 +233,7 @@ def _take(folder: Path, plan: Mapping[str, Any], overwrite: bool) -> None:
     Raises:
         ConfigError: If it holds something else.
     """
-    from toolkit import durable
+    from core import durable
 
     path, old = folder / "plan.json", None
     if path.exists():

@@ -13,9 +13,10 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from core import durable
 from core.errors import ConfigError
 from core.technique import technique
-from toolkit import durable
+from toolkit import local_paths
 from toolkit.bounded import MOST_TABLE_BYTES
 
 EVALUATION = ("val", "test", "epoch")
@@ -52,7 +53,7 @@ class MetricsCSV(Logger):
 
     def __init__(self, save_dir: str = "${run_folder}") -> None:
         super().__init__()
-        self._save_dir = durable.require_local_path(save_dir, "MetricsCSV: save_dir")
+        self._save_dir = local_paths.require_local_path(save_dir, "MetricsCSV: save_dir")
         self._reset()
 
     def _reset(self) -> None:

@@ -26,7 +26,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from toolkit import durable
+from core import durable
 
 HOUSE = Path(__file__).resolve().parents[2]
 

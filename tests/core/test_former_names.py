@@ -57,6 +57,18 @@ def test_what_a_preflight_gets_is_in_the_toolkit():
         assert selection.Run is Run
 
 
+def test_durable_writes_are_in_the_core(tmp_path):
+    from toolkit import durable
+
+    with pytest.warns(DeprecationWarning, match=r"toolkit\.durable\.write .*use core\.durable\.write"):
+        durable.write(tmp_path / "x", "text")
+    assert (tmp_path / "x").read_text() == "text"
+    with pytest.warns(DeprecationWarning, match=r"toolkit\.local_paths\.is_url"):
+        assert durable.is_url("s3://bucket/run")
+    with pytest.raises(AttributeError, match="append"):
+        _ = durable.append
+
+
 def test_elsewhere_is_offline():
     with pytest.warns(DeprecationWarning, match="offline"):
         assert Run(offline=True).elsewhere

@@ -32,8 +32,8 @@ def test_techniques_take_only_public_names_from_core_and_toolkit():
     ("text", "names"),
     [
         ("from core.training.shards import gradients, _own", ["1: core.training.shards._own"]),
-        ("def f():\n    from toolkit import durable\n    durable._x()", ["2: toolkit.durable._x"]),
-        ("from toolkit import durable\ndurable.write(1, 2)", []),
+        ("def f():\n    from core import durable\n    durable._x()", ["2: core.durable._x"]),
+        ("from core import durable\ndurable.write(1, 2)", []),
         ("import core.errors", ["1: core.errors.*"]),
         (
             "from core import API_VERSION, lightning_compat as l\nl._keywords",

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
 from core.technique import technique
-from toolkit import durable
 
 _MOST = 1 << 31
 _FORMATS = {"uint16": 5, "uint32": 6}

@@ -27,7 +27,7 @@ from plugins.cli.configuration.trust import Trust, trusting
 from plugins.cli.configuration.validation_unit import stored_in_steps
 from plugins.cli.configuration.yaml_texts import parse_value
 from plugins.cli.runs import restarts
-from toolkit import durable
+from toolkit import local_paths
 
 SECTIONS = ("seed_everything", "trainer", "model", "data")
 
@@ -69,7 +69,7 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
     layers = read_layers(names)
     beside = trust.beside((find_config(name) for name in names), [layer.values for layer in layers], words)
     written = last(words, "trainer.default_root_dir") or last_written(layers, "trainer", "default_root_dir")
-    root = Path(durable.require_local_path(written or _default_root(names), "trainer.default_root_dir"))
+    root = Path(local_paths.require_local_path(written or _default_root(names), "trainer.default_root_dir"))
     named = bool(written) or any("techniques/" not in name for name in names)
     wanted = _wanted(layers, words)
     if checkpoint := _checkpoint(wanted, root, named, job):

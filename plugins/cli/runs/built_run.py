@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils._pytree import tree_leaves
 
-from core import lightning_compat
+from core import durable, lightning_compat
 from core.contracts.modules import check_fit
 from core.errors import ConfigError
 from core.language_module import LanguageModule
@@ -34,7 +34,6 @@ from plugins.cli.runs.network_draft import NetworkDraft
 from plugins.cli.runs.no_profiler import NoProfiler
 from plugins.cli.runs.run_record import RunRecord
 from plugins.cli.selection import by_trainer, describe_parts, selection, table
-from toolkit import durable
 from toolkit.ranks import launched_rank
 from toolkit.selection import Run, Selected
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from core import durable
 from core.errors import ConfigError
-from toolkit import durable
 
 CLAIM = ".claimed"
 """The lock file. It exists while a run owns the folder, and holds the fields of :class:`Holder` as JSON."""

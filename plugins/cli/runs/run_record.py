@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from core import __version__
+from core import __version__, durable
 from core.data.token_datamodule import TokenDataModule
 from core.errors import ConfigError
 from core.lightning_compat import set_root_dir
@@ -20,7 +20,6 @@ from plugins.checkpoints.checkpoint import RECORD
 from plugins.cli.configuration.validation_unit import UNIT
 from plugins.cli.runs import lost_ranks
 from plugins.cli.runs.run_folder import own
-from toolkit import durable
 
 HELD = ("log_hyperparams", "log_graph", "save", "finalize")
 """Calls of loggers that write files, and that Lightning makes before it restores the checkpoint or when that fails."""

@@ -16,6 +16,7 @@ import pyarrow
 import pytest
 from litdata import StreamingDataset, TokensLoader
 
+from core import durable
 from core.__main__ import main
 from core.contracts import Transform
 from core.errors import ConfigError
@@ -42,7 +43,6 @@ from tests.support.corpus import (
     write_lines,
 )
 from tests.support.full_disk import small_disk
-from toolkit import durable
 
 
 @pytest.fixture(autouse=True)

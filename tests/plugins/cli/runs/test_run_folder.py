@@ -6,11 +6,11 @@ import pytest
 
 from conformance.runs import run
 from conformance.workshop import workshop
+from core import durable
 from core.errors import ConfigError
 from plugins.cli.runs import restarts, run_folder
 from plugins.cli.runs.claims import CLAIM
 from plugins.cli.runs.run_folder import Claim, claimed, fresh, of_job, own, present
-from toolkit import durable
 
 
 def names(folder):

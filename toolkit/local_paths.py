@@ -1,0 +1,28 @@
+"""Options that name a folder to write to, which has to be on this machine."""
+
+from __future__ import annotations
+
+import re
+
+from core.errors import ConfigError
+
+__all__ = ["is_url", "require_local_path"]
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path names a file of another machine, such as s3://bucket/run, which is no folder `s3:`."""
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", str(path)) is not None
+
+
+def require_local_path(path: str, option: str) -> str:
+    """Returns the path of an option that something is written to.
+
+    Raises:
+        ConfigError: If it is a URL.
+    """
+    if is_url(path):
+        raise ConfigError(
+            f"{option} is {path}: runs write to folders of this machine, not to URLs yet.\n"
+            "Give a local folder, or one that is mounted here."
+        )
+    return path
