@@ -30,6 +30,9 @@ FAMILY = {
 }
 SPARSE = FAMILY | {"intermediate_size": 16, "n_experts": 4, "experts_per_token": 2}
 DOTS = SPARSE | {"expert_size": 8, "dense_layers": 1}
+LATENT = {key: value for key, value in DOTS.items() if key != "n_kv_head"} | {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6, "groups": 1, "groups_per_token": 1,
+}  # fmt: skip
 WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE | {"vocab_size": 1024}}}}
 WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS | {"vocab_size": 1024}}}}
 GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
@@ -106,6 +109,7 @@ def _cases():
             config=WITH_EXPERTS,
         ),
         Case("BiasBalancing", {"rate": 0.01}, config=WITH_BIASES),
+        Case("DeepSeekV3", LATENT),
         Case("Dots1", DOTS),
         Case("Mixtral", SPARSE),
         Case("OLMoE", SPARSE),

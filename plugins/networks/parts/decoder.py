@@ -18,6 +18,7 @@ from plugins.networks.parts import plans
 from plugins.networks.parts.attention import Attention, Cache, attention_mask
 from plugins.networks.parts.initialisation import Init, std_of
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
+from plugins.networks.parts.latent_attention import LatentAttention
 from plugins.networks.parts.norms import soft_cap
 from plugins.networks.parts.padded_cache import PaddedCache
 from plugins.networks.parts.positions import Rope
@@ -46,6 +47,7 @@ class Decoder(Network):
         n_head: H.
         n_kv_head: G.
         head_dim: D.
+        value_dim: Features of a head's value; None: D.
         max_sequence_length: Largest T.
         layers: For each block what it sees. Tables and masks are made once for those that are alike.
         init: See :func:`std_of`.
@@ -68,6 +70,7 @@ class Decoder(Network):
         n_head: int,
         n_kv_head: int,
         head_dim: int,
+        value_dim: int | None = None,
         max_sequence_length: int,
         layers: Sequence[Layer],
         init: Init = "llama",
@@ -78,7 +81,7 @@ class Decoder(Network):
         super().__init__()
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.n_layer, self.n_embd, self.head_dim = len(layers), n_embd, head_dim
-        self.n_head, self.n_kv_head = n_head, n_kv_head
+        self.n_head, self.n_kv_head, self.value_dim = n_head, n_kv_head, value_dim or head_dim
         self.weight_init, self.init_std = init, dict(init_std or {})
         self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
         # a window that no sequence leaves is none: attention stays one call without a mask
@@ -263,10 +266,10 @@ class Decoder(Network):
         """Returns 6 N + 12 H D T for each layer, forward and backward; PaLM, arXiv:2204.02311, appendix B.
 
         N: weights of the blocks' projections and of the head, tied or not. Causal attention is not halved; in a layer
-        with a window T is at most the window.
+        with a window T is at most the window. Where values have V features and not D, 2 D is D + V.
         """
         seen = sum(min(sequence_length, window or sequence_length) for window in self.windows)
-        return 6.0 * self._matmul_parameters + 12.0 * self.n_head * self.head_dim * seen
+        return 6.0 * self._matmul_parameters + 6.0 * self.n_head * (self.head_dim + self.value_dim) * seen
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Shards heads and MLP width; embeddings, norms and head stay replicated. The number of ranks must divide G."""
@@ -282,8 +285,8 @@ class Decoder(Network):
         return self.n_head, self.n_kv_head
 
     def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
-        """Replaces the attention function of every block; False with a window, a cap or a scale, which it could not keep."""
-        found = [module for module in self.modules() if isinstance(module, Attention)]
+        """Replaces the attention function of every block; False with a window, a cap, a scale or latents, which it could not keep."""
+        found = [module for module in self.modules() if isinstance(module, Attention | LatentAttention)]
         if any(window is not None for window in self.windows) or not all(one.is_plain for one in found):
             return False
         for module in found:
