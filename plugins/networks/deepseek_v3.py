@@ -53,7 +53,9 @@ def _to_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     return read_rope(rope, config, 10000.0)
 
 
-@technique(paper="DeepSeek-V3, arXiv:2412.19437, section 2.1; latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1")
+@technique(
+    paper="DeepSeek-V3, arXiv:2412.19437, section 2.1; latent attention: DeepSeek-V2, arXiv:2405.04434, section 2.1"
+)
 class DeepSeekV3(SparseDecoder):
     """DeepSeek-V3 and all of its shape; the defaults are its own: 671B parameters, of which a token passes 37B.
 

@@ -22,6 +22,7 @@ from plugins.networks.parts.latent_attention import LatentAttention
 from plugins.networks.parts.norms import soft_cap
 from plugins.networks.parts.padded_cache import PaddedCache
 from plugins.networks.parts.positions import Rope
+from toolkit.prefixes import PREFIX
 
 
 class Layer(NamedTuple):
@@ -162,11 +163,12 @@ class Decoder(Network):
     def forward(self, batch: Mapping[str, Tensor], cache: list[Cache] | None = None) -> Tensor:
         """Returns hidden states (B, T, C) after the last norm; with `final_soft_cap` logits (B, T, V).
 
-        By default `position_ids` continue after the cached tokens. Attention stays within equal `document_ids`.
+        By default `position_ids` continue after the cached tokens. Attention stays within equal `document_ids`, and is
+        in both directions within a `prefix`.
 
         Raises:
             ConfigError: If the sequence, with the cached tokens, is too long, or if a cache is used with
-                `document_ids`.
+                `document_ids` or a `prefix`.
         """
         return self.forward_blocks(batch, None, range(self.n_layer), cache)
 
@@ -178,8 +180,10 @@ class Decoder(Network):
         cache: list[Cache] | None = None,
     ) -> Tensor:
         """Runs some blocks on hidden states (B, T, C), or on the embeddings if `hidden` is None."""
-        input_ids, document_ids = batch["input_ids"], batch.get("document_ids")
+        input_ids, document_ids, prefix = batch["input_ids"], batch.get("document_ids"), batch.get(PREFIX)
         start, end = self._span(input_ids, document_ids, cache)
+        if cache and prefix is not None:
+            raise ConfigError(f"{type(self).__name__}: a prefix cannot be used with a cache.")
         positions = batch.get("position_ids")
         visible = cache.visible if isinstance(cache, PaddedCache) else None
         if positions is None and isinstance(cache, PaddedCache) and visible is not None:
@@ -189,7 +193,7 @@ class Decoder(Network):
         x = self._embedded(input_ids, positions) if hidden is None else hidden
         ropes = self._rotary(positions)
         masks = {
-            window: attention_mask(start, end, document_ids, x.device, window, visible)
+            window: attention_mask(start, end, document_ids, x.device, window, visible, prefix)
             for window in dict.fromkeys(self.windows)
         }
         for index in blocks:
@@ -284,9 +288,18 @@ class Decoder(Network):
         """H and G."""
         return self.n_head, self.n_kv_head
 
+    @property
+    def _attentions(self) -> list[Attention | LatentAttention]:
+        return [module for module in self.modules() if isinstance(module, Attention | LatentAttention)]
+
+    @property
+    def attends_to_prefixes(self) -> bool:
+        """Whether all blocks attend with the mask that they are given, to all tokens; see `toolkit.prefixes`."""
+        return len(self._attentions) >= self.n_layer and all(window is None for window in self.windows)
+
     def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
         """Replaces the attention function of every block; False with a window, a cap, a scale or latents, which it could not keep."""
-        found = [module for module in self.modules() if isinstance(module, Attention | LatentAttention)]
+        found = self._attentions
         if any(window is not None for window in self.windows) or not all(one.is_plain for one in found):
             return False
         for module in found:

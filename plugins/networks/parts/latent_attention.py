@@ -108,7 +108,13 @@ class LatentAttention(nn.Module):
         return tokens * (2 * self.kv_lora_rank - width) < self.kv_lora_rank * width
 
     def _expanded(
-        self, q: Tensor, q_rope: Tensor, latent: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
     ) -> Tensor:
         """Returns (B, H, T, V) from keys and values of each head."""
         kv = self.kv_b_proj(latent[:, 0]).unflatten(2, (-1, self.nope_dim + self.value_dim)).transpose(1, 2)
@@ -117,7 +123,13 @@ class LatentAttention(nn.Module):
         return F.scaled_dot_product_attention(_joined(q, q_rope), k, v, mask, **options)
 
     def _absorbed(
-        self, q: Tensor, q_rope: Tensor, latent: Tensor, key: Tensor, mask: Tensor | None, options: dict[str, Any]
+        self,
+        q: Tensor,
+        q_rope: Tensor,
+        latent: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        options: dict[str, Any],
     ) -> Tensor:
         """As :meth:`_expanded`; scores q (W c) are (q W) c for latents c, and outputs sum_j p_j (U c_j) are U sum_j p_j c_j."""
         [weight] = local_tensors((self.kv_b_proj.weight,))
