@@ -104,7 +104,7 @@ def test_lengths_are_uniform_and_depend_on_seed_and_document_alone():
 def test_a_window_and_wrong_shares_are_refused():
     with pytest.raises(ConfigError, match="Mistral cannot attend in both directions"):
         PrefixLM(CausalLM()).loss(Mistral(**SMALL, sliding_window=8), packed())
-    with pytest.raises(ConfigError, match="not 0.6 and 0.5"):
+    with pytest.raises(ConfigError, match=r"not 0\.6 and 0\.5"):
         PrefixLM(CausalLM(), 0.6, 0.5)
     network = Llama(**SMALL)
     with pytest.raises(ConfigError, match="a prefix cannot be used with a cache"):

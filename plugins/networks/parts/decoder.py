@@ -180,6 +180,21 @@ class Decoder(Network):
         cache: list[Cache] | None = None,
     ) -> Tensor:
         """Runs some blocks on hidden states (B, T, C), or on the embeddings if `hidden` is None."""
+        x = self._run({index: self.layers[index] for index in blocks}, batch, hidden, cache)
+        return self._output(x) if blocks.stop == self.n_layer else x
+
+    def run_further_block(self, block: nn.Module, batch: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """Runs a copy of the last block on hidden states (B, T, C); see `toolkit.further_blocks`."""
+        return self._run({self.n_layer - 1: block}, batch, hidden)
+
+    def _run(
+        self,
+        blocks: Mapping[int, nn.Module],
+        batch: Mapping[str, Tensor],
+        hidden: Tensor | None,
+        cache: list[Cache] | None = None,
+    ) -> Tensor:
+        """Runs blocks, given by the index whose positions, mask and cache they have."""
         input_ids, document_ids, prefix = batch["input_ids"], batch.get("document_ids"), batch.get(PREFIX)
         start, end = self._span(input_ids, document_ids, cache)
         if cache and prefix is not None:
@@ -196,10 +211,9 @@ class Decoder(Network):
             window: attention_mask(start, end, document_ids, x.device, window, visible, prefix)
             for window in dict.fromkeys(self.windows)
         }
-        for index in blocks:
-            mask = masks[self.windows[index]]
-            x = self.layers[index](x, ropes[index], mask, cache[index] if cache else None)
-        return self._output(x) if blocks.stop == self.n_layer else x
+        for index, block in blocks.items():
+            x = block(x, ropes[index], masks[self.windows[index]], cache[index] if cache else None)
+        return x
 
     def _span(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: list[Cache] | None

@@ -112,7 +112,7 @@ def test_each_document_of_a_row_can_be_put_back(tmp_path):
 
 
 def test_unknown_tokens_and_wrong_rates_are_refused():
-    with pytest.raises(ConfigError, match="rate from 0 to 1, not 1.5"):
+    with pytest.raises(ConfigError, match=r"rate from 0 to 1, not 1\.5"):
         FillInTheMiddle(Concatenate(), rate=1.5)
     with pytest.raises(ConfigError, match="three different tokens"):
         FillInTheMiddle(Concatenate(), prefix=1, suffix=1)
