@@ -102,13 +102,16 @@ class ScalesLosses(Protocol):
 
 @runtime_checkable
 class ChangesNetwork(Protocol):
-    """A precision or callback that changes the network in place once it is built; adapters are such callbacks."""
+    """A precision or callback that changes the network in place once it is built; adapters are such callbacks.
+
+    An objective with parameters makes them here, of the network's size, and leaves the network as it is.
+    """
 
     def change_network(self, network: Network) -> None:
         """Changes the network, before weights are loaded, sharded or given to an optimizer.
 
-        The precision comes first, then the callbacks in order; `check` and `generate` call it as well. Names of
-        parameters stay.
+        The objective comes first, then the precision, then the callbacks in order; `check` and `generate` call it as
+        well, except of an objective. Names of parameters stay.
 
         Args:
             network: May be on the meta device.

@@ -1,4 +1,4 @@
-"""Lets the precision and the callbacks of a run change a network that was just built."""
+"""Lets the objective, the precision and the callbacks of a run change a network that was just built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["apply_network_changes"]
 
 
 def apply_network_changes(network: Network, trainer: Trainer, weights: str | None = None) -> Network:
-    """Returns a network that was just built, changed in place by the precision and the callbacks that do so.
+    """Returns a network that was just built, changed in place by the objective, the precision and the callbacks that do so.
 
     Those that offer `core.contracts.ChangesNetwork`, which says when it happens.
 
@@ -22,7 +22,8 @@ def apply_network_changes(network: Network, trainer: Trainer, weights: str | Non
     """
     if weights:
         catalog.offering("initial_weights", "data").load()(weights).change_network(network)
-    for part in (trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]
+    objective = getattr(trainer.lightning_module, "objective", None)
+    for part in (objective, trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChangesNetwork):
             part.change_network(network)
     return network

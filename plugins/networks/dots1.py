@@ -12,10 +12,9 @@ from plugins.networks.parts.arguments import check_arguments, check_even
 from plugins.networks.parts.attention import Attention
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Layer
+from plugins.networks.parts.deepseek import ARGUMENTS, new_mlps
 from plugins.networks.parts.families import DEFAULTS, ENDS, PRE_NORMS, SIZES, SWIGLU, to_arguments, to_config
 from plugins.networks.parts.initialisation import Init
-from plugins.networks.parts.mlp import MLP
-from plugins.networks.parts.moe import Experts, Router, SparseMLP
 from plugins.networks.parts.norms import new_norm
 from plugins.networks.parts.positions import Rope
 from plugins.networks.parts.sparse_decoder import EXPERTS, SparseDecoder, check_experts
@@ -87,19 +86,7 @@ class Dots1(SparseDecoder):
         architecture="Dots1ForCausalLM",
         model_type="dots1",
         renames=ENDS + PRE_NORMS + EXPERTS,
-        arguments=SIZES
-        | {
-            "attention_bias": "bias",
-            "moe_intermediate_size": "expert_size",
-            "n_routed_experts": "n_experts",
-            "num_experts_per_tok": "experts_per_token",
-            "n_shared_experts": "n_shared_experts",
-            "first_k_dense_replace": "dense_layers",
-            "n_group": "groups",
-            "topk_group": "groups_per_token",
-            "norm_topk_prob": "normalise_weights",
-            "routed_scaling_factor": "routing_scale",
-        },
+        arguments=SIZES | ARGUMENTS,
         defaults=DEFAULTS
         | {
             "num_key_value_heads": 32,
@@ -163,15 +150,16 @@ class Dots1(SparseDecoder):
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
         qk_norm = partial(new_norm, "rmsnorm", eps=norm_eps)
 
-        new_router = partial(
-            Router,
+        new_mlp = new_mlps(
             n_embd,
-            n_experts,
-            experts_per_token,
-            scores="sigmoid",
+            intermediate_size=intermediate_size,
+            n_experts=n_experts,
+            experts_per_token=experts_per_token,
+            expert_size=expert_size,
+            n_shared_experts=n_shared_experts,
+            dense_layers=dense_layers,
             normalise=normalise_weights,
             scale=routing_scale,
-            biased=True,
             groups=groups,
             groups_per_token=groups_per_token,
             capacity_factor=capacity_factor,
@@ -188,12 +176,6 @@ class Dots1(SparseDecoder):
                 qk_norm="head",
                 new_norm=qk_norm,
             )
-            mlp: MLP | SparseMLP
-            if index < dense_layers:
-                mlp = MLP(n_embd, intermediate_size, "silu", False, gated=True)
-            else:
-                shared = MLP(n_embd, n_shared_experts * expert_size, "silu", False, gated=True)
-                mlp = SparseMLP(new_router(), Experts(n_experts, n_embd, expert_size, "silu"), shared)
-            return Block(attention, mlp, norm, "pre")
+            return Block(attention, new_mlp(index), norm, "pre")
 
         self.build(new_block, norm, tie_embeddings)

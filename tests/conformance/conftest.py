@@ -30,6 +30,10 @@ FAMILY = {
 }
 SPARSE = FAMILY | {"intermediate_size": 16, "n_experts": 4, "experts_per_token": 2}
 DOTS = SPARSE | {"expert_size": 8, "dense_layers": 1}
+LATENT = {key: value for key, value in DOTS.items() if key != "n_kv_head"} | {
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 6, "groups": 1, "groups_per_token": 1,
+}  # fmt: skip
+MIDDLE = {"packing": {"class_path": "Concatenate"}, "prefix": 1, "suffix": 2, "middle": 3, "end_of_text": 0}
 WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE | {"vocab_size": 1024}}}}
 WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS | {"vocab_size": 1024}}}}
 GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
@@ -106,6 +110,7 @@ def _cases():
             config=WITH_EXPERTS,
         ),
         Case("BiasBalancing", {"rate": 0.01}, config=WITH_BIASES),
+        Case("DeepSeekV3", LATENT),
         Case("Dots1", DOTS),
         Case("Mixtral", SPARSE),
         Case("OLMoE", SPARSE),
@@ -115,6 +120,7 @@ def _cases():
         Case("OLMo2", FAMILY),
         Case("Qwen2", FAMILY | {"sliding_window": 4, "max_window_layers": 1}),
         Case("Qwen3", FAMILY | {"head_dim": 8}),
+        Case("FillInTheMiddle", MIDDLE | {"rate": 1.0}),
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
@@ -126,6 +132,11 @@ def _cases():
         Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
+        Case(
+            "PrefixLM",
+            {"objective": {"class_path": "CausalLM"}, "max_fraction": 0.5},
+            exempt={"gradients_are_finite": "the one label that the proof leaves is of the prefix"},
+        ),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
         Case("RandomRestart", SHORT["RandomRestart"]),
         Case(

@@ -37,6 +37,14 @@ DOTS = {
         "init_std": {"*.router": 0.5},
     },
 }  # fmt: skip
+LATENT = {
+    "class_path": "DeepSeekV3",
+    "init_args": {key: value for key, value in DOTS["init_args"].items() if key != "n_kv_head"}
+    | {
+        "q_lora_rank": 8, "kv_lora_rank": 12, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 6, "groups": 2,
+        "groups_per_token": 1,
+    },
+}  # fmt: skip
 PER_ROW = {
     "class_path": "BalancedRouting",
     "init_args": {
@@ -75,6 +83,13 @@ LAYOUTS = [
 @pytest.mark.parametrize(("ranks", "sizes"), LAYOUTS, ids=str)
 def test_experts_on_several_ranks_train_as_in_one_process(ranks, sizes):
     assert_same(fit(mixture(sizes), ranks), one_process(mixture()))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("sequence", [1, 2])
+def test_latent_attention_is_spread_over_its_heads(sequence):
+    sizes = {"expert": 2, "tensor": 2, "sequence": sequence}
+    assert_same(fit(mixture(sizes, LATENT), 4), one_process(mixture(network=LATENT)))
 
 
 @pytest.mark.ci

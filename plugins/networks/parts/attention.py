@@ -27,6 +27,7 @@ def attention_mask(
     device: torch.device,
     window: int | None = None,
     visible: Tensor | None = None,
+    prefix: Tensor | None = None,
 ) -> Tensor | None:
     """Returns which of the keys [first, end) each query in [start, end) attends to, as booleans ([B, 1,] T, keys).
 
@@ -40,14 +41,21 @@ def attention_mask(
         window: How many tokens a query sees, itself included; None: all before it. With a window the first
             key is that of token max(0, start - window + 1), as in `SlidingKVCache`; without one it is token 0.
         visible: Which tokens are no padding in front of a row, (B, tokens); None: all. Padding sees itself.
+        prefix: Which tokens see each other in both directions, (B, T), without a cache; None: none do.
     """
     within = window is None or end <= window
     first = 0 if window is None else max(0, start - window + 1)
-    if document_ids is None and (end - start == 1 or (start == 0 and within and visible is None)):
+    if (
+        document_ids is None
+        and prefix is None
+        and (end - start == 1 or (start == 0 and within and visible is None))
+    ):
         return None if visible is None else visible[:, None, None, first:end]
     mask = torch.ones(end - start, end - first, dtype=torch.bool, device=device).tril(start - first)
     if window is not None and not within:
         mask = mask.triu(start - first - window + 1)
+    if prefix is not None:
+        mask = mask | prefix[:, None, :, None] & prefix[:, None, None, :]
     if document_ids is not None:
         mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
     if visible is not None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from plugins.networks.parts.attention import Attention, Cache
+from plugins.networks.parts.attention import Cache
 
 Placement = Literal["pre", "post", "sandwich", "after"]
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
     def __init__(
         self,
-        attention: Attention,
+        attention: nn.Module,
         mlp: nn.Module,
         new_norm: Callable[[], nn.Module],
         placement: Placement,

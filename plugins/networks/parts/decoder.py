@@ -18,9 +18,11 @@ from plugins.networks.parts import plans
 from plugins.networks.parts.attention import Attention, Cache, attention_mask
 from plugins.networks.parts.initialisation import Init, std_of
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
+from plugins.networks.parts.latent_attention import LatentAttention
 from plugins.networks.parts.norms import soft_cap
 from plugins.networks.parts.padded_cache import PaddedCache
 from plugins.networks.parts.positions import Rope
+from toolkit.prefixes import PREFIX
 
 
 class Layer(NamedTuple):
@@ -46,6 +48,7 @@ class Decoder(Network):
         n_head: H.
         n_kv_head: G.
         head_dim: D.
+        value_dim: Features of a head's value; None: D.
         max_sequence_length: Largest T.
         layers: For each block what it sees. Tables and masks are made once for those that are alike.
         init: See :func:`std_of`.
@@ -68,6 +71,7 @@ class Decoder(Network):
         n_head: int,
         n_kv_head: int,
         head_dim: int,
+        value_dim: int | None = None,
         max_sequence_length: int,
         layers: Sequence[Layer],
         init: Init = "llama",
@@ -78,7 +82,7 @@ class Decoder(Network):
         super().__init__()
         self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
         self.n_layer, self.n_embd, self.head_dim = len(layers), n_embd, head_dim
-        self.n_head, self.n_kv_head = n_head, n_kv_head
+        self.n_head, self.n_kv_head, self.value_dim = n_head, n_kv_head, value_dim or head_dim
         self.weight_init, self.init_std = init, dict(init_std or {})
         self.embedding_scale, self.final_soft_cap = embedding_scale, final_soft_cap
         # a window that no sequence leaves is none: attention stays one call without a mask
@@ -159,11 +163,12 @@ class Decoder(Network):
     def forward(self, batch: Mapping[str, Tensor], cache: list[Cache] | None = None) -> Tensor:
         """Returns hidden states (B, T, C) after the last norm; with `final_soft_cap` logits (B, T, V).
 
-        By default `position_ids` continue after the cached tokens. Attention stays within equal `document_ids`.
+        By default `position_ids` continue after the cached tokens. Attention stays within equal `document_ids`, and is
+        in both directions within a `prefix`.
 
         Raises:
             ConfigError: If the sequence, with the cached tokens, is too long, or if a cache is used with
-                `document_ids`.
+                `document_ids` or a `prefix`.
         """
         return self.forward_blocks(batch, None, range(self.n_layer), cache)
 
@@ -175,8 +180,25 @@ class Decoder(Network):
         cache: list[Cache] | None = None,
     ) -> Tensor:
         """Runs some blocks on hidden states (B, T, C), or on the embeddings if `hidden` is None."""
-        input_ids, document_ids = batch["input_ids"], batch.get("document_ids")
+        x = self._run({index: self.layers[index] for index in blocks}, batch, hidden, cache)
+        return self._output(x) if blocks.stop == self.n_layer else x
+
+    def run_further_block(self, block: nn.Module, batch: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """Runs a copy of the last block on hidden states (B, T, C); see `toolkit.further_blocks`."""
+        return self._run({self.n_layer - 1: block}, batch, hidden)
+
+    def _run(
+        self,
+        blocks: Mapping[int, nn.Module],
+        batch: Mapping[str, Tensor],
+        hidden: Tensor | None,
+        cache: list[Cache] | None = None,
+    ) -> Tensor:
+        """Runs blocks, given by the index whose positions, mask and cache they have."""
+        input_ids, document_ids, prefix = batch["input_ids"], batch.get("document_ids"), batch.get(PREFIX)
         start, end = self._span(input_ids, document_ids, cache)
+        if cache and prefix is not None:
+            raise ConfigError(f"{type(self).__name__}: a prefix cannot be used with a cache.")
         positions = batch.get("position_ids")
         visible = cache.visible if isinstance(cache, PaddedCache) else None
         if positions is None and isinstance(cache, PaddedCache) and visible is not None:
@@ -186,13 +208,12 @@ class Decoder(Network):
         x = self._embedded(input_ids, positions) if hidden is None else hidden
         ropes = self._rotary(positions)
         masks = {
-            window: attention_mask(start, end, document_ids, x.device, window, visible)
+            window: attention_mask(start, end, document_ids, x.device, window, visible, prefix)
             for window in dict.fromkeys(self.windows)
         }
-        for index in blocks:
-            mask = masks[self.windows[index]]
-            x = self.layers[index](x, ropes[index], mask, cache[index] if cache else None)
-        return self._output(x) if blocks.stop == self.n_layer else x
+        for index, block in blocks.items():
+            x = block(x, ropes[index], masks[self.windows[index]], cache[index] if cache else None)
+        return x
 
     def _span(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: list[Cache] | None
@@ -263,10 +284,10 @@ class Decoder(Network):
         """Returns 6 N + 12 H D T for each layer, forward and backward; PaLM, arXiv:2204.02311, appendix B.
 
         N: weights of the blocks' projections and of the head, tied or not. Causal attention is not halved; in a layer
-        with a window T is at most the window.
+        with a window T is at most the window. Where values have V features and not D, 2 D is D + V.
         """
         seen = sum(min(sequence_length, window or sequence_length) for window in self.windows)
-        return 6.0 * self._matmul_parameters + 12.0 * self.n_head * self.head_dim * seen
+        return 6.0 * self._matmul_parameters + 6.0 * self.n_head * (self.head_dim + self.value_dim) * seen
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Shards heads and MLP width; embeddings, norms and head stay replicated. The number of ranks must divide G."""
@@ -281,9 +302,18 @@ class Decoder(Network):
         """H and G."""
         return self.n_head, self.n_kv_head
 
+    @property
+    def _attentions(self) -> list[Attention | LatentAttention]:
+        return [module for module in self.modules() if isinstance(module, Attention | LatentAttention)]
+
+    @property
+    def attends_to_prefixes(self) -> bool:
+        """Whether all blocks attend with the mask that they are given, to all tokens; see `toolkit.prefixes`."""
+        return len(self._attentions) >= self.n_layer and all(window is None for window in self.windows)
+
     def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
-        """Replaces the attention function of every block; False with a window, a cap or a scale, which it could not keep."""
-        found = [module for module in self.modules() if isinstance(module, Attention)]
+        """Replaces the attention function of every block; False with a window, a cap, a scale or latents, which it could not keep."""
+        found = self._attentions
         if any(window is not None for window in self.windows) or not all(one.is_plain for one in found):
             return False
         for module in found:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """One layer's keys and values, (B, heads, max_length, D) each; the first `length` tokens are filled.
+    """One layer's keys and values, (B, heads, max_length, D), D of each its own; the first `length` tokens are filled.
 
     Allocated by the first `append`: only then the data type (autocast) and the number of heads on this rank (tensor
     parallelism) are known.
@@ -19,8 +19,8 @@ class KVCache:
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Stores new keys and values (B, heads, T, D); returns views of all tokens so far (B, heads, length, D)."""
         if self.length == 0:
-            shape = (self.batch_size, key.shape[1], self.max_length, key.shape[3])
-            self.keys, self.values = key.new_empty(shape), value.new_empty(shape)
+            shape = (self.batch_size, key.shape[1], self.max_length)
+            self.keys, self.values = (x.new_empty(*shape, x.shape[3]) for x in (key, value))
         start, self.length = self.length, self.length + key.shape[2]
         self.keys[:, :, start : self.length] = key
         self.values[:, :, start : self.length] = value

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.latent_attention import LatentAttention
 
 if TYPE_CHECKING:
     from plugins.networks.parts.decoder import Decoder
@@ -20,7 +21,7 @@ def tensor_parallel(network: Decoder) -> dict[str, Any]:
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
     styles: dict[str, Callable[[], ParallelStyle]] = dict.fromkeys(
-        ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel
+        ("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "up_proj"), ColwiseParallel
     )
     styles |= dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel)
     plan: dict[str, Any] = {
@@ -29,7 +30,27 @@ def tensor_parallel(network: Decoder) -> dict[str, Any]:
     for name, module in network.named_modules():
         if isinstance(module, Attention) and module.qk_norm is not None:
             plan |= {f"{name}.{norm}": _qk_norm(module.qk_norm) for norm in ("q_norm", "k_norm")}
+        elif isinstance(module, LatentAttention):
+            plan[f"{name}.shared_key"] = _summed()
     return plan
+
+
+def _summed() -> Any:
+    """Leaves a tensor that all ranks have as it is, and sums its gradients over them: each has those of its heads."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class Summed(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                shared = DTensor.from_local(output, device_mesh, [Replicate()], run_check=False)
+                return shared.to_local(grad_placements=[Partial()])
+
+            module.register_forward_hook(hook)
+            return module
+
+    return Summed()
 
 
 def _qk_norm(kind: str) -> Any:

@@ -105,14 +105,17 @@ def _llama3(rates: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn_scale(scaling: Mapping[str, Any]) -> float:
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
-
+    factor = scaling["factor"]
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return scale(scaling["mscale"]) / scale(scaling["mscale_all_dim"])
-    return scale(1)
+        return yarn_mscale(factor, scaling["mscale"]) / yarn_mscale(factor, scaling["mscale_all_dim"])
+    return yarn_mscale(factor)
+
+
+def yarn_mscale(factor: float, weight: float = 1.0) -> float:
+    """Returns what YaRN multiplies queries and keys with, arXiv:2309.00071, equation 15; `weight` is DeepSeek's."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def check_scaling(name: str, scaling: Mapping[str, Any] | None) -> None:

@@ -1,0 +1,163 @@
+"""Multi-token prediction: small modules behind the network predict the tokens after the next one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
+from core.errors import ConfigError
+from core.technique import technique
+from core.training.shards import full_tensor
+from toolkit.further_blocks import RunsFurtherBlocks
+
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
+
+
+class Ahead(nn.Module):
+    """One module of DeepSeek-V3's: arXiv:2412.19437, equations 21 to 23.
+
+    Args:
+        network: Its last block is copied, with the weights that it begins with.
+    """
+
+    def __init__(self, network: Network, width: int) -> None:
+        super().__init__()
+        self.block = copy.deepcopy(network.blocks[-1])
+        weight = next(self.block.parameters())
+        options: Any = {"device": weight.device, "dtype": weight.dtype}
+        self.hidden_norm, self.token_norm, self.norm = (nn.RMSNorm(width, 1e-6, **options) for _ in range(3))
+        self.projection = nn.Linear(2 * width, width, bias=False, **options)
+        if not weight.is_meta:
+            nn.init.normal_(self.projection.weight, std=0.02)
+
+    def forward(
+        self, network: RunsFurtherBlocks, batch: Mapping[str, Tensor], hidden: Tensor, tokens: Tensor
+    ) -> Tensor:
+        """Maps hidden states and embeddings of the tokens that they are to know now, both (B, T, C), to hidden states."""
+        joined = torch.cat((self.hidden_norm(hidden), self.token_norm(tokens)), dim=-1)
+        return network.run_further_block(self.block, batch, self.projection(joined))
+
+
+class _Given:
+    """The network as an objective sees it whose hidden states are known: calling it returns them."""
+
+    logits = Network.logits
+
+    def __init__(self, network: Network, hidden: Tensor) -> None:
+        self._network, self._hidden = network, hidden
+        self.logits = network.logits  # type: ignore[method-assign]  # a strategy may have replaced it
+
+    def __call__(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
+        return self._hidden
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+
+@technique(
+    paper="DeepSeek-V3, arXiv:2412.19437, section 2.2",
+    conflicts={
+        "RandomRestart": "it begins with other weights of the network, and would leave those of the predictions"
+    },
+)
+class MultiTokenPrediction(Objective):
+    """Also predicts the `depth` tokens after the next one, each with a module of its own, in training.
+
+    Module k maps the hidden states of module k - 1, of the network for the first, and the embedding of the k-th next token
+    to hidden states: RMSNorm of both, a projection to C, one more block, RMSNorm, and the network's embedding and head.
+    They are sequential as in DeepSeek-V3 and not parallel as in arXiv:2404.19737: each prediction sees the tokens before it, and
+    a module costs one block however large the vocabulary is. The loss is the objective's plus `weight` times the mean of
+    those of the modules, each over all label tokens.
+
+    The modules are parameters of the objective, saved with it. An export, and a run that starts from the weights, leaves them
+    out. In validation only the objective counts. Logged: `train/task_loss`, the objective alone, and `train/ahead_1`...
+
+    Args:
+        objective: What is minimised for each token.
+        depth: D, the number of modules.
+        weight: Of their mean loss; 0.3 and at last 0.1 in DeepSeek-V3.
+
+    Raises:
+        ConfigError: If a number is out of range, or the network has no embedding, block and head to share.
+
+    Example:
+        model:
+          objective:
+            class_path: MultiTokenPrediction
+            init_args:
+              objective: {class_path: CausalLM}
+              depth: 1
+              weight: 0.3
+    """
+
+    def __init__(self, objective: Objective, depth: int = 1, weight: float = 0.3) -> None:
+        super().__init__()
+        if depth < 1:
+            raise ConfigError(f"MultiTokenPrediction: depth={depth} must be at least 1.")
+        if not 0 < weight < float("inf"):
+            raise ConfigError(f"MultiTokenPrediction: weight={weight} must be above 0.")
+        self.objective, self.depth, self.weight = objective, depth, weight
+        self.ahead = nn.ModuleList()
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields an error where a strategy takes rows or network apart."""
+        for name in ("pipeline", "context"):
+            if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
+                yield f"MultiTokenPrediction needs whole rows, and embedding and head on one rank: set {name} to 1"
+
+    def change_network(self, network: Network) -> None:
+        """Makes the modules, of the size of a network that was just built; the network stays as it is."""
+        weight = network.output_weight
+        if not isinstance(network, RunsFurtherBlocks) or weight is None:
+            raise ConfigError(
+                f"MultiTokenPrediction: {type(network).__name__} returns logits, or runs no further blocks.\nTake a network such "
+                "as Llama, without final_soft_cap."
+            )
+        self.ahead = nn.ModuleList(Ahead(network, weight.shape[1]) for _ in range(self.depth))
+
+    def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
+        """Returns the objective's sums, in training with those of the further tokens added."""
+        if not self.training:
+            return self.objective.loss(network, batch)
+        if not self.ahead:  # used from Python, without a Trainer
+            self.change_network(network)
+        hidden = network(batch)
+        loss, figures = self._of(network, hidden, batch)
+        figures = {**figures, "task_loss": TokenSum(loss.total.detach(), loss.tokens, loss.weight)}
+        total = full_tensor(loss.total)
+        for k, module in enumerate(self.ahead, start=1):
+            tokens = network.forward_blocks(
+                {**batch, "input_ids": shifted(batch["input_ids"], k, 0)}, None, range(0)
+            )
+            hidden = module(network, batch, hidden, tokens)
+            further, _ = self._of(network, module.norm(hidden), {**batch, "labels": labels_ahead(batch, k)})
+            total = total + self.weight / self.depth * full_tensor(further.total)
+            figures[f"ahead_{k}"] = TokenSum(further.total.detach(), further.tokens, further.weight)
+        return TokenSum(total, loss.tokens, loss.weight), figures
+
+    def _of(
+        self, network: Network, hidden: Tensor, batch: Mapping[str, Tensor]
+    ) -> tuple[TokenSum, dict[str, TokenSum]]:
+        given: Any = _Given(network, hidden)
+        return self.objective.loss(given, batch)
+
+
+def shifted(x: Tensor, k: int, fill: int) -> Tensor:
+    """Returns for each position the value k later, (B, T); `fill` where there is none."""
+    return nn.functional.pad(x[:, k:], (0, k), value=fill)
+
+
+def labels_ahead(batch: Mapping[str, Tensor], k: int) -> Tensor:
+    """Returns the labels k later, (B, T), of the same document."""
+    labels = shifted(batch["labels"], k, IGNORED_LABEL)
+    documents = batch.get("document_ids")
+    if documents is None:
+        return labels
+    return labels.masked_fill(documents != shifted(documents, k, -2), IGNORED_LABEL)

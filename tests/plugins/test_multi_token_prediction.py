@@ -1,0 +1,127 @@
+"""Multi-token prediction: the loss in closed form, what each prediction sees, and its parameters on ranks and in checkpoints."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from core.errors import ConfigError
+from plugins.networks.deepseek_v3 import DeepSeekV3
+from plugins.networks.gemma3 import Gemma3
+from plugins.networks.llama import Llama
+from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives.multi_token_prediction import MultiTokenPrediction
+from tests.plugins.networks.test_experts import DEEPSEEK
+from tests.plugins.test_prefix_lm import LENGTHS, SMALL, packed
+from tests.support.reference_models import lively
+from tests.support.same_run import TOLERANCE, differences, fit, one_process
+
+
+def prepared(network_class=Llama, arguments=SMALL, depth=2, weight=0.3):
+    network = lively(network_class(**arguments)).double().train()
+    objective = MultiTokenPrediction(CausalLM(), depth, weight)
+    objective.change_network(network)
+    lively(objective.ahead, seed=1)
+    return network, objective.train()
+
+
+@pytest.mark.parametrize(("network_class", "arguments"), [(Llama, SMALL), (DeepSeekV3, DEEPSEEK)])
+def test_the_loss_is_the_mean_of_what_each_module_predicts_of_each_document(network_class, arguments):
+    network, objective = prepared(network_class, arguments)
+    batch = packed()
+    batch["labels"] = batch["labels"].masked_fill(
+        torch.tensor(LENGTHS).cumsum(0)[:, None].eq(torch.arange(1, 51)).any(0), -100
+    )
+    loss, figures = objective.loss(network, batch)
+    main, counts = 0.0, [0, 0]
+    further = [0.0, 0.0]
+    for row in range(2):  # one document at a time, tokens by number
+        for ids in batch["input_ids"][row].split(LENGTHS):
+            hidden = network({"input_ids": ids[None]})
+            if len(ids) > 1:
+                main += F.cross_entropy(network.logits(hidden)[0, :-1].double(), ids[1:], reduction="sum")
+            for k, module in enumerate(objective.ahead, start=1):
+                if len(ids) <= k:
+                    break
+                first = hidden[:, : len(ids) - k]  # token i knows token i + k now
+                embedded = network.embed_tokens(ids[k:])[None]
+                x = module.projection(torch.cat((module.hidden_norm(first), module.token_norm(embedded)), -1))
+                hidden = network.run_further_block(module.block, {"input_ids": ids[None, :-k]}, x)
+                predicted = network.logits(module.norm(hidden))[0, :-1].double()
+                further[k - 1] += (
+                    F.cross_entropy(predicted, ids[k + 1 :], reduction="sum") if len(predicted) else 0.0
+                )
+                counts[k - 1] += len(predicted)
+    assert [int(figures[f"ahead_{k}"].tokens) for k in (1, 2)] == counts
+    expected = main + 0.3 / 2 * sum(further)
+    assert loss.total.item() == pytest.approx(expected.item(), rel=1e-6)  # CausalLM's logits are float32
+    assert figures["task_loss"].total.item() == pytest.approx(main.item(), rel=1e-6)
+    assert objective.eval().loss(network, batch)[0].total.item() == pytest.approx(main.item(), rel=1e-6)
+
+
+def test_no_module_sees_what_it_predicts():
+    network, objective = prepared()
+    ids = packed()["input_ids"][:1]
+    for changed in (10, 30):
+        other = ids.clone()
+        other[0, changed:] = (ids[0, changed:] + 1) % 61
+        found = []
+        for tokens in (ids, other):
+            calls = []
+            handles = [
+                module.norm.register_forward_hook(
+                    lambda _, given, output, calls=calls: calls.append(output.detach())
+                )
+                for module in objective.ahead
+            ]
+            objective.loss(network, {"input_ids": tokens, "labels": tokens.roll(-1, 1)})
+            found.append(calls)
+            for handle in handles:
+                handle.remove()
+        for k, (one, two) in enumerate(zip(*found, strict=True), start=1):
+            same = (one == two).all(-1)[0]
+            assert same[: changed - k].all()  # position i has seen tokens up to i + k, and predicts i + k + 1
+            assert not same[changed - k :].any()
+
+
+def test_modules_begin_as_the_last_block_and_every_parameter_has_a_gradient():
+    network = Llama(**SMALL)
+    objective = MultiTokenPrediction(CausalLM(), depth=2)
+    objective.change_network(network)
+    width, block = 32, sum(p.numel() for p in network.blocks[-1].parameters())
+    assert sum(p.numel() for p in objective.parameters()) == 2 * (block + 2 * width * width + 3 * width)
+    assert all(
+        torch.equal(*pair)
+        for pair in zip(objective.ahead[1].block.parameters(), network.blocks[-1].parameters(), strict=True)
+    )
+    loss, _ = objective.loss(network, packed())
+    loss.total.backward()
+    assert all(p.grad is not None and p.grad.any() for p in objective.parameters())
+    with pytest.raises(ConfigError, match="Gemma3 returns logits"):
+        objective.change_network(
+            Gemma3(**SMALL, head_dim=8, sliding_window=4, global_every=2, final_soft_cap=30.0)
+        )
+    with pytest.raises(ConfigError, match="depth=0 must be at least 1"):
+        MultiTokenPrediction(CausalLM(), depth=0)
+
+
+OVERLAY = {
+    "model": {
+        "objective": {"class_path": "MultiTokenPrediction", "init_args": {"objective": {"class_path": "CausalLM"}, "depth": 2}},
+    }
+}  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "strategy",
+    [{"class_path": "FSDP"}, {"class_path": "HybridParallel", "init_args": {"tensor": 2}}],
+    ids=str,
+)
+def test_modules_train_on_ranks_as_in_one_process_and_are_in_the_checkpoint(strategy):
+    expected = one_process(OVERLAY)
+    weights = expected.checkpoint()["state_dict"]
+    names = [name for name in weights if name.startswith("objective.ahead.1.")]
+    assert "objective.ahead.1.projection.weight" in names
+    found = fit({**OVERLAY, "trainer": {"strategy": strategy}}, 2)
+    apart = differences(found, expected)
+    assert max(apart.values()) < TOLERANCE, apart
