@@ -1,7 +1,8 @@
-"""Opens weights of the Hugging Face ecosystem: a folder with safetensors files, or one such file. Nothing is unpickled."""
+"""Opens weights of others: a Hugging Face folder, a safetensors file, or a GGUF file. Nothing is unpickled."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from toolkit.bounded import parse_json, read_error, read_inside
 from toolkit.safetensors_files import LazyTensor, read_safetensors
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+GGUF = ".gguf"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -23,11 +25,13 @@ class ForeignWeights:
         path: The folder or file.
         config: What config.json holds; None: there is none.
         tensors: Name -> tensor.
+        files: Name -> text of the files that would lie beside, of a GGUF file, which has all in one; else None.
     """
 
     path: Path
     config: dict[str, Any] | None
     tensors: Mapping[str, LazyTensor]
+    files: Mapping[str, str] | None = None
 
     @property
     def folder(self) -> Path:
@@ -36,10 +40,10 @@ class ForeignWeights:
 
 
 def is_foreign(path: Path) -> bool:
-    """Returns whether a path is a folder or file of the Hugging Face ecosystem, as far as names tell."""
+    """Returns whether a path is a Hugging Face folder, a safetensors file or a GGUF file, as far as names tell."""
     if path.is_dir():
         return any((path / name).exists() for name in (CONFIG, INDEX, SINGLE, *PICKLES))
-    return path.suffix == ".safetensors"
+    return path.suffix in (".safetensors", GGUF)
 
 
 def open_foreign(path: Path) -> ForeignWeights:
@@ -48,6 +52,8 @@ def open_foreign(path: Path) -> ForeignWeights:
     Raises:
         ConfigError: If a file is missing, damaged or outside of the folder, or if there are only pickles.
     """
+    if path.suffix == GGUF and not path.is_dir():
+        return _of_gguf(path)
     if path.is_dir():
         folder, tensors = path, _of_folder(path)
     else:
@@ -69,6 +75,29 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / name} cannot be read: {read_error(error)}.") from error
     return found
+
+
+def _of_gguf(path: Path) -> ForeignWeights:
+    from plugins.checkpoints import gguf_metadata, gguf_tensors
+    from toolkit import gguf_files, gguf_tokenizers
+
+    file = gguf_files.read_gguf(path)
+    family, config = gguf_metadata.from_file(file)
+    tensors = gguf_tensors.from_tensors(family, config, file)
+    special = gguf_tokenizers.names_of_special(file)
+    ids = {f"{key}_token_id": number for key, (number, _) in special.items() if key != "unk"}
+    files = {"generation_config.json": json.dumps(ids, indent=2) + "\n"}
+    if (tokenizer := gguf_tokenizers.from_metadata(file)) is not None:
+        about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        about |= {
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": config.get("max_position_embeddings"),
+        }
+        about |= {f"{key}_token": token for key, (_, token) in special.items()}
+        files |= {"tokenizer.json": tokenizer, "tokenizer_config.json": json.dumps(about, indent=2) + "\n"}
+    if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
+        files["chat_template.jinja"] = template
+    return ForeignWeights(path, config, tensors, files)
 
 
 def _of_folder(folder: Path) -> dict[str, LazyTensor]:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.errors import ConfigError, nearest
@@ -83,9 +84,29 @@ def pieces_of(
             f"{found.path} has {ascii(left[0])[1:-1][:100]}, for which the network has no place.{nearest(left[0], set(names))}"
         )
     result: dict[str, LazyTensor] = {}
+    experts: dict[str, list[LazyTensor]] = {}
     for stored in plan:
-        result |= dict(_split(stored, there[str(names[stored.theirs])], shapes))
+        tensor = there[str(names[stored.theirs])]
+        if stored.index is not None:
+            experts.setdefault(stored.ours[0], []).append(tensor)
+        else:
+            result |= dict(_split(stored, tensor, shapes))
+    result |= {name: _stack(found.path, name, parts) for name, parts in experts.items()}
     return {name: result[name] for name in shapes}
+
+
+def _stack(path: Path, name: str, parts: list[LazyTensor]) -> LazyTensor:
+    """Returns the tensor of all experts, given those of each in their order."""
+    if odd := [part.shape for part in parts if part.shape != parts[0].shape]:
+        raise ConfigError(f"{path}: experts of {name} are {parts[0].shape} and {odd[0]}.")
+
+    def read() -> Tensor:
+        stack = torch.empty((len(parts), *parts[0].shape), dtype=parts[0].dtype)
+        for target, part in zip(stack, parts, strict=True):
+            target.copy_(part.read())
+        return stack
+
+    return LazyTensor((len(parts), *parts[0].shape), parts[0].dtype, read)
 
 
 def _name_there(name: str, there: Iterable[str]) -> str | None:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from toolkit.safetensors_files import LazyTensor
 
 TOLERANCE = 1e-5
 """Largest difference in float32, relative to the largest value; of logits absolute, where they are below 1."""
 
 
-def require_transformers() -> None:
-    """Raises a ConfigError if transformers is not installed."""
-    if find_spec("transformers") is None:
-        raise ConfigError(
-            "--check compares with transformers, which is not installed: pip install transformers"
-        )
+def require_transformers(gguf: bool = False) -> None:
+    """Raises a ConfigError if transformers, or what it reads GGUF with, is not installed."""
+    for name in ("transformers", "accelerate") if gguf else ("transformers",):
+        if find_spec(name) is None:
+            with_it = "which" if name == "transformers" else f"which reads GGUF with {name}, which"
+            raise ConfigError(
+                f"--check compares with transformers, {with_it} is not installed: pip install {name}"
+            )
 
 
 def report(path: Path, folder: Path) -> str:
-    """Returns how far the logits of a checkpoint are from those of transformers for a folder.
+    """Returns how far the logits of a checkpoint are from those of transformers for a folder, or for a GGUF file.
+
+    Of a GGUF file both have its weights, which may be quantised: names and order of rows are what is compared.
 
     Raises:
         ConfigError: If they drift apart; names the first block.
@@ -31,14 +38,26 @@ def report(path: Path, folder: Path) -> str:
     from transformers.utils import logging
 
     from plugins.checkpoints.checkpoint import stored_config
-    from plugins.checkpoints.matching import open_own
+    from plugins.checkpoints.foreign import open_foreign
+    from plugins.checkpoints.matching import form_of, open_own, pieces_of
     from plugins.checkpoints.stored_network import build_network
 
     logging.disable_progress_bar()
     network = build_network(stored_config(path)["model"]["network"])
-    network.load_state_dict({name: tensor.read() for name, tensor in open_own(path).items()})
+    gguf = {} if folder.is_dir() else {"gguf_file": folder.name}
+    tensors: Mapping[str, LazyTensor] = open_own(path)
+    if gguf:
+        found = open_foreign(folder)
+        form = form_of(network, found.config)
+        assert form is not None, "it was written by it"
+        tensors = pieces_of(found, form, {name: tensor.shape for name, tensor in tensors.items()})
+    network.load_state_dict({name: tensor.read() for name, tensor in tensors.items()})
     model, notes = AutoModelForCausalLM.from_pretrained(
-        folder, dtype="float32", output_loading_info=True, local_files_only=True
+        folder.parent if gguf else folder,
+        dtype="float32",
+        output_loading_info=True,
+        local_files_only=True,
+        **gguf,
     )
     odd = [*notes["missing_keys"], *notes["unexpected_keys"], *notes["mismatched_keys"]]
     if odd:

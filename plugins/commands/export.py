@@ -23,12 +23,16 @@ if TYPE_CHECKING:
     from toolkit.hugging_face import StoredTensor
     from toolkit.safetensors_files import LazyTensor
 
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
+"""Of the matrices in a GGUF file: those that the package `gguf` quantises."""
 
-@technique(paper="safetensors, config.json and tokenizer.json of transformers")
+
+@technique(paper="safetensors, config.json and tokenizer.json of transformers; GGUF of llama.cpp")
 def export(arguments: list[str]) -> int:
-    """Writes a checkpoint as a folder that transformers or torch reads, tensor by tensor.
+    """Writes a checkpoint for transformers, torch or llama.cpp, tensor by tensor.
 
     hf: config.json, safetensors, generation_config.json, tokenizer; for `AutoModelForCausalLM.from_pretrained(DIR)`.
+    gguf: one file for llama.cpp and what builds on it, with the tokenizer in it; `--type` is that of its matrices.
     torch: weights.pt, the network's `state_dict` for `torch.load(..., weights_only=True)`; network.yaml, tokenizer.json.
 
     Example:
@@ -39,8 +43,9 @@ def export(arguments: list[str]) -> int:
     parser.add_argument(
         "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
     )
-    parser.add_argument("--format", choices=("hf", "torch"), default="hf", help="who reads it")
-    parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write")
+    parser.add_argument("--format", choices=("hf", "gguf", "torch"), default="hf", help="who reads it")
+    parser.add_argument("--output", required=True, metavar="PATH", help="the folder, or .gguf file, to write")
+    parser.add_argument("--type", choices=TYPES, default="f16", help="of the matrices in a GGUF file")
     parser.add_argument("--shard_gb", type=float, default=5.0, help="most gigabytes of a safetensors file")
     parser.add_argument("--root", default="runs", help="where `last` looks for runs")
     parser.add_argument(
@@ -52,24 +57,32 @@ def export(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from plugins.checkpoints.finding import resolve
     from plugins.commands import drift
+    from toolkit.gguf_files import require_gguf
 
     output = Path(options.output)
     if output.exists():
         raise ConfigError(f"{output} exists already: give another name.")
     if not options.shard_gb > 0:
         raise ConfigError(f"--shard_gb is {options.shard_gb}; it must be above 0.")
-    if options.check and options.format != "hf":
-        raise ConfigError("--check compares with transformers: it takes --format hf.")
+    if options.check and options.format == "torch":
+        raise ConfigError("--check compares with transformers: it takes --format hf or gguf.")
+    if options.format == "gguf":
+        require_gguf("--format gguf")
+    if (output.suffix == ".gguf") != (options.format == "gguf"):
+        raise ConfigError(f"--output {output}: a name that ends in .gguf and --format gguf belong together.")
     if options.check:
-        drift.require_transformers()
+        drift.require_transformers(options.format == "gguf")
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)):
         if options.format == "hf":
             _to_hugging_face(path, output, int(options.shard_gb * 1e9))
+        elif options.format == "gguf":
+            _to_gguf(path, output, options.type)
         else:
             _to_torch(path, output)
-        size = sum(file.stat().st_size for file in output.iterdir())
-        print(f"{path} -> {output} ({len(list(output.iterdir()))} files, {size:,} bytes)")
+        files = list(output.iterdir()) if output.is_dir() else [output]
+        size = sum(file.stat().st_size for file in files)
+        print(f"{path} -> {output} ({len(files)} files, {size:,} bytes)")
         if options.check:
             print(drift.report(path, output))
     return 0
@@ -126,14 +139,14 @@ def _to_hugging_face(path: Path, output: Path, shard_bytes: int) -> None:
 
     opened = _Opened(path)
     form, config = hf_folder.exported_form(opened.network, opened.config.get("init_args") or {})
-    plan = {stored.theirs: stored for stored in form.tensors(opened.tensors)}
+    shapes = {name: tensor.shape for name, tensor in opened.tensors.items()}
     lazy: dict[str, LazyTensor] = {}
-    for name, stored in plan.items():
+    for stored in form.tensors(shapes):
         parts = [opened.tensors[own] for own in stored.ours]
         rows = sum(part.shape[0] for part in parts)
-        shape = (rows, *parts[0].shape[1:])
+        shape = parts[0].shape[1:] if stored.index is not None else (rows, *parts[0].shape[1:])
         shape = shape[::-1] if stored.transposed and len(shape) == 2 else shape
-        lazy[name] = LazyTensor(shape, parts[0].dtype, partial(_joined, stored, parts))
+        lazy[stored.theirs] = LazyTensor(shape, parts[0].dtype, partial(_joined, stored, parts))
     dtype = str(max(lazy.values(), key=lambda tensor: tensor.nbytes).dtype).removeprefix("torch.")
     files = hf_folder.files_beside(config, opened.tokenizer, opened.end, opened.kept, dtype)
     with _new_folder(output) as temporary:
@@ -142,8 +155,24 @@ def _to_hugging_face(path: Path, output: Path, shard_bytes: int) -> None:
             (temporary / name).write_text(text, encoding="utf-8")
 
 
+def _to_gguf(path: Path, output: Path, type_name: str) -> None:
+    from plugins.commands import gguf_export
+
+    opened = _Opened(path)
+    gguf_export.write(
+        output,
+        opened.network,
+        opened.config.get("init_args") or {},
+        opened.tensors,
+        opened.tokenizer,
+        opened.end,
+        opened.kept,
+        type_name,
+    )
+
+
 def _joined(stored: StoredTensor, parts: list[LazyTensor]) -> Tensor:
-    return stored.to_theirs([part.read() for part in parts])
+    return stored.to_theirs([part.read() for part in parts]).contiguous()
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, LazyTensor], shard_bytes: int) -> None:

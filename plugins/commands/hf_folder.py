@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,9 +98,11 @@ def exported_form(network: Network, arguments: Mapping[str, Any]) -> tuple[Huggi
     raise ConfigError("\n".join([*reasons, "`export --format torch` writes the weights under our names."]))
 
 
-def kept_files(folder: Path) -> dict[str, str]:
-    """Returns the texts of the files of `KEPT_FILES` that are in a folder."""
-    found = {}
+def kept_files(source: ForeignWeights) -> dict[str, str]:
+    """Returns the texts of the files of `KEPT_FILES` that came with weights."""
+    if source.files is not None:
+        return dict(source.files)
+    folder, found = source.folder, {}
     for name in KEPT_FILES:
         if (folder / name).exists():
             try:
@@ -111,11 +112,16 @@ def kept_files(folder: Path) -> dict[str, str]:
     return found
 
 
-def data_state(folder: Path, end_of_text: str | None) -> dict[str, Any] | None:
-    """Returns what the data module of a run would keep of a folder's tokenizer; None if it has none."""
-    if not any((folder / name).exists() for name in (TOKENIZER, "vocab.json", "tokenizer.model")):
+def data_state(source: ForeignWeights, end_of_text: str | None) -> dict[str, Any] | None:
+    """Returns what the data module of a run would keep of the tokenizer that came with weights; None: there is none."""
+    place, names = source.folder, (TOKENIZER, "vocab.json", "tokenizer.model")
+    if source.files is None and not any((place / name).exists() for name in names):
         return None
-    tokenizer = catalog.find("PretrainedTokenizer", "data").load()(str(folder), end_of_text)
+    if source.files is not None:
+        if TOKENIZER not in source.files:
+            return None
+        place = source.path
+    tokenizer = catalog.find("PretrainedTokenizer", "data").load()(str(place), end_of_text)
     state = {"tokenizer": tokenizer.to_json(), "end_of_text_id": tokenizer.end_of_text_id, "position": None}
     return state
 

@@ -1,4 +1,4 @@
-"""The command `import`: makes a checkpoint of a Hugging Face folder."""
+"""The command `import`: makes a checkpoint of a Hugging Face folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @technique(paper="safetensors and config.json of transformers; torch.distributed.checkpoint")
 def import_(arguments: list[str]) -> int:
-    """Makes a sharded checkpoint of a Hugging Face folder or safetensors file, tensor by tensor.
+    """Makes a sharded checkpoint of a Hugging Face folder, a safetensors or a GGUF file, tensor by tensor.
 
-    `generate`, `validate`, `export` and `--model.weights` take it; `consolidate` makes it a file.
+    Quantised tensors of GGUF become float32. `generate`, `validate`, `export` and `--model.weights` take it; `consolidate` makes it a file.
 
     Example:
         python -m core import SmolLM2-135M --output smollm2.ckpt
@@ -27,7 +27,9 @@ def import_(arguments: list[str]) -> int:
     trusted, arguments = take_option(arguments)
     parser = Parser(prog="python -m core import", description=import_.__doc__)
     parser.add_argument(
-        "source", metavar="DIR_OR_FILE", help="a folder with config.json, or a .safetensors beside one"
+        "source",
+        metavar="DIR_OR_FILE",
+        help="a folder with config.json, a .safetensors beside one, or a .gguf",
     )
     parser.add_argument(
         "--output", required=True, metavar="CHECKPOINT", help="the folder to write, such as base.ckpt"
@@ -47,11 +49,11 @@ def import_(arguments: list[str]) -> int:
 
     source, output = Path(options.source), Path(options.output)
     if not source.exists() or not is_foreign(source):
-        raise ConfigError(f"{source} is no folder with config.json, and no .safetensors file.")
+        raise ConfigError(f"{source} is no folder with config.json, and no .safetensors or .gguf file.")
     if output.exists():
         raise ConfigError(f"{output} exists already: give another name.")
     if options.check:
-        drift.require_transformers()
+        drift.require_transformers(source.suffix == ".gguf")
     with trusting(Trust(trusted)):
         found = open_foreign(source)
         state, tensors = _converted(found, options.end_of_text)
@@ -60,9 +62,11 @@ def import_(arguments: list[str]) -> int:
             f"{source} -> {output}: {len(tensors)} tensors, {sum(t.nbytes for t in tensors.values()):,} bytes"
         )
         if not state.get("PretrainDataModule"):
-            print(f"{found.folder} holds no tokenizer: `generate` needs one.")
+            print(
+                f"{found.path if found.files is not None else found.folder} holds no tokenizer: `generate` needs one."
+            )
         if options.check:
-            print(drift.report(output, found.folder))
+            print(drift.report(output, found.folder if found.files is None else found.path))
     return 0
 
 
@@ -90,8 +94,10 @@ def _converted(
     tensors = pieces_of(found, form, own)
     for name, tensor in tensors.items():
         if tensor.shape != own[name]:
-            raise ConfigError(f"{found.path}: {name} is {tensor.shape}; config.json makes it {own[name]}.")
-    data = hf_folder.data_state(found.folder, end_of_text)
+            raise ConfigError(
+                f"{found.path}: {name} is {tensor.shape}; its configuration makes it {own[name]}."
+            )
+    data = hf_folder.data_state(found, end_of_text)
     text = yaml.safe_dump({"model": {"network": config}, "trainer": {}}, sort_keys=False)
     state = {
         "pytorch-lightning_version": lightning.__version__,
@@ -101,7 +107,7 @@ def _converted(
         "optimizer_states": [],
         "lr_schedulers": [],
         RECORD: {"config": text, "version": __version__, "ranks": 1, UNIT: "steps"},
-        hf_folder.KEPT: hf_folder.kept_files(found.folder),
+        hf_folder.KEPT: hf_folder.kept_files(found),
     }
     return state | ({"PretrainDataModule": data} if data else {}), tensors
 

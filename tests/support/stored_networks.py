@@ -41,9 +41,10 @@ FAMILIES = {
 
 
 def tokenizer_json():
-    """Returns a tokenizer of 53 letters and one that ends a text."""
-    words = ["<|end|>", *string.ascii_letters, "Ġ"]
-    tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, []))
+    """Returns a tokenizer of 53 letters, one that ends a text, and a merge."""
+    words = ["<|end|>", *string.ascii_letters, "Ġ", "th"]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("t", "h")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|end|>"])
@@ -55,12 +56,12 @@ def lively_network(network_class, arguments):
     return lively(network_class(**arguments))
 
 
-def content_of(network, arguments, data=True):
+def content_of(network, arguments, data=True, tokenizer=None):
     """Returns what a run stores of a network."""
     kind = type(network)
     model = {"network": {"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": arguments}}
     config = yaml.safe_dump({"model": model, "trainer": {}})
-    state = {"tokenizer": tokenizer_json(), "end_of_text_id": 0, "position": None}
+    state = {"tokenizer": tokenizer or tokenizer_json(), "end_of_text_id": 0, "position": None}
     return {
         "pytorch-lightning_version": "2.6.0",
         "state_dict": {f"network.{name}": value for name, value in network.state_dict().items()},
@@ -70,10 +71,10 @@ def content_of(network, arguments, data=True):
     } | ({"PretrainDataModule": state} if data else {})
 
 
-def store(network, arguments, path, sharded=False, data=True):
+def store(network, arguments, path, sharded=False, data=True, tokenizer=None):
     """Writes a checkpoint of a network, a file or a folder; returns its path."""
     plugin = ShardedCheckpoint(asynchronous=False) if sharded else AtomicCheckpoint()
-    plugin.save_checkpoint(content_of(network, arguments, data), path)
+    plugin.save_checkpoint(content_of(network, arguments, data, tokenizer), path)
     plugin.teardown()
     return path
 

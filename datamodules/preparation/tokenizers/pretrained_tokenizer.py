@@ -1,4 +1,4 @@
-"""Loads a tokenizer from a file: tokenizer.json, GPT-2's vocabulary and merges, or a SentencePiece model."""
+"""Loads a tokenizer from a file: tokenizer.json, GPT-2's vocabulary and merges, a SentencePiece model, or GGUF."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from datamodules.preparation.tokenizers import sentencepiece_model
 from datamodules.preparation.tokenizers.library_tokenizer import END_OF_TEXT, LibraryTokenizer
 from datamodules.preparation.tokenizers.unigram_encoder import UnigramEncoder
 from toolkit.bounded import MOST_BYTES, parse_json
+from toolkit.gguf_files import read_gguf
+from toolkit.gguf_tokenizers import from_metadata, names_of_special
+
+GGUF = ".gguf"
 
 MERGES = {"vocab.json": "merges.txt", "encoder.json": "vocab.bpe"}
 """File name of the vocabulary -> that of its merges, as in transformers and as in OpenAI's release."""
@@ -36,10 +40,10 @@ class PretrainedTokenizer(LibraryTokenizer):
 
     Args:
         path: A tokenizer.json; a vocab.json with merges.txt (or encoder.json with vocab.bpe) in the same folder;
-            a SentencePiece model (BPE or Unigram, with the ids of sentencepiece 0.2.3); or a folder that holds one
-            of these.
+            a SentencePiece model (BPE or Unigram, with the ids of sentencepiece 0.2.3); a folder that holds one
+            of these; or a GGUF file with byte-level BPE.
         end_of_text: The token that ends a document. None: the `eos_token` of a tokenizer_config.json in the same
-            folder, else that of the SentencePiece model, else the first that exists of `<|endoftext|>`,
+            folder or of the GGUF file, else that of the SentencePiece model, else the first that exists of `<|endoftext|>`,
             `<|end_of_text|>`, `</s>`, `<eos>` and a few more.
 
     Raises:
@@ -53,7 +57,7 @@ class PretrainedTokenizer(LibraryTokenizer):
 
     def __init__(self, path: str, end_of_text: str | None = None) -> None:
         files = _find(Path(path).expanduser())
-        contents = [_bytes(file) for file in files]
+        contents = [_of_gguf(file) if file.suffix == GGUF else _bytes(file) for file in files]
         try:
             self._tokenizer, end, self._encoder = _read(files, contents)
         except Exception as error:  # the library raises nothing narrower
@@ -139,6 +143,12 @@ def _find(path: Path) -> list[Path]:
     return [path.with_name(name) for name in pair]
 
 
+def _of_gguf(file: Path) -> bytes:
+    if (found := from_metadata(read_gguf(file))) is None:
+        raise ConfigError(f"PretrainedTokenizer: {file} holds no tokenizer.")
+    return found.encode()
+
+
 def _bytes(file: Path) -> bytes:
     try:
         with open(file, "rb") as stream:
@@ -158,7 +168,7 @@ def _read(
     """Returns the tokenizer, the end-of-text token if its file names one, and the encoder to use in its place."""
     if len(contents) == 2:
         return _gpt2(json.loads(contents[0]), contents[1].decode()), None, None
-    if files[0].suffix != ".json":
+    if files[0].suffix not in (".json", GGUF):
         model = sentencepiece_model.read_sentencepiece_model(contents[0])
         encoder = UnigramEncoder(model) if model.kind == sentencepiece_model.UNIGRAM else None
         return sentencepiece_model.convert(model), model.end_of_text, encoder
@@ -194,7 +204,9 @@ def _forbid_special(described: dict[str, Any]) -> None:
 
 
 def _configured(file: Path) -> str | None:
-    """Returns the `eos_token` of a tokenizer_config.json in the same folder as a file."""
+    """Returns the `eos_token` of a GGUF file, or of a tokenizer_config.json in the same folder as a file."""
+    if file.suffix == GGUF:
+        return names_of_special(read_gguf(file)).get("eos", (None, None))[1]
     config = file.with_name("tokenizer_config.json")
     try:
         token = parse_json(_bytes(config), unique=False).get("eos_token") if config.is_file() else None

@@ -59,11 +59,11 @@ class Rope:
 
     def table(self, length: int) -> Tensor:
         """Returns (length, D) in float32, of the same operations in the same order as transformers."""
-        rates, scale = self._rates()
+        rates, scale = self.rates()
         angles = torch.arange(length, dtype=torch.float32, device="cpu")[:, None] * rates
         return torch.cat((angles.sin() * scale, angles.cos() * scale), dim=-1)
 
-    def _rates(self) -> tuple[Tensor, float]:
+    def rates(self) -> tuple[Tensor, float]:
         """Returns radians a token, (D / 2,), and the factor of sines and cosines."""
         wavelengths = self.theta ** (
             torch.arange(0, self.dim, 2, dtype=torch.float32, device="cpu") / self.dim

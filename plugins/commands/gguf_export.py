@@ -1,0 +1,128 @@
+"""Writes a network and its tokenizer as a GGUF file, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from core.errors import ConfigError
+from plugins.checkpoints.gguf_families import family_of
+from plugins.checkpoints.gguf_metadata import to_metadata
+from plugins.checkpoints.gguf_tensors import to_tensors
+from plugins.commands import hf_folder
+from toolkit import durable, gguf_tokenizers
+
+if TYPE_CHECKING:
+    from core.contracts import Network
+    from toolkit.safetensors_files import LazyTensor
+
+_WHOLE = (".ffn_gate_inp.weight", "position_embd.weight")
+"""Ends of names of matrices that stay float32, as llama.cpp's converter leaves them."""
+
+
+def write(
+    output: Path,
+    network: Network,
+    arguments: Mapping[str, Any],
+    tensors: Mapping[str, LazyTensor],
+    tokenizer: str | None,
+    end: int | None,
+    kept: Mapping[str, str],
+    type_name: str,
+) -> None:
+    """Writes a file.
+
+    Args:
+        output: The file.
+        network: The network, on the meta device.
+        arguments: Of its constructor.
+        tensors: Name -> tensor of the network.
+        tokenizer: JSON of the tokenizer; None: it has none.
+        end: The id that ends a text.
+        kept: What an import kept, with a chat template perhaps.
+        type_name: Of matrices; norms, biases and routers stay float32.
+
+    Raises:
+        ConfigError: If GGUF has no form for the network or the tokenizer, or the file cannot be written.
+    """
+    form, config = hf_folder.exported_form(network, arguments)
+    family = family_of(form.architecture)
+    metadata = to_metadata(family, form, config)
+    if tokenizer is not None:
+        ids = _special_ids(kept) | ({} if end is None else {"eos": end})
+        metadata |= gguf_tokenizers.to_metadata(tokenizer, config["vocab_size"], ids)
+    if template := _chat_template(kept):
+        metadata["tokenizer.chat_template"] = template
+    plan = to_tensors(family, form, config, tensors)
+    try:
+        with durable.replacing(output) as temporary:
+            _write(temporary, family.name, metadata, plan, type_name)
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {durable.write_error(error)}.") from error
+
+
+def _special_ids(kept: Mapping[str, str]) -> dict[str, int]:
+    """Returns the ids of special tokens that an import kept."""
+    found = json.loads(kept.get(hf_folder.GENERATION, "{}"))
+    ids = {key: found.get(f"{key}_token_id") for key in ("bos", "pad")}
+    return {key: number for key, number in ids.items() if isinstance(number, int)}
+
+
+def _chat_template(kept: Mapping[str, str]) -> str | None:
+    if "chat_template.jinja" in kept:
+        return kept["chat_template.jinja"]
+    found = json.loads(kept.get(hf_folder.TOKENIZER_CONFIG, "{}")).get("chat_template")
+    return found if isinstance(found, str) else None
+
+
+def _write(
+    path: Path, name: str, metadata: Mapping[str, Any], plan: Mapping[str, LazyTensor], type_name: str
+) -> None:
+    from gguf import (
+        GGML_QUANT_SIZES,
+        GGML_QUANT_VERSION,
+        GGMLQuantizationType,
+        GGUFValueType,
+        GGUFWriter,
+        LlamaFileType,
+        quantize,
+    )
+
+    writer = GGUFWriter(path, name)
+    writer.add_type("model")
+    writer.add_quantization_version(GGML_QUANT_VERSION)
+    label = type_name.upper()
+    writer.add_file_type(LlamaFileType[f"{'ALL' if label == 'F32' else 'MOSTLY'}_{label}"])
+    for key, value in metadata.items():
+        if isinstance(value, list):
+            writer.add_array(key, value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            writer.add_uint32(key, value)
+        else:
+            kinds = {bool: GGUFValueType.BOOL, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
+            writer.add_key_value(key, value, kinds[type(value)])
+    kinds_of = {tensor: GGMLQuantizationType[_type(tensor, plan[tensor].shape, label)] for tensor in plan}
+    for tensor, kind in kinds_of.items():
+        block, width = GGML_QUANT_SIZES[kind]
+        size = math.prod(plan[tensor].shape) // block * width
+        writer.add_tensor_info(tensor, plan[tensor].shape, np.dtype(np.float32), size, raw_dtype=kind)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for tensor, kind in kinds_of.items():
+            writer.write_tensor_data(quantize(plan[tensor].read().float().contiguous().numpy(), kind))
+    finally:
+        writer.close()
+
+
+def _type(name: str, shape: tuple[int, ...], label: str) -> str:
+    """Returns the type of a tensor: rows that no block of 32 divides are float16 where others are quantised."""
+    if len(shape) == 1 or name.endswith(_WHOLE):
+        return "F32"
+    return "F16" if label.startswith("Q") and shape[-1] % 32 else label
