@@ -185,14 +185,26 @@ class Decoder(Network):
             positions = torch.arange(start, end, device=input_ids.device)
         x = self._embedded(input_ids, positions) if hidden is None else hidden
         ropes = self._rotary(positions)
+        masks = self._masks(start, end, document_ids, positions, visible, bool(cache))
+        for index in blocks:
+            x = self.layers[index](x, ropes[index], masks[index], cache[index] if cache else None)
+        return self._output(x) if blocks.stop == self.n_layer else x
+
+    def _masks(
+        self,
+        start: int,
+        end: int,
+        document_ids: Tensor | None,
+        positions: Tensor,
+        visible: Tensor | None,
+        cached: bool,
+    ) -> list[Any]:
+        """Returns for each block what it is given as a mask; the arguments are those of :func:`attention_mask`."""
         masks = {
-            window: attention_mask(start, end, document_ids, x.device, window, visible)
+            window: attention_mask(start, end, document_ids, positions.device, window, visible)
             for window in dict.fromkeys(self.windows)
         }
-        for index in blocks:
-            mask = masks[self.windows[index]]
-            x = self.layers[index](x, ropes[index], mask, cache[index] if cache else None)
-        return self._output(x) if blocks.stop == self.n_layer else x
+        return [masks[window] for window in self.windows]
 
     def _span(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: list[Cache] | None
