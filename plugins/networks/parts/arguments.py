@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from core.errors import ConfigError, nearest
 from plugins.networks.parts.positions import check_scaling
 
-FROM_ZERO = {"max_window_layers", "dense_layers"}
+FROM_ZERO = {"max_window_layers", "dense_layers", "sinks"}
 """Integers that may be 0."""
 
 

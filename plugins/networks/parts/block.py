@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
-
-from plugins.networks.parts.attention import Cache
 
 Placement = Literal["pre", "post", "sandwich", "after"]
 
@@ -16,7 +14,7 @@ class Block(nn.Module):
     """Attention, then an MLP, each added to what it was given.
 
     Args:
-        attention: Called with the arguments of :meth:`forward`.
+        attention: Or another mixer of tokens; called with the arguments of :meth:`forward`.
         mlp: Maps (B, T, C) to (B, T, C).
         new_norm: Returns a norm of C features.
         placement: Of the norms, for f attention or MLP. "pre": x + f(norm(x)), as GPT-2 and Llama;
@@ -41,7 +39,7 @@ class Block(nn.Module):
         self.attention, self.mlp, self.placement = attention, mlp, placement
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Any, cache: Any) -> Tensor:
         """Maps x (B, T, C) to (B, T, C); the other arguments go to the attention."""
         if self.placement == "pre":
             x = x + self.dropout(self.attention(self.attention_norm(x), rope, mask, cache))
@@ -54,3 +52,20 @@ class Block(nn.Module):
         x = x + self.dropout(self.attention_out_norm(y))
         y = self.mlp(self.mlp_norm(x) if sandwich else x)
         return x + self.dropout(self.mlp_out_norm(y))
+
+
+class MixerBlock(nn.Module):
+    """A mixer alone, added to what it was given: x + mixer(norm(x)), as Mamba.
+
+    Args:
+        mixer: Called with the arguments of :meth:`forward`.
+        norm: Of the width.
+    """
+
+    def __init__(self, mixer: nn.Module, norm: nn.Module):
+        super().__init__()
+        self.norm, self.mixer = norm, mixer
+
+    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor:
+        """Maps x (B, T, C) to (B, T, C); the other arguments go to the mixer."""
+        return x + self.mixer(self.norm(x), rope, mask, cache)

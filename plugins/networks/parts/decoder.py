@@ -207,13 +207,27 @@ class Decoder(Network):
             positions = torch.arange(start, end, device=input_ids.device)
         x = self._embedded(input_ids, positions) if hidden is None else hidden
         ropes = self._rotary(positions)
+        masks = self._masks(start, end, document_ids, positions, visible, prefix, bool(cache))
+        for index, block in blocks.items():
+            x = block(x, ropes[index], masks[index], cache[index] if cache else None)
+        return x
+
+    def _masks(
+        self,
+        start: int,
+        end: int,
+        document_ids: Tensor | None,
+        positions: Tensor,
+        visible: Tensor | None,
+        prefix: Tensor | None,
+        cached: bool,
+    ) -> list[Any]:
+        """Returns for each block what it is given as a mask; the arguments are those of :func:`attention_mask`."""
         masks = {
-            window: attention_mask(start, end, document_ids, x.device, window, visible, prefix)
+            window: attention_mask(start, end, document_ids, positions.device, window, visible, prefix)
             for window in dict.fromkeys(self.windows)
         }
-        for index, block in blocks.items():
-            x = block(x, ropes[index], masks[self.windows[index]], cache[index] if cache else None)
-        return x
+        return [masks[window] for window in self.windows]
 
     def _span(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: list[Cache] | None

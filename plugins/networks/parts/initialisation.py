@@ -9,7 +9,7 @@ from typing import Literal
 
 Init = Literal["gpt2", "llama", "small"]
 
-RESIDUAL = (".o_proj", ".down_proj")
+RESIDUAL = (".o_proj", ".out_proj", ".down_proj")
 """Ends of the names of projections that add to the residual stream: two a block."""
 
 
