@@ -136,7 +136,7 @@ def files_beside(
         kept: What an import kept; these are written as they were.
         dtype: Of most weights, such as "float32".
     """
-    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": config.get("pad_token_id")}
     if before := json.loads(kept.get(GENERATION, "{}")):
         special |= {key: before[key] for key in special if key in before}
     files = {CONFIG: _text({**config, **special, "dtype": dtype})}
