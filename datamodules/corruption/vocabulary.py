@@ -75,9 +75,12 @@ def read_vocabulary(tokenizer_json: str, end_of_text_id: int) -> Vocabulary:
 
 
 def _ends(token: str, is_bytes: bool) -> tuple[bool, bool]:
-    """Returns whether a token begins, and ends, with a letter or digit."""
+    """Returns whether a token goes on with the word before it, and whether the next may go on with this one.
+
+    A space at the end of a token is in front of the next one's word.
+    """
     first, last = (SPACES.get(token[at : at + 1 or None], token[at : at + 1 or None]) for at in (0, -1))
-    return _in_word(first, is_bytes), _in_word(last, is_bytes)
+    return _in_word(first, is_bytes), last == " " or _in_word(last, is_bytes)
 
 
 def _in_word(character: str, is_bytes: bool) -> bool:
