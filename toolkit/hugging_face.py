@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
@@ -98,6 +98,8 @@ class HuggingFaceForm:
             where a value has no form in transformers.
         to_arguments: Returns further arguments, given config.json with its defaults.
         otherwise: The form of networks that have none here.
+        copies: Their names for tensors that others of theirs hold as well: tied ones.
+        left_out: Beginnings of names of theirs that a network of ours has no place for, and can do without.
     """
 
     architecture: str
@@ -109,6 +111,15 @@ class HuggingFaceForm:
     to_config: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda arguments: {}
     to_arguments: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda config: {}
     otherwise: HuggingFaceForm | None = None
+    copies: tuple[str, ...] = ("lm_head.weight",)
+    left_out: tuple[str, ...] = ()
+
+    def forms(self) -> Iterator[HuggingFaceForm]:
+        """Yields this form, and those that networks have which have none here."""
+        form: HuggingFaceForm | None = self
+        while form is not None:
+            yield form
+            form = form.otherwise
 
     def tensors(self, names: Iterable[str]) -> list[StoredTensor]:
         """Returns their tensors for our names, in the order of ours: the plan of an import and of an export.

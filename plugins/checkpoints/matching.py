@@ -50,11 +50,7 @@ def form_of(network: Any, config: Mapping[str, Any] | None) -> HuggingFaceForm |
     """Returns the form of a network that a config.json is of; without one its first. None: it has none."""
     if not isinstance(network, HasHuggingFaceForm):
         return None
-    forms: list[HuggingFaceForm] = []
-    form: HuggingFaceForm | None = network.hugging_face
-    while form is not None:
-        forms.append(form)
-        form = form.otherwise
+    forms = list(network.hugging_face.forms())
     wanted = (config or {}).get("architectures") or [forms[0].architecture]
     return next((form for form in forms if form.architecture in wanted), None)
 
@@ -77,9 +73,7 @@ def pieces_of(
     if missing := [name for name, other in names.items() if other is None]:
         raise ConfigError(f"{found.path} has no {missing[0]}.{nearest(missing[0], set(there))}")
     left = [name for name in there if name not in names.values() and not name.endswith(IGNORED)]
-    if left := [
-        name for name in left if name != "lm_head.weight"
-    ]:  # beside tied embeddings it is a copy of them
+    if left := [name for name in left if name not in form.copies and not name.startswith(form.left_out)]:
         raise ConfigError(
             f"{found.path} has {ascii(left[0])[1:-1][:100]}, for which the network has no place.{nearest(left[0], set(names))}"
         )

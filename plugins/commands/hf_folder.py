@@ -41,9 +41,9 @@ def network_config(found: ForeignWeights) -> dict[str, Any]:
             f"{found.folder / CONFIG}: there is no network for {ascii(architecture)[:80]}."
             f"{nearest(str(architecture), set(known))}\nThere are networks for {', '.join(known)}."
         )
-    entry = known[architecture]
+    entry, form = known[architecture]
     try:
-        init_args = entry.load().hugging_face.init_args(found.config)
+        init_args = form.init_args(found.config)
         if init_args["n_layer"] > len(found.tensors):
             raise ValueError(f"{init_args['n_layer']:,} layers for {len(found.tensors)} tensors")
         with torch.device("meta"):
@@ -58,11 +58,13 @@ def network_config(found: ForeignWeights) -> dict[str, Any]:
     return {"class_path": entry.class_path, "init_args": init_args}
 
 
-def architectures() -> dict[str, catalog.Entry]:
-    """Returns the network for each class of transformers that one has the form of."""
+def architectures() -> dict[str, tuple[catalog.Entry, HuggingFaceForm]]:
+    """Returns the network for each class of transformers, and its form: the first of a network goes before others'."""
     entries = [entry for entry in catalog.entries() if entry.kind == "networks"]
-    forms = [(entry, getattr(_loaded(entry), "hugging_face", None)) for entry in entries]
-    return {form.architecture: entry for entry, form in forms if isinstance(form, HuggingFaceForm)}
+    found = [(entry, getattr(_loaded(entry), "hugging_face", None)) for entry in entries]
+    chains = [(entry, list(form.forms())) for entry, form in found if isinstance(form, HuggingFaceForm)]
+    later = {form.architecture: (entry, form) for entry, forms in chains for form in forms[1:]}
+    return later | {forms[0].architecture: (entry, forms[0]) for entry, forms in chains}
 
 
 def _loaded(entry: catalog.Entry) -> Any:
@@ -87,14 +89,12 @@ def exported_form(network: Network, arguments: Mapping[str, Any]) -> tuple[Huggi
     """
     if not isinstance(network, HasHuggingFaceForm):
         raise ConfigError(f"{type(network).__name__} has no form in transformers: export --format torch.")
-    form: HuggingFaceForm | None = network.hugging_face
     reasons = []
-    while form is not None:
+    for form in network.hugging_face.forms():
         try:
             return form, form.config(type(network), arguments)
         except ConfigError as error:
             reasons.append(str(error))
-            form = form.otherwise
     raise ConfigError("\n".join([*reasons, "`export --format torch` writes the weights under our names."]))
 
 
@@ -142,7 +142,7 @@ def files_beside(
         kept: What an import kept; these are written as they were.
         dtype: Of most weights, such as "float32".
     """
-    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": None}
+    special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": config.get("pad_token_id")}
     if before := json.loads(kept.get(GENERATION, "{}")):
         special |= {key: before[key] for key in special if key in before}
     files = {CONFIG: _text({**config, **special, "dtype": dtype})}

@@ -78,7 +78,13 @@ class CausalLM(Objective):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error if `l2` is used with sharded weights, or together with weight decay."""
+        """Yields an error for a network that sees later tokens, and for `l2` with sharded weights or weight decay."""
+        for item in run.selected:
+            if "bidirectional" in item.declaration.offers:
+                yield (
+                    f"{item.name} sees the tokens that follow, which CausalLM predicts: take the objective that goes "
+                    f"with {item.name} (python -m core plugins show {item.name}), or a decoder such as GPT"
+                )
         zero = [item.name for item in run.selected if item.arguments.get("stage") == 3]
         sharding = [item.name for item in run.selected if item.name in SHARDING] or zero
         if own.arguments.get("l2") and sharding:

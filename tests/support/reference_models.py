@@ -51,8 +51,8 @@ def renamed(network, theirs):
         else:
             ours.setdefault(stored.ours[0], []).append(pieces[0])
         used.add(stored.theirs)
-    assert set(theirs) - used <= {"lm_head.weight"}
-    assert ("lm_head.weight" in used) == (network.lm_head is not None)
+    assert set(theirs) - used <= set(network.hugging_face.copies)
+    assert ("lm_head.weight" in used) == (getattr(network, "lm_head", None) is not None)
     return {name: torch.stack(found) if isinstance(found, list) else found for name, found in ours.items()}
 
 
@@ -65,6 +65,10 @@ def both(network_class, arguments):
 
 def blocks_of(reference):
     base = reference.base_model
+    if hasattr(base, "decoder"):  # T5
+        return [*base.encoder.block, *base.decoder.block]
+    if hasattr(base, "encoder"):
+        return base.encoder.layer
     return base.layers if hasattr(base, "layers") else base.h
 
 

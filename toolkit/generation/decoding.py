@@ -13,6 +13,7 @@ from torch import Tensor
 
 from core.contracts import Network
 from core.errors import ConfigError
+from core.technique import declaration_of
 from toolkit.generation.filters import Sampling, draw, next_token_probabilities, penalise_repetition
 from toolkit.generation.rows import Rows, evaluating
 
@@ -166,8 +167,15 @@ def seen_tokens(texts: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
 
 
 def check_prompts(network: Network, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """Raises a ConfigError for an empty prompt, a token that is not the network's, or less than no new tokens."""
-    size = network.vocab_size
+    """Raises a ConfigError for an empty prompt, a token that is not the network's, or less than no new tokens.
+
+    Also for a network that declares that it sees later tokens (`bidirectional`): it continues no text.
+    """
+    size, declared = network.vocab_size, declaration_of(type(network))
+    if declared is not None and "bidirectional" in declared.offers:
+        raise ConfigError(
+            f"generate: {type(network).__name__} sees the tokens that follow: it continues no text. A decoder such as GPT does."
+        )
     if max_new_tokens < 0:
         raise ConfigError(f"generate: max_new_tokens={max_new_tokens} must be at least 0.")
     for ids in prompts:

@@ -26,9 +26,10 @@ class BPETokenizer(TrainedTokenizer):
         vocab_size: Number of ids, at least 257. Short texts may yield fewer: a pair is merged only if it
             occurs twice. The attribute `vocab_size` is the requested number until `prepare`, then the
             actual one.
+        special_tokens: Further tokens that no text is encoded to, such as [MASK]; ids 1 and on.
 
     Raises:
-        ConfigError: If `vocab_size` is below 257.
+        ConfigError: If `vocab_size` is below 257 and the special tokens, or one of these is there twice.
 
     Example:
         data:

@@ -49,15 +49,21 @@ class TrainedTokenizer(LibraryTokenizer):
     Args:
         vocab_size: Number of ids. The attribute `vocab_size` is the requested number until `prepare`, then the
             actual one.
+        special_tokens: Further tokens that no text is encoded to, such as [MASK]; ids 1 and on.
     """
 
     _LEAST: ClassVar[int] = 256 + 1
     _BECAUSE: ClassVar[str] = f"256 bytes and {END_OF_TEXT}"  # what takes the least number of ids
 
-    def __init__(self, vocab_size: int = 4096) -> None:
-        if vocab_size < self._LEAST:
+    def __init__(self, vocab_size: int = 4096, special_tokens: Sequence[str] = ()) -> None:
+        self._special = [END_OF_TEXT, *special_tokens]
+        least = self._LEAST + len(special_tokens)
+        if len(set(self._special)) <= len(special_tokens) or not all(special_tokens):
+            raise ConfigError(f"{type(self).__name__}: special_tokens has one twice, or an empty one.")
+        if vocab_size < least:
+            more = f" and {len(special_tokens)} special tokens" if special_tokens else ""
             raise ConfigError(
-                f"{type(self).__name__}: vocab_size is {vocab_size}; {self._BECAUSE} take {self._LEAST}, "
+                f"{type(self).__name__}: vocab_size is {vocab_size}; {self._BECAUSE}{more} take {least}, "
                 "common sizes are 4096 to 131072."
             )
         self.vocab_size, self.end_of_text_id = vocab_size, 0
@@ -65,8 +71,9 @@ class TrainedTokenizer(LibraryTokenizer):
         self._tokenizer = Implementation(models.BPE())
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """Returns the requested number of ids."""
-        return {"vocab_size": self._wanted}
+        """Returns the requested number of ids, and the special tokens if there are any."""
+        more = {"special_tokens": self._special[1:]} if self._special[1:] else {}
+        return {"vocab_size": self._wanted, **more}
 
     def prepare(self, documents: Iterable[str]) -> None:
         """Trains on the documents, on all cores; they are read once and not kept."""
@@ -83,7 +90,7 @@ class TrainedTokenizer(LibraryTokenizer):
         """Returns the options that the trainers of all algorithms take."""
         return {
             "vocab_size": self._wanted,
-            "special_tokens": [END_OF_TEXT],
+            "special_tokens": self._special,
             "initial_alphabet": byte_alphabet(),
             "show_progress": False,
         }

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Implementation
 from tokenizers import decoders, models, trainers
 
 from core.technique import technique
-from datamodules.preparation.tokenizers.library_tokenizer import END_OF_TEXT, TrainedTokenizer
+from datamodules.preparation.tokenizers.library_tokenizer import TrainedTokenizer
 
 _NEVER = -1000.0  # nats: any other segmentation of the text "<|endoftext|>" is more likely
 _DECIMALS = 3
@@ -35,6 +35,7 @@ class UnigramTokenizer(TrainedTokenizer):
 
     Args:
         vocab_size: Number of ids, at least 257.
+        special_tokens: Further tokens that no text is encoded to, such as [MASK]; ids 1 and on.
 
     Raises:
         ConfigError: If `vocab_size` is below 257. In `prepare`: if the text is too short for that; says
@@ -49,12 +50,14 @@ class UnigramTokenizer(TrainedTokenizer):
     def _trained(self, documents: Iterable[str]) -> Implementation:
         trainer = trainers.UnigramTrainer(**self._trainer_options())
         trained = self._train(models.Unigram(), trainer, documents)
-        pieces = _reproducible(json.loads(trained.to_str())["model"]["vocab"][1:], self._wanted - 1)
-        self._require_all(len(pieces) + 1)
-        tokenizer = Implementation(models.Unigram([(END_OF_TEXT, _NEVER), *pieces], None, False))
+        first = len(self._special)
+        pieces = _reproducible(json.loads(trained.to_str())["model"]["vocab"][first:], self._wanted - first)
+        self._require_all(len(pieces) + len(self._special))
+        special = [(token, _NEVER) for token in self._special]
+        tokenizer = Implementation(models.Unigram([*special, *pieces], None, False))
         tokenizer.pre_tokenizer = trained.pre_tokenizer
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens([END_OF_TEXT])
+        tokenizer.add_special_tokens(self._special)
         return tokenizer
 
 

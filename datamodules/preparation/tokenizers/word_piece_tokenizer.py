@@ -28,6 +28,7 @@ class WordPieceTokenizer(TrainedTokenizer):
 
     Args:
         vocab_size: Number of ids, at least 513.
+        special_tokens: Further tokens that no text is encoded to, such as [MASK]; ids 1 and on.
 
     Raises:
         ConfigError: If `vocab_size` is below 513. In `prepare`: if the text is too short for that; says
@@ -49,7 +50,7 @@ class WordPieceTokenizer(TrainedTokenizer):
         trainer = trainers.WordPieceTrainer(
             min_frequency=2,
             continuing_subword_prefix=CONTINUES,
-            **self._trainer_options() | {"special_tokens": [END_OF_TEXT, *within]},
+            **self._trainer_options() | {"special_tokens": [*self._special, *within]},
         )
         parts = {"unk_token": END_OF_TEXT, "continuing_subword_prefix": CONTINUES}
         cut = pre_tokenizers.Split(Regex(f".{{{_LONGEST}}}"), "isolated")
@@ -59,5 +60,5 @@ class WordPieceTokenizer(TrainedTokenizer):
         tokenizer = Implementation(model)  # a new one: in `trained` the bytes within words are special tokens
         tokenizer.pre_tokenizer = trained.pre_tokenizer
         tokenizer.decoder = decoders.Sequence([decoders.Replace(CONTINUES, ""), decoders.ByteLevel()])
-        tokenizer.add_special_tokens([END_OF_TEXT])
+        tokenizer.add_special_tokens(self._special)
         return tokenizer

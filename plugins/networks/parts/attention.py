@@ -1,4 +1,4 @@
-"""Self-attention of decoders, and which tokens it sees.
+"""Attention of decoders and encoders, and which tokens it sees.
 
 Shapes: B sequences, T tokens, C features, H query heads and G key-value heads of D features each.
 """
@@ -57,11 +57,16 @@ def attention_mask(
     if prefix is not None:
         mask = mask | prefix[:, None, :, None] & prefix[:, None, None, :]
     if document_ids is not None:
-        mask = mask & (document_ids[:, None, :, None] == document_ids[:, None, None, :])
+        mask = mask & document_mask(document_ids, document_ids)
     if visible is not None:
         itself = mask.triu(start - first)
         mask = mask & visible[:, None, None, first:end] | itself  # a query without a key gives NaN
     return mask
+
+
+def document_mask(queries: Tensor, keys: Tensor) -> Tensor:
+    """Returns which keys are of the document of each query, (B, 1, queries, keys), given their `document_ids`."""
+    return queries[:, None, :, None] == keys[:, None, None, :]
 
 
 def capped_attention(
@@ -92,7 +97,7 @@ def capped_attention(
 
 
 class Attention(nn.Module):
-    """Causal self-attention; where G < H, every key-value head serves H / G query heads.
+    """Self-attention, or attention to another sequence; where G < H, every key-value head serves H / G query heads.
 
     Args:
         n_embd: Width C.
@@ -107,6 +112,7 @@ class Attention(nn.Module):
         new_norm: Returns these norms, given their size.
         query_scale: Scores are queries times keys times this; None: D^-0.5.
         soft_cap: Scores are kept within this; None: not at all.
+        causal: Whether a token sees those before it alone, where there is no mask.
     """
 
     def __init__(
@@ -123,8 +129,10 @@ class Attention(nn.Module):
         new_norm: Callable[[int], nn.Module] = nn.RMSNorm,
         query_scale: float | None = None,
         soft_cap: float | None = None,
+        causal: bool = True,
     ):
         super().__init__()
+        self.causal = causal
         self.head_dim, self.dropout, self.qk_norm = head_dim or n_embd // n_head, dropout, qk_norm
         self.query_scale, self.soft_cap = query_scale, soft_cap
         self.attend: Callable[..., Tensor] = (
@@ -141,11 +149,27 @@ class Attention(nn.Module):
     @property
     def is_plain(self) -> bool:
         """Whether `attend` may be any function for causal attention without a mask, a scale of its own or a cap."""
-        return self.query_scale is None and self.soft_cap is None
+        return self.causal and self.query_scale is None and self.soft_cap is None
 
-    def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: Cache | None) -> Tensor:
-        """Maps x (B, T, C) to (B, T, C), with rotary positions, mask and cache where they are not None."""
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+    def forward(
+        self,
+        x: Tensor,
+        rope: Tensor | None,
+        mask: Tensor | None,
+        cache: Cache | None,
+        source: Tensor | None = None,
+    ) -> Tensor:
+        """Maps x (B, T, C) to (B, T, C), with rotary positions, mask and cache where they are not None.
+
+        Args:
+            x: What queries are made of.
+            rope: Sines and cosines.
+            mask: Which keys a query sees, or numbers to add to the scores.
+            cache: Keys and values of earlier tokens.
+            source: What keys and values are made of, (B, S, C); None: x.
+        """
+        seen = x if source is None else source
+        q, k, v = self.q_proj(x), self.k_proj(seen), self.v_proj(seen)
         if self.qk_norm == "all":
             q, k = self.q_norm(q), self.k_norm(k)
         # -1: under tensor parallelism a projection only has the heads of this rank.
@@ -158,7 +182,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.append(k, v)
         # Without a cache a constant: with dynamic shapes the compiler would not treat the comparison as one.
-        causal = mask is None and (cache is None or q.shape[2] == k.shape[2])
+        causal = self.causal and mask is None and (cache is None or q.shape[2] == k.shape[2])
         dropout, grouped = self.dropout if self.training else 0.0, q.shape[1] != k.shape[1]
         scale = {} if self.query_scale is None else {"scale": self.query_scale}
         y = self.attend(q, k, v, mask, dropout, is_causal=causal, enable_gqa=grouped, **scale)

@@ -19,12 +19,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class MLP(nn.Module):
     """Two projections with an activation between; a gate adds a third: down(activation(gate(x)) * up(x)).
 
-    Gates are those of arXiv:2002.05202: with "silu" it is SwiGLU, with "gelu" GEGLU.
+    Gates are those of arXiv:2002.05202: with "silu" it is SwiGLU, with "gelu" GEGLU. `dropout` is that before the last
+    projection, as in T5.
     """
 
-    def __init__(self, n_embd: int, intermediate_size: int, activation: str, bias: bool, gated: bool):
+    def __init__(
+        self,
+        n_embd: int,
+        intermediate_size: int,
+        activation: str,
+        bias: bool,
+        gated: bool,
+        dropout: float = 0.0,
+    ):
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        self.activation, self.dropout = ACTIVATIONS[activation], dropout
         self.gate_proj = nn.Linear(n_embd, intermediate_size, bias) if gated else None
         self.up_proj = nn.Linear(n_embd, intermediate_size, bias)
         self.down_proj = nn.Linear(intermediate_size, n_embd, bias)
@@ -32,5 +41,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., C) to (..., C)."""
         if self.gate_proj is None:
-            return self.down_proj(self.activation(self.up_proj(x)))
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+            inner = self.activation(self.up_proj(x))
+        else:
+            inner = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        if self.dropout:
+            inner = F.dropout(inner, self.dropout, self.training)
+        return self.down_proj(inner)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 NORMS = ("attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm")
 
 
-def tensor_parallel(network: Decoder) -> dict[str, Any]:
+def tensor_parallel(network: nn.Module) -> dict[str, Any]:
     """Shards heads and MLP width."""
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
