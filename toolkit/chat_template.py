@@ -29,7 +29,7 @@ ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_t
 
 
 class ChatTemplate:
-    """Renders messages.
+    r"""Renders messages.
 
     Args:
         source: The template.

@@ -6,7 +6,7 @@ import base64
 import json
 import re
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 END_OF_TEXT = "<|endoftext|>"
 
