@@ -105,7 +105,7 @@ def stored_template(files: Mapping[str, str]) -> ChatTemplate | None:
     except ValueError as error:
         raise ConfigError(f"{CONFIG} is no JSON: {_short(error)}") from error
     config = config if isinstance(config, dict) else {}
-    found = files.get(TEMPLATE) or config.get("chat_template")
+    found = files[TEMPLATE] if TEMPLATE in files else config.get("chat_template")
     if isinstance(found, list):  # several by name
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         found = named.get("default")

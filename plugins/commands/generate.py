@@ -12,10 +12,14 @@ from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
-from plugins.commands.generate_options import add_model_options, add_sampling_options, check_seed
+from plugins.commands.generate_options import (
+    FILTERS,
+    add_model_options,
+    add_sampling_options,
+    check_seed,
+    sampling_faults,
+)
 from plugins.commands.generate_prompts import read_prompts
-
-FILTERS = ("top_k", "top_p", "min_p")
 
 
 @technique(
@@ -118,8 +122,7 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
     if options.num_beams == 1:
         if options.length_penalty is not None:
             yield "--length_penalty is of beam search: give --num_beams as well."
-        if options.temperature == 0 and given:
-            yield f"--temperature 0 takes the likeliest token: {given[0]} would change nothing. Leave one away."
+        yield from sampling_faults(options)
         if options.temperature == 0 and options.n > 1:
             yield "--temperature 0 gives one text: leave --n away, or give a temperature above 0."
         return

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Iterator
+
 from core.errors import ConfigError
 from plugins.cli.configuration.command_parser import Parser
+
+
+FILTERS = ("top_k", "top_p", "min_p")
 
 
 def add_model_options(parser: Parser) -> None:
@@ -59,3 +65,10 @@ def check_seed(seed: int) -> None:
     """Raises a ConfigError if torch does not take a seed."""
     if not -(2**63) <= seed < 2**64:
         raise ConfigError("--seed is out of range: torch takes -2^63 to 2^64 - 1.")
+
+
+def sampling_faults(options: argparse.Namespace) -> Iterator[str]:
+    """Yields which options of sampling contradict each other."""
+    given = [f"--{name}" for name in FILTERS if getattr(options, name) is not None]
+    if options.temperature == 0 and given:
+        yield f"--temperature 0 takes the likeliest token: {given[0]} would change nothing. Leave one away."
