@@ -40,6 +40,7 @@ class PreparationTask:
         end_of_text_id: Appended to each document.
         split: Decides what is held out for validation.
         parts: Parent of the tasks' folders.
+        leading: Ids that begin each document, such as that of a BOS token.
     """
 
     pipeline: Pipeline
@@ -49,6 +50,7 @@ class PreparationTask:
     end_of_text_id: int
     split: Split
     parts: Path
+    leading: tuple[int, ...] = ()
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the task unless it is finished; returns its record."""
@@ -104,8 +106,8 @@ class PreparationTask:
             found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
             encodings = self.encode([part for _, part, _ in cut])
             for (split, part, source), encoded in zip(cut, encodings, strict=True):
-                found[split].append(self._stored(encoded))
-                tally.add(SPLITS[split], source, len(part.encode()), len(encoded) + 1)
+                found[split].append(ids := self._stored(encoded))
+                tally.add(SPLITS[split], source, len(part.encode()), len(ids))
             for frequencies, group in zip(counts, found, strict=True):
                 if group:
                     frequencies += np.bincount(np.concatenate(group), minlength=len(frequencies))
@@ -113,8 +115,8 @@ class PreparationTask:
             yield from found[0]
 
     def _stored(self, encoded: list[int]) -> np.ndarray:
-        """Returns a document's ids and the end-of-text id, in the type in which they are stored."""
-        ids = np.array([*encoded, self.end_of_text_id], np.uint32)
+        """Returns a document's ids between those that begin and end it, in the type in which they are stored."""
+        ids = np.array([*self.leading, *encoded, self.end_of_text_id], np.uint32)
         if ids.max() >= self.vocab_size:
             raise ConfigError(
                 f"The tokenizer gives the id {ids.max():,} with a vocab_size of {self.vocab_size:,}, which its ids "

@@ -15,6 +15,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer as Implementation
+
 from core import catalog, durable
 from core.contracts import (
     DocumentSource,
@@ -37,7 +39,9 @@ from datamodules.preparation.readers.file_reader import SingleTaskReader
 from datamodules.preparation.split import Split, chosen_split
 from datamodules.preparation.survey_task import survey
 from datamodules.preparation.tokenizers.json_encoder import JSONEncoder
+from datamodules.preparation.tokenizers.library_tokenizer import LibraryTokenizer
 from datamodules.remote.remote_folder import open_remote
+from toolkit.generation.prompts import leading_ids
 from toolkit.prepared import (
     is_remote,
     prepared_folder,
@@ -264,10 +268,12 @@ class TokenPreparation(TokenPreparer):
         split = chosen_split(self._texts(pipeline, self.tasks), self.validation_fraction, self._label())
         vocabulary, trained = self._train_tokenizer(pipeline, split, folder)
         in_process = trained and self.engine is None  # then encoding uses all cores
-        in_workers = self.tokenizer.encoder() or JSONEncoder(folder / TOKENIZER)
+        in_text = isinstance(self.tokenizer, LibraryTokenizer) and self.tokenizer.special_tokens_in_text
+        in_workers = self.tokenizer.encoder() or JSONEncoder(folder / TOKENIZER, in_text)
         encode = self.tokenizer.encode_batch if in_process else in_workers
         sizes = vocabulary["vocab_size"], vocabulary["end_of_text_id"]
-        work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts)
+        leading = tuple(vocabulary.get("leading_ids", ()))
+        work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts, leading)
         seen = Totals(len(self.transforms), source_bytes(self.tasks))
         for record in watch(over(work, self.tasks), len(self.tasks)):
             seen.add(record)
@@ -330,8 +336,10 @@ class TokenPreparation(TokenPreparer):
         pieces = [piece["path"] for task in self.tasks for piece in task.get("pieces", []) if "path" in piece]
         return f"data.source ({', '.join(pieces[:2])}{', ...' if len(pieces) > 2 else ''})"
 
-    def _train_tokenizer(self, pipeline: Pipeline, split: Split, folder: Path) -> tuple[dict[str, int], bool]:
-        """Writes tokenizer.json unless it exists; returns vocab_size and end_of_text_id, and whether it was written."""
+    def _train_tokenizer(self, pipeline: Pipeline, split: Split, folder: Path) -> tuple[dict[str, Any], bool]:
+        """Writes tokenizer.json unless it exists; returns vocab_size, end_of_text_id and, where there are some, the ids
+        that begin a document; and whether it was written.
+        """
         path = folder / PARTS / VOCABULARY
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8")), False
@@ -339,8 +347,12 @@ class TokenPreparation(TokenPreparer):
         texts = self._texts(pipeline, self.tasks[::step])
         self.tokenizer.prepare(part for text in texts for side, part in split.parts(text) if side == 0)
         return_memory()  # otherwise this process keeps it while the workers need memory
-        durable.write(folder / TOKENIZER, self.tokenizer.to_json())
-        sizes = {"vocab_size": self.tokenizer.vocab_size, "end_of_text_id": self.tokenizer.end_of_text_id}
+        text = self.tokenizer.to_json()
+        durable.write(folder / TOKENIZER, text)
+        sizes: dict[str, Any] = {"vocab_size": self.tokenizer.vocab_size}
+        sizes["end_of_text_id"] = self.tokenizer.end_of_text_id
+        if leading := leading_ids(Implementation.from_str(text)):
+            sizes["leading_ids"] = leading
         durable.write(path, json.dumps(sizes))
         return sizes, True
 

@@ -30,9 +30,16 @@ def load_network(path: Path) -> tuple[Network, str, int | None]:
     Raises:
         ConfigError: If the checkpoint holds no configuration or no tokenizer.
     """
-    checkpoint = (
-        sharded.read_sharded(path, optimizers=False) if sharded.is_sharded(path) else read_checkpoint(path)
-    )
+    return network_in(read(path), path)
+
+
+def read(path: Path) -> Mapping[str, Any]:
+    """Returns what a checkpoint holds, a file or a folder, without the optimizers of a folder."""
+    return sharded.read_sharded(path, optimizers=False) if sharded.is_sharded(path) else read_checkpoint(path)
+
+
+def network_in(checkpoint: Mapping[str, Any], path: Path) -> tuple[Network, str, int | None]:
+    """Returns what :func:`load_network` does, for a checkpoint that was read from a path."""
     text = checkpoint.get(RECORD, {}).get("config")
     states = (value for value in checkpoint.values() if isinstance(value, Mapping))
     data = next((state for state in states if isinstance(state.get("tokenizer"), str)), None)

@@ -197,7 +197,12 @@ class Word:
 @cache
 def command_words(module: str) -> list[Word]:
     """Returns what the calls of `add_argument` and `add_parser` in a module declare."""
-    calls = [node for node in ast.walk(_module(module)) if isinstance(node, ast.Call)]
+    calls = [
+        node
+        for home in [module, *_options_from(module)]
+        for node in ast.walk(_module(home))
+        if isinstance(node, ast.Call)
+    ]
     parsers = {
         ast.unparse(node.targets[0]): _text(node.value.args[0])
         for node in ast.walk(_module(module))
@@ -206,6 +211,16 @@ def command_words(module: str) -> list[Word]:
         and _called(node.value) == "add_parser"
     }
     return [word for call in calls if (word := _declared(call, parsers, module))]
+
+
+def _options_from(module: str) -> list[str]:
+    """Returns the modules from which a command imports functions that add options: `add_..._options`."""
+    imports = [node for node in _module(module).body if isinstance(node, ast.ImportFrom) and node.module]
+    return [
+        node.module or ""
+        for node in imports
+        if any(re.fullmatch(r"add_\w*options", alias.name) for alias in node.names)
+    ]
 
 
 def _declared(call: ast.Call, parsers: Mapping[str, str], module: str) -> Word | None:

@@ -12,9 +12,14 @@ from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
+from plugins.commands.generate_options import (
+    FILTERS,
+    add_model_options,
+    add_sampling_options,
+    check_seed,
+    sampling_faults,
+)
 from plugins.commands.generate_prompts import read_prompts
-
-FILTERS = ("top_k", "top_p", "min_p")
 
 
 @technique(
@@ -37,21 +42,21 @@ def generate(arguments: list[str]) -> int:
         raise ConfigError("--seed is out of range: the last text's would be above 2^64 - 1, torch's largest.")
     from plugins.checkpoints.finding import resolve
     from plugins.commands.generate_job import Job, encode, print_text, write_lines
-    from plugins.commands.generate_network import load, move
+    from plugins.commands.generate_network import prepare
     from toolkit.generation.texts import split_stops
 
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)):
-        network, tokenizer, end = load(path)
-    stops, stop_ids = split_stops(tokenizer, options.stop)
+        model = prepare(path, options)
+    stops, stop_ids = split_stops(model.tokenizer, options.stop)
     job = Job(
         options=options,
-        network=move(network, options.device, options.dtype),
-        tokenizer=tokenizer,
+        network=model.network,
+        tokenizer=model.tokenizer,
         stops=stops,
-        stop_ids=[*stop_ids, *([] if end is None else [end])],
+        stop_ids=[*stop_ids, *model.stop_ids],
         texts=prompts,
-        prompts=encode(tokenizer, prompts, end, network.max_sequence_length),
+        prompts=encode(model, prompts, options.special_tokens),
     )
     print(f"# {path}, seed {options.seed}", file=sys.stderr)
     start = time.perf_counter()
@@ -65,67 +70,33 @@ def generate(arguments: list[str]) -> int:
 def _options(arguments: list[str]) -> argparse.Namespace:
     """Returns the options with their defaults; `as_lines`: whether JSON lines are written."""
     parser = Parser(prog="python -m core generate", description=generate.__doc__)
-    parser.add_argument(
-        "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
-    )
+    add_model_options(parser)
     parser.add_argument("--prompt", help="text to continue; default: none, a text from its beginning")
     parser.add_argument(
         "--prompts", metavar="FILE", help="one prompt a line; .jsonl: strings, or objects with a `prompt`"
     )
+    parser.add_argument(
+        "--special_tokens",
+        action="store_true",
+        help="read special tokens such as <|endoftext|> in prompts; else they are text",
+    )
     parser.add_argument("--output", metavar="FILE", help="write JSON lines there; default: to the terminal")
     parser.add_argument("--json", action="store_true", help="JSON lines also for a single text")
-    parser.add_argument("--max_new_tokens", type=int, default=200, help="tokens to generate at most")
-    _add_sampling(parser)
-    parser.add_argument("--n", type=int, default=1, help="texts for each prompt")
-    parser.add_argument(
-        "--stop", metavar="TEXT", action="append", default=[], help="end a text before this; may be repeated"
-    )
-    parser.add_argument(
-        "--logprobs", action="store_true", help="log-probability of each token, before filters, in JSON lines"
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        help="text j of prompt i (from 0) has seed + i * n + j: same seed, same text",
-    )
-    parser.add_argument("--batch_size", type=int, default=16, help="texts computed at once")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="data type of the weights; default: float32, as they are stored",
-    )
-    parser.add_argument("--root", default="runs", help="where `last` looks for runs")
-    parser.add_argument(
-        "--trust", metavar="MODULE", help="let the checkpoint's config import from a module; may be repeated"
-    )
-    return _checked(parser.parse_args(arguments))
-
-
-def _add_sampling(parser: Parser) -> None:
-    parser.add_argument(
-        "--temperature", type=float, help="divides the logits; 0: the likeliest token; default: 0.8"
-    )
-    parser.add_argument("--top_k", type=int, help="sample among the k likeliest tokens")
-    parser.add_argument(
-        "--top_p", type=float, help="sample among the likeliest tokens of this total probability"
-    )
-    parser.add_argument(
-        "--min_p", type=float, help="sample among tokens of this share of the likeliest one's probability"
-    )
-    parser.add_argument(
-        "--repetition_penalty", type=float, default=1.0, help="above 1: tokens come less often again"
-    )
+    add_sampling_options(parser)
     parser.add_argument("--num_beams", type=int, default=1, help="above 1: beam search, instead of sampling")
     parser.add_argument(
         "--length_penalty", type=float, help="of beam search: above 0 favours long texts; default: 1"
     )
+    parser.add_argument("--n", type=int, default=1, help="texts for each prompt")
+    parser.add_argument(
+        "--logprobs", action="store_true", help="log-probability of each token, before filters, in JSON lines"
+    )
+    parser.add_argument("--batch_size", type=int, default=16, help="texts computed at once")
+    return _checked(parser.parse_args(arguments))
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
-    if not -(2**63) <= options.seed < 2**64:
-        raise ConfigError("--seed is out of range: torch takes -2^63 to 2^64 - 1.")
+    check_seed(options.seed)
     for name in ("n", "num_beams", "batch_size"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1.")
@@ -151,8 +122,7 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
     if options.num_beams == 1:
         if options.length_penalty is not None:
             yield "--length_penalty is of beam search: give --num_beams as well."
-        if options.temperature == 0 and given:
-            yield f"--temperature 0 takes the likeliest token: {given[0]} would change nothing. Leave one away."
+        yield from sampling_faults(options)
         if options.temperature == 0 and options.n > 1:
             yield "--temperature 0 gives one text: leave --n away, or give a temperature above 0."
         return

@@ -12,6 +12,7 @@ from typing import Any
 
 from core import durable
 from core.errors import ConfigError
+from plugins.commands.generate_network import Loaded
 from toolkit.generation.beam_search import beam_search
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
@@ -149,19 +150,19 @@ def _beams(job: Job, which: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     }
 
 
-def encode(tokenizer: Any, prompts: Sequence[str], end: int | None, longest: int | None) -> list[list[int]]:
-    """Returns the token ids of prompts; an empty one becomes the end-of-text token, behind which a text begins.
+def encode(model: Loaded, prompts: Sequence[str], special_tokens: bool) -> list[list[int]]:
+    """Returns the token ids of prompts; an empty one becomes what a text begins behind: BOS, or the end-of-text token.
 
     Raises:
-        ConfigError: If one has no tokens and there is no such token, or has more than the network's `longest`.
+        ConfigError: If one has no tokens and there is no such token, or has more than the network sees.
     """
-    found = [encoding.ids for encoding in tokenizer.encode_batch(list(prompts))]
+    found, longest = model.encoder.encode_prompts(prompts, special_tokens), model.network.max_sequence_length
     for number, ids in enumerate(found):
-        if not ids and end is None:
+        if not ids and model.end is None:
             raise ConfigError(
                 "The prompt is empty, and the checkpoint's tokenizer has no end-of-text token to begin with."
             )
-        found[number] = ids = ids or [end]
+        found[number] = ids = ids or [model.end]
         if longest is not None and len(ids) > longest:
             raise ConfigError(
                 f"Prompt {number + 1} has {len(ids):,} tokens, the network sees {longest:,} at most "

@@ -1,26 +1,78 @@
-"""Loads the network of a checkpoint for generation, and moves it to a device and data type."""
+"""Loads the network and tokenizer of a checkpoint for generation, and moves the network to a device and data type."""
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
+from toolkit.generation.prompts import PromptEncoder
 
 
-def load(path: Path) -> tuple[Any, Any, int | None]:
-    """Returns network, tokenizer and end-of-text id of a checkpoint.
+@dataclass(frozen=True)
+class Loaded:
+    """A network with what it needs to read and write text.
+
+    Attributes:
+        encoder: Of prompts.
+        end: The id that ends a text; None: there is none.
+        files: File name -> text, of the configs that an import keeps of a Hugging Face folder.
+    """
+
+    network: Any
+    encoder: PromptEncoder
+    end: int | None
+    files: Mapping[str, str]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer, for decoding."""
+        return self.encoder.tokenizer
+
+    @property
+    def stop_ids(self) -> list[int]:
+        """The ids that end a text, those of a generation_config.json included."""
+        from plugins.commands.hf_folder import GENERATION
+        from toolkit.bounded import parse_json
+
+        try:
+            stored = parse_json(self.files[GENERATION].encode())["eos_token_id"]
+        except (KeyError, TypeError, ValueError):
+            stored = []
+        found = [self.end, *(stored if isinstance(stored, list) else [stored])]
+        return sorted({id for id in found if type(id) is int and 0 <= id < self.network.vocab_size})
+
+
+def prepare(path: Path, options: argparse.Namespace) -> Loaded:
+    """Returns the model of a checkpoint, in the data type, on the device and with the quantised weights of the options."""
+    model = load(path)
+    move(model.network, "cpu", options.dtype)
+    if options.quantize:
+        from plugins.commands.quantize import quantize
+
+        print(f"# {quantize(model.network, options.quantize)}", file=sys.stderr)
+    move(model.network, options.device, None)
+    return model
+
+
+def load(path: Path) -> Loaded:
+    """Returns the network, on the CPU, and tokenizer of a checkpoint.
 
     Raises:
         ConfigError: If weights and configuration do not belong together, or the tokenizer cannot be used.
     """
-    from tokenizers import Tokenizer
-
-    from plugins.checkpoints.stored_network import load_network
+    from plugins.checkpoints.stored_network import network_in, read
     from plugins.cli.configuration.mistakes import main_reason
+    from plugins.commands.hf_folder import KEPT
 
     try:
-        network, text, end = load_network(path)
+        checkpoint = read(path)
+        network, text, end = network_in(checkpoint, path)
+        files = checkpoint.get(KEPT, {})
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         said = main_reason(str(error).strip()).splitlines() or [type(error).__name__]
         raise ConfigError(
@@ -28,14 +80,20 @@ def load(path: Path) -> tuple[Any, Any, int | None]:
             f"\n{' '.join(line.strip() for line in said[:3])[:300]}"
         ) from error
     try:
-        tokenizer = Tokenizer.from_str(text)
+        encoder = PromptEncoder(text)
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(f"{path}: its tokenizer is damaged: {str(error)[:200]}") from error
     if end is not None and not (type(end) is int and 0 <= end < network.vocab_size):
         raise ConfigError(
             f"{path}: its end-of-text id is {str(end)[:50]}, the network has {network.vocab_size} token ids."
         )
-    return network, tokenizer, end
+    size = 1 + max(encoder.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+    if size > network.vocab_size:
+        raise ConfigError(
+            f"{path}: its tokenizer has {size:,} token ids, the network's vocab_size is {network.vocab_size:,}: "
+            "they do not belong together."
+        )
+    return Loaded(network, encoder, end, files if isinstance(files, Mapping) else {})
 
 
 def move(network: Any, device: str, dtype: str | None) -> Any:

@@ -25,16 +25,18 @@ class JSONEncoder:
 
     Args:
         path: The tokenizer.json.
+        special_tokens: Whether the spelling of a special token becomes that token; else it is text.
     """
 
     path: Path
+    special_tokens: bool = False
 
     @cached_property
     def _tokenizer(self) -> Any:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_str(self._content)
-        tokenizer.encode_special_tokens = True  # not stored in the JSON; a special token's spelling is text
+        tokenizer.encode_special_tokens = not self.special_tokens  # not stored in the JSON
         return tokenizer
 
     @cached_property
@@ -43,7 +45,7 @@ class JSONEncoder:
 
     @cached_property
     def _divisible(self) -> bool:
-        return splits_at_spaces(json.loads(self._content))
+        return not self.special_tokens and splits_at_spaces(json.loads(self._content))
 
     def __call__(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text; long texts are encoded in parts where that gives the same ids."""
@@ -76,7 +78,7 @@ class JSONEncoder:
             found[index] += encoding.ids
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JSONEncoder, (self.path,)
+        return JSONEncoder, (self.path, self.special_tokens)
 
 
 def splits_at_spaces(tokenizer: Mapping[str, Any]) -> bool:

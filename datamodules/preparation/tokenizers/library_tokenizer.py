@@ -24,8 +24,14 @@ _pool_owner = 0  # id of the process that started the thread pool
 
 
 class LibraryTokenizer(Tokenizer):
-    """Encodes and decodes with the library; the spelling of a special token in a document is ordinary text."""
+    """Encodes and decodes with the library.
 
+    Attributes:
+        special_tokens_in_text: Whether the spelling of a special token in a document becomes that token; else it is
+            ordinary text.
+    """
+
+    special_tokens_in_text = False
     _tokenizer: Implementation
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:

@@ -1,24 +1,27 @@
-"""Loads a tokenizer from a file: tokenizer.json, GPT-2's vocabulary and merges, a SentencePiece model, or GGUF."""
+"""Loads a tokenizer from a file: tokenizer.json, GPT-2's vocabulary and merges, SentencePiece's model, tiktoken's ranks, GGUF."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Implementation
 
 from core.errors import ConfigError, nearest
 from core.technique import technique
-from datamodules.preparation.tokenizers import sentencepiece_model
+from datamodules.preparation.tokenizers import sentencepiece_model, tiktoken_ranks
 from datamodules.preparation.tokenizers.library_tokenizer import END_OF_TEXT, LibraryTokenizer
 from datamodules.preparation.tokenizers.unigram_encoder import UnigramEncoder
 from toolkit.bounded import MOST_BYTES, parse_json
+from toolkit.generation.prompts import leading_ids
 from toolkit.gguf_files import read_gguf
 from toolkit.gguf_tokenizers import from_metadata, names_of_special
+from toolkit.prepared import is_remote, stored_vocab_size
+from toolkit.selection import Run, Selected
 
 GGUF = ".gguf"
 
@@ -35,16 +38,23 @@ ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|
 class PretrainedTokenizer(LibraryTokenizer):
     """A tokenizer that was trained before, in any of the common file formats.
 
-    It is read when the run starts and not trained. Text is encoded as it is: no tokens are added before or after
-    it, there is no truncation or padding, and the spelling of a special token is ordinary text.
+    It is read when the run starts and not trained. There is no truncation or padding, and the spelling of a special
+    token is ordinary text. A document begins with the tokens that the tokenizer's post-processor puts in front of a
+    text (Llama's BOS, BERT's [CLS]) and ends with `end_of_text` alone, whatever it puts behind. A prompt of
+    `generate` begins as a document does.
 
     Args:
         path: A tokenizer.json; a vocab.json with merges.txt (or encoder.json with vocab.bpe) in the same folder;
-            a SentencePiece model (BPE or Unigram, with the ids of sentencepiece 0.2.3); a folder that holds one
-            of these; or a GGUF file with byte-level BPE.
+            a SentencePiece model (BPE or Unigram, with the ids of sentencepiece 0.2.3); a file of tiktoken's ranks;
+            a folder that holds one of these; or a GGUF file with byte-level BPE.
         end_of_text: The token that ends a document. None: the `eos_token` of a tokenizer_config.json in the same
             folder or of the GGUF file, else that of the SentencePiece model, else the first that exists of `<|endoftext|>`,
             `<|end_of_text|>`, `</s>`, `<eos>` and a few more.
+        add_special_tokens: Whether documents begin as the post-processor says; where there is no tokenizer.json, as
+            `add_bos_token` in the tokenizer_config.json says. False: nothing stands in front of them.
+        special_tokens_in_text: Whether a text that spells a special token, such as `<|user|>`, becomes that token.
+        pattern: Of tiktoken's ranks: how texts are cut before merging, `r50k_base`, `p50k_base`, `cl100k_base` (Llama 3,
+            Qwen) or `o200k_base`, or a regular expression. None: as the file's name says.
 
     Raises:
         ConfigError: If there is no such file, it is damaged or of another kind, or no token ends a text.
@@ -55,29 +65,66 @@ class PretrainedTokenizer(LibraryTokenizer):
             tokenizer: {class_path: PretrainedTokenizer, init_args: {path: tokenizer.json}}
     """
 
-    def __init__(self, path: str, end_of_text: str | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        end_of_text: str | None = None,
+        add_special_tokens: bool = True,
+        special_tokens_in_text: bool = False,
+        pattern: str | None = None,
+    ) -> None:
         files = _find(Path(path).expanduser())
         contents = [_of_gguf(file) if file.suffix == GGUF else _bytes(file) for file in files]
         try:
-            self._tokenizer, end, self._encoder = _read(files, contents)
+            self._tokenizer, end, self._encoder = _read(files, contents, pattern, end_of_text)
+            if not add_special_tokens:
+                self._tokenizer.post_processor = None
+            elif files[0].suffix not in (".json", GGUF) or len(files) > 1:
+                _begin(self._tokenizer, files[0])
+            self._leading = leading_ids(self._tokenizer)
         except Exception as error:  # the library raises nothing narrower
-            what = str(error).partition("\n")[0][:200]
+            what = str(error).partition("\n")[0][:300]
             raise ConfigError(
                 f"{files[0]} cannot be read as a tokenizer: {what}.\nRead are a tokenizer.json, a vocab.json with "
-                "its merges.txt, and a SentencePiece .model."
+                "its merges.txt, a SentencePiece .model, and tiktoken's ranks."
             ) from error
-        self._tokenizer.encode_special_tokens = True
+        if special_tokens_in_text and self._encoder:
+            raise ConfigError(
+                f"PretrainedTokenizer: special_tokens_in_text is not known for {files[0]}, a Unigram model of SentencePiece."
+                "\nMark special tokens as user-defined symbols when it is trained, or use a tokenizer.json."
+            )
+        self.special_tokens_in_text = special_tokens_in_text
+        self._tokenizer.encode_special_tokens = not special_tokens_in_text
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text_id = self._end(files[0], end_of_text, end, vocabulary)
         self._digest = hashlib.sha256(
             b"".join(hashlib.sha256(content).digest() for content in contents)
         ).hexdigest()
+        self._options = {"pattern": pattern} if pattern else {}
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields the three sizes if prepared data were made with a vocabulary of another size."""
+        source = run.argument("data.source")
+        if run.offline or own.key != "data.init_args.tokenizer" or is_remote(source):
+            return
+        stored = stored_vocab_size(source)
+        size = cls(**own.arguments).vocab_size if stored else stored
+        if stored and stored != size:
+            network = run.argument("model.network.vocab_size") or "that of its default"
+            yield (
+                f"{run.named(own)}: the vocabularies differ: {stored:,} token ids in the data of {source}, {size:,} in the "
+                f"tokenizer {own.arguments['path']}; the network's vocab_size is {network}.\n"
+                f"Prepare the data with this tokenizer, or give {Path(str(source)) / 'tokenizer.json'} as its path."
+            )
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """Returns the digest of the file's content, and which id ends a text."""
-        how = {"encoder": "UnigramEncoder"} if self._encoder else {}
-        return {"sha256": self._digest, "end_of_text_id": self.end_of_text_id, **how}
+        """Returns the digest of the file's content, which id ends a text, and what else decides the ids."""
+        how: dict[str, Any] = {"encoder": "UnigramEncoder"} if self._encoder else {}
+        how |= {"leading": self._leading} if self._leading else {}
+        how |= {"special_tokens_in_text": True} if self.special_tokens_in_text else {}
+        return {"sha256": self._digest, "end_of_text_id": self.end_of_text_id, **how, **self._options}
 
     def prepare(self, documents: Iterable[str]) -> None:
         """Does nothing: the tokenizer is trained already."""
@@ -95,7 +142,7 @@ class PretrainedTokenizer(LibraryTokenizer):
         special = [
             token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special
         ]
-        candidates = [wanted] if wanted is not None else [_configured(file), stored, *ENDS]
+        candidates = [wanted] if wanted is not None else [_token(file, "eos_token"), stored, *ENDS]
         found = next((name for name in candidates if name in vocabulary), None)
         shown = ", ".join(special[:8]) or "none"
         if found is None:
@@ -107,7 +154,8 @@ class PretrainedTokenizer(LibraryTokenizer):
             raise ConfigError(
                 f"PretrainedTokenizer: {file} {what}\nSet end_of_text to one of its tokens. Special ones: {shown}."
             )
-        if vocabulary[found] in self.encode_batch([found, f"a {found} b"])[0]:
+        as_text = not self.special_tokens_in_text
+        if as_text and vocabulary[found] in self.encode_batch([found, f"a {found} b"])[0]:
             raise ConfigError(
                 f"PretrainedTokenizer: {file} encodes the text {found!r} as its token {found!r}, which would end a "
                 f"document in mid-text.\nSet end_of_text to another of its tokens. Special ones: {shown}."
@@ -119,11 +167,14 @@ def _find(path: Path) -> list[Path]:
     """Returns the file, or vocabulary and merges."""
     if path.is_dir():
         names = ["tokenizer.json", *MERGES, "tokenizer.model"]
-        found = [path / name for name in names if (path / name).is_file()] or sorted(path.glob("*.model"))
+        found = [path / name for name in names if (path / name).is_file()] or [
+            *sorted(path.glob("*.model")),
+            *sorted(path.glob("*.tiktoken")),
+        ]
         if not found:
             raise ConfigError(
-                f"PretrainedTokenizer: {path} holds no tokenizer.json, no vocab.json with merges.txt and no "
-                "SentencePiece .model."
+                f"PretrainedTokenizer: {path} holds no tokenizer.json, no vocab.json with merges.txt, no "
+                "SentencePiece .model and no .tiktoken."
             )
         path = found[0]
     if not path.is_file():
@@ -163,19 +214,22 @@ def _bytes(file: Path) -> bytes:
 
 
 def _read(
-    files: list[Path], contents: list[bytes]
+    files: list[Path], contents: list[bytes], pattern: str | None, end_of_text: str | None
 ) -> tuple[Implementation, str | None, UnigramEncoder | None]:
     """Returns the tokenizer, the end-of-text token if its file names one, and the encoder to use in its place."""
     if len(contents) == 2:
         return _gpt2(json.loads(contents[0]), contents[1].decode()), None, None
-    if files[0].suffix not in (".json", GGUF):
+    is_json = files[0].suffix in (".json", GGUF)
+    if not is_json and tiktoken_ranks.is_ranks(contents[0]):
+        return tiktoken_ranks.convert(contents[0], files[0].stem, pattern, end_of_text), None, None
+    if not is_json:
         model = sentencepiece_model.read_sentencepiece_model(contents[0])
         encoder = UnigramEncoder(model) if model.kind == sentencepiece_model.UNIGRAM else None
         return sentencepiece_model.convert(model), model.end_of_text, encoder
     described = json.loads(contents[0])
     if not isinstance(described, dict) or "model" not in described:
         raise ValueError("it is JSON, but not a tokenizer's: it lacks the key 'model'")
-    for part in ("truncation", "padding", "post_processor"):  # these change or extend texts
+    for part in ("truncation", "padding"):  # these change texts
         described[part] = None
     if described["model"].get("type") == "Unigram":
         _forbid_special(described)
@@ -203,14 +257,30 @@ def _forbid_special(described: dict[str, Any]) -> None:
             pair[1] = sentencepiece_model.NEVER
 
 
-def _configured(file: Path) -> str | None:
-    """Returns the `eos_token` of a GGUF file, or of a tokenizer_config.json in the same folder as a file."""
-    if file.suffix == GGUF:
-        return names_of_special(read_gguf(file)).get("eos", (None, None))[1]
+def _begin(tokenizer: Implementation, file: Path) -> None:
+    """Lets texts begin with the `bos_token` of a tokenizer_config.json that has `add_bos_token`."""
+    name = _token(file, "bos_token") if _config(file).get("add_bos_token") is True else None
+    if name is None:
+        return
+    if (id := tokenizer.token_to_id(name)) is None:
+        raise ValueError(f"its tokenizer_config.json begins texts with {name!r}, which is none of its tokens")
+    tokenizer.post_processor = processors.TemplateProcessing(single=[name, "$A"], special_tokens=[(name, id)])
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    """Returns the tokenizer_config.json in the same folder as a file; empty if there is none that can be read."""
     config = file.with_name("tokenizer_config.json")
     try:
-        token = parse_json(_bytes(config), unique=False).get("eos_token") if config.is_file() else None
-    except (ConfigError, ValueError, AttributeError):
-        return None
+        found = parse_json(_bytes(config), unique=False) if config.is_file() else None
+    except (ConfigError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _token(file: Path, role: str) -> str | None:
+    """Returns the `eos_token`, or another one, of a GGUF file, or of a tokenizer_config.json beside a file."""
+    if file.suffix == GGUF:
+        return names_of_special(read_gguf(file)).get(role.removesuffix("_token"), (None, None))[1]
+    token = _config(file).get(role)
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None

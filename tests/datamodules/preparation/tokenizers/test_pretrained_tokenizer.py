@@ -79,9 +79,9 @@ def test_nothing_is_cut_off_filled_up_or_added(written, bpe):
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     tokenizer.save(str(written))
-    loaded = PretrainedTokenizer(str(written))
-    assert loaded.encode_batch(TEXTS) == bpe.encode_batch(TEXTS)
-    stored = Tokenizer.from_str(loaded.to_json())
+    for loaded in (PretrainedTokenizer(str(written)), PretrainedTokenizer(str(written), None, False)):
+        assert loaded.encode_batch(TEXTS) == bpe.encode_batch(TEXTS)
+    stored = Tokenizer.from_str(loaded.to_json())  # of add_special_tokens=False
     assert stored.encode(TEXTS[0]).ids == bpe.encode_batch(TEXTS[:1])[0]
 
 

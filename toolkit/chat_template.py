@@ -1,0 +1,183 @@
+"""Chat templates: messages to the text that a network was trained on, by a template in Jinja2.
+
+The text is that of `apply_chat_template` of transformers. A template comes with weights from anywhere: it runs in a sandbox,
+and sees plain JSON values alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from core.errors import ConfigError
+
+__all__ = ["FILES", "ChatTemplate", "special_tokens", "stored_template"]
+
+FILES = TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+"""Where a Hugging Face folder has its template."""
+
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class ChatTemplate:
+    r"""Renders messages.
+
+    Args:
+        source: The template.
+        special: Names of special tokens that templates use, such as `bos_token`, and their spelling.
+
+    Raises:
+        ConfigError: If the source is no template.
+
+    Example:
+        template = ChatTemplate("{% for m in messages %}{{ m.role }}: {{ m.content }}\\n{% endfor %}", {})
+        template.render([{"role": "user", "content": "Hello"}])
+    """
+
+    def __init__(self, source: str, special: Mapping[str, str]) -> None:
+        self.source, self.special = source, dict(special)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals |= {
+            "raise_exception": _raise,
+            "strftime_now": lambda form: datetime.now().strftime(form),
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
+        try:
+            self._template = environment.from_string(source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            raise ConfigError(f"The chat template{line}: {_short(error)}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        **further: Any,
+    ) -> str:
+        """Returns the text of a conversation.
+
+        Args:
+            messages: Each with `role` and `content`; plain JSON values.
+            add_generation_prompt: Whether the text ends where an answer begins.
+            tools: JSON schemas of functions that the network may call; None: none.
+            further: What else a template asks for, such as `enable_thinking`.
+
+        Raises:
+            ConfigError: If the template refuses the messages.
+        """
+        try:
+            return self._template.render(
+                messages=messages,
+                tools=tools,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **{**self.special, **further},
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            raise ConfigError(f"The chat template refuses these messages: {_short(error)}") from error
+
+
+def stored_template(files: Mapping[str, str]) -> ChatTemplate | None:
+    """Returns the template of a Hugging Face folder, or None if it has none.
+
+    Args:
+        files: File name -> text, of :data:`FILES` those that are there.
+
+    Raises:
+        ConfigError: If it is damaged.
+    """
+    try:
+        config = json.loads(files.get(CONFIG, "{}"))
+    except ValueError as error:
+        raise ConfigError(f"{CONFIG} is no JSON: {_short(error)}") from error
+    config = config if isinstance(config, dict) else {}
+    found = files[TEMPLATE] if TEMPLATE in files else config.get("chat_template")
+    if isinstance(found, list):  # several by name
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        found = named.get("default")
+    return ChatTemplate(found, special_tokens(config)) if isinstance(found, str) else None
+
+
+def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Returns role and spelling of the special tokens that a tokenizer_config.json names."""
+    found = {role: config.get(role) for role in ROLES}
+    spelt = {role: one.get("content") if isinstance(one, dict) else one for role, one in found.items()}
+    return {role: one for role, one in spelt.items() if isinstance(one, str)}
+
+
+def _short(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja2's own filter would escape characters of HTML."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+class _Generation(Extension):
+    """The block `generation`, which marks answers for training; it changes no text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
+
+    def _text(self, caller: Any) -> str:
+        return caller()
+
+
+class _Dict:
+    """`dict` without the attributes of the class."""
+
+    def __call__(self, *given: Any, **named: Any) -> dict[Any, Any]:
+        return dict(*given, **named)
+
+    def fromkeys(self, *given: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*given)
+
+
+class _Namespace(Namespace):
+    """A namespace without attributes that begin with an underscore, which lead to the interpreter."""
+
+    def __init__(*given: Any, **named: Any) -> None:
+        own, values = given[0], dict(*given[1:], **named)
+        for name in values:
+            _check(name)
+        Namespace.__init__(own, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check(name)
+        super().__setitem__(name, value)
+
+
+def _check(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no name such as {name[:40]!r}")
