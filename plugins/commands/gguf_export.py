@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from core import durable
 from core.errors import ConfigError
 from plugins.checkpoints.gguf_families import family_of
 from plugins.checkpoints.gguf_metadata import to_metadata
 from plugins.checkpoints.gguf_tensors import to_tensors
 from plugins.commands import hf_folder
-from toolkit import durable, gguf_tokenizers
+from toolkit import gguf_tokenizers
 
 if TYPE_CHECKING:
     from core.contracts import Network

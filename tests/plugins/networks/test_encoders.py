@@ -117,7 +117,9 @@ def test_t5_is_that_of_transformers(version):
 def test_padding_of_t5_is_masked_as_in_transformers():
     network, reference = both(T5, T5_SMALL)
     ids, targets = tokens(), tokens(length=23, seed=3)
-    kept, read = (torch.arange(size).expand(2, -1) < torch.tensor([[50], [n]]) for size, n in ((50, 31), (23, 9)))
+    kept, read = (
+        torch.arange(size).expand(2, -1) < torch.tensor([[50], [n]]) for size, n in ((50, 31), (23, 9))
+    )
     documents = {"document_ids": torch.where(kept, 0, -1), "decoder_document_ids": torch.where(read, 0, -1)}
     given = {"input_ids": ids, "decoder_input_ids": targets}
     with torch.no_grad():
