@@ -24,7 +24,7 @@ from core.training.shards import reshard
 from toolkit import pictures
 from toolkit.shards import copy_to_shard
 from toolkit.snapshots import tensors
-from toolkit.trials import NOT_UNDONE, compatibility_errors, say, trial
+from toolkit.trials import NOT_RESTORABLE, compatibility_errors, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @technique(
     paper="the best of several seeds after a short training, as in Dodge et al., arXiv:2002.06305, section 4",
-    conflicts=NOT_UNDONE
+    conflicts=NOT_RESTORABLE
     | {"BitsandbytesWeights": "its weights are quantised and frozen: a new seed would change nothing"},
     before=("ExponentialMovingAverage", "LRFinder"),
     after=(

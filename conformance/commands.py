@@ -59,9 +59,9 @@ def answers_a_mistake_in_short(case: Case) -> None:
     }
     for what, words in given.items():
         done = run([case.entry.name, *words], workshop())
-        lines = len(done.told.splitlines())
+        lines = len(done.stderr.splitlines())
         require(
-            done.code in (0, 2) and "Traceback" not in done.told + done.printed,
+            done.code in (0, 2) and "Traceback" not in done.stderr + done.stdout,
             f"{what} it ends with exit code {done.code}:\n{done.error_text}\n"
             "Likely: a mistake of the user's is raised as what a library raises: make it a core.errors.ConfigError.",
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable
 from typing import Any
 
 from conformance.case import Case
 from conformance.proof import proof, require
 from core import API_VERSION, catalog
+from core.contracts import ChecksRun
 from core.errors import ConfigError
 from core.technique import Declaration, declaration_of
 from plugins.cli import declarations, preflight, selection
@@ -71,21 +71,20 @@ def is_declared(case: Case) -> None:
         declaration and declaration.paper.strip(),
         "@technique(paper=...) is empty: name the paper or source",
     )
-    judge = getattr(case.target, "preflight", None)
-    if inspect.ismethod(judge):
-        answer = _answer(judge, case)
+    if isinstance(case.target, ChecksRun):
+        answer = _answer(case)
         require(
             answer is not None and not isinstance(answer, str),
             f"preflight returns {answer!r}, where it has to yield a line for each problem",
         )
 
 
-def _answer(judge: Callable[..., Any], case: Case) -> Any:
+def _answer(case: Case) -> Any:
     """Returns what a `preflight` says of the defaults; no lines where it cannot judge them without a run."""
     arguments = {name: argument.default for name, argument in parameters(case.target)[0].items()}
     own = selection.describe("own", case.target, case.entry.class_path, arguments)
     try:
-        return judge(Run((own,)), own)
+        return case.target.preflight(Run((own,)), own)
     except Exception:  # a run with all that it needs is tried by the proofs that train
         return ()
 

@@ -32,9 +32,11 @@ OFFERED_BY: dict[str, tuple[type, ...]] = {
     "datamodules": (contracts.CountsEpochs, contracts.SkipsBatches),
 }
 """Kind -> the Protocols with methods that its techniques may offer."""
+BY_ALL = (contracts.ChecksRun,)
+"""Those that techniques of every kind may offer."""
 
 
-@proof(*OFFERED_BY, runs=False)
+@proof(runs=False)
 def offers_hooks_as_described(case: Case) -> None:
     """Its optional hooks, such as `change_network(network)`, can be called as their Protocol in core.contracts says."""
     found = list(faults(case.entry.kind, case.target))
@@ -43,7 +45,7 @@ def offers_hooks_as_described(case: Case) -> None:
 
 def faults(kind: str, target: Any) -> Iterator[str]:
     """Yields what is wrong with the hooks that a class offers, one line each."""
-    for protocol in OFFERED_BY[kind]:
+    for protocol in (*BY_ALL, *OFFERED_BY.get(kind, ())):
         methods = {name: member for name, member in vars(protocol).items() if _is_hook(name, member)}
         missing = [name for name in methods if not callable(getattr(target, name, None))]
         if len(missing) == len(methods):
@@ -51,7 +53,7 @@ def faults(kind: str, target: Any) -> Iterator[str]:
         if missing:
             yield f"{protocol.__name__} has the methods {', '.join(methods)}; {', '.join(missing)} is missing"
         for name in methods.keys() - set(missing):
-            described, own = inspect.signature(methods[name]), inspect.signature(getattr(target, name))
+            described, own = (inspect.signature(getattr(one, name)) for one in (protocol, target))
             try:
                 own.bind(
                     *(None for each in described.parameters.values() if each.kind is not each.VAR_KEYWORD)
@@ -61,4 +63,4 @@ def faults(kind: str, target: Any) -> Iterator[str]:
 
 
 def _is_hook(name: str, member: Any) -> bool:
-    return inspect.isfunction(member) and not name.startswith("_")
+    return inspect.isroutine(member) and not name.startswith("_")

@@ -10,7 +10,7 @@ from conformance.case import Case
 from conformance.networks import build
 from conformance.proof import NotProvable, proof, require
 from conformance.training import STEPS, fit, furthest, run_with, run_without
-from toolkit.positions import mixes_elsewhere
+from toolkit.positions import explain_position_mixing
 
 NEARNESS = 0.02
 """Relative: fp8 keeps 3 bits of mantissa, 2^-4, of each factor, which sums over a row average out."""
@@ -27,7 +27,9 @@ def computes_what_one_device_does(case: Case) -> None:
 def can_be_cut_along_its_tokens(case: Case) -> None:
     """Where `replace_attention` returns True, each half of a sequence on a rank of its own gives one process's losses."""
     network = build(case)
-    reason = mixes_elsewhere(network) if network.replace_attention(scaled_dot_product_attention) else ""
+    reason = (
+        explain_position_mixing(network) if network.replace_attention(scaled_dot_product_attention) else ""
+    )
     if reason is not None:
         require(not reason, f"replace_attention returns True, but {reason}")
         raise NotProvable("its attention cannot be replaced")

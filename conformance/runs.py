@@ -60,16 +60,16 @@ class Run:
     Attributes:
         folder: Its run folder.
         code: Its exit code; negative: the signal that ended it.
-        printed: What rank 0 wrote to stdout.
-        told: What rank 0 wrote to stderr.
+        stdout: What rank 0 wrote to stdout.
+        stderr: What rank 0 wrote to stderr.
         error_text: The end of what it wrote, for messages.
         codes: The exit code of each rank; None of one that did not end by itself after another had failed.
     """
 
     folder: Path
     code: int
-    printed: str
-    told: str
+    stdout: str
+    stderr: str
     error_text: str
     codes: tuple[int | None, ...] = ()
 
@@ -141,11 +141,11 @@ def run(
     for child in children:
         child.start()
     codes = _wait(children, timeout)
-    printed, told = (_written(outputs[0], stream) for stream in STREAMS)
+    stdout, stderr = (_written(outputs[0], stream) for stream in STREAMS)
     error_text = "\n".join(filter(None, map(_end, outputs)))
     done = None not in codes or any(codes)
     require(done, f"`{' '.join(words)}` was not done after {timeout:.0f} s. It wrote:\n{error_text}")
-    return Run(folder, next((code for code in codes if code), 0), printed, told, error_text, tuple(codes))
+    return Run(folder, next((code for code in codes if code), 0), stdout, stderr, error_text, tuple(codes))
 
 
 def _children(

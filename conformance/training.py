@@ -50,7 +50,7 @@ def config_round_trips(case: Case) -> None:
     opaque = [line.strip() for line in recorded if re.search(r"<.+ (object )?at 0x[0-9a-f]+>", line)]
     require(not opaque, f"this value cannot be read back: {opaque and opaque[0]}")
     # The checkpoint that a run resumes from is not part of its record.
-    found = [line for line in done.printed.splitlines() if line != "ckpt_path: null"]
+    found = [line for line in done.stdout.splitlines() if line != "ckpt_path: null"]
     changed = [
         f"{old.strip()} became {new.strip()}" for old, new in zip(recorded, found, strict=False) if old != new
     ]

@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if getattr(sys.modules.get("core"), "__file__", "") is None:
-    # A folder `core` in the working directory, without __init__.py, hides the package of an editable installation.
-    del sys.modules["core"]
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+HOUSE = Path(__file__).resolve().parent.parent
+if "core" in sys.modules and HOUSE / "core" not in map(Path.resolve, map(Path, sys.modules["core"].__path__)):
+    # `python -m core` has imported a folder `core` of the working directory, which hides an editable installation.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "core"]:
+        del sys.modules[name]
+    sys.path.insert(0, str(HOUSE))
 
-from core import catalog
+from core import catalog  # noqa: E402
 
 
 def _put_house_first() -> None:
@@ -25,7 +27,7 @@ def _put_house_first() -> None:
 
     The user's folder comes last: `leyden`, too, finds a class in a module that lies there.
     """
-    house, here = str(Path(__file__).resolve().parent.parent), os.getcwd()
+    house, here = str(HOUSE), os.getcwd()
     if house not in sys.path:
         sys.path.insert(0, house)
     if here != house:

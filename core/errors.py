@@ -1,4 +1,4 @@
-"""Errors that users cause and can mend: shown as a few lines, never as a traceback."""
+"""Errors that users cause and can correct: shown as a few lines, never as a traceback."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ class ConfigError(Exception):
     """A mistake in a configuration, an argument, an input file or the environment.
 
     The command line prints the message (at most 10 lines) and ends with exit code 2. Write the
-    message for the person who has to mend it: where, what was found, the nearest right thing, what
+    message for the person who has to correct it: where, what was found, the nearest right thing, what
     to do.
 
     Attributes:

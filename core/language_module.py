@@ -67,6 +67,7 @@ class LanguageModule(AveragedWeights):
         step_loss: Mean loss over all label tokens of the optimizer step, of all ranks; 0-d, on the device. From
             `on_before_optimizer_step` of the step on.
         in_parts: Whether a callback computes micro-batches in parts, each with a `training_step`.
+        fits: Whether network and data are known to fit; otherwise `configure_model` checks it.
         lr_factors: Who -> what the schedule's learning rates are multiplied by, in the coming steps.
         seed: What torch's generators are seeded from, with epoch, batch and rank; `seed_everything` of the run.
         train_sums: Losses and other figures of this rank since the last logged step.
@@ -93,7 +94,7 @@ class LanguageModule(AveragedWeights):
         self.build_optimizer = optimizer
         self.build_lr_scheduler = lr_scheduler
         self.decay_embeddings, self.parameter_options = decay_embeddings, parameter_options or {}
-        self.logging_step = self.in_parts = self.stepping = False
+        self.logging_step = self.in_parts = self.stepping = self.fits = False
         self.tokens_seen = 0
         self.train_sums, self._validation = TokenSums(), TokenSums()
         self.step_loss: Tensor | None = None
@@ -124,7 +125,7 @@ class LanguageModule(AveragedWeights):
         """Builds the network, once, inside the strategy's and precision's initialisation contexts."""
         if getattr(self, "network", None) is None:
             self.network = apply_network_changes(self.build_network(), self.trainer, self.weights)
-            check_fit(self.network, getattr(self.trainer, "datamodule", None))
+            self.fits = self.fits or check_fit(self.network, getattr(self.trainer, "datamodule", None))
 
     def forward(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Returns logits (B, T, V)."""

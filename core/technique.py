@@ -133,8 +133,8 @@ class Feature:
 class Declaration:
     """Declares a class (or function) as a technique: `technique` is this class, used as a decorator.
 
-    What depends on the arguments, a class says in a classmethod ``preflight(run, own)``: it yields a line
-    for each that does not fit the :class:`toolkit.selection.Run`; `own` is the class's place in it.
+    What depends on the arguments, a class says in a classmethod ``preflight(run, own)``: see
+    :class:`core.contracts.ChecksRun`.
 
     The decorator returns its argument unchanged but for the recorded declaration. The command line and the conformance
     kit refuse a declaration whose arguments are not of this form.

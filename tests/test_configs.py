@@ -79,7 +79,7 @@ def test_every_config_is_parsed_and_preflighted(path):
         assert missing in done.error_text
         return
     assert done.code == 0, done.error_text
-    assert "Nothing was started or written." in done.printed
+    assert "Nothing was started or written." in done.stdout
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,4 +105,4 @@ def test_every_overlay_trains_on_the_quickstart(path, prepared):
     words += [f"--trainer.default_root_dir={folder}", *SHORTENED.get(path.stem, [])]
     done = run(["fit", *words, *own_files(path)], folder)
     assert done.code == 0, done.error_text
-    assert "Trained to step 3" in done.printed, done.printed[-1000:]
+    assert "Trained to step 3" in done.stdout, done.stdout[-1000:]

@@ -78,10 +78,10 @@ def test_the_two_lines_that_say_what_to_type_next_work(quickstart):
     folder, printed = quickstart
     generate, resume = (line.strip() for line in printed.splitlines() if line.startswith("  python -m core "))
     words = shlex.split(generate)[3:]
-    one, two = (forked(folder, *words, "--max_new_tokens=20").printed for _ in range(2))
+    one, two = (forked(folder, *words, "--max_new_tokens=20").stdout for _ in range(2))
     assert one == two
     assert len(one) > 20
-    resumed = forked(folder, *shlex.split(resume)[3:-1], "70", "--trainer.limit_val_batches=1").printed
+    resumed = forked(folder, *shlex.split(resume)[3:-1], "70", "--trainer.limit_val_batches=1").stdout
     assert "From checkpoint: runs/quickstart/checkpoints/step-00000060.ckpt" in resumed
     assert (folder / "runs" / "quickstart" / "checkpoints" / "step-00000070.ckpt").exists()
 
@@ -89,7 +89,7 @@ def test_the_two_lines_that_say_what_to_type_next_work(quickstart):
 def test_best_fit_leaves_less_than_one_per_cent_empty_and_says_so(quickstart):
     folder, _ = quickstart
     short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--model.lr_scheduler.warmup_steps=1"]
-    told = forked(folder, "fit", "--config", "quickstart", "--data.packing=BestFit", *short).told
+    told = forked(folder, "fit", "--config", "quickstart", "--data.packing=BestFit", *short).stderr
     [share] = re.findall(r"^Padding in rows of 256 tokens: ([\d.]+)%$", told, re.MULTILINE)
     [prepared] = (folder / "cache" / "leyden").iterdir()
     rows = BestFit().batches(prepared / "train", sequence_length=256, batch_size=1, pad=True)
@@ -103,6 +103,6 @@ def test_the_users_own_text_trains_with_the_same_config(tmp_path):
     for number in range(12):
         (tmp_path / "notes" / f"{number}.md").write_text(f"# Note {number}\n" + "words and words. " * 120)
     smaller = ["--data.sequence_length=32", "--trainer.max_steps=2", "--model.lr_scheduler.warmup_steps=1"]
-    told = forked(tmp_path, "fit", "--config", "quickstart", "--data.source=notes", *smaller).told
+    told = forked(tmp_path, "fit", "--config", "quickstart", "--data.source=notes", *smaller).stderr
     assert "24 documents" in told  # the end of each note is a document of the validation split
     assert (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-00000002.ckpt").exists()

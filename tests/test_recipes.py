@@ -30,7 +30,7 @@ def test_each_recipe_is_here():
 def test_a_recipe_passes_preflight_elsewhere(name):
     done = run(["check", "--offline", f"--config=recipes/{name}"], workshop())
     assert done.code == 0, done.error_text
-    [count] = re.findall(r"GPT: ([\d,]+) parameters", done.printed)
+    [count] = re.findall(r"GPT: ([\d,]+) parameters", done.stdout)
     assert int(count.replace(",", "")) == RECIPES[name]
 
 
@@ -38,9 +38,9 @@ def test_elsewhere_sizes_are_still_held_against_each_other():
     words = ["check", "--offline", "--config=recipes/gpt3_175b_3d", "--trainer.num_nodes=100"]
     done = run(words, workshop())
     assert done.code == 2
-    assert "HybridParallel" in done.told
-    assert "800" in done.told
-    assert len(done.told.splitlines()) <= 10
+    assert "HybridParallel" in done.stderr
+    assert "800" in done.stderr
+    assert len(done.stderr.splitlines()) <= 10
 
 
 BY_DEFAULT = {"gpt3_175b_3d"}  # which has most of what the others have

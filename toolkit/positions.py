@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from core.contracts import Network
+from core.errors import deprecated
 
 LENGTH = 16
 """Tokens that a network is tried with, at most."""
 
 
 @torch.no_grad()
-def mixes_elsewhere(network: Network) -> str | None:
+def explain_position_mixing(network: Network) -> str | None:
     """Returns why a network with replaced attention gives other results when its tokens are sharded over ranks, or None.
 
     Its tokens are given in another order, with their positions, and attention restores the order, as it does where
@@ -83,3 +84,10 @@ def _evaluated(network: nn.Module) -> Iterator[None]:
             parameter.zero_()
         for module, training in modes:
             module.training = training
+
+
+def __getattr__(name: str) -> Any:
+    if name == "mixes_elsewhere":
+        deprecated("toolkit.positions.mixes_elsewhere", "explain_position_mixing")
+        return explain_position_mixing
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from core.contracts import PackedBatches
 from core.data.token_datamodule import TRAIN_ON, TokenDataModule
-from core.errors import ConfigError
+from core.errors import ConfigError, deprecated
 from core.lightning_compat import collect_rng_states, set_rng_states
 from core.training.stopping import listen
 from toolkit import snapshots
 from toolkit.selection import Run
 
-NOT_UNDONE = dict.fromkeys(
+NOT_RESTORABLE = dict.fromkeys(
     ("DeepSpeedZero", "DeepSpeedStrategy"),
     "its trial steps restore the optimizer's state, to which DeepSpeed gives no access: take --trainer.strategy=FSDP",
 )
@@ -130,3 +130,10 @@ def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
             raise SIGTERMException
         loss: Any = module.step_loss
         yield loss.clone()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "NOT_UNDONE":
+        deprecated("toolkit.trials.NOT_UNDONE", "NOT_RESTORABLE")
+        return NOT_RESTORABLE
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

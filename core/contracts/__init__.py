@@ -26,8 +26,7 @@ def __getattr__(name: str) -> Any:
     if name == "__all__":
         return [*data.__all__, *offers.__all__, *import_module("core.contracts.modules").__all__]
     if name == "misfits":
-        deprecated("core.contracts.misfits", "compatibility_errors")
-        name = "compatibility_errors"
+        deprecated("core.contracts.misfits", name := "compatibility_errors")
     if not name.startswith("__") and name not in ("modules", "packed_batches"):  # not yet imported
         modules = import_module("core.contracts.modules")
         if name in modules.__all__:

@@ -112,7 +112,7 @@ class Network(nn.Module, ABC):
 
     @classmethod
     def preflight(cls, run: Any, own: Any) -> Iterable[str]:
-        """Yields what does not fit a run; see `@technique`. That sizes fit the data, the command line checks."""
+        """Yields what does not fit a run, see `ChecksRun`; that the sizes fit the data is checked without it."""
         return ()
 
     @abstractmethod
@@ -240,14 +240,20 @@ def compatibility_errors(
         )
 
 
-def check_fit(network: Network, data: Any) -> None:
-    """Raises a ConfigError if a network is too small for a data module's data, as far as that is known."""
+def check_fit(network: Network, data: Any) -> bool:
+    """Raises a ConfigError if a network is too small for a data module's data, as far as that is known.
+
+    Returns:
+        Whether the data's vocabulary is known. A tokenizer's number is what was asked for; before the data are prepared
+        it says nothing of what they will have.
+    """
     parts = (data, data.tokenizer if isinstance(data, EncodesText) else None)
     tokens = [part.vocab_size for part in parts if isinstance(part, HasVocabulary) and part.vocab_size]
     length = data.sequence_length if isinstance(data, HasRows) else None
     sizes = network.vocab_size, network.max_sequence_length
     if faults := list(compatibility_errors(*sizes, next(iter(tokens), None), length)):
         raise ConfigError("\n".join(faults))
+    return isinstance(data, HasVocabulary) and bool(data.vocab_size)
 
 
 class Objective(nn.Module, ABC):

@@ -24,6 +24,25 @@ if TYPE_CHECKING:
 
     from core.contracts.modules import Network
 
+# -- techniques of every kind ---------------------------------------------------------------------------------
+
+
+@runtime_checkable
+class ChecksRun(Protocol):
+    """A class of any kind whose arguments may not fit a run; what never fits, `@technique` declares."""
+
+    @classmethod
+    def preflight(cls, run: Any, own: Any) -> Iterable[str]:
+        """Yields a line for each problem, called before anything is built or any process is started.
+
+        A line that begins with the name of an argument is shown with the place where that was written.
+
+        Args:
+            run: The :class:`toolkit.selection.Run`.
+            own: This class's :class:`toolkit.selection.Selected` in it.
+        """
+
+
 # -- strategies: which ranks have which tokens, and where gradients are ---------------------------------------
 
 

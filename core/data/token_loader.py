@@ -56,7 +56,7 @@ class TokenLoader:
         return len(self.batches)
 
     def __iter__(self) -> Iterator[Batch]:
-        # A generator, so that nothing is settled before the first batch is asked for: Lightning calls
+        # A generator, so that nothing is read before the first batch is requested: Lightning calls
         # iter() before it restores the state.
         try:
             yield from self._batches()

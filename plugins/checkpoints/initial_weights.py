@@ -28,7 +28,7 @@ from toolkit.safetensors_files import LazyTensor
 class InitialWeights:
     """Starts a run from weights alone, with another objective, optimizer, data or vocabulary.
 
-    Optimizer, schedule, step and position of the data begin anew. Tensors are read one by one and cast to the data type of
+    Optimizer, schedule, step and position in the data start from the beginning. Tensors are read one by one and cast to the data type of
     the network. If the network has a larger vocabulary, the new rows of embedding and head are the mean of the old ones.
     A resumed run takes the checkpoint's weights instead.
 

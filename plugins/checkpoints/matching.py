@@ -19,7 +19,7 @@ from toolkit.safetensors_files import LazyTensor
 
 PREFIX = "network."
 IGNORED = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""Ends of names of buffers that older versions of transformers stored and computed anew."""
+"""Ends of names of buffers that older versions of transformers stored, and compute again."""
 
 
 def open_own(path: Path) -> dict[str, LazyTensor]:

@@ -6,12 +6,12 @@ import inspect
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 from core import API_VERSION, catalog
+from core.contracts import ChecksRun
 from core.errors import ConfigError
 from core.technique import Declaration, declaration_of
 from plugins.cli.configuration.class_names import kinds_of
@@ -41,9 +41,18 @@ TRIAL_PROCESSES = 8
 def check(run: Run, *faults: str) -> None:
     """Raises one ConfigError with every problem of a run, after the `faults` that were found before."""
     checks: tuple[Callable[[Run], Iterator[str]], ...] = (
-        _versions, _needs, _processes, _numbers, _replaced, _conflicts, _duplicates, _rivals, _owners, _circles,
-        _arguments, _sizes,
-    )  # fmt: skip
+        _versions,
+        _needs,
+        _processes,
+        _numbers,
+        _replaced,
+        _conflicts,
+        _duplicates,
+        _rivals,
+        _owners,
+        _circles,
+        _arguments,
+    )
     lines = [*faults, *(line for kind in checks for line in kind(run))]
     problems = [" ".join(line.split()) for line in lines]
     if problems:
@@ -196,35 +205,10 @@ def _circles(run: Run) -> Iterator[str]:
 
 def _arguments(run: Run) -> Iterator[str]:
     for item in run.selected:
-        judge = getattr(item.target, "preflight", None)
+        judge = item.target.preflight if isinstance(item.target, ChecksRun) else None
         if inspect.ismethod(judge):  # the classmethod, not another attribute of this name
             lines = _asked(run, item, "preflight", partial(_judged, judge, run, item))
             yield from (f"{_named_by(run, item, line)}: {line}" for line in lines)
-
-
-def _sizes(run: Run) -> Iterator[str]:
-    """Yields sizes of the data that are greater than the network allows."""
-    if "torch" not in sys.modules:  # no network is selected, as in `prepare`
-        return
-    from core.contracts import Network
-
-    for item in run.selected:
-        if isinstance(item.target, type) and issubclass(item.target, Network):
-            lines = _asked(run, item, "sizes", partial(_of_the_data, run, item))
-            yield from (f"{run.named(item)}: {line}" for line in lines)
-
-
-def _of_the_data(run: Run, network: Selected) -> list[str]:
-    """Returns the sizes of the data that a network is too small for, as far as they are known from arguments."""
-    from core.contracts import compatibility_errors
-
-    tokens = None
-    if source := run.argument("data.source"):
-        tokens = catalog.offering("token_preparation", "data").load().vocab_size_of(source)
-    if tokens is None:
-        tokens = run.argument("data.tokenizer.vocab_size") or run.argument("data.vocab_size")
-    sizes = network.arguments.get("vocab_size"), network.arguments.get("max_sequence_length")
-    return list(compatibility_errors(*sizes, tokens, run.argument("data.sequence_length")))
 
 
 def _judged(judge: Callable[[Run, Selected], Any], run: Run, item: Selected) -> list[str]:

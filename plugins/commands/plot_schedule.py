@@ -89,10 +89,10 @@ def simulate(cli: Any) -> list[Step]:
     optimizer, schedule, warms_up = _on_one_weight(cli.model, total)
     group = optimizer.param_groups[0]
     steps, every = [], -(-total // MAX_ROWS)
-    told = isinstance(schedule, Schedule)
+    counts = isinstance(schedule, Schedule)
     for number in range(1, total + 1):
         rows, length, factor = shape(cli, number - 1, tokens)
-        if told:
+        if counts:
             schedule.begin_step(rows * length)
         tokens += rows * length
         if warms_up:

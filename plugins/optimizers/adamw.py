@@ -8,6 +8,7 @@ import torch
 
 from core.technique import technique
 from core.training.shards import local_tensors
+from plugins.optimizers.half_precision import ChecksEps
 from toolkit.shards import is_sharded
 
 
@@ -16,7 +17,7 @@ from toolkit.shards import is_sharded
     offers=("drops_updates",),
     maturity="stable",
 )
-class AdamW(torch.optim.AdamW):
+class AdamW(ChecksEps, torch.optim.AdamW):
     """Adam with decoupled weight decay, as one fused kernel over all parameters.
 
     State: 8 bytes per float32 parameter (two moments).
@@ -25,7 +26,7 @@ class AdamW(torch.optim.AdamW):
         params: Parameters or parameter groups.
         lr: Peak learning rate.
         betas: Decay rates of the first and the second moment.
-        eps: Added to the square root of the second moment.
+        eps: Added to the square root of the second moment; at least 1e-4 in 16-true.
         weight_decay: Decoupled decay per step, times the learning rate.
         fused: Whether to use one kernel for all parameters (CPU and CUDA); false: torch chooses.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from core.technique import Package, technique
+from plugins.optimizers.half_precision import ChecksEps
 from plugins.optimizers.libraries import library
 
 
@@ -12,7 +13,7 @@ from plugins.optimizers.libraries import library
     paper="AdEMAMix, arXiv:2409.03137, algorithm 1 with the schedulers of appendix A.1; pytorch_optimizer",
     needs=(Package("pytorch_optimizer>=4", extra="optimizers"),),
 )
-class AdEMAMix(library("pytorch_optimizer").AdEMAMix):  # type: ignore[misc]
+class AdEMAMix(ChecksEps, library("pytorch_optimizer").AdEMAMix):  # type: ignore[misc]
     """AdamW whose update adds `alpha` times a slow momentum, an average over tens of thousands of steps.
 
     State: 12 bytes per float32 parameter (three moments). `alpha` rises from 0, and the slow momentum's decay

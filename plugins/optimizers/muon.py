@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from core.technique import technique
 from core.training.shards import full_tensor
+from plugins.optimizers.half_precision import ChecksEps
 from toolkit.shards import is_sharded
 
 
 @technique(
     paper="Muon, Jordan et al. 2024 (kellerjordan.github.io/posts/muon); scaled as in Moonlight, arXiv:2502.16982, 2.2",
 )
-class Muon(Optimizer):
+class Muon(ChecksEps, Optimizer):
     """Orthogonalises the momentum of each hidden matrix; embeddings, head, norms and biases get AdamW.
 
     Hidden matrices are the 2-dimensional weights of the network's blocks. Their update is scaled to a root

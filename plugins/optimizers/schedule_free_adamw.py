@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.technique import Package, technique
+from plugins.optimizers.half_precision import ChecksEps
 from plugins.optimizers.libraries import library, not_on_shards
 
 
@@ -18,7 +19,7 @@ from plugins.optimizers.libraries import library, not_on_shards
     conflicts=not_on_shards("its averages are only written to checkpoints of full weights", "AdamW"),
     owns=("learning_rate",),
 )
-class ScheduleFreeAdamW(library("schedulefree").AdamWScheduleFree):  # type: ignore[misc]
+class ScheduleFreeAdamW(ChecksEps, library("schedulefree").AdamWScheduleFree):  # type: ignore[misc]
     """Schedule-Free AdamW: a running average of the weights, which replaces the decay of a learning rate schedule.
 
     Validation and checkpoints use the average; training continues from the exact trained weights. After a linear

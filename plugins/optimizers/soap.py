@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from core.technique import Package, technique
+from plugins.optimizers.half_precision import ChecksEps
 from plugins.optimizers.libraries import library, not_on_shards
 
 LISTS = ("GG", "Q")
@@ -18,7 +19,7 @@ LISTS = ("GG", "Q")
     needs=(Package("pytorch_optimizer>=4", extra="optimizers"),),
     conflicts=not_on_shards("its eigenbases need full matrices", "Muon or AdamW"),
 )
-class SOAP(library("pytorch_optimizer").SOAP):  # type: ignore[misc]
+class SOAP(ChecksEps, library("pytorch_optimizer").SOAP):  # type: ignore[misc]
     """Adam in the eigenbasis of the averaged products of a matrix's gradients with themselves.
 
     State: 8 bytes per float32 parameter, and for an (m, n) matrix 8 (m^2 + n^2) bytes in addition. The first step

@@ -31,7 +31,7 @@ from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first,
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.pipeline import Pipeline, full_sum
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, cut, tied
-from toolkit.positions import mixes_elsewhere
+from toolkit.positions import explain_position_mixing
 from toolkit.routing import RoutesTokens
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class HybridParallel(MeshStrategy):
             blocks = [network.blocks[index] for stage in stages.values() for index in stage.span]
             self._shard_parameters(list(stages.values()), blocks)
         microbatches = self.microbatches or layout.stages
-        options = (microbatches, self._stages, self.root_device, self._settled)
+        options = (microbatches, self._stages, self.root_device, self._reduced)
         self.pipeline = Pipeline(network, objective, stages, layout, *options)
 
     def compute_loss(self, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
@@ -235,13 +235,13 @@ class HybridParallel(MeshStrategy):
     def _try_positions(self) -> None:
         """Raises a ConfigError on every rank if the network mixes tokens outside of attention; rank 0 tries it."""
         network: Any = self.language_module.network
-        if reason := self.broadcast(mixes_elsewhere(network) if self.is_global_zero else None):
+        if reason := self.broadcast(explain_position_mixing(network) if self.is_global_zero else None):
             raise ConfigError(
                 f"HybridParallel: context is {self.sizes.context}, and sequences of {type(network).__name__} cannot be "
                 f"split: {reason}.\nSet context to 1, and let its replace_attention return False."
             )
 
-    def _settled(self, parameters: Sequence[nn.Parameter], found: list[Tensor]) -> list[Tensor]:
+    def _reduced(self, parameters: Sequence[nn.Parameter], found: list[Tensor]) -> list[Tensor]:
         found = [gradients.summed(g, p) for p, g in zip(parameters, found, strict=True)]
         if not self._spreads and self.loss_group.size() > 1:
             gradients.average_(found, self.loss_group)

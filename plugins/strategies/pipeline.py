@@ -36,7 +36,7 @@ class Pipeline:
         microbatches: Number of micro-batches of a batch.
         group: The ranks of the pipeline.
         device: Device of this rank.
-        settle: Called with parameters and their new gradients on this rank; returns the gradients to add.
+        reduce: Called with parameters and their new gradients on this rank; returns the gradients to add.
 
     Attributes:
         parameters: The parameters of this rank, as the optimizer has them; set before the first loss.
@@ -53,10 +53,10 @@ class Pipeline:
         microbatches: int,
         group: dist.ProcessGroup,
         device: torch.device,
-        settle: Callable[[Sequence[nn.Parameter], list[Tensor]], list[Tensor]],
+        reduce: Callable[[Sequence[nn.Parameter], list[Tensor]], list[Tensor]],
     ) -> None:
         self.network, self.objective, self.stages, self.layout = network, objective, stages, layout
-        self.microbatches, self.group, self.device, self.settle = microbatches, group, device, settle
+        self.microbatches, self.group, self.device, self.reduce = microbatches, group, device, reduce
         self._ranks = dist.get_process_group_ranks(group)
         self._last = layout.stages - 1
         self._schedule: Any = None
@@ -81,10 +81,10 @@ class Pipeline:
         used = [(p, p.grad) for p in self.parameters if p.grad is not None]
         for parameter, gradient in zip(self.parameters, before, strict=True):
             parameter.grad = gradient
-        settled = self.settle([p for p, _ in used], [gradient for _, gradient in used])
+        reduced = self.reduce([p for p, _ in used], [gradient for _, gradient in used])
         loss, metrics = self._shared()
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        total = _Done.apply(anchor, loss.total, [p for p, _ in used], settled)
+        total = _Done.apply(anchor, loss.total, [p for p, _ in used], reduced)
         return TokenSum(total, loss.tokens, loss.weight), metrics
 
     def _loss_of_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def main() -> int:
     }  # fmt: skip
     config = write_config("stall", values)
     done = run(["fit", f"--config={config}"], folder, ranks=options.ranks, timeout=1800)
-    print("".join(done.printed.partition("| way")[1:]).partition("Checkpoints held")[0] or done.error_text)
+    print("".join(done.stdout.partition("| way")[1:]).partition("Checkpoints held")[0] or done.error_text)
     return done.code
 
 

@@ -53,7 +53,7 @@ def test_a_slow_rank_is_named(tmp_path):
         assert float(row["heartbeat/slowest_rank"]) == 1
         assert float(row["heartbeat/slowest_over_median"]) > 1.5
     found = re.search(
-        r"step 3: rank 1 on \S+ takes [\d.]+ times the median.*: ([\d.]+) s for data", done.told
+        r"step 3: rank 1 on \S+ takes [\d.]+ times the median.*: ([\d.]+) s for data", done.stderr
     )
     assert 0.25 < float(found[1]) < 3
     assert not list((tmp_path / "run").glob("stacks.*"))

@@ -82,17 +82,17 @@ def test_lightning_takes_it_for_the_bar(run):
 
 
 def test_plain_lines_at_the_first_logged_step_and_each_tenth(run):
-    lines = [(int(step), int(percent)) for step, total, percent in LINE.findall(run.printed)]
+    lines = [(int(step), int(percent)) for step, total, percent in LINE.findall(run.stdout)]
     assert [step for step, _ in lines] == [5, 10, 15, 20, 25, 30, 40, 45, 50, 55, 60]  # 35 is in 30's tenth
     assert lines[-1] == (60, 100)
-    assert "\x1b" not in run.printed
+    assert "\x1b" not in run.stdout
 
 
 def test_plain_lines_show_speed_and_validation_loss(run):
-    last = LINE.search(run.printed[run.printed.index("step 55/60") :]).group()
+    last = LINE.search(run.stdout[run.stdout.index("step 55/60") :]).group()
     assert re.search(r"loss \d\.\d{3}  val \d\.\d{3}  epoch [\d.]+  [\d,]+ tokens/s  0:00:00 left", last)
     loss = float(run.trainer.callback_metrics["val/loss"])
-    assert f"step 60/60: validation loss {loss:.3f}" in run.printed
+    assert f"step 60/60: validation loss {loss:.3f}" in run.stdout
 
 
 @pytest.mark.parametrize(
@@ -109,29 +109,29 @@ def test_plain_lines_say_how_often_the_data_have_been_gone_through(
     if counts:
         monkeypatch.setattr(data, "epochs", lambda self: counts, raising=False)
     run = fit(tmp_path, [ProgressBar()], max_steps=5, limit_val_batches=0)
-    assert f"  {told}  " in LINE.search(run.printed).group()
+    assert f"  {told}  " in LINE.search(run.stdout).group()
 
 
 def test_plain_lines_keep_their_distance(fit, tmp_path):
     run = fit(tmp_path, [ProgressBar(line_every_s=0)], max_steps=20, limit_val_batches=0)
-    assert len(LINE.findall(run.printed)) == 4
+    assert len(LINE.findall(run.stdout)) == 4
     run = fit(
         tmp_path, [ProgressBar()], max_steps=1000, max_epochs=1, limit_train_batches=40, limit_val_batches=0
     )
-    assert [step for step, total, _ in LINE.findall(run.printed)] == [
+    assert [step for step, total, _ in LINE.findall(run.stdout)] == [
         str(s) for s in (5, 10, 15, 20, 25, 30, 35, 40)
     ]
-    assert {total for _, total, _ in LINE.findall(run.printed)} == {"40"}  # the epoch ends before max_steps
+    assert {total for _, total, _ in LINE.findall(run.stdout)} == {"40"}  # the epoch ends before max_steps
 
 
 def test_a_resumed_run_begins_at_its_step(resumed):
-    assert LINE.findall(resumed.printed)[0][:2] == ("45", "80")
+    assert LINE.findall(resumed.stdout)[0][:2] == ("45", "80")
 
 
 def test_other_ranks_print_nothing(fit, tmp_path):
     bar = ProgressBar()
     bar.disable()
-    assert fit(tmp_path, [bar], max_steps=10).printed == ""
+    assert fit(tmp_path, [bar], max_steps=10).stdout == ""
 
 
 def test_test_and_predict_say_what_they_do(make_trainer, module, data, tmp_path, capsys):

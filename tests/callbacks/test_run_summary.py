@@ -17,7 +17,7 @@ FIT = re.compile(r"^  python -m core fit --ckpt_path (\S+) (--trainer\.\w+ \d+)$
 
 
 def summary_of(run):
-    return run.printed[run.printed.index("Trained to step") :]
+    return run.stdout[run.stdout.index("Trained to step") :]
 
 
 def test_losses_stand_beside_the_unigram_entropy(run):
@@ -35,15 +35,15 @@ def test_losses_stand_beside_the_unigram_entropy(run):
 
 def test_a_model_that_learned_nothing_is_not_praised(fit, tmp_path):
     run = fit(tmp_path, [RunSummary()], max_steps=4, val_check_interval=4)
-    assert "The model is not better than token frequencies alone yet" in run.printed
-    assert "better than token frequencies alone." not in run.printed
+    assert "The model is not better than token frequencies alone yet" in run.stdout
+    assert "better than token frequencies alone." not in run.stdout
 
 
 def test_a_loss_of_an_earlier_step_is_not_given_as_that_of_the_end(fit, tmp_path):
     run = fit(tmp_path, [RunSummary()], max_steps=7, val_check_interval=3)
-    assert re.search(r"^Validation loss  .*, of step 6: none was run since$", run.printed, re.MULTILINE)
+    assert re.search(r"^Validation loss  .*, of step 6: none was run since$", run.stdout, re.MULTILINE)
     run = fit(tmp_path, [RunSummary()], max_steps=6, val_check_interval=3)
-    assert "none was run since" not in run.printed
+    assert "none was run since" not in run.stdout
 
 
 def test_the_run_and_its_speed(run, resumed):
@@ -51,16 +51,16 @@ def test_the_run_and_its_speed(run, resumed):
     first = summary_of(run).splitlines()[0]
     expected = rf"Trained to step 60, 15,360 tokens, in 0:00:\d\d; median {median:,.0f} tokens/s\."
     assert re.fullmatch(expected, first)
-    assert "Trained to step 80, 20,480 tokens, in 0:00:" in resumed.printed
-    assert " since it was resumed at step 40; median" in resumed.printed
+    assert "Trained to step 80, 20,480 tokens, in 0:00:" in resumed.stdout
+    assert " since it was resumed at step 40; median" in resumed.stdout
 
 
 def test_tokens_are_told_as_far_as_they_were_counted(fit, tmp_path):
     options = {"max_steps": 7, "limit_val_batches": 0}
     late = fit(tmp_path / "late", [RunSummary()], log_every_n_steps=5, **options)
-    assert "Trained to step 7, 1,280 tokens by the last logged step, in 0:00:" in late.printed
+    assert "Trained to step 7, 1,280 tokens by the last logged step, in 0:00:" in late.stdout
     none = fit(tmp_path / "none", [RunSummary()], log_every_n_steps=50, **options)
-    assert "Trained to step 7, in 0:00:" in none.printed
+    assert "Trained to step 7, in 0:00:" in none.stdout
 
 
 def test_what_is_listed_exists_and_what_exists_is_listed(run):
@@ -88,7 +88,7 @@ def test_it_ends_with_exactly_two_commands(run):
 
 
 def test_samples_and_picture_come_first(run, everything, tmp_path):
-    assert run.printed.rindex("Samples at step 60") < run.printed.index("Trained to step")
+    assert run.stdout.rindex("Samples at step 60") < run.stdout.index("Trained to step")
     names = [type(callback).__name__ for callback in ordered(everything(tmp_path)[::-1])]
     assert names.index("RunSummary") > max(names.index(n) for n in ("LossCurve", "TextSamples", "Throughput"))
     assert names.index("Throughput") < min(
@@ -100,7 +100,7 @@ def test_paths_are_relative_and_quoted_where_they_need_it(fit, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "my runs"
     run = fit(folder, [RunSummary(), ModelCheckpoint(folder, every_n_train_steps=5)], max_steps=5)
-    commands = [line for line in run.printed.splitlines() if line.startswith("  python")]
+    commands = [line for line in run.stdout.splitlines() if line.startswith("  python")]
     assert shlex.split(commands[0])[4:6] == ["--ckpt_path", "my runs/epoch=0-step=5.ckpt"]
     assert shlex.split(commands[1])[4:6] == ["--ckpt_path", "my runs"]
 
@@ -109,20 +109,20 @@ def test_a_run_that_its_epochs_ended_is_continued_by_epochs(fit, tmp_path):
     options = {"max_steps": -1, "max_epochs": 3, "limit_train_batches": 5, "limit_val_batches": 0}
     checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=5)
     run = fit(tmp_path, [RunSummary(), checkpoint], **options)
-    assert FIT.findall(run.printed)[0][1] == "--trainer.max_epochs 6"
-    assert "Validation: none was run." in run.printed
+    assert FIT.findall(run.stdout)[0][1] == "--trainer.max_epochs 6"
+    assert "Validation: none was run." in run.stdout
 
 
 def test_without_a_checkpoint_no_command_is_offered(fit, tmp_path):
     run = fit(tmp_path, [RunSummary()], max_steps=2, limit_val_batches=0)
-    assert "No checkpoint was saved" in run.printed
-    assert "python -m core" not in run.printed
+    assert "No checkpoint was saved" in run.stdout
+    assert "python -m core" not in run.stdout
 
 
 def test_a_finished_run_has_nothing_left_to_train(run, fit, tmp_path):
     checkpoint = run.folder / "checkpoints" / "last.ckpt"
     again = fit(tmp_path, [RunSummary()], ckpt_path=checkpoint, max_steps=60)
-    assert "Nothing was left to train: the run is at step 60." in again.printed
+    assert "Nothing was left to train: the run is at step 60." in again.stdout
 
 
 @pytest.mark.parametrize("saves", [True, False])

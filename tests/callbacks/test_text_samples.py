@@ -20,7 +20,7 @@ def test_samples_are_printed_kept_and_logged(run):
         f"=== step {step}, max_new_tokens 12, temperature 0.8, top_k 50, seed 0" for step in (40, 60)
     ]
     assert text.count("--- The\nThe") == text.count("--- If you\nIf you") == 2
-    assert run.printed.count("Samples at step ") == 2
+    assert run.stdout.count("Samples at step ") == 2
     events = EventAccumulator(str(run.folder / "tensorboard")).Reload()
     tags = [f"samples/{number}/text_summary" for number in (0, 1)]
     assert set(tags) <= set(events.Tags()["tensors"])
@@ -139,4 +139,4 @@ class NotFinite(Callback):
 def test_weights_that_are_not_finite_do_not_end_the_run(fit, tmp_path, capsys):
     run = fit(tmp_path, [TextSamples(every_n_steps=2), NotFinite()], max_steps=4, limit_val_batches=0)
     assert run.trainer.global_step == 4
-    assert "TextSamples, step 4: " in capsys.readouterr().err + run.printed
+    assert "TextSamples, step 4: " in capsys.readouterr().err + run.stdout

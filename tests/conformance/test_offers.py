@@ -4,7 +4,7 @@ import pytest
 from lightning.pytorch import Callback
 from torch.optim import SGD
 
-from conformance.offers import OFFERED_BY, faults
+from conformance.offers import BY_ALL, OFFERED_BY, faults
 from core import catalog, contracts
 
 
@@ -23,7 +23,16 @@ class Half(SGD):
         pass
 
 
+class OfAnInstance(Callback):
+    def preflight(self, run, own):
+        yield "it does not fit"
+
+
 class Sound(Callback):
+    @classmethod
+    def preflight(cls, run, own):
+        yield "it does not fit"
+
     def change_network(self, network, again=False):
         pass
 
@@ -40,6 +49,7 @@ class Sound(Callback):
             "change_network(self) cannot be called as ChangesNetwork.change_network(self, network",
         ),
         ("callbacks", TakesMore, "missing a required argument: 'trainer'"),
+        ("callbacks", OfAnInstance, "preflight(self, run, own) cannot be called as ChecksRun.preflight(run"),
         ("optimizers", Half, "AveragesWeights has the methods eval, train; train is missing"),
     ],
 )
@@ -82,5 +92,5 @@ def test_every_protocol_has_one_question_and_a_docstring():
     assert offers.keys() <= set(contracts.__all__)
     for name, one in offers.items():
         assert one.__doc__, name
-    asked = {each for group in OFFERED_BY.values() for each in group}
+    asked = {each for group in (BY_ALL, *OFFERED_BY.values()) for each in group}
     assert asked <= set(offers.values())

@@ -56,7 +56,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_killed(monkeypatch):
     done = runs.run(["hang"], workshop(), ranks=2)
     assert done.code == 3
     assert "rank 1 gives up" in done.error_text
-    assert gone(int(done.printed.split()[-1]))
+    assert gone(int(done.stdout.split()[-1]))
 
 
 @pytest.mark.parametrize("name", runs.PRELOADED)

@@ -22,6 +22,7 @@ from datamodules.preparation.transforms.normalise import Normalise
 from datamodules.preparation.writers.token_shards import TokenShards
 from tests.support.corpus import corpus, preparation, prepare
 from tests.support.strange_folders import sign
+from toolkit import positions, trials
 from toolkit.selection import Run
 
 
@@ -67,6 +68,13 @@ def test_durable_writes_are_in_the_core(tmp_path):
         assert durable.is_url("s3://bucket/run")
     with pytest.raises(AttributeError, match="append"):
         _ = durable.append
+
+
+def test_names_of_the_toolkit():
+    with pytest.warns(DeprecationWarning, match="NOT_RESTORABLE"):
+        assert trials.NOT_UNDONE is trials.NOT_RESTORABLE
+    with pytest.warns(DeprecationWarning, match="explain_position_mixing"):
+        assert positions.mixes_elsewhere is positions.explain_position_mixing
 
 
 def test_elsewhere_is_offline():

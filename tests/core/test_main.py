@@ -141,6 +141,31 @@ def test_folders_named_like_ours_do_not_get_in_the_way(call, namesakes):
     assert "Linear warm-up" in done.stdout  # its source was found, in our folder
 
 
+@pytest.mark.parametrize("init", ["HIS = 1\nfrom core import part", None])
+def test_a_folder_core_does_not_hide_an_editable_installation(init, tmp_path):
+    """Its finder comes behind sys.path, so that `python -m core` imports the folder of the working directory first."""
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "part.py").write_text("PART = 1\n")
+    if init:
+        (tmp_path / "core" / "__init__.py").write_text(init)
+    (tmp_path / "editable.py").write_text(
+        "import sys, runpy\n"
+        "from importlib.machinery import PathFinder\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        return PathFinder.find_spec(name, [{str(HOUSE)!r} + '/core' * name.startswith('core.')])\n"
+        "sys.meta_path.append(Finder)\n"
+        "sys.argv[1:] = ['plugins', 'list']\n"
+        "runpy.run_module('core', run_name='__main__', alter_sys=True)\n"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(
+        [sys.executable, "editable.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "WarmupCosine" in done.stdout
+
+
 def test_the_users_folder_comes_last_and_is_there_once(namesakes, monkeypatch):
     monkeypatch.chdir(namesakes)
     monkeypatch.setattr(sys, "path", ["", str(namesakes), *sys.path])

@@ -111,7 +111,7 @@ def test_ranks_that_predict_nothing_say_so(tmp_path):
     ]
     done = run(["predict", *words, "--trainer.limit_predict_batches=0"], tmp_path, ranks=2)
     assert done.codes == (2, 2)
-    assert "Nothing was predicted" in done.told
+    assert "Nothing was predicted" in done.stderr
     assert not list((tmp_path / "run").glob("predictions*"))
     done = run(["predict", *words], tmp_path, ranks=2)
     assert done.codes == (0, 0), done.error_text

@@ -117,7 +117,7 @@ def test_a_job_is_over_when_all_its_ranks_are():
     assert first.codes[0] != 0, "rank 0 took the job for done"
     second = fit(name, 2, DDP, WAITED_FOR, 4, dies)
     assert second.code == 0, second.error_text
-    assert "step-00000004.ckpt" in second.printed
+    assert "step-00000004.ckpt" in second.stdout
     assert not (workshop() / f"{name}-2").exists()
 
 

@@ -32,15 +32,15 @@ def test_what_is_being_written_is_waited_for(how, code, steps):
     assert done.code == code, done.error_text
     assert {path.name for path in folder.iterdir()} == {f"step-{step:08d}.ckpt" for step in steps}
     assert all(defect(path) is None for path in folder.iterdir())
-    assert "Checkpoints interrupted training for " in done.printed
+    assert "Checkpoints interrupted training for " in done.stdout
 
 
 @pytest.mark.ci
 def test_all_ranks_wait_for_room_on_the_disk_of_one():
     done, folder = ended("full")
     assert done.code == 0, done.error_text
-    assert "step-00000004.ckpt could not be written: File too large" in done.told
-    assert "There is room again" in done.told
+    assert "step-00000004.ckpt could not be written: File too large" in done.stderr
+    assert "There is room again" in done.stderr
     assert all(defect(path) is None for path in folder.iterdir())
 
 

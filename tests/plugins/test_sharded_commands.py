@@ -36,14 +36,14 @@ def test_generate_continues_with_the_same_text(checkpoints):
         for path in checkpoints
     )
     assert (parts.code, whole.code) == (0, 0), parts.error_text
-    assert parts.printed == whole.printed
-    assert parts.printed.startswith("alpha")
+    assert parts.stdout == whole.stdout
+    assert parts.stdout.startswith("alpha")
 
 
 def test_validate_in_one_process_finds_the_same_loss(checkpoints):
     parts, whole = (run(["validate", f"--ckpt_path={path}", *ALONE], path.parent) for path in checkpoints)
     assert (parts.code, whole.code) == (0, 0), parts.error_text
-    losses = [re.search(r"val/loss\D+([\d.]+)", done.printed)[1] for done in (parts, whole)]
+    losses = [re.search(r"val/loss\D+([\d.]+)", done.stdout)[1] for done in (parts, whole)]
     assert losses[0] == losses[1]
 
 

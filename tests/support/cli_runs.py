@@ -46,8 +46,8 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     (folder / "tiny.yaml").write_text(yaml.safe_dump(TINY, sort_keys=False))
     done = run(["fit", "--config", "tiny"], folder, cwd=folder)
-    assert (done.code, done.told) == (0, ""), done.told
-    (folder / "stdout").write_text(done.printed)
+    assert (done.code, done.stderr) == (0, ""), done.stderr
+    (folder / "stdout").write_text(done.stdout)
     return folder
 
 

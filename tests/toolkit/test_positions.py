@@ -6,7 +6,7 @@ from torch import nn
 
 from plugins.networks.gpt import GPT
 from tests.support.same_run import CONFIG, fit
-from toolkit.positions import mixes_elsewhere
+from toolkit.positions import explain_position_mixing
 
 SIZES = CONFIG["model"]["network"]["init_args"]
 
@@ -67,7 +67,7 @@ class Deaf(GPT):
 def test_attention_is_all_that_mixes_positions_of_gpt(more, format):
     network = GPT(**SIZES, **more).to(format).train()
     before = {name: value.clone() for name, value in network.state_dict().items()}
-    assert mixes_elsewhere(network) is None
+    assert explain_position_mixing(network) is None
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert network.training
     assert all(
@@ -81,7 +81,7 @@ def test_attention_is_all_that_mixes_positions_of_gpt(more, format):
 )
 def test_what_else_mixes_positions_is_found(kind, told):
     network = kind(**SIZES)
-    assert told in mixes_elsewhere(network)
+    assert told in explain_position_mixing(network)
     if kind is Convolving:
         assert not network.convolution.weight.any()
 

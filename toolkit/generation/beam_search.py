@@ -67,7 +67,7 @@ def beam_search(
         length_penalty: Above 0 favours long texts, below 0 short ones.
         repetition_penalty: As in :class:`toolkit.generation.filters.Sampling`, of log-probabilities.
         stop_ids: They end a text.
-        cached: False computes each text anew for each token.
+        cached: False computes each text again for each token.
 
     Raises:
         ConfigError: If a value is out of range or logits are not finite.

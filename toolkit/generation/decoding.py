@@ -51,7 +51,7 @@ class Decoding:
         samples: Rows of each prompt: row i continues prompt i // samples.
         stop_ids: They end a row.
         log_probabilities: Whether tokens have theirs.
-        cached: False computes each text anew for each token: slow, and the same.
+        cached: False computes each text again for each token: slow, and the same.
 
     Raises:
         ConfigError: If a value is out of range; while iterating, if logits are not finite.

@@ -62,7 +62,7 @@ class Rows:
         network: In eval mode, on any device.
         prompts: Token ids, at least one for each row.
         max_new_tokens: How many tokens a row gets at most.
-        cached: False computes each text anew for each token.
+        cached: False computes each text again for each token.
     """
 
     def __init__(

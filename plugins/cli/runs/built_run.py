@@ -221,8 +221,8 @@ class BuiltRun:
             assert draft.network is not None
             with torch.device("meta"):
                 network = apply_network_changes(draft.network, self.trainer, self.model.weights)
-        # The vocabulary may be unknown until the data are prepared: `configure_model` checks the fit again.
-        check_fit(network, self.datamodule)
+        # If the vocabulary is not known before the data are prepared, `configure_model` checks the one that they have.
+        self.model.fits = check_fit(network, self.datamodule)
         parameters = sum(parameter.numel() for parameter in network.parameters())
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters"
         with self._building():

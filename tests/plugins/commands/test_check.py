@@ -281,9 +281,6 @@ def test_one_process_in_an_allocation_for_several_is_left_alone(check, monkeypat
          "and WarmupCosine"),
         (["--trainer.accumulate_grad_batches=2", "--trainer.callbacks+=GradientAccumulationScheduler",
           "--trainer.callbacks.scheduling={0: 2}"], "would both control the gradient accumulation; keep one."),
-        (["--data.sequence_length=17"], "--model.network.max_sequence_length=17 or --data.sequence_length=16."),
-        (["--data.vocab_size=65"], "The data's tokenizer has 65 tokens, the network's vocab_size is 64. Set "
-         "--model.network.vocab_size=128"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_go_together_are_refused(words, expected, check):
@@ -310,12 +307,28 @@ def test_arguments_that_go_together_pass(words, check):
     assert check(words=words)[:2] == (0, [])
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["--data.sequence_length=17"],
+            "--model.network.max_sequence_length=17 or --data.sequence_length=16.",
+        ),
+        (["--data.vocab_size=65"], "The data's tokenizer has 65 tokens, the network's vocab_size is 64."),
+    ],
+)
+def test_data_that_does_not_fit_the_network_is_refused(words, expected, check):
+    code, told, _ = check(words=words)
+    assert (code, len(told)) == (2, 2)
+    assert expected in "\n".join(told)
+
+
 def test_the_tokenizer_of_a_data_module_is_held_against_the_network(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["check", "--config=quickstart", "--data.tokenizer.vocab_size=2049"]) == 2
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 2
-    assert "The data's tokenizer has 2,049 tokens, the network's vocab_size is 2,048." in told[1]
+    assert "The data's tokenizer has 2,049 tokens, the network's vocab_size is 2,048." in told[0]
 
 
 @pytest.mark.parametrize(("size", "code"), [("longest=15", 2), ("ids=63", 2), ("longest=16", 0)])
@@ -350,7 +363,7 @@ def test_all_problems_come_in_one_message_with_exit_code_2_and_nothing_is_writte
     for command in ("check", "fit"):
         done = run([command, f"--config={path}", *wrong], tmp_path, cwd=tmp_path)
         assert done.code == 2
-        lines = done.told.splitlines()
+        lines = done.stderr.splitlines()
         # five needs, API, conflict, two owners, circle, schedule, length
         assert lines[0] == "This selection cannot run, 12 problems:"
         assert len(lines) == 10

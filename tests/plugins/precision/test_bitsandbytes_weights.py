@@ -133,8 +133,8 @@ def test_strategies_that_begin_without_values_are_refused_before_a_process_start
     ]
     done = run([*words, "--trainer.strategy=FSDP"], workshop())
     assert done.code == 2
-    assert "BitsandbytesWeights" in done.told
-    assert "weights are quantised before they are sharded, which needs DDP or one device" in done.told
+    assert "BitsandbytesWeights" in done.stderr
+    assert "weights are quantised before they are sharded, which needs DDP or one device" in done.stderr
 
 
 def test_text_is_generated_from_quantised_weights(tmp_path):
@@ -144,7 +144,7 @@ def test_text_is_generated_from_quantised_weights(tmp_path):
     words += ["--trainer.max_steps=3", "--model.lr_scheduler.warmup_steps=1", "--trainer.limit_val_batches=1"]
     done = run(["fit", *words, "--callbacks.-TextSamples", "--model.network.n_embd=32"], tmp_path)
     assert done.code == 0, done.error_text
-    assert "28 linear layers are frozen in nf4" in done.printed
+    assert "28 linear layers are frozen in nf4" in done.stdout
     done = run(["generate", f"--ckpt_path={tmp_path / 'run'}", "--prompt=a", "--max_new_tokens=4"], tmp_path)
     assert done.code == 0, done.error_text
-    assert done.printed.startswith("a")
+    assert done.stdout.startswith("a")

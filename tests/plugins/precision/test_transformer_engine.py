@@ -21,8 +21,8 @@ def test_a_run_without_package_or_gpu_is_refused_with_what_to_do():
     assert done.code == 2
     for need in declaration_of(TransformerEngine).needs:
         if (line := need.missing(SimpleNamespace(accelerator="cpu", offline=False))) is not None:
-            assert line in done.told
-    assert "a CUDA device of compute capability 8.9 or more is needed, this run is on CPU" in done.told
+            assert line in done.stderr
+    assert "a CUDA device of compute capability 8.9 or more is needed, this run is on CPU" in done.stderr
 
 
 @pytest.fixture

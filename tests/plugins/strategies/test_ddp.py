@@ -25,13 +25,13 @@ def test_hooks_run_and_round(compression):
     apart = differences(done, one_process({}))
     assert 1e-6 < max(apart["loss"], apart["gradient norm"]) < ROUNDING[compression], apart
     assert (
-        int(re.search(r"HOOK_CALLS (\d+)", done.printed)[1]) == STEPS
+        int(re.search(r"HOOK_CALLS (\d+)", done.stdout)[1]) == STEPS
     )  # one bucket; not with each micro-batch
 
 
 def test_small_buckets_travel_one_by_one():
     done = fit({"trainer": compressed(compression="bf16", bucket_mb=0.001)}, 2)
-    assert int(re.search(r"HOOK_CALLS (\d+)", done.printed)[1]) > 5 * STEPS
+    assert int(re.search(r"HOOK_CALLS (\d+)", done.stdout)[1]) > 5 * STEPS
 
 
 @pytest.mark.parametrize(

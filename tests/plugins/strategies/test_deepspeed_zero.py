@@ -101,7 +101,7 @@ def test_validate_computes_what_the_run_did(whole, stage):
     found = run(["validate", *words], whole.folder, ranks=2)
     assert found.code == 0, found.error_text
     expected = whole.record["figures"]["6"]["val/loss"]
-    assert float(re.search(r"val/loss\D+([\d.]+)", found.printed)[1]) == pytest.approx(expected, rel=1e-6)
+    assert float(re.search(r"val/loss\D+([\d.]+)", found.stdout)[1]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.ci
@@ -166,7 +166,7 @@ def test_gradients_are_clipped_by_a_callback(init_args):
 
 def test_callbacks_are_told_of_backward_passes():
     counted = {"trainer": {"callbacks": [{"class_path": "tests.support.counting.BackwardHooks"}]}}
-    found = [re.search(r"BACKWARD_HOOKS (\d+) (\d+)", run.printed) for run in
+    found = [re.search(r"BACKWARD_HOOKS (\d+) (\d+)", run.stdout) for run in
              (done(zero(1, counted["trainer"]), 1, name="counted"), done(counted, 1, name="counted-alone"))]  # fmt: skip
     assert found[0].groups() == found[1].groups()
     assert int(found[0][1]) > 0
@@ -212,7 +212,7 @@ def test_deepspeeds_own_adam_steps_where_it_is_named():
         for name in ("deepspeed.ops.adam.DeepSpeedCPUAdam", "torch.optim.AdamW")
     )
     found = done(zero(2, offload_optimizer="cpu") | own, 1)
-    assert "DeepSpeedCPUAdam" in found.printed
+    assert "DeepSpeedCPUAdam" in found.stdout
     apart = differences(found, one_process(torchs))
     assert max(apart["loss"], apart["gradient norm"]) < 1e-4, apart  # Adam makes 1e-7 larger
 
@@ -321,8 +321,8 @@ def test_without_a_compiler_what_would_be_compiled_is_refused():
     words = ["check", f"--config={write_config('compiler', values)}"]
     found = run(words, workshop(), environments=[{"CXX": "no-such-compiler"}])
     assert found.code == 2
-    assert "there is no C++ compiler (no-such-compiler): apt install g++, or take AdamW" in found.told
-    assert len(found.told.splitlines()) <= 10
+    assert "there is no C++ compiler (no-such-compiler): apt install g++, or take AdamW" in found.stderr
+    assert len(found.stderr.splitlines()) <= 10
 
 
 def test_without_deepspeed_the_pip_line_is_told(monkeypatch):

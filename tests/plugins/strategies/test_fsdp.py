@@ -68,7 +68,7 @@ def test_hidden_states_are_rounded_and_rotary_positions_are_not():
     network = {"model": {"network": {"init_args": {"position": "rotary"}}}}
     watching = {"callbacks": [{"class_path": "tests.support.counting.BlockInputs"}]}
     done = fit(fsdp(watching, param_format="bf16") | network, 2)
-    assert "BLOCK_INPUTS torch.bfloat16 torch.float32" in done.printed, done.error_text
+    assert "BLOCK_INPUTS torch.bfloat16 torch.float32" in done.stdout, done.error_text
 
 
 @pytest.mark.parametrize("sizes", [{}, {"replicas": 2}], ids=str)
@@ -79,7 +79,7 @@ def test_validate_computes_what_the_run_did(whole, sizes):
     done = run(["validate", *words], whole.folder, ranks=2)
     assert done.code == 0, done.error_text
     expected = whole.record["figures"]["6"]["val/loss"]
-    assert float(re.search(r"val/loss\D+([\d.]+)", done.printed)[1]) == pytest.approx(expected, rel=1e-6)
+    assert float(re.search(r"val/loss\D+([\d.]+)", done.stdout)[1]) == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])

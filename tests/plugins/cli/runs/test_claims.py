@@ -131,7 +131,7 @@ def test_a_second_resume_is_refused_and_leaves_the_firsts_files(tmp_path):
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         second = run([*words, "--ckpt_path=last", "--trainer.max_steps=8"], folder)
         assert second.code == 2
-        assert f"process {holder.pid} on {found.host}" in second.told
+        assert f"process {holder.pid} on {found.host}" in second.stderr
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     finally:
         holder.send_signal(signal.SIGKILL)

@@ -106,7 +106,7 @@ def test_an_empty_folder_of_the_users_stays(tmp_path):
         words = ["fit", "--config=quickstart", f"--trainer.default_root_dir={folder}"]
         done = run([*words, f"--data.source={tmp_path / 'nothing'}"], workshop())
         assert done.code == 2
-        assert str(tmp_path / "nothing") in done.told
+        assert str(tmp_path / "nothing") in done.stderr
         assert folder.exists() == stays
         assert folder.parent.exists() == stays
     assert not list(mine.iterdir())
