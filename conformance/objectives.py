@@ -8,7 +8,7 @@ from torch import Tensor
 from conformance.case import Case
 from conformance.networks import build, seeded
 from conformance.proof import NotProvable, proof, require
-from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
+from core.contracts import IGNORED_LABEL, ChangesNetwork, Network, Objective, TokenSum
 
 ROWS, LENGTH = 4, 12
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -35,7 +35,11 @@ MODES = {False: "in validation", True: "in training"}
 def parts(case: Case, training: bool) -> tuple[Objective, Network]:
     """Builds the objective, in one of its modes, and the network that it is tried with, in eval mode."""
     objective: Objective = case.build("model.objective", Objective)
-    return objective.train(training), build(case)
+    network = build(case)
+    for part in list(objective.modules()):  # as a run does: some make parameters of the network's size
+        if isinstance(part, ChangesNetwork):
+            part.change_network(network)
+    return objective.train(training), network
 
 
 def sums(objective: Objective, network: Network, batch: Batch, repeatable: bool = True) -> Sums:

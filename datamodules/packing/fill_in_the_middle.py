@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,7 +138,7 @@ class FilledBatches(Prefetching):
         else:
             inside = np.flatnonzero(documents[1:] != documents[:-1]) + 1
         bounds = [0, *inside.tolist(), len(tokens)]
-        for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+        for begin, end in pairwise(bounds):
             if (labels[begin:end] == IGNORED_LABEL).all():  # padding
                 continue
             found = rearranged(tokens[begin:end], self.marks, self.rate, self.spm_rate, self.seed)

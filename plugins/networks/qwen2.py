@@ -50,7 +50,8 @@ class Qwen2(Decoder):
         tie_embeddings: Whether the head uses the weight of the token embedding.
         attention_dropout: Dropout on the attention weights, after the softmax.
         init: Of matrices. "llama": N(0, 0.02); "gpt2": N(0, 0.02 / sqrt(2 n_layer)) for the two per block that add to
-            the residual stream; "small": N(0, sqrt(2 / (5 C))), and N(0, 2 / (n_layer sqrt(C))) for those two.
+            the residual stream; "small": N(0, sqrt(2 / (5 C))), and N(0, 2 / (n_layer sqrt(C))) for those two;
+            "mup": N(0, 1 / sqrt(inputs)), embeddings N(0, 1), the head 0: arXiv:2203.03466.
         init_std: Patterns of module names -> standard deviation, over `init`: `{embed_tokens: 0.01}`.
 
     Raises:

@@ -126,8 +126,10 @@ class MultiTokenPrediction(Objective):
         """Returns the objective's sums, in training with those of the further tokens added."""
         if not self.training:
             return self.objective.loss(network, batch)
-        if not self.ahead:  # used from Python, without a Trainer
-            self.change_network(network)
+        if not self.ahead:
+            raise ConfigError(
+                "MultiTokenPrediction has no modules: call change_network(network) before training."
+            )
         hidden = network(batch)
         loss, figures = self._of(network, hidden, batch)
         figures = {**figures, "task_loss": TokenSum(loss.total.detach(), loss.tokens, loss.weight)}

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from core.contracts import Network
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE
@@ -22,24 +22,51 @@ from toolkit.routing import RoutesTokens, count_experts
 
 
 def apply(network: RoutesTokens, mesh: DeviceMesh) -> None:
-    """Shards the experts of a network on the meta device over a one-dimensional mesh; changes it in place."""
+    """Shards the experts of a network on the meta device; changes it in place.
+
+    Args:
+        network: Tensor parallelism may have sharded its experts along their width.
+        mesh: The dimension "expert", or "expert" and "tensor".
+    """
     for stack in network.expert_stacks:
         for module in stack.modules():
             for name, weight in list(module.named_parameters(recurse=False)):
-                split = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
+                split = _split(weight.detach(), mesh)
                 module.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
-        stack.forward = partial(exchanged, stack.forward, mesh.get_group())
+        stack.forward = partial(exchanged, stack.forward, mesh.get_group("expert"))
+
+
+def _split(weight: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Returns the experts of this rank, on the meta device; what is sharded over "tensor" stays so."""
+    if mesh.ndim == 1:
+        return distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+    placements = weight.placements if isinstance(weight, DTensor) else (Replicate(),)
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    own = local.chunk(mesh.size(0))[mesh.get_local_rank("expert")]
+    return DTensor.from_local(
+        own, mesh, (Shard(0), *placements), run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def spread(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards the experts of a block, besides, over ranks that have the same ones: along the width, where that is even."""
+    """Shards the experts of a block, besides, over ranks that have the same ones: along a free dimension where that is even."""
     ranks = mesh.size(mesh.ndim - 1)
     stacks = {id(stack) for stack in network.expert_stacks} if isinstance(network, RoutesTokens) else set()
     for module in block.modules():
         if id(module) in stacks:
-            fully_shard(
-                module, mesh=mesh, shard_placement_fn=lambda weight: Shard(int(not weight.shape[1] % ranks))
-            )
+            fully_shard(module, mesh=mesh, shard_placement_fn=lambda weight: Shard(_free(weight, ranks)))
+
+
+def _free(weight: Tensor, ranks: int) -> int:
+    """Returns a dimension behind the experts that is not sharded yet and that the ranks divide; else that of the experts."""
+    taken = (
+        [place.dim for place in weight.placements if isinstance(place, Shard)]
+        if isinstance(weight, DTensor)
+        else []
+    )
+    return next(
+        (dim for dim in range(1, weight.ndim) if dim not in taken and not weight.shape[dim] % ranks), 0
+    )
 
 
 def exchanged(

@@ -145,7 +145,8 @@ class HybridParallel(MeshStrategy):
             tensor_parallel.apply(network, self.mesh["tensor"], self.sequence, self.loss_parallel)
         if self.sizes.expert > 1:
             assert isinstance(network, RoutesTokens)
-            expert_parallel.apply(network, self.mesh["expert"])
+            names = ("expert", "tensor") if self.sizes.tensor > 1 else ("expert",)
+            expert_parallel.apply(network, self.mesh[names])
         if self.sizes.context > 1:
             self.context = ContextParallel(dp_process_group(self.mesh["context"]), self.context_method)
             self.context.install(network)

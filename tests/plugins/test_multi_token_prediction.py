@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
+from conformance.runs import run
 from core.errors import ConfigError
 from plugins.networks.deepseek_v3 import DeepSeekV3
 from plugins.networks.gemma3 import Gemma3
@@ -125,3 +127,10 @@ def test_modules_train_on_ranks_as_in_one_process_and_are_in_the_checkpoint(stra
     found = fit({**OVERLAY, "trainer": {"strategy": strategy}}, 2)
     apart = differences(found, expected)
     assert max(apart.values()) < TOLERANCE, apart
+    output = expected.folder / f"exported-{strategy['class_path']}"
+    path = expected.folder / "checkpoints" / "step-4.ckpt"
+    done = run(["export", f"--ckpt_path={path}", f"--output={output}"], expected.folder)
+    assert done.code == 0, done.error_text
+    exported = load_file(output / "model.safetensors")
+    assert len(exported) > 10
+    assert not [name for name in exported if "ahead" in name or "objective" in name]

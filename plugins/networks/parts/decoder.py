@@ -112,6 +112,11 @@ class Decoder(Network):
             tie_embeddings: Whether the head uses the weight of the token embedding.
             dropout: Of the embeddings.
         """
+        if tie_embeddings and self.weight_init == "mup":
+            raise ConfigError(
+                f"{type(self).__name__}: init=mup begins with a head of zeros, which tied embeddings would share: set "
+                "tie_embeddings to false."
+            )
         device = torch.get_default_device()
         with torch.device("meta"):  # skips the modules' own initialisation, which would draw random numbers
             self._add_modules(new_block, new_norm, tie_embeddings, dropout)
@@ -149,9 +154,9 @@ class Decoder(Network):
         self._fill_tables()
 
     def _init_matrix(self, name: str, module: nn.Embedding | nn.Linear) -> None:
-        nn.init.normal_(
-            module.weight, std=std_of(name, self.weight_init, self.n_layer, self.n_embd, self.init_std)
-        )
+        fan_in = module.weight.shape[1]
+        sizes = self.n_layer, self.n_embd, self.init_std, fan_in
+        nn.init.normal_(module.weight, std=std_of(name, self.weight_init, *sizes))
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from plugins.networks.parts.attention import Attention
 from plugins.networks.parts.latent_attention import LatentAttention
+from plugins.networks.parts.moe import Experts
 
 if TYPE_CHECKING:
     from plugins.networks.parts.decoder import Decoder
@@ -32,7 +33,37 @@ def tensor_parallel(network: nn.Module) -> dict[str, Any]:
             plan |= {f"{name}.{norm}": _qk_norm(module.qk_norm) for norm in ("q_norm", "k_norm")}
         elif isinstance(module, LatentAttention):
             plan[f"{name}.shared_key"] = _summed()
+        elif isinstance(module, Experts):
+            plan[name] = _split_experts()
     return plan
+
+
+def _split_experts() -> Any:
+    """Shards the width of each expert: ranks have the same tokens, and what they make of them is added up."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class SplitExperts(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            for name, dim in {"gate_proj": 1, "up_proj": 1, "down_proj": 2}.items():
+                weight = module.get_parameter(name)
+                split = distribute_tensor(weight.detach(), device_mesh, [Shard(dim)], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(split, requires_grad=weight.requires_grad))
+
+            def before(module: nn.Module, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+                x = DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False)
+                return x.to_local(grad_placements=[Partial()]), inputs[1]
+
+            def after(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+                parts = DTensor.from_local(output, device_mesh, [Partial()], run_check=False)
+                return parts.redistribute(placements=[Replicate()]).to_local()
+
+            module.register_forward_pre_hook(before)
+            module.register_forward_hook(after)
+            return module
+
+    return SplitExperts()
 
 
 def _summed() -> Any:

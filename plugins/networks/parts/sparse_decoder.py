@@ -49,8 +49,8 @@ class SparseDecoder(Decoder):
             if isinstance(module, Router | Experts):
                 for leaf, weight in module.named_parameters():
                     own = name if isinstance(module, Router) else f"{name}.{leaf}"
-                    std = std_of(own, self.weight_init, self.n_layer, self.n_embd, self.init_std)
-                    nn.init.normal_(weight, std=std)
+                    sizes = self.n_layer, self.n_embd, self.init_std, weight.shape[-1]
+                    nn.init.normal_(weight, std=std_of(own, self.weight_init, *sizes))
                 for buffer in module.buffers():
                     buffer.zero_()
 

@@ -14,6 +14,7 @@ from plugins.networks.dots1 import Dots1
 from plugins.networks.mixtral import Mixtral
 from plugins.networks.olmoe import OLMoE
 from plugins.networks.parts import moe
+from plugins.networks.parts.latent_attention import LatentAttention
 from plugins.networks.parts.moe import Experts, Router, SparseMLP, capacity, places
 from plugins.networks.qwen3_moe import Qwen3MoE
 from tests.support.reference_models import (
@@ -114,6 +115,28 @@ def test_a_cache_gives_the_hidden_states_of_the_whole_sequence(name):
         pieces = tokens().split((20, 1, 1, 3, 1, 12, 1, 11), dim=1)
         actual = torch.cat([network({"input_ids": ids}, cache) for ids in pieces], dim=1)
     assert apart(actual, expected) < 1e-5
+
+
+def test_a_cache_of_latents_is_small_and_both_forms_of_attention_to_it_agree(monkeypatch):
+    network = pair("DeepSeekV3-lite")[0].double()
+    absorbs = LatentAttention._absorbs
+    found, used = [], set()
+    for form in (absorbs, lambda self, tokens: False):
+        monkeypatch.setattr(
+            LatentAttention, "_absorbs", lambda self, n, form=form: used.add(form(self, n)) or form(self, n)
+        )
+        cache = network.new_cache(2, 50)
+        with torch.inference_mode():
+            found.append(
+                torch.cat([network({"input_ids": ids}, cache) for ids in tokens().split((40, 1, 9), 1)], 1)
+            )
+        assert used >= {False}  # 40 tokens at once are cheaper with keys and values
+    assert used == {True, False}
+    assert apart(*found) < 1e-6  # rotations are in float32
+    values = sum(layer.keys.numel() + layer.values.numel() for layer in cache)
+    assert values == 3 * 2 * 50 * (
+        16 + 8
+    )  # layers, rows, tokens; keys and values would be 4 heads of 20 + 10
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -258,6 +281,11 @@ def test_a_capacity_that_nothing_exceeds_changes_nothing():
         strict=True,
     ):
         assert apart(one, other) < 1e-5
+
+
+def test_the_width_of_experts_is_sharded_by_the_plan_for_tensor_parallelism():
+    plan = Mixtral(**SMALL).tensor_parallel_plan()
+    assert {f"layers.{index}.mlp.experts" for index in range(3)} <= set(plan)
 
 
 def test_a_compiled_network_computes_the_same_in_one_graph():

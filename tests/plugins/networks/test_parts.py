@@ -7,12 +7,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from core.errors import ConfigError
+from core.training.parameter_groups import parameter_groups
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.llama import Llama
 from plugins.networks.mistral import Mistral
 from plugins.networks.parts.attention import attention_mask
 from plugins.networks.parts.positions import Rope
 from plugins.networks.qwen3 import Qwen3
+from plugins.objectives.causal_lm import CausalLM
+from plugins.optimizers.adamw import AdamW
+from tests.support.reference_models import hidden_states, tokens
 
 WIDE = {
     "vocab_size": 500,
@@ -45,6 +49,61 @@ def test_weights_begin_with_the_standard_deviation_of_their_kind(init, usual, re
         expected = residual if "o_proj" in name or "down_proj" in name else usual
         expected = {"embed_tokens.weight": 0.3, "layers.1.mlp.down_proj.weight": 0.001}.get(name, expected)
         assert float(parameter.std()) == pytest.approx(expected, rel=0.03), name
+
+
+def sizes_of_activations(width, mup, steps=6):
+    """Returns the mean size of hidden states of each block, and of logits, after some steps of Adam on one batch."""
+    torch.manual_seed(0)
+    network = Llama(
+        vocab_size=64, n_layer=2, n_head=width // 32, n_kv_head=width // 32, n_embd=width, intermediate_size=2 * width,
+        max_sequence_length=32, tie_embeddings=False, init="mup" if mup else "llama",
+    )  # fmt: skip
+    rates = (
+        {pattern: {"lr": 0.02 * 64 / width} for pattern in ("*_proj.weight", "lm_head.weight")} if mup else {}
+    )
+    if mup:  # 2 C inputs
+        rates["*.down_proj.weight"] = {"lr": 0.02 * 32 / width}
+    optimizer = AdamW(parameter_groups(network, True, rates), lr=0.02 if mup else 0.005, weight_decay=0.0)
+    ids = tokens(8, 33, 64)
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    for _ in range(steps):
+        optimizer.zero_grad()
+        CausalLM().loss(network, batch)[0].mean.backward()
+        optimizer.step()
+    with torch.no_grad():
+        found = hidden_states(network.blocks, lambda: network.logits(network(batch)))
+    return [float(x.abs().mean()) for x in found]
+
+
+@pytest.mark.ci
+def test_with_mup_activations_after_some_steps_do_not_grow_with_the_width():
+    """The coordinate check of arXiv:2203.03466, appendix D.1."""
+    sizes = {
+        mup: [sizes_of_activations(width, mup) for width in (64, 128, 256, 512)] for mup in (True, False)
+    }
+    growth = {
+        mup: [wide / narrow for narrow, wide in zip(found[0], found[-1], strict=True)]
+        for mup, found in sizes.items()
+    }
+    assert max(growth[True]) < 1.25, sizes
+    assert min(growth[True]) > 0.5, sizes  # logits settle slowly: 1.00, 0.84, 0.71, 0.62
+    assert min(growth[False]) > 3, sizes
+
+
+def test_mup_begins_with_a_head_of_zeros_and_refuses_a_tied_one():
+    torch.manual_seed(0)
+    network = Llama(**WIDE, tie_embeddings=False, init="mup", init_std={"layers.*.q_proj": 0.5})
+    assert not network.lm_head.weight.any()
+    assert float(network.embed_tokens.weight.detach().std()) == pytest.approx(1, rel=0.03)
+    block = network.blocks[1]
+    for module, expected in (
+        (block.mlp.up_proj, 256**-0.5),
+        (block.mlp.down_proj, 512**-0.5),
+        (block.attention.q_proj, 0.5),
+    ):
+        assert float(module.weight.detach().std()) == pytest.approx(expected, rel=0.03)
+    with pytest.raises(ConfigError, match="set tie_embeddings to false"):
+        Llama(**WIDE, tie_embeddings=True, init="mup")
 
 
 PUBLISHED = {
