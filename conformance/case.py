@@ -167,14 +167,21 @@ def at(values: Mapping[str, Any], position: str) -> Any:
 
 
 def with_text(values: dict[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the configuration with the kit's text for PretrainDataModule, whatever an example names.
+    """Returns the configuration with the kit's text for data modules that prepare text, whatever an example names.
 
     What a case gives the data module itself stays.
     """
-    if values["data"]["class_path"].endswith(".PretrainDataModule"):
+    kind = values["data"]["class_path"]
+    if kind.endswith(".PretrainDataModule") or _prepares_text(resolve_name(kind)):
         data = {"source": str(text()), "cache_dir": str(workshop() / "prepared")}
         merge(values["data"], {"init_args": {key: value for key, value in data.items() if key not in given}})
     return values
+
+
+def _prepares_text(kind: Any) -> bool:
+    from core.pretrain_datamodule import PretrainDataModule
+
+    return isinstance(kind, type) and issubclass(kind, PretrainDataModule)
 
 
 def _selected(entry: catalog.Entry, init_args: Mapping[str, Any] | None) -> dict[str, Any]:

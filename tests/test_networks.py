@@ -15,6 +15,7 @@ FOLDER = HOUSE / "configs" / "networks"
 
 PARAMETERS = {  # as published with the weights; tied heads are counted once
     "deepseek-v3": 671_026_419_200 - 58 * 256,  # published with the biases of routers, which are buffers here
+    "bert-base": 109_514_298,
     "gpt2-124m": 124_439_808,
     "gpt2-355m": 354_823_168,
     "gpt2-774m": 774_030_080,
@@ -30,6 +31,7 @@ PARAMETERS = {  # as published with the weights; tied heads are counted once
     "qwen3-0.6b": 596_049_920,
     "qwen3-30b-a3b": 30_532_122_624,
     "smollm2-135m": 134_515_008,
+    "t5-small": 60_506_624,
 }
 
 ACTIVE = {  # as published, in billions: parameters that a token passes
@@ -92,7 +94,9 @@ def test_flops_are_six_for_each_weight_that_multiplies_and_twelve_for_each_score
     tables = sum(m.weight.numel() for m in network.modules() if isinstance(m, torch.nn.Embedding))
     head = network.vocab_size * network.n_embd * (network.lm_head is None)
     weights = PARAMETERS[name] - vectors - tables + head - idle(network)
-    scores = 6 * network.n_layer * network.n_head * (network.head_dim + network.value_dim) * 1024
+    attentions = network.n_layer + 2 * getattr(network, "n_decoder_layer", 0)
+    heads = network.head_dim + getattr(network, "value_dim", network.head_dim)
+    scores = 6 * attentions * network.n_head * heads * 1024
     assert network.flops_per_token(1024) == 6 * weights + scores
 
 
@@ -122,7 +126,7 @@ def test_transformers_builds_the_same_parameters_from_our_config(name):
     files = published(reference.state_dict(), mixtral=network_class.hugging_face.model_type == "mixtral")
     theirs = {key: tensor.shape for key, tensor in files.items()}
     ours = {key: tensor.shape for key, tensor in network.state_dict().items()}
-    tied = {"lm_head.weight"} if network.lm_head is None else set()
+    tied = set(network.hugging_face.copies) if network.lm_head is None else set()
     plan = network_class.hugging_face.tensors(ours)
     assert {stored.theirs for stored in plan} == set(theirs) - tied
     for stored in plan:

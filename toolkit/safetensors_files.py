@@ -20,6 +20,9 @@ __all__ = ["DTYPES", "LazyTensor", "read_safetensors", "write_safetensors"]
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Name in a header -> data type, of those that weights have."""
 
+COUNTED = "embeddings.position_ids"
+"""End of the name of 0, 1, 2 and so on, which older versions of transformers stored: it is passed over."""
+
 
 @dataclass(frozen=True)
 class LazyTensor:
@@ -65,6 +68,8 @@ def _tensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
 
     with safe_open(os.fspath(path), framework="pt") as file:  # holds the header against the size of the file
         for key in file.keys():  # noqa: SIM118  # not a mapping
+            if key.endswith(COUNTED):
+                continue
             described = file.get_slice(key)
             if (dtype := DTYPES.get(described.get_dtype())) is None:
                 raise ConfigError(

@@ -16,6 +16,8 @@ from core.technique import technique
 from plugins.checkpoints.finding import resolve
 from plugins.checkpoints.foreign import is_foreign, open_foreign
 from plugins.checkpoints.matching import form_of, open_own, pieces_of
+from toolkit.hugging_face import HasHuggingFaceForm
+from toolkit.initial_weights import MayLackWeights
 from toolkit.local_paths import is_url
 from toolkit.ranks import launched_rank
 from toolkit.safetensors_files import LazyTensor
@@ -30,7 +32,8 @@ class InitialWeights:
 
     Optimizer, schedule, step and position in the data start from the beginning. Tensors are read one by one and cast to the data type of
     the network. If the network has a larger vocabulary, the new rows of embedding and head are the mean of the old ones.
-    A resumed run takes the checkpoint's weights instead.
+    Parts that a network may lack in stored weights, such as BERT's head, begin as new ones, and a message says so. A
+    resumed run takes the checkpoint's weights instead.
 
     Args:
         path: A checkpoint, a run folder (its newest checkpoint), a folder with config.json and safetensors files, or a
@@ -63,11 +66,15 @@ class InitialWeights:
         if any(value.is_meta for value in own.values()):
             return
         with torch.no_grad():
-            for name, target in own.items():
-                _fill(target, found[name].read())
+            for name in own.keys() & found.keys():
+                _fill(own[name], found[name].read())
         if launched_rank() in (None, 0):
             rows = f"; new rows in {', '.join(grown)} are the mean of the old ones" if grown else ""
-            print(f"Weights: {len(own)} tensors from {self.path}{rows}", file=sys.stderr, flush=True)
+            new = [name for name in own if name not in found]
+            rows += f"; {', '.join(new)} are not there and begin anew" if new else ""
+            print(
+                f"Weights: {len(own) - len(new)} tensors from {self.path}{rows}", file=sys.stderr, flush=True
+            )
 
     def _found(self, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, LazyTensor]:
         """Returns the stored tensors under the network's names."""
@@ -77,6 +84,11 @@ class InitialWeights:
         if set(foreign.tensors) & set(shapes):
             return foreign.tensors
         form = form_of(network, foreign.config)
+        if (
+            isinstance(network, HasHuggingFaceForm) and form is not network.hugging_face
+        ):  # one of a network without these parts
+            lacks = _may_lack(network)
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith(lacks)}
         if form is None:
             there = (foreign.config or {}).get("architectures", ["another network"])
             raise ConfigError(f"{self.path} holds {there}, which {type(network).__name__} is not.")
@@ -87,7 +99,8 @@ class InitialWeights:
     ) -> list[str]:
         """Returns the names of what has more rows than is stored, and may; refuses any other difference."""
         head = "model.weights: " + str(self.path)
-        if missing := [name for name in own if name not in found]:
+        lacks = _may_lack(network)
+        if missing := [name for name in own if name not in found and not name.startswith(lacks)]:
             raise ConfigError(
                 f"{head} has no {missing[0]} ({len(missing)} of {len(own)} tensors are missing).{nearest(missing[0], set(found))}\n"
                 "Give the network the kind and arguments that it was stored with."
@@ -99,6 +112,8 @@ class InitialWeights:
             )
         vocabulary, grown = _vocabulary(network), []
         for name, target in own.items():
+            if name not in found:
+                continue
             here, there = tuple(target.shape), found[name].shape
             if here == there:
                 continue
@@ -113,12 +128,16 @@ def _vocabulary(network: Network) -> set[str]:
     """Returns the names of weights with a row for each token id: of the embedding and of the head."""
     ends = {id(module) for modules in network.ends or () for module in modules}
     return {
-        f"{name}.weight"
+        f"{name}.{leaf}"
         for name, module in network.named_modules()
-        if id(module) in ends
-        and len(getattr(module, "weight", ())) == network.vocab_size
-        and "position" not in name
+        if id(module) in ends and "position" not in name
+        for leaf, weight in module.named_parameters(recurse=False)
+        if len(weight) == network.vocab_size
     }
+
+
+def _may_lack(network: Network) -> tuple[str, ...]:
+    return tuple(network.may_lack) if isinstance(network, MayLackWeights) else ()
 
 
 def _fill(target: Any, value: Tensor) -> None:

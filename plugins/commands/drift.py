@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
+from toolkit.hugging_face import HasHuggingFaceForm
 
 if TYPE_CHECKING:
     from toolkit.safetensors_files import LazyTensor
@@ -34,7 +35,7 @@ def report(path: Path, folder: Path) -> str:
     Raises:
         ConfigError: If they drift apart; names the first block.
     """
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     from plugins.checkpoints.checkpoint import stored_config
@@ -52,15 +53,20 @@ def report(path: Path, folder: Path) -> str:
         assert form is not None, "it was written by it"
         tensors = pieces_of(found, form, {name: tensor.shape for name, tensor in tensors.items()})
     network.load_state_dict({name: tensor.read() for name, tensor in tensors.items()})
-    model, notes = AutoModelForCausalLM.from_pretrained(
+    kind = transformers.AutoModelForCausalLM
+    if not gguf:
+        [architecture] = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).architectures
+        kind = getattr(transformers, architecture)
+    model, notes = kind.from_pretrained(
         folder.parent if gguf else folder,
         dtype="float32",
         output_loading_info=True,
         local_files_only=True,
         **gguf,
     )
+    known = network.hugging_face.left_out if isinstance(network, HasHuggingFaceForm) else ()
     odd = [*notes["missing_keys"], *notes["unexpected_keys"], *notes["mismatched_keys"]]
-    if odd:
+    if odd := [name for name in odd if not str(name).startswith(known)]:
         raise ConfigError(f"{folder}: transformers does not find, or does not know, {odd[0]}.")
     return compare(network.float(), model)
 
@@ -77,12 +83,24 @@ def compare(network: Any, model: Any, length: int = 32) -> str:
 
     length = min(length, network.max_sequence_length or length)
     ids = torch.randint(network.vocab_size, (2, length), generator=torch.Generator().manual_seed(0))
-    base = model.base_model
-    theirs = getattr(base, "layers", None)
-    blocks = theirs if theirs is not None else base.h
+    blocks = [block for stack in _stacks(model) for block in stack]
+    given = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(ids)
+
+    def ours_at_the_end() -> Any:
+        hidden = network({"input_ids": ids})
+        return (
+            hidden if network.output_weight is not None and not _has_head(model) else network.logits(hidden)
+        )
+
+    def theirs_at_the_end() -> Any:
+        found = model.eval()(**given, use_cache=False)
+        return found.logits if _has_head(model) else found.last_hidden_state
+
     with torch.no_grad():
-        ours = _states(network.eval().blocks, lambda: network.logits(network({"input_ids": ids})))
-        others = _states(blocks, lambda: model.eval()(input_ids=ids, use_cache=False).logits)
+        ours = _states(network.eval().blocks, ours_at_the_end)
+        others = _states(blocks, theirs_at_the_end)
     last = 0.0
     for index, (one, other) in enumerate(zip(ours, others, strict=True)):
         last = float((one - other).abs().max())
@@ -92,7 +110,23 @@ def compare(network: Any, model: Any, length: int = 32) -> str:
                 f"The weights do not compute the same as in transformers: {where} is the first to differ, by {last:.2g} "
                 f"(largest value {float(other.abs().max()):.2g})."
             )
-    return f"The logits are those of transformers: {'bitwise' if last == 0 else f'within {last:.2g}'}."
+    what = "logits" if _has_head(model) else "hidden states"
+    return f"The {what} are those of transformers: {'bitwise' if last == 0 else f'within {last:.2g}'}."
+
+
+def _has_head(model: Any) -> bool:
+    return model.get_output_embeddings() is not None
+
+
+def _stacks(model: Any) -> list[Any]:
+    """Returns the lists of blocks of a model of transformers, in order: those that are in no other list."""
+    from torch.nn import ModuleList
+
+    found: dict[str, Any] = {}
+    for name, module in model.base_model.named_modules():
+        if isinstance(module, ModuleList) and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = module
+    return list(found.values())
 
 
 def _states(blocks: Sequence[Any], call: Callable[[], Any]) -> list[Any]:

@@ -56,11 +56,13 @@ def import_(arguments: list[str]) -> int:
         drift.require_transformers(source.suffix == ".gguf")
     with trusting(Trust(trusted)):
         found = open_foreign(source)
-        state, tensors = _converted(found, options.end_of_text)
+        state, tensors, unread = _converted(found, options.end_of_text)
         _write(output, state, tensors)
         print(
             f"{source} -> {output}: {len(tensors)} tensors, {sum(t.nbytes for t in tensors.values()):,} bytes"
         )
+        if unread:
+            print(f"Not read, as the network has no place for them: {', '.join(unread)}")
         if not state.get("PretrainDataModule"):
             print(
                 f"{found.path if found.files is not None else found.folder} holds no tokenizer: `generate` needs one."
@@ -75,8 +77,8 @@ import_.__name__ = "import"  # the command's name, which is a keyword
 
 def _converted(
     found: ForeignWeights, end_of_text: str | None
-) -> tuple[dict[str, Any], dict[str, LazyTensor]]:
-    """Returns all of the checkpoint but its tensors, and these."""
+) -> tuple[dict[str, Any], dict[str, LazyTensor], list[str]]:
+    """Returns all of the checkpoint but its tensors, these, and the names of those that are not read."""
     import lightning
     import yaml
 
@@ -109,7 +111,8 @@ def _converted(
         RECORD: {"config": text, "version": __version__, "ranks": 1, UNIT: "steps"},
         hf_folder.KEPT: hf_folder.kept_files(found),
     }
-    return state | ({"PretrainDataModule": data} if data else {}), tensors
+    unread = sorted(name for name in found.tensors if name.startswith(form.left_out))
+    return state | ({"PretrainDataModule": data} if data else {}), tensors, unread
 
 
 def _write(output: Path, state: dict[str, Any], tensors: dict[str, LazyTensor]) -> None:

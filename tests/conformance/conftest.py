@@ -39,6 +39,28 @@ WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS | 
 GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
+ENCODER = {
+    "n_layer": 2,
+    "n_head": 2,
+    "n_embd": 16,
+    "intermediate_size": 32,
+    "max_sequence_length": 16,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+ENCODER_DECODER = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "dropout": 0.0,
+}
+ROWS = {"data": {"init_args": {"sequence_length": 16, "batch_size": 4}}}
+MASKED = ROWS | {"model": {"network": {"init_args": ENCODER}}}
+SPANS = ROWS | {"model": {"network": {"init_args": ENCODER_DECODER}}}
+"""What is laid over examples that mask tokens, or take spans out."""
+
 TOKENS = dict.fromkeys(
     ("rates_are_sound", "bind_tells_it_the_length"), "the proof counts steps and no tokens"
 )
@@ -92,6 +114,12 @@ def _cases():
             {"stage": 3, "persistence_threshold": 20},
             exempt={"idle_costs_nothing": "DeepSpeed reads the norm on the host in each step"},
         ),
+        Case("BERT", ENCODER, config=ROWS),
+        Case("T5", ENCODER_DECODER, config=ROWS),
+        Case("MaskedLM", config=MASKED),
+        Case("MaskedDataModule", config=MASKED),
+        Case("SpanCorruption", config=SPANS),
+        Case("SpanCorruptionDataModule", config=SPANS),
         Case("CausalLM", {}),
         Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
         Case("GPT", ROTARY),

@@ -41,6 +41,7 @@ HELD_ELSEWHERE = {
 
 
 ON_THE_SAME_PARTS = {
+    "BERT",
     "DeepSeekV3",
     "Dots1",
     "Gemma3",
@@ -50,6 +51,7 @@ ON_THE_SAME_PARTS = {
     "Qwen2",
     "Qwen3",
     "Qwen3MoE",
+    "T5",
 }
 """Networks whose runs on ranks and over a kill are made by the same code as GPT's and Llama's: they are CI's."""
 
