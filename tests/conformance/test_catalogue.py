@@ -40,8 +40,19 @@ HELD_ELSEWHERE = {
 """Kind -> proofs whose promise other default tests hold at less cost: they are CI's."""
 
 
-ON_THE_SAME_PARTS = {"Dots1", "Gemma3", "Mistral", "OLMo2", "OLMoE", "Qwen2", "Qwen3", "Qwen3MoE"}
-"""Networks whose runs on ranks and over a kill are made by the same code as GPT's and Llama's: they are CI's."""
+ON_THE_SAME_PARTS = {
+    "Dots1",
+    "Gemma3",
+    "Mamba2",
+    "Mistral",
+    "OLMo2",
+    "OLMoE",
+    "OLMoHybrid",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3MoE",
+}
+"""Networks whose runs on ranks and over a kill are made by the same code as GPT's, Llama's and Hybrid's: they are CI's."""
 
 
 def works_in_steps(target):
