@@ -36,6 +36,16 @@ LATENT = {key: value for key, value in DOTS.items() if key != "n_kv_head"} | {
 MIDDLE = {"packing": {"class_path": "Concatenate"}, "prefix": 1, "suffix": 2, "middle": 3, "end_of_text": 0}
 WITH_EXPERTS = {"model": {"network": {"class_path": "Mixtral", "init_args": SPARSE | {"vocab_size": 1024}}}}
 WITH_BIASES = {"model": {"network": {"class_path": "Dots1", "init_args": DOTS | {"vocab_size": 1024}}}}
+MIXERS = [
+    "gated_delta_net",
+    "attention",
+    "gated_linear_attention",
+    "sliding_window",
+    "mamba2",
+    "block_sparse",
+]
+HYBRID = {"n_layer": 6, "mixers": MIXERS, "sliding_window": 4, "sinks": 1, "block_size": 2, "block_stride": 2, "state_size": 4}  # fmt: skip
+MAMBA = {"n_layer": 2, "n_embd": 16, "head_dim": 8, "state_size": 4}
 GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
@@ -126,7 +136,9 @@ def _cases():
         Case("GPT", SINUSOIDAL),
         # Embeddings times sqrt(C): a step changes more, and rounding grows.
         Case("Gemma3", GEMMA, tolerance=1e-5),
+        Case("Hybrid", FAMILY | HYBRID),
         Case("Llama", FAMILY | {"rope_scaling": STRETCHED}),
+        Case("Mamba2", MAMBA),
         Case(
             "BalancedRouting",
             {
@@ -146,6 +158,7 @@ def _cases():
         Case("RoutingMonitor", config=WITH_EXPERTS),
         Case("Mistral", FAMILY | {"sliding_window": 4}),
         Case("OLMo2", FAMILY),
+        Case("OLMoHybrid", FAMILY | {"attention_every": 2, "key_dim": 4, "value_dim": 6}),
         Case("Qwen2", FAMILY | {"sliding_window": 4, "max_window_layers": 1}),
         Case("Qwen3", FAMILY | {"head_dim": 8}),
         Case("FillInTheMiddle", MIDDLE | {"rate": 1.0}),

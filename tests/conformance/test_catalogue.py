@@ -45,15 +45,17 @@ ON_THE_SAME_PARTS = {
     "DeepSeekV3",
     "Dots1",
     "Gemma3",
+    "Mamba2",
     "Mistral",
     "OLMo2",
     "OLMoE",
+    "OLMoHybrid",
     "Qwen2",
     "Qwen3",
     "Qwen3MoE",
     "T5",
 }
-"""Networks whose runs on ranks and over a kill are made by the same code as GPT's and Llama's: they are CI's."""
+"""Networks whose runs on ranks and over a kill are made by the same code as GPT's, Llama's and Hybrid's: they are CI's."""
 
 
 def works_in_steps(target):
