@@ -21,7 +21,7 @@ def apply_network_changes(network: Network, trainer: Trainer, weights: str | Non
         weights: What is read into the network before that; see `LanguageModule`.
     """
     if weights:
-        catalog.offering("initial_weights", "data").load()(weights).change_network(network)
+        catalog.offering("initial_weights", "data").load()(weights).change_network(network, trainer)
     for part in (trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChangesNetwork):
             part.change_network(network)
