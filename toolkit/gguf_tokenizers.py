@@ -157,8 +157,8 @@ def from_metadata(file: GGUFFile) -> str | None:
         raise ConfigError(
             f"{file.path} splits text as {ascii(name)[:40]} does; {', '.join([*SPLITS, *SAME])} can be read."
         )
-    tokens, merges = found.get("tokens"), found.get("merges", [])
-    kinds = found.get("token_type") or [NORMAL] * len(tokens or ())
+    tokens, merges = found.get("tokens", []), found.get("merges", [])
+    kinds = found.get("token_type") or [NORMAL] * len(tokens)
     lists = all(isinstance(one, list) for one in (tokens, merges, kinds)) and tokens
     if not lists or len(tokens) != len(kinds) or not all(isinstance(text, str) for text in tokens + merges):
         raise ConfigError(f"{file.path}: its tokens, their types and merges are no lists that fit together.")

@@ -21,7 +21,7 @@ def apply_network_changes(network: Network, trainer: Trainer, weights: str | Non
         weights: What is read into the network before that; see `LanguageModule`.
     """
     if weights:
-        catalog.offering("initial_weights", "data").load()(weights).change_network(network)
+        catalog.offering("initial_weights", "data").load()(weights).change_network(network, trainer)
     # objectives may hold others; a run that is only checked has no module yet, and a network changes nothing
     objectives = getattr(trainer.lightning_module, "objective", network).modules()
     for part in (*objectives, trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]

@@ -77,6 +77,18 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     return found
 
 
+def read_text(folder: Path, name: str) -> str:
+    """Returns the text of a file of a folder.
+
+    Raises:
+        ConfigError: If it cannot be read, is outside of the folder, too large or no UTF-8.
+    """
+    try:
+        return read_inside(folder, name).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / name} cannot be read: {read_error(error)}.") from error
+
+
 def _of_gguf(path: Path) -> ForeignWeights:
     from plugins.checkpoints import gguf_metadata, gguf_tensors
     from toolkit import gguf_files, gguf_tokenizers

@@ -1,4 +1,4 @@
-"""Weights that a run starts from: a checkpoint of ours, a Hugging Face folder, or a safetensors file."""
+"""Weights that a run starts from: a checkpoint of ours, a Hugging Face folder, a safetensors file or a GGUF file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from core.contracts import Network
+from core.contracts import HasTokenizer, Network
 from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.checkpoints.finding import resolve
-from plugins.checkpoints.foreign import is_foreign, open_foreign
-from plugins.checkpoints.matching import form_of, open_own, pieces_of
+from plugins.checkpoints.foreign import is_foreign, open_foreign, read_text
+from plugins.checkpoints.matching import form_of, has_own_names, open_own, pieces_of, stored_data
 from toolkit.hugging_face import HasHuggingFaceForm
 from toolkit.initial_weights import MayLackWeights
 from toolkit.local_paths import is_url
@@ -34,13 +35,15 @@ class InitialWeights:
     the network. If the network has a larger vocabulary, the new rows of embedding and head are the mean of the old ones.
     Parts that a network may lack in stored weights, such as BERT's head, begin as new ones, and a message says so. A
     resumed run takes the checkpoint's weights instead.
+    Where the weights have a tokenizer with them, the data need to have the same token for each id that both know.
 
     Args:
-        path: A checkpoint, a run folder (its newest checkpoint), a folder with config.json and safetensors files, or a
-            safetensors file with names of transformers or of the network.
+        path: A checkpoint, a run folder (its newest checkpoint), a folder with config.json and safetensors files, a
+            safetensors file with names of transformers or of the network, or a GGUF file.
 
     Raises:
-        ConfigError: If a tensor is missing, left over or has another shape, or the weights cannot be read.
+        ConfigError: If a tensor is missing, left over or has another shape, the weights cannot be read, or the data have
+            another tokenizer.
 
     Example:
         model:
@@ -58,13 +61,20 @@ class InitialWeights:
             hint = nearest(self.path.name, {entry.name for entry in around.iterdir()})
             raise ConfigError(f"model.weights: there is no file or folder {path}.{hint}")
 
-    def change_network(self, network: Network) -> None:
-        """Fills a network that was just built; on the meta device names and shapes are checked, and no weights read."""
+    def change_network(self, network: Network, trainer: Any = None) -> None:
+        """Fills a network that was just built; on the meta device names and shapes are checked, and no weights read.
+
+        Args:
+            network: The network.
+            trainer: Of the run; the tokenizer of its data is compared with that of the weights.
+        """
         own = network.state_dict(keep_vars=True)
         found = self._found(network, {name: tuple(value.shape) for name, value in own.items()})
         grown = self._check(network, own, found)
         if any(value.is_meta for value in own.values()):
             return
+        if isinstance(data := getattr(trainer, "datamodule", None), HasTokenizer):
+            self._check_tokenizer(data.tokenizer_json)
         with torch.no_grad():
             for name in own.keys() & found.keys():
                 _fill(own[name], found[name].read())
@@ -81,9 +91,9 @@ class InitialWeights:
         if not is_foreign(self.path):
             return open_own(resolve(str(self.path), self.path))
         foreign = open_foreign(self.path)
-        if set(foreign.tensors) & set(shapes):
-            return foreign.tensors
         form = form_of(network, foreign.config)
+        if has_own_names(foreign, form, shapes):
+            return foreign.tensors
         if (
             isinstance(network, HasHuggingFaceForm) and form is not network.hugging_face
         ):  # one of a network without these parts
@@ -93,6 +103,38 @@ class InitialWeights:
             there = (foreign.config or {}).get("architectures", ["another network"])
             raise ConfigError(f"{self.path} holds {there}, which {type(network).__name__} is not.")
         return pieces_of(foreign, form, shapes)
+
+    def _check_tokenizer(self, of_data: str) -> None:
+        """Raises a ConfigError if ids mean other tokens in the data than they did in the training of the weights."""
+        text = self._tokenizer()
+        if text is None or text == of_data:
+            return
+        try:
+            here, there = (
+                {number: token for token, number in Tokenizer.from_str(one).get_vocab().items()}
+                for one in (of_data, text)
+            )
+        except Exception as error:  # the library raises nothing narrower
+            reason = str(error).partition("\n")[0][:200]
+            raise ConfigError(f"model.weights: {self.path} has a damaged tokenizer: {reason}.") from error
+        other = sorted(number for number in here.keys() & there.keys() if here[number] != there[number])
+        if other:
+            first, known = other[0], "the folder that `export` writes"
+            raise ConfigError(
+                f"model.weights: {self.path} has another tokenizer than the data: of {len(here):,} token ids here and "
+                f"{len(there):,} there, {len(other):,} mean another token ({first}: {here[first]!r}, there {there[first]!r}).\n"
+                "Set --data.tokenizer=PretrainedTokenizer and --data.tokenizer.path="
+                f"{self.path if is_foreign(self.path) else known}; or name a .safetensors file, which has no tokenizer."
+            )
+
+    def _tokenizer(self) -> str | None:
+        """Returns the tokenizer.json of the weights; None: none is known."""
+        if not is_foreign(self.path):
+            return stored_data(resolve(str(self.path), self.path)).get("tokenizer")
+        if self.path.is_dir():
+            name = "tokenizer.json"
+            return read_text(self.path, name) if (self.path / name).exists() else None
+        return (open_foreign(self.path).files or {}).get("tokenizer.json")
 
     def _check(
         self, network: Network, own: Mapping[str, Tensor], found: Mapping[str, LazyTensor]

@@ -42,6 +42,13 @@ def open_own(path: Path) -> dict[str, LazyTensor]:
     }
 
 
+def stored_data(path: Path) -> Mapping[str, Any]:
+    """Returns what a checkpoint keeps of the data module, with its tokenizer; empty: nothing."""
+    content = sharded.state(path) if sharded.is_sharded(path) else read_checkpoint(path)
+    states = (value for value in content.values() if isinstance(value, Mapping))
+    return next((state for state in states if isinstance(state.get("tokenizer"), str)), {})
+
+
 def _read(value: Any) -> Tensor:
     return sharded.load_tensor(value) if isinstance(value, sharded.Stored) else value.detach()
 
@@ -52,7 +59,8 @@ def form_of(network: Any, config: Mapping[str, Any] | None) -> HuggingFaceForm |
         return None
     forms = list(network.hugging_face.forms())
     wanted = (config or {}).get("architectures") or [forms[0].architecture]
-    return next((form for form in forms if form.architecture in wanted), None)
+    bare = (config or {}).get("model_type") if str(wanted[0]).endswith("Model") else None  # without its head
+    return next((form for form in forms if form.architecture in wanted or form.model_type == bare), None)
 
 
 def pieces_of(
@@ -101,6 +109,18 @@ def _stack(path: Path, name: str, parts: list[LazyTensor]) -> LazyTensor:
         return stack
 
     return LazyTensor((len(parts), *parts[0].shape), parts[0].dtype, read)
+
+
+def has_own_names(
+    found: ForeignWeights, form: HuggingFaceForm | None, shapes: Mapping[str, tuple[int, ...]]
+) -> bool:
+    """Returns whether tensors have the names of the network rather than those of transformers.
+
+    Some are the same, where a model was stored without its head.
+    """
+    own = sum(name in found.tensors for name in shapes)
+    plan = form.tensors(shapes) if form is not None and own else []
+    return own > sum(_name_there(stored.theirs, found.tensors) is not None for stored in plan)
 
 
 def _name_there(name: str, there: Iterable[str]) -> str | None:

@@ -106,7 +106,7 @@ class _Opened:
     def __init__(self, path: Path) -> None:
         from plugins.checkpoints import sharded
         from plugins.checkpoints.checkpoint import read_checkpoint, stored_config
-        from plugins.checkpoints.matching import open_own
+        from plugins.checkpoints.matching import open_own, stored_data
         from plugins.commands import hf_folder
 
         model = stored_config(path).get("model")
@@ -123,8 +123,7 @@ class _Opened:
                 f"{own.get(odd[0], 'absent')} in the network of its config: it is damaged, or its weights are quantised."
             )
         content = sharded.state(path) if sharded.is_sharded(path) else read_checkpoint(path)
-        states = (value for value in content.values() if isinstance(value, Mapping))
-        data = next((state for state in states if isinstance(state.get("tokenizer"), str)), {})
+        data = stored_data(path)
         self.tokenizer, self.end = data.get("tokenizer"), data.get("end_of_text_id")
         self.kept: dict[str, str] = dict(content.get(hf_folder.KEPT, {}))
 

@@ -11,9 +11,8 @@ import torch
 from core import catalog
 from core.contracts import Network
 from core.errors import ConfigError, nearest
-from plugins.checkpoints.foreign import CONFIG, ForeignWeights
+from plugins.checkpoints.foreign import CONFIG, ForeignWeights, read_text
 from plugins.checkpoints.stored_network import build_network
-from toolkit.bounded import read_error, read_inside
 from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm
 
 KEPT = "hugging_face"
@@ -102,14 +101,8 @@ def kept_files(source: ForeignWeights) -> dict[str, str]:
     """Returns the texts of the files of `KEPT_FILES` that came with weights."""
     if source.files is not None:
         return dict(source.files)
-    folder, found = source.folder, {}
-    for name in KEPT_FILES:
-        if (folder / name).exists():
-            try:
-                found[name] = read_inside(folder, name).decode()
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{folder / name} cannot be read: {read_error(error)}.") from error
-    return found
+    folder = source.folder
+    return {name: read_text(folder, name) for name in KEPT_FILES if (folder / name).exists()}
 
 
 def data_state(source: ForeignWeights, end_of_text: str | None) -> dict[str, Any] | None:

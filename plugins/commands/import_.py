@@ -97,7 +97,7 @@ def _converted(
     for name, tensor in tensors.items():
         if tensor.shape != own[name]:
             raise ConfigError(
-                f"{found.path}: {name} is {tensor.shape}; its configuration makes it {own[name]}."
+                f"{found.path}: {name} is {tensor.shape}; {'config.json' if found.files is None else 'its metadata'} makes it {own[name]}."
             )
     data = hf_folder.data_state(found, end_of_text)
     text = yaml.safe_dump({"model": {"network": config}, "trainer": {}}, sort_keys=False)

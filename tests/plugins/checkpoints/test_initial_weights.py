@@ -1,18 +1,31 @@
 """`--model.weights`: weights alone, of every form; a larger vocabulary; a longer context; refusals; resuming."""
 
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 
+from core.errors import ConfigError
 from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
 from tests.support.cli_runs import checkpoint, core, finished, state, trained  # noqa: F401
 from tests.support.reference_models import tokens
-from tests.support.stored_networks import LINEAR, MLP, ROTARY, SMALL, lively_network, store
+from tests.support.stored_networks import (
+    LINEAR,
+    MLP,
+    PLAIN,
+    ROTARY,
+    SMALL,
+    lively_network,
+    store,
+    tokenizer_json,
+)
 
 STILL = ("--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.0", "--model.lr_scheduler=null")
 TINY_LLAMA = {**MLP, "vocab_size": 64, "max_sequence_length": 16}
@@ -39,7 +52,7 @@ def test_a_run_starts_from_every_form(form, llama, core, tmp_path):  # noqa: F81
     own = llama.state_dict()
     path = {"file": "a.ckpt", "folder": "hf", "safetensors": "hf/model.safetensors"}.get(form, form)
     if form == "sharded":
-        store(llama, TINY_LLAMA, tmp_path / path, sharded=True)
+        store(llama, TINY_LLAMA, tmp_path / path, sharded=True, data=False)
     if form == "own names":
         path = "own.safetensors"
         save_file(own, tmp_path / path)
@@ -50,6 +63,68 @@ def test_a_run_starts_from_every_form(form, llama, core, tmp_path):  # noqa: F81
     assert all(torch.equal(found[name], own[name]) for name in own)
     config = yaml.safe_load((checkpoint(2).parent.parent / "config.yaml").read_text())
     assert config["model"]["weights"] == path
+
+
+@pytest.mark.parametrize("form", ["a.ckpt", "sharded", "hf", "a.gguf", "hf/model.safetensors"])
+def test_another_tokenizer_is_refused_with_the_numbers(form, llama, core, tmp_path):  # noqa: F811
+    """Equal ones, further tokens on either side, and weights without a tokenizer are silent."""
+    store(llama, TINY_LLAMA, tmp_path / "a.ckpt", sharded=form == "sharded")
+    shutil.rmtree(tmp_path / "hf")
+    assert core("export", "--ckpt_path=a.ckpt", "--output=hf").code == 0
+    assert core("export", "--ckpt_path=a.ckpt", "--format=gguf", "--output=a.gguf").code == 0
+    start = InitialWeights(str(tmp_path / (form if form != "sharded" else "a.ckpt")))
+
+    def begin(text):
+        start.change_network(Llama(**TINY_LLAMA), SimpleNamespace(datamodule=Data(text)))
+
+    begin(tokenizer_json())
+    begin(with_tokens(tokenizer_json(), 3))
+    swapped = tokenizer_json().replace('"a":1,', '"a":2,').replace('"b":2,', '"b":1,')
+    assert swapped != tokenizer_json()
+    if form.endswith(".safetensors"):
+        begin(swapped)
+        return
+    with pytest.raises(ConfigError) as caught:
+        begin(with_tokens(swapped, 3))
+    text = str(caught.value)
+    assert "of 58 token ids here and 55 there, 2 mean another token (1: 'b', there 'a')" in text
+    assert "--data.tokenizer=PretrainedTokenizer" in text
+    assert len(text.splitlines()) == 2
+
+
+class Data:
+    def __init__(self, text):
+        self.tokenizer_json = text
+
+
+def with_tokens(text, count):
+    """Returns a tokenizer.json with further tokens."""
+    found = Tokenizer.from_str(text)
+    found.add_tokens([f"new-token-{number}" for number in range(count)])
+    return found.to_str()
+
+
+def test_a_model_that_was_stored_without_its_head_is_read(tmp_path):
+    """Its names lack the first word, and then some are names of ours."""
+    for config, network in (
+        (transformers.LlamaConfig, Llama(**TINY_LLAMA)),
+        (transformers.GPT2Config, GPT(**{key: TINY_LLAMA[key] for key in PLAIN})),
+    ):
+        form = network.hugging_face
+        values = form.config(
+            type(network),
+            TINY_LLAMA if isinstance(network, Llama) else {key: TINY_LLAMA[key] for key in PLAIN},
+        )
+        model = transformers.AutoModelForCausalLM.from_config(
+            config(**{**values, "bos_token_id": None, "eos_token_id": None})
+        )
+        model.base_model.save_pretrained(tmp_path / form.model_type)
+        InitialWeights(str(tmp_path / form.model_type / "model.safetensors")).change_network(network.eval())
+        ids = tokens(length=12)
+        with torch.no_grad():
+            torch.testing.assert_close(
+                network.logits(network({"input_ids": ids})), model.eval()(ids).logits, atol=1e-5, rtol=0
+            )
 
 
 def test_validate_takes_them_too(llama, core):  # noqa: F811
