@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from core.errors import ConfigError
 from plugins.cli.configuration.command_parser import Parser
 
-
 FILTERS = ("top_k", "top_p", "min_p")
 
 
