@@ -28,7 +28,7 @@ def bytes_tokenizer():
 
 def store_chat(path, template=CHATML, window=256):
     """Writes the checkpoint; returns its path."""
-    sizes = SIZES | {"max_sequence_length": window}
+    sizes = SIZES | ({"max_sequence_length": window} if window else {})
     content = content_of(lively_network(Llama, sizes), sizes)
     content["PretrainDataModule"] |= {"tokenizer": bytes_tokenizer()}
     if template is not None:

@@ -27,11 +27,13 @@ class Token(NamedTuple):
         row: Of which text.
         id: Its id.
         log_probability: Natural logarithm of its probability by the network, before any filter; None: not asked for.
+        likeliest: The ids that were likeliest in its place and their log-probabilities, as many as were asked for.
     """
 
     row: int
     id: int
     log_probability: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
 
 
 class Decoding:
@@ -51,6 +53,7 @@ class Decoding:
         samples: Rows of each prompt: row i continues prompt i // samples.
         stop_ids: They end a row.
         log_probabilities: Whether tokens have theirs.
+        likeliest: How many of the likeliest ids tokens have, if `log_probabilities`.
         cached: False computes each text again for each token: slow, and the same.
 
     Raises:
@@ -73,6 +76,7 @@ class Decoding:
         stop_ids: Collection[int] = (),
         log_probabilities: bool = False,
         cached: bool = True,
+        likeliest: int = 0,
     ):
         sampling = sampling or Sampling()
         check_prompts(network, prompts, max_new_tokens)
@@ -84,6 +88,7 @@ class Decoding:
             )
         self._network, self._prompts, self._samples = network, prompts, samples
         self._sampling, self._log_probabilities = sampling, log_probabilities
+        self._likeliest = min(likeliest, network.vocab_size)
         self._max_new_tokens, self._stop_ids, self._cached = max_new_tokens, frozenset(stop_ids), cached
         self._generators = [_generator(seed) for seed in seeds]
         self._finished: set[int] = set()
@@ -143,8 +148,14 @@ class Decoding:
             ids = draw(next_token_probabilities(logits.to(generators[0].device), *kept), generators)
         if not self._log_probabilities:
             return [Token(row, id) for row, id in zip(active, ids, strict=True)]
-        logs = raw.float().log_softmax(-1)[range(len(ids)), ids].tolist()
-        return [Token(row, id, log) for row, id, log in zip(active, ids, logs, strict=True)]
+        logs = raw.float().log_softmax(-1)
+        best = logs.topk(self._likeliest)
+        others = [
+            tuple(zip(*pair, strict=True))
+            for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+        own = logs[range(len(ids)), ids].tolist()
+        return [Token(*one) for one in zip(active, ids, own, others, strict=True)]
 
 
 def finite(logits: Tensor) -> Tensor:

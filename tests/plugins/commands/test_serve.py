@@ -1,0 +1,366 @@
+"""`serve`: a real server process, asked by the real client of OpenAI."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import openai
+import pytest
+import torch
+
+from core.__main__ import main
+from plugins.commands.chat_prompts import encode_messages, find_template
+from plugins.commands.generate_network import load
+from tests.conftest import HOUSE
+from tests.support.chat_checkpoint import store_chat
+from toolkit.generation.decoding import Decoding
+from toolkit.generation.filters import Sampling
+
+LONG = {"max_tokens": 100_000, "temperature": 0, "stop": "never this"}
+
+
+class Served:
+    """A server process on a free port."""
+
+    def __init__(self, path, *words):
+        environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "core", "serve", f"--ckpt_path={path}", "--port=0", *words]
+        self.process = subprocess.Popen(
+            command, cwd=path.parent, env=environment, stderr=subprocess.PIPE, text=True
+        )
+        self.said, port = "", None
+        while port is None:
+            line = self.process.stderr.readline()
+            assert line, self.said
+            self.said += line
+            port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
+        self.port = int(port[1])
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
+
+    def post(self, body, path="/v1/completions", **headers):
+        """Returns status and JSON of a request that a client of OpenAI would not send."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        connection.close()
+        return answer.status, json.loads(text)
+
+    def end(self, with_signal=signal.SIGTERM):
+        """Returns the exit code."""
+        self.process.send_signal(with_signal)
+        self.said += self.process.stderr.read()
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return store_chat(tmp_path_factory.mktemp("served") / "small.ckpt")
+
+
+@pytest.fixture(scope="module")
+def served(checkpoint):
+    server = Served(checkpoint, "--max_new_tokens=100", "--max_texts=4", "--waiting=20")
+    yield server
+    assert server.end() == 143
+    assert "Traceback" not in server.said
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    return load(checkpoint)
+
+
+def drawn(model, ids, seed, count=8, **sampling):
+    """Returns the tokens that the library draws."""
+    found = Decoding(
+        model.network, [ids], max_new_tokens=count, sampling=Sampling(**sampling), seeds=[seed], stop_ids=model.stop_ids,
+        log_probabilities=True,
+    )  # fmt: skip
+    return list(found)
+
+
+@pytest.mark.ci
+def test_models_are_listed(served):
+    assert [one.id for one in served.client.models.list()] == ["small"]
+    assert served.client.models.retrieve("small").owned_by == "leyden"
+    with pytest.raises(openai.NotFoundError):
+        served.client.models.retrieve("gpt-4")
+
+
+@pytest.mark.ci
+def test_completions_are_those_of_generate(served, model):
+    asked = {
+        "model": "small",
+        "prompt": ["ab", "hello <|im_end|>"],
+        "n": 2,
+        "seed": 5,
+        "max_tokens": 8,
+        "temperature": 1.5,
+    }
+    answer = served.client.completions.create(**asked, logprobs=2, extra_body={"top_k": 50})
+    prompts = model.encoder.encode_prompts(asked["prompt"])
+    assert 2 not in prompts[1]  # what a text spells is no token
+    for row, choice in enumerate(answer.choices):
+        tokens = drawn(model, prompts[row // 2], 5 + row, temperature=1.5, top_k=50)
+        assert choice.index == row
+        assert choice.text == model.tokenizer.decode([one.id for one in tokens])
+        assert choice.finish_reason == ("length" if len(tokens) == 8 else "stop")
+        assert choice.logprobs.token_logprobs == pytest.approx(
+            [one.log_probability for one in tokens], abs=1e-5
+        )
+        assert all(len(one) <= 2 for one in choice.logprobs.top_logprobs)
+    assert answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert answer.usage.total_tokens - answer.usage.prompt_tokens == answer.usage.completion_tokens
+    pieces = list(served.client.completions.create(**asked, stream=True, extra_body={"top_k": 50}))
+    for choice in answer.choices:
+        own = [one.choices[0] for one in pieces if one.choices[0].index == choice.index]
+        assert "".join(one.text for one in own) == choice.text
+        assert [one.finish_reason for one in own if one.finish_reason] == [choice.finish_reason]
+    ids = served.client.completions.create(**asked | {"prompt": prompts}, extra_body={"top_k": 50})
+    assert [one.text for one in ids.choices] == [one.text for one in answer.choices]
+
+
+@pytest.mark.ci
+def test_a_chat_follows_the_template_streamed_or_not(served, model):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "é<|im_end|>"}]},
+    ]
+    asked = {
+        "model": "small",
+        "messages": messages,
+        "seed": 3,
+        "max_tokens": 8,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    answer = served.client.chat.completions.create(**asked)
+    plain = [messages[0], {"role": "user", "content": "é<|im_end|>"}]
+    ids = encode_messages(model, find_template(model, None), plain)
+    tokens = drawn(model, ids, 3, temperature=1)
+    [choice] = answer.choices
+    assert choice.message.role == "assistant"
+    assert choice.message.content == model.tokenizer.decode([one.id for one in tokens])
+    logs = choice.logprobs.content
+    assert [one.logprob for one in logs] == pytest.approx([one.log_probability for one in tokens], abs=1e-5)
+    with torch.no_grad():
+        logits = model.network.logits(model.network({"input_ids": torch.tensor([ids])}))[0, -1]
+    best = logits.log_softmax(-1).topk(3)
+    assert [one.logprob for one in logs[0].top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-5)
+    assert answer.usage.prompt_tokens == len(ids)
+    stream = list(
+        served.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    )
+    assert stream[0].choices[0].delta.role == "assistant"
+    assert "".join(one.choices[0].delta.content or "" for one in stream[:-1]) == choice.message.content
+    assert sum(len(one.choices[0].logprobs.content) for one in stream[:-1] if one.choices[0].logprobs) == len(
+        logs
+    )
+    assert stream[-2].choices[0].finish_reason == choice.finish_reason
+    assert (stream[-1].choices, stream[-1].usage) == ([], answer.usage)
+
+
+@pytest.mark.ci
+def test_a_stop_string_ends_a_text(served):
+    asked = {"model": "small", "prompt": "ab", "max_tokens": 40, "temperature": 0}
+    [whole] = served.client.completions.create(**asked).choices
+    stop = whole.text[5:7]
+    for stream in (False, True):
+        found = served.client.completions.create(**asked, stop=[stop, "never this"], stream=stream)
+        parts = [one.choices[0] for one in found] if stream else found.choices
+        assert "".join(one.text for one in parts) == whole.text[: whole.text.index(stop)]
+        assert parts[-1].finish_reason == "stop"
+
+
+@pytest.mark.ci
+def test_without_a_seed_texts_differ(served):
+    texts = {served.client.completions.create(model="small", prompt="a").choices[0].text for _ in range(3)}
+    assert len(texts) > 1
+
+
+def say(text="hi"):
+    return [{"role": "user", "content": text}]
+
+
+BAD = {
+    "no JSON": (b"{", "/v1/completions", 400, "The body is no JSON"),
+    "a list": ([], "/v1/completions", 400, "The body is no JSON object"),
+    "not UTF-8": (b"\xff", "/v1/completions", 400, "The body is no JSON"),
+    "too large": (b" " * (5 << 20), "/v1/completions", 413, "more than 4 MiB"),
+    "another model": ({"model": "gpt-4", "prompt": "a"}, "/v1/completions", 404, "does not exist"),
+    "a wrong field": ({"prompt": "a", "temprature": 1}, "/v1/completions", 400, "Did you mean temperature?"),
+    "no messages": ({}, "/v1/chat/completions", 400, "Missing required parameter: 'messages'"),
+    "empty messages": ({"messages": []}, "/v1/chat/completions", 400, "at least one message"),
+    "an odd message": ({"messages": [{"role": "king", "content": "a"}]}, "/v1/chat/completions", 400, "a role"),
+    "a picture": ({"messages": say([{"type": "image_url"}])}, "/v1/chat/completions", 400, "must be text"),
+    "tools": ({"messages": say(), "tools": [{}]}, "/v1/chat/completions", 400, "tools is not supported"),
+    "a template's words": ({"messages": say(), "chat_template_kwargs": {"messages": 1}}, "/v1/chat/completions", 400, "cannot set"),
+    "temperature": ({"prompt": "a", "temperature": -1}, "/v1/completions", 400, "temperature=-1.0 must be 0"),
+    "a type": ({"prompt": "a", "temperature": "hot"}, "/v1/completions", 400, "must be of the type float"),
+    "true for a number": ({"prompt": "a", "n": True}, "/v1/completions", 400, "must be of the type int"),
+    "no texts": ({"prompt": "a", "n": 0}, "/v1/completions", 400, "n is 0; it must be at least 1"),
+    "many texts": ({"prompt": ["a", "b"], "n": 3}, "/v1/completions", 400, "6 texts are asked for"),
+    "long text": ({"prompt": "a", "max_tokens": 101}, "/v1/completions", 400, "this server gives 100 at most"),
+    "long prompt": ({"prompt": "a" * 300}, "/v1/completions", 400, "maximum context length is 256"),
+    "token ids": ({"prompt": [1, 320]}, "/v1/completions", 400, "token ids below 320"),
+    "prompt": ({"prompt": {"a": 1}}, "/v1/completions", 400, "prompt must be text"),
+    "stop": ({"prompt": "a", "stop": [1]}, "/v1/completions", 400, "stop must be"),
+    "empty stop": ({"prompt": "a", "stop": ""}, "/v1/completions", 400, "stop string"),
+    "seed": ({"prompt": "a", "seed": 2**70}, "/v1/completions", 400, "seed is"),
+    "logprobs": ({"prompt": "a", "logprobs": 6}, "/v1/completions", 400, "logprobs is 6"),
+    "another path": ({}, "/v1/embeddings", 404, "is not served here"),
+    "another method": ({}, "/v1/models", 405, "is not served here"),
+}  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_request_is_told_what_is_wrong(name, served):
+    body, path, status, said = BAD[name]
+    found, answer = served.post(body, path)
+    assert found == status, answer
+    assert answer.keys() == {"error"}
+    assert answer["error"].keys() == {"message", "type", "param", "code"}
+    assert said in answer["error"]["message"]
+    assert served.post({"prompt": "a", "max_tokens": 1})[0] == 200  # and it goes on
+
+
+@pytest.mark.ci
+def test_errors_are_those_of_the_client(served):
+    with pytest.raises(openai.BadRequestError) as caught:
+        served.client.completions.create(model="small", prompt="a" * 300)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.ci
+def test_a_page_of_another_name_in_a_browser_is_refused(served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("GET", "/v1/models", headers={"Host": "evil.example"})
+    assert connection.getresponse().status == 400
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """A server that computes one request, lets one wait, and takes texts of any length."""
+    path = store_chat(tmp_path_factory.mktemp("narrow") / "endless.ckpt", window=None)
+    server = Served(path, "--max_new_tokens=1000000", "--waiting=1", "--timeout=3")
+    yield server
+    if server.process.poll() is None:
+        server.end()
+
+
+def begun(server):
+    """Returns a stream of a text without end, of which the first token has come."""
+    stream = server.client.completions.create(model="endless", prompt="ab", stream=True, **LONG)
+    next(iter(stream))
+    return stream
+
+
+def quick(server):
+    return server.client.completions.create(model="endless", prompt="a", max_tokens=1)
+
+
+@pytest.mark.ci
+def test_a_client_that_leaves_ends_its_text(narrow):
+    for _ in range(4):  # each would hold the server for 3 s
+        start = time.monotonic()
+        begun(narrow).close()
+        quick(narrow)
+        assert time.monotonic() - start < 2.5
+    with socket.create_connection(("127.0.0.1", narrow.port)) as raw:  # and one that asked for no stream
+        body = json.dumps({"prompt": "ab", **LONG})
+        raw.sendall(
+            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
+        )
+        time.sleep(0.3)
+    start = time.monotonic()
+    quick(narrow)
+    assert time.monotonic() - start < 2.5
+
+
+@pytest.mark.ci
+def test_more_requests_than_may_wait_are_refused(narrow):
+    stream = begun(narrow)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(quick, narrow)
+        end = time.monotonic() + 20
+        refused = None
+        while refused is None:
+            assert time.monotonic() < end
+            try:
+                narrow.client.with_options(timeout=0.3).completions.create(
+                    model="endless", prompt="a", max_tokens=1
+                )
+            except openai.RateLimitError as error:
+                refused = error
+            except openai.APITimeoutError:
+                pass  # it was first to wait
+        stream.close()
+        assert refused.response.headers["retry-after"] == "1"
+        assert refused.code == "server_busy"
+        with suppress(openai.RateLimitError):  # the request with the short patience was there before it
+            waiting.result(30)
+    assert quick(narrow).usage.completion_tokens <= 1
+
+
+@pytest.mark.ci
+def test_a_request_that_takes_too_long_is_ended(narrow):
+    with pytest.raises(openai.APIStatusError) as caught:
+        narrow.client.completions.create(model="endless", prompt="ab", **LONG)
+    assert caught.value.status_code == 408
+    assert "longer than 3 s" in str(caught.value)
+    with pytest.raises(openai.APIError, match="longer than 3 s"):
+        list(narrow.client.completions.create(model="endless", prompt="ab", stream=True, **LONG))
+
+
+@pytest.mark.ci
+def test_a_signal_ends_a_server_that_is_busy(narrow):
+    found = []
+
+    def read():
+        try:
+            found.extend(narrow.client.completions.create(model="endless", prompt="ab", stream=True, **LONG))
+        except openai.APIError as error:
+            found.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    time.sleep(0.5)
+    start = time.monotonic()
+    assert narrow.end(signal.SIGINT) == 130
+    assert time.monotonic() - start < 10
+    reader.join(30)
+    assert "shutting down" in str(found[-1])
+    assert "Traceback" not in narrow.said
+
+
+MISTAKES = {
+    "port": (["--port=99999"], "--port 99999 must be 0 to 65535"),
+    "host": (["--host=no.such.host.invalid"], "cannot be listened on"),
+    "concurrency": (["--concurrency=0"], "--concurrency 0 must be at least 1"),
+    "timeout": (["--timeout=nan"], "--timeout nan must be above 0"),
+    "template": (["--template=nowhere"], "--template nowhere: No such file"),
+    "option": (["--concurency=1"], "Did you mean --concurrency?"),
+    "taken": (["--port={taken}"], "cannot be listened on"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_ends_with_two(name, checkpoint, served, capsys):
+    words, said = MISTAKES[name]
+    words = [word.format(taken=served.port) for word in words]
+    assert (
+        main(["serve", f"--ckpt_path={checkpoint}", *(["--port=0"] if name != "taken" else []), *words]) == 2
+    )
+    assert said in capsys.readouterr().err
