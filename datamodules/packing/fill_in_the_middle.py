@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
 from core.errors import ConfigError, nearest
@@ -122,15 +123,18 @@ class FilledBatches(Prefetching):
     def read(self, rows: Sequence[Any], own: slice) -> Batch:
         """Returns the rows of a slice; padded ones, as of validation, as they are."""
         batch = self._shaped.read(rows, own)
-        if not self.pad:
-            for row in range(len(batch["input_ids"])):
-                self._rearrange(batch, row)
-        return batch
+        if self.pad:
+            return batch
+        # dlpack: the batch is on the host, and this waits for no device
+        names = [name for name in ("input_ids", "labels", "document_ids") if name in batch]
+        values = [np.from_dlpack(batch[name]).copy() for name in names]  # type: ignore[literal-required]
+        for row in zip(*values, strict=True):
+            self._rearrange(*row)
+        changed = {name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)}
+        return cast(Batch, {**batch, **changed})
 
-    def _rearrange(self, batch: Batch, row: int) -> None:
+    def _rearrange(self, ids: np.ndarray, labels: np.ndarray, documents: np.ndarray | None = None) -> None:
         """Changes a row in place: the tokens of each document, and the labels where there are any."""
-        ids, labels = batch["input_ids"][row].numpy(), batch["labels"][row].numpy()
-        documents = batch["document_ids"][row].numpy() if "document_ids" in batch else None
         known = labels[-1] != IGNORED_LABEL
         tokens = np.append(ids, labels[-1:]) if known else ids.copy()
         if documents is None:

@@ -314,6 +314,21 @@ def test_loads_are_counted_once_also_where_activations_are_computed_again():
 
 
 @pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; DeepSeekV3 is read with 'sigmoid'"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; DeepSeekV3 is read with 4"),
+        ({"rope_interleave": False}, "rope_interleave is False"),
+    ],
+)
+def test_a_config_of_another_deepseek_is_refused(more, told):
+    config = DeepSeekV3.hugging_face.config(DeepSeekV3, LATENT)
+    assert DeepSeekV3.hugging_face.init_args(config).items() >= LATENT.items()
+    with pytest.raises(ConfigError, match=told):
+        DeepSeekV3.hugging_face.init_args(config | more)
+
+
+@pytest.mark.parametrize(
     ("network_class", "arguments", "told"),
     [
         (Mixtral, {"experts_per_token": 7}, "experts_per_token=7 is above n_experts=6"),
