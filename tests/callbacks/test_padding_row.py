@@ -49,11 +49,12 @@ def rows(done):
 
 STRATEGIES = [
     {"class_path": "FSDP"},
-    pytest.param({"class_path": "HybridParallel", "init_args": {"tensor": 2}}, marks=pytest.mark.ci),
-    pytest.param({"class_path": "HybridParallel", "init_args": {"pipeline": 2}}, marks=pytest.mark.ci),
+    {"class_path": "HybridParallel", "init_args": {"tensor": 2}},
+    {"class_path": "HybridParallel", "init_args": {"pipeline": 2}},
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_tied_embeddings_keep_a_row_of_zeros_on_ranks_as_in_one_process(strategy):
     expected = one_process(OVERLAY)
