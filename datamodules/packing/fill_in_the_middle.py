@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import torch
 
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
 from core.errors import ConfigError, nearest
@@ -57,7 +58,7 @@ def rearranged(
     suffix_first = random.random() < spm_rate
     first, second = np.sort(random.integers(0, len(body) + 1, 2))
     prefix, middle, suffix = body[:first], body[first:second], body[second:]
-    p, s, m = ([mark] for mark in marks[:3])
+    p, s, m = (np.array([mark]) for mark in marks[:3])
     parts = (p, s, suffix, m, prefix, middle) if suffix_first else (p, prefix, s, suffix, m, middle)
     return np.concatenate((*parts, tokens[end:])).astype(tokens.dtype)
 
@@ -122,15 +123,19 @@ class FilledBatches(Prefetching):
     def read(self, rows: Sequence[Any], own: slice) -> Batch:
         """Returns the rows of a slice; padded ones, as of validation, as they are."""
         batch = self._shaped.read(rows, own)
-        if not self.pad:
-            for row in range(len(batch["input_ids"])):
-                self._rearrange(batch, row)
-        return batch
+        if self.pad:
+            return batch
+        # dlpack: the batch is on the host, and this waits for no device
+        tensors = cast(dict[str, torch.Tensor], batch)
+        names = [name for name in ("input_ids", "labels", "document_ids") if name in tensors]
+        values = [np.from_dlpack(tensors[name]).copy() for name in names]
+        for row in zip(*values, strict=True):
+            self._rearrange(*row)
+        changed = {name: torch.from_numpy(value) for name, value in zip(names, values, strict=True)}
+        return cast(Batch, {**tensors, **changed})
 
-    def _rearrange(self, batch: Batch, row: int) -> None:
+    def _rearrange(self, ids: np.ndarray, labels: np.ndarray, documents: np.ndarray | None = None) -> None:
         """Changes a row in place: the tokens of each document, and the labels where there are any."""
-        ids, labels = batch["input_ids"][row].numpy(), batch["labels"][row].numpy()
-        documents = batch["document_ids"][row].numpy() if "document_ids" in batch else None
         known = labels[-1] != IGNORED_LABEL
         tokens = np.append(ids, labels[-1:]) if known else ids.copy()
         if documents is None:
@@ -210,13 +215,14 @@ class FillInTheMiddle(Packing):
         return FilledBatches(inner, marks, self.rate, self.spm_rate, order.get("seed", 0))
 
     def _sentinels(self, folder: Path) -> Sentinels:
-        ids, end = list(self.tokens), self.end_of_text
+        ids, end = [*self.tokens], self.end_of_text
         if end is None or any(isinstance(token, str) for token in ids):
             manifest = read_manifest(folder)
-            end = manifest["end_of_text_id"] if end is None else end
+            end = int(manifest["end_of_text_id"]) if end is None else end
             known = _vocabulary(parse_json(read_tokenizer(folder, manifest).encode(), unique=False))
             ids = [token if isinstance(token, int) else _id_of(token, known, folder) for token in ids]
-        return Sentinels(*(int(token) for token in ids), end)
+        prefix, suffix, middle = (int(token) for token in ids)
+        return Sentinels(prefix, suffix, middle, int(end))
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:

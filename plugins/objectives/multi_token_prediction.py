@@ -51,7 +51,7 @@ class _Given:
 
     def __init__(self, network: Network, hidden: Tensor) -> None:
         self._network, self._hidden = network, hidden
-        self.logits = network.logits  # type: ignore[method-assign]  # a strategy may have replaced it
+        vars(self)["logits"] = network.logits  # a strategy may have replaced it
 
     def __call__(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
         return self._hidden
@@ -134,6 +134,7 @@ class MultiTokenPrediction(Objective):
         loss, figures = self._of(network, hidden, batch)
         figures = {**figures, "task_loss": TokenSum(loss.total.detach(), loss.tokens, loss.weight)}
         total = full_tensor(loss.total)
+        module: Any
         for k, module in enumerate(self.ahead, start=1):
             tokens = network.forward_blocks(
                 {**batch, "input_ids": shifted(batch["input_ids"], k, 0)}, None, range(0)

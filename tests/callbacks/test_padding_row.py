@@ -7,14 +7,14 @@ from callbacks.padding_row import PaddingRow, embeddings
 from core.errors import ConfigError
 from plugins.networks.llama import Llama
 from plugins.objectives.causal_lm import CausalLM
-from tests.plugins.test_prefix_lm import SMALL
 from tests.support.reference_models import tokens
 from tests.support.same_run import TOLERANCE, differences, fit, one_process
+from tests.support.small_networks import DENSE
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_only_the_rows_gradient_is_changed(tied):
-    network, callback = Llama(**SMALL, tie_embeddings=tied), PaddingRow(7)
+    network, callback = Llama(**DENSE, tie_embeddings=tied), PaddingRow(7)
     callback.change_network(network)
     assert not network.embed_tokens.weight[7].any()
     assert network.embed_tokens.weight[6].any()
@@ -33,7 +33,7 @@ def test_only_the_rows_gradient_is_changed(tied):
 
 def test_an_id_outside_the_vocabulary_is_refused():
     with pytest.raises(ConfigError, match="padding_id is 61, and the network's vocab_size 61"):
-        PaddingRow(61).change_network(Llama(**SMALL))
+        PaddingRow(61).change_network(Llama(**DENSE))
     with pytest.raises(ConfigError, match="at least 0"):
         PaddingRow(-1)
 
@@ -49,11 +49,12 @@ def rows(done):
 
 STRATEGIES = [
     {"class_path": "FSDP"},
-    pytest.param({"class_path": "HybridParallel", "init_args": {"tensor": 2}}, marks=pytest.mark.ci),
-    pytest.param({"class_path": "HybridParallel", "init_args": {"pipeline": 2}}, marks=pytest.mark.ci),
+    {"class_path": "HybridParallel", "init_args": {"tensor": 2}},
+    {"class_path": "HybridParallel", "init_args": {"pipeline": 2}},
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_tied_embeddings_keep_a_row_of_zeros_on_ranks_as_in_one_process(strategy):
     expected = one_process(OVERLAY)

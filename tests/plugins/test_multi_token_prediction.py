@@ -12,13 +12,12 @@ from plugins.networks.gemma3 import Gemma3
 from plugins.networks.llama import Llama
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.multi_token_prediction import MultiTokenPrediction
-from tests.plugins.networks.test_experts import DEEPSEEK
-from tests.plugins.test_prefix_lm import LENGTHS, SMALL, packed
 from tests.support.reference_models import lively
 from tests.support.same_run import TOLERANCE, differences, fit, one_process
+from tests.support.small_networks import DENSE, LATENT, LENGTHS, packed
 
 
-def prepared(network_class=Llama, arguments=SMALL, depth=2, weight=0.3):
+def prepared(network_class=Llama, arguments=DENSE, depth=2, weight=0.3):
     network = lively(network_class(**arguments)).double().train()
     objective = MultiTokenPrediction(CausalLM(), depth, weight)
     objective.change_network(network)
@@ -26,7 +25,7 @@ def prepared(network_class=Llama, arguments=SMALL, depth=2, weight=0.3):
     return network, objective.train()
 
 
-@pytest.mark.parametrize(("network_class", "arguments"), [(Llama, SMALL), (DeepSeekV3, DEEPSEEK)])
+@pytest.mark.parametrize(("network_class", "arguments"), [(Llama, DENSE), (DeepSeekV3, LATENT)])
 def test_the_loss_is_the_mean_of_what_each_module_predicts_of_each_document(network_class, arguments):
     network, objective = prepared(network_class, arguments)
     batch = packed()
@@ -86,7 +85,7 @@ def test_no_module_sees_what_it_predicts():
 
 
 def test_modules_begin_as_the_last_block_and_every_parameter_has_a_gradient():
-    network = Llama(**SMALL)
+    network = Llama(**DENSE)
     objective = MultiTokenPrediction(CausalLM(), depth=2)
     objective.change_network(network)
     width, block = 32, sum(p.numel() for p in network.blocks[-1].parameters())
@@ -100,7 +99,7 @@ def test_modules_begin_as_the_last_block_and_every_parameter_has_a_gradient():
     assert all(p.grad is not None and p.grad.any() for p in objective.parameters())
     with pytest.raises(ConfigError, match="Gemma3 returns logits"):
         objective.change_network(
-            Gemma3(**SMALL, head_dim=8, sliding_window=4, global_every=2, final_soft_cap=30.0)
+            Gemma3(**DENSE, head_dim=8, sliding_window=4, global_every=2, final_soft_cap=30.0)
         )
     with pytest.raises(ConfigError, match="depth=0 must be at least 1"):
         MultiTokenPrediction(CausalLM(), depth=0)

@@ -10,27 +10,12 @@ from plugins.networks.llama import Llama
 from plugins.networks.mistral import Mistral
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.prefix_lm import PrefixLM, prefixes
-from tests.plugins.networks.test_experts import DEEPSEEK
 from tests.support.reference_models import both, lively, tokens
-
-SMALL = {
-    "vocab_size": 61, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "intermediate_size": 48, "max_sequence_length": 64,
-}  # fmt: skip
-LENGTHS = (19, 1, 30)
-
-
-def packed():
-    ids = tokens()
-    return {
-        "input_ids": ids,
-        "labels": ids.roll(-1, 1),
-        "document_ids": torch.repeat_interleave(torch.tensor([3, 5, 7]), torch.tensor(LENGTHS)).expand(2, -1),
-        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS]).expand(2, -1),
-    }
+from tests.support.small_networks import DENSE, LATENT, packed
 
 
 def test_hidden_states_are_those_of_transformers_with_the_mask_written_out():
-    network, reference = both(Llama, SMALL)
+    network, reference = both(Llama, DENSE)
     assert isinstance(reference, LlamaForCausalLM)
     assert isinstance(reference.config, LlamaConfig)
     ids = tokens()
@@ -45,7 +30,7 @@ def test_hidden_states_are_those_of_transformers_with_the_mask_written_out():
     assert (causal - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
-@pytest.mark.parametrize(("network_class", "arguments"), [(Llama, SMALL), (DeepSeekV3, DEEPSEEK)])
+@pytest.mark.parametrize(("network_class", "arguments"), [(Llama, DENSE), (DeepSeekV3, LATENT)])
 def test_a_token_reaches_the_loss_of_its_document_alone_and_its_prefix_in_both_directions(
     network_class, arguments
 ):
@@ -69,7 +54,7 @@ def test_a_token_reaches_the_loss_of_its_document_alone_and_its_prefix_in_both_d
 
 
 def test_the_loss_is_that_of_the_tokens_after_the_prefixes():
-    network, batch = lively(Llama(**SMALL)), packed()
+    network, batch = lively(Llama(**DENSE)), packed()
     objective = PrefixLM(CausalLM(), 0.2, 0.8, seed=1)
     loss, _ = objective.loss(network, batch)
     place, length = prefixes(batch, 0.2, 0.8, 1)
@@ -103,9 +88,9 @@ def test_lengths_are_uniform_and_depend_on_seed_and_document_alone():
 
 def test_a_window_and_wrong_shares_are_refused():
     with pytest.raises(ConfigError, match="Mistral cannot attend in both directions"):
-        PrefixLM(CausalLM()).loss(Mistral(**SMALL, sliding_window=8), packed())
+        PrefixLM(CausalLM()).loss(Mistral(**DENSE, sliding_window=8), packed())
     with pytest.raises(ConfigError, match=r"not 0\.6 and 0\.5"):
         PrefixLM(CausalLM(), 0.6, 0.5)
-    network = Llama(**SMALL)
+    network = Llama(**DENSE)
     with pytest.raises(ConfigError, match="a prefix cannot be used with a cache"):
         network({"input_ids": tokens(), "prefix": tokens() > 0}, network.new_cache(2, 50))

@@ -336,7 +336,8 @@ class Decoder(Network):
         if any(window is not None for window in self.windows) or not all(one.is_plain for one in found):
             return False
         for module in found:
-            module.attend = attention
+            if isinstance(module, Attention):
+                module.attend = attention
         return True
 
     def select_rows(self, arguments: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...] | None:

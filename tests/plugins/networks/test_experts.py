@@ -26,6 +26,7 @@ from tests.support.reference_models import (
     renamed,
     tokens,
 )
+from tests.support.small_networks import LATENT
 from toolkit.routing import RoutesTokens, count_loads, recorded
 
 SMALL = {
@@ -40,9 +41,6 @@ SMALL = {
     "max_sequence_length": 64,
 }
 DOTS = {**SMALL, "n_experts": 8, "experts_per_token": 3, "expert_size": 24, "dense_layers": 1}
-DEEPSEEK = {key: value for key, value in DOTS.items() if key != "n_kv_head"} | {
-    "q_lora_rank": 20, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "groups": 4, "groups_per_token": 2,
-}  # fmt: skip
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim": 1.3,
     "beta_fast": 32.0, "beta_slow": 1.0,
@@ -55,8 +53,8 @@ CASES = {
     "Qwen3MoE": (Qwen3MoE, {**SMALL, "head_dim": 12}),
     "Qwen3MoE-as-they-are": (Qwen3MoE, {**SMALL, "head_dim": 12, "normalise_weights": False, "bias": True}),
     "Dots1": (Dots1, DOTS),
-    "DeepSeekV3": (DeepSeekV3, DEEPSEEK),
-    "DeepSeekV3-lite": (DeepSeekV3, {**DEEPSEEK, "q_lora_rank": None, "rope_scaling": YARN, "groups": 1, "groups_per_token": 1}),
+    "DeepSeekV3": (DeepSeekV3, LATENT),
+    "DeepSeekV3-lite": (DeepSeekV3, {**LATENT, "q_lora_rank": None, "rope_scaling": YARN, "groups": 1, "groups_per_token": 1}),
     "Dots1-groups": (Dots1, {**DOTS, "groups": 4, "groups_per_token": 2, "normalise_weights": False}),
 }  # fmt: skip
 
@@ -313,6 +311,21 @@ def test_loads_are_counted_once_also_where_activations_are_computed_again():
         handle.remove()
     network({"input_ids": tokens()})
     assert loads.sum() == 3 * 2 * 50 * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; DeepSeekV3 is read with 'sigmoid'"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; DeepSeekV3 is read with 4"),
+        ({"rope_interleave": False}, "rope_interleave is False"),
+    ],
+)
+def test_a_config_of_another_deepseek_is_refused(more, told):
+    config = DeepSeekV3.hugging_face.config(DeepSeekV3, LATENT)
+    assert DeepSeekV3.hugging_face.init_args(config).items() >= LATENT.items()
+    with pytest.raises(ConfigError, match=told):
+        DeepSeekV3.hugging_face.init_args(config | more)
 
 
 @pytest.mark.parametrize(
