@@ -31,7 +31,7 @@ def apply(network: RoutesTokens, mesh: DeviceMesh) -> None:
         stack.forward = partial(exchanged, stack.forward, mesh.get_group())
 
 
-def spread(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
+def shard(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
     """Shards the experts of a block, besides, over ranks that have the same ones: along the width, where that is even."""
     ranks = mesh.size(mesh.ndim - 1)
     stacks = {id(stack) for stack in network.expert_stacks} if isinstance(network, RoutesTokens) else set()
