@@ -37,6 +37,7 @@ SETTINGS: dict[str, Any] = {
 NARROW = """\
 @media (max-width: 46em) {
   article pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  article .highlight-python pre, article .highlight-yaml pre { white-space: pre; }
   article table.docutils thead { display: none; }
   article table.docutils, article table.docutils tbody, article table.docutils tr { display: block; }
   article table.docutils tr { padding: 0.4rem 0; border-bottom: 1px solid var(--color-table-border); }
