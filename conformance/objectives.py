@@ -1,4 +1,4 @@
-"""Proofs for objectives: that tokens weigh the same however they are spread; see `core.contracts.Objective`."""
+"""Proofs for objectives: that tokens weigh the same however they are distributed; see `core.contracts.Objective`."""
 
 from __future__ import annotations
 

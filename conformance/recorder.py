@@ -238,7 +238,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _whole(loss: float | torch.Tensor) -> Any:
-    """Gathers a loss that is spread over ranks."""
+    """Gathers a loss that is distributed over ranks."""
     return loss.full_tensor() if hasattr(loss, "full_tensor") else loss
 
 

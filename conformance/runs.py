@@ -229,7 +229,8 @@ def _context() -> Any:
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
-    # A process has one fork server: that of a LocalEngine that was here before imported next to nothing.
+    # A process has one fork server: that of a LocalEngine that was here before imported next to nothing. multiprocessing
+    # has no public way to end it, and `set_forkserver_preload` has no effect on one that runs.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
     context.set_forkserver_preload(PRELOADED)
     before = os.environ.get("OMP_NUM_THREADS")

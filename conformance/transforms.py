@@ -46,7 +46,7 @@ def _batch(some: Sequence[Row]) -> pyarrow.RecordBatch:
 
 
 def conclusion(transform: Transform) -> Path | None:
-    """Lets a transform that has to see all documents first see them; returns the file that it concludes with."""
+    """Lets a transform that has to see all documents first see them; returns the file that its `reduce` writes."""
     if not transform.needs_all_documents:
         return None
     folder = Path(mkdtemp(dir=workshop()))

@@ -38,7 +38,7 @@ class LanguageModule(AveragedWeights):
     """Trains a network so that every label token of a global batch weighs the same.
 
     Gradients are those of the sum of all token losses over the number of label tokens, counted over
-    micro-batches and ranks, however unevenly the tokens are spread. torch's generators are seeded
+    micro-batches and ranks, however unevenly the tokens are distributed. torch's generators are seeded
     before each micro-batch from (seed, epoch, batch, rank): what other techniques draw does not
     change the training, and a resumed run needs no generator state.
 
@@ -211,7 +211,7 @@ class LanguageModule(AveragedWeights):
         """Logs the figures of the step where it is the turn of one."""
         self.logging_step = not (self.trainer.global_step + 1) % self.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if self.stop_signals is not None:
-            self.stop_signals.heed(self.logging_step, self.trainer.strategy.reduce, self.device)
+            self.stop_signals.poll(self.logging_step, self.trainer.strategy.reduce, self.device)
         if not self.logging_step:
             return
         norm = self.gradient_norm(optimizer)

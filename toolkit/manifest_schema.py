@@ -16,9 +16,16 @@ CHECKSUM = "sha256"
 """The key of the manifest's own checksum; folders of earlier versions have none."""
 
 _LEAST = {
-    "vocab_size": 1, "end_of_text_id": 0, "train_tokens": 1, "validation_tokens": 1,
-    "train_documents": 1, "validation_documents": 1, "text_bytes": 0, "blank": 0, "unigram_loss": 0,
-}  # fmt: skip
+    "vocab_size": 1,
+    "end_of_text_id": 0,
+    "train_tokens": 1,
+    "validation_tokens": 1,
+    "train_documents": 1,
+    "validation_documents": 1,
+    "text_bytes": 0,
+    "blank": 0,
+    "unigram_loss": 0,
+}
 _REQUIRED = ("vocab_size", "end_of_text_id", "train_tokens", "unigram_loss")
 _COUNTED = ("lengths", "rejected", "left_out")
 _DIGEST = re.compile("[0-9a-f]{64}")

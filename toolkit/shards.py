@@ -12,17 +12,17 @@ __all__ = ["copy_to_shard", "is_sharded"]
 
 
 def is_sharded(tensors: Sequence[Tensor]) -> bool:
-    """Returns whether any of them is spread over ranks."""
+    """Returns whether any of the tensors is sharded over ranks."""
     return torch.distributed.is_initialized() and any(hasattr(tensor, "to_local") for tensor in tensors)
 
 
 def copy_to_shard(target: Tensor, value: Tensor) -> None:
-    """Copies a whole tensor, or this rank's part of it, into one that may be spread over ranks."""
+    """Copies a full tensor, or this rank's shard of it, into a tensor that may be sharded over ranks."""
     value = value.to(device=target.device, dtype=target.dtype)
     if hasattr(target, "to_local"):
         from torch.distributed.tensor import distribute_tensor
 
-        spread: Any = target
-        value = distribute_tensor(value, spread.device_mesh, spread.placements, src_data_rank=None)
+        sharded: Any = target
+        value = distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
     with torch.no_grad():
         target.copy_(value)

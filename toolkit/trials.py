@@ -126,7 +126,7 @@ def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
             index += 1
         for config in trainer.lr_scheduler_configs:
             config.scheduler.step()  # type: ignore[call-arg]
-        if signals.heed(True, trainer.strategy.reduce, module.device):  # the caller waits for the loss anyway
+        if signals.poll(True, trainer.strategy.reduce, module.device):  # the caller waits for the loss anyway
             raise SIGTERMException
         loss: Any = module.step_loss
         yield loss.clone()

@@ -1,4 +1,4 @@
-"""Tensors that may be spread over ranks (DTensors), and what is computed over all of a run's."""
+"""Tensors that may be sharded over ranks (DTensors), and norms over all of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["full_tensor", "gradients", "local_tensors", "reshard", "total_norm"]
 
 
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns what this rank holds of each: itself, where it is not spread over ranks; no copies."""
+    """Returns this rank's shard of each tensor, or the tensor itself where it is not sharded; no copies."""
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Returns the whole of a tensor, on every rank; all ranks have to call it."""
+    """Returns the full tensor on every rank; all ranks have to call it."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full
 
 
 def reshard(module: nn.Module) -> None:
-    """Gives up what FSDP has gathered: it goes on with weights that were changed where they are spread."""
+    """Frees the weights that FSDP has gathered, so that the next forward gathers the shards as they are now."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # nothing is gathered
         return

@@ -30,18 +30,18 @@ class StopSignals:
         self.trainer, self.requeue = trainer, False
         # Ranks agree on an earlier signal as well.
         self.received = lightning_compat.take_over_sigterm(trainer)
-        signal.signal(signal.SIGTERM, self.note)
+        signal.signal(signal.SIGTERM, self.record)
         if SLURMEnvironment.detect():
-            signal.signal(signal.SIGUSR1, self.note)
+            signal.signal(signal.SIGUSR1, self.record)
 
-    def note(self, number: int, frame: Any) -> None:
+    def record(self, number: int, frame: Any) -> None:
         """Records a signal; Python calls this as the signal handler."""
         if not self.received and self.trainer.strategy.launcher is not None:
             self.trainer.strategy.launcher.kill(number)  # the ranks that this process has started
         self.received = True
         self.requeue |= number == signal.SIGUSR1
 
-    def heed(self, logging_step: bool, reduce: Callable[..., Tensor], device: Any) -> bool:
+    def poll(self, logging_step: bool, reduce: Callable[..., Tensor], device: Any) -> bool:
         """Ends the run if any rank has received a signal; several ranks exchange this in logging steps only.
 
         Returns:
@@ -65,6 +65,6 @@ def listen(module: Any) -> StopSignals:
     Lightning registers its handlers behind `on_fit_start`, so that it is `on_train_start` that calls this first.
     """
     signals: StopSignals | None = module.stop_signals
-    if signals is None or signal.getsignal(signal.SIGTERM) != signals.note:
+    if signals is None or signal.getsignal(signal.SIGTERM) != signals.record:
         signals = module.stop_signals = StopSignals(module.trainer)
     return signals

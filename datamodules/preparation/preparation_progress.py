@@ -29,9 +29,13 @@ def watched(records: Iterator[dict[str, Any]], number: int) -> Iterator[dict[str
     speed, shown, tenth = _Speed(number), time.monotonic(), 0
     screen = Console(stderr=True)
     bar = Progress(
-        TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[speed]}"),
-        console=screen, transient=True, disable=not screen.is_terminal,
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[speed]}"),
+        console=screen,
+        transient=True,
+        disable=not screen.is_terminal,
+    )
     with bar:
         line = bar.add_task("Tokenising", total=number, speed="")
         for record in records:

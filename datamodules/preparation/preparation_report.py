@@ -35,9 +35,8 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of the report."""
     names = ["train_documents", "train_tokens", "validation_documents", "validation_tokens", "text_bytes"]
     names += ["vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank"]
-    transforms = (
-        manifest["transforms"] if "transforms" in manifest else manifest["stages"]
-    )  # of earlier versions
+    # Manifests of earlier versions have the former name.
+    transforms = manifest["transforms"] if "transforms" in manifest else manifest["stages"]
     dropped = {transform["name"]: transform["dropped"] for transform in transforms}
     tokens = manifest["train_tokens"] + manifest["validation_tokens"]
     names += [name for name in ("left_out", "validation_tails_from_bytes") if name in manifest]

@@ -32,12 +32,12 @@ from core.errors import ConfigError, deprecated
 from core.technique import technique
 from datamodules.preparation.engines.engine_worker import over_tasks, return_memory
 from datamodules.preparation.manifest import FORMAT, Totals, shares, source_bytes, write_manifest
+from datamodules.preparation.map_task import map_reduce
 from datamodules.preparation.pipeline import Pipeline, Tally
 from datamodules.preparation.preparation_report import figures, write_report
 from datamodules.preparation.preparation_task import PreparationTask
 from datamodules.preparation.readers.file_reader import SingleTaskReader
 from datamodules.preparation.split import Split, chosen_split
-from datamodules.preparation.survey_task import survey
 from datamodules.preparation.tokenizers.json_encoder import JSONEncoder
 from datamodules.preparation.tokenizers.library_tokenizer import LibraryTokenizer
 from datamodules.remote.remote_folder import open_remote
@@ -263,7 +263,7 @@ class TokenPreparation(TokenPreparer):
         parts = folder / PARTS
         parts.mkdir(exist_ok=True)
         over = partial(over_tasks, self.engine, parts)
-        reduced = survey(self._pipeline({}), self.tasks, parts, over)
+        reduced = map_reduce(self._pipeline({}), self.tasks, parts, over)
         pipeline = self._pipeline(reduced)
         split = chosen_split(self._texts(pipeline, self.tasks), self.validation_fraction, self._label())
         vocabulary, trained = self._train_tokenizer(pipeline, split, folder)

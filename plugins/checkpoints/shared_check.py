@@ -29,9 +29,8 @@ def check(folder: Path) -> None:
             with suppress(OSError):  # the folder may belong to another user
                 durable.write(folder / sharded.DAMAGED, reason)
         ages = {path.stat().st_mtime_ns: path for path in folder.parent.glob("*.ckpt")}
-        written = (
-            (folder / sharded.MANIFEST).stat().st_mtime_ns
-        )  # not that of the folder, which changed with the saved reason
+        # Not the time of the folder, which has changed with the reason that was saved there.
+        written = (folder / sharded.MANIFEST).stat().st_mtime_ns
         before = [age for age in sorted(ages) if age < written and ages[age] != folder]
         advice = (
             f"Resume from the one before: --ckpt_path {ages[before[-1]]}"

@@ -9,8 +9,13 @@ from core.errors import ConfigError, nearest
 from core.technique import Declaration, Maturity, Package, declaration_of
 
 OWNABLE = (
-    "batch_size", "gradient_accumulation", "gradient_clipping", "learning_rate", "optimizer_step", "sequence_length",
-)  # fmt: skip
+    "batch_size",
+    "gradient_accumulation",
+    "gradient_clipping",
+    "learning_rate",
+    "optimizer_step",
+    "sequence_length",
+)
 LISTS = ("needs", "before", "after", "owns", "offers", "precision_words")
 
 

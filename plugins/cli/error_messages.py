@@ -16,9 +16,20 @@ MESSAGE_LINES = 10
 LINE_LENGTH = 1000
 """Most characters of a line of a message: a value that it quotes may be a complete file."""
 REFUSED = (
-    "EACCES", "EDQUOT", "EEXIST", "EIO", "EISDIR", "ELOOP", "ENAMETOOLONG", "ENODEV", "ENOSPC", "ENOTDIR", "ENXIO", "EPERM",
+    "EACCES",
+    "EDQUOT",
+    "EEXIST",
+    "EIO",
+    "EISDIR",
+    "ELOOP",
+    "ENAMETOOLONG",
+    "ENODEV",
+    "ENOSPC",
+    "ENOTDIR",
+    "ENXIO",
+    "EPERM",
     "EROFS",
-)  # fmt: skip
+)
 """Errors of the operating system about a path, which concern the user's files and not the code."""
 
 

@@ -53,6 +53,11 @@ def _run(subcommand: str, arguments: list[str]) -> int:
 
     try:
         return _started(build(subcommand, arguments, starts=True))
+    except SystemExit as error:
+        # Of a technique that called sys.exit; signals reach all ranks.
+        if type(error) is SystemExit and not isinstance(error.__context__, KeyboardInterrupt):
+            lost_ranks.explain_lost_rank([error])
+        raise
     except Exception as error:
         if message := lost_ranks.explain_lost_rank(list(chain(error))):
             raise lost_ranks.LostRankError(message) from error

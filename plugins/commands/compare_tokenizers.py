@@ -38,9 +38,12 @@ def compare_tokenizers(arguments: list[str]) -> int:
     )
     parser.add_argument("tokenizers", metavar="NAME_OR_FILE", nargs="+", help=_HELP)
     parser.add_argument(
-        "--data", metavar="SOURCE", nargs="+", default=["python-docs"],
+        "--data",
+        metavar="SOURCE",
+        nargs="+",
+        default=["python-docs"],
         help="paths or globs that TextDocuments reads, each a column of its own (%(default)s)",
-    )  # fmt: skip
+    )
     parser.add_argument("--length", type=int, default=2048, help="tokens in a sequence (%(default)s)")
     parser.add_argument(
         "--output", metavar="DIR", default="runs/compare-tokenizers", help="default: %(default)s"

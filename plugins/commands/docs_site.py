@@ -26,11 +26,26 @@ SETTINGS: dict[str, Any] = {
     "html_copy_source": False,
     "html_show_sourcelink": False,
     "html_show_copyright": False,
+    "html_static_path": ["_static"],
+    "html_css_files": ["narrow.css"],
     "myst_heading_anchors": 3,
     # Docstrings of other packages are text: they cannot bring markup or scripts into the site.
     "myst_disable_syntax": ["html_block", "html_inline", "myst_role", "substitution"],
     "suppress_warnings": ["myst.header", "misc.highlighting_failure"],
 }
+
+NARROW = """\
+@media (max-width: 46em) {
+  article pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+  article .highlight-python pre, article .highlight-yaml pre { white-space: pre; }
+  article table.docutils thead { display: none; }
+  article table.docutils, article table.docutils tbody, article table.docutils tr { display: block; }
+  article table.docutils tr { padding: 0.4rem 0; border-bottom: 1px solid var(--color-table-border); }
+  article table.docutils td { display: inline-block; border: 0; padding: 0.1rem 0.4rem; }
+  article table.docutils td:last-child { display: block; }
+}
+"""
+"""Style of narrow screens, on which tables and commands of furo are wider than the page: a table's row is a paragraph."""
 
 
 def build(source: Path, output: Path) -> list[str]:
@@ -47,6 +62,8 @@ def build(source: Path, output: Path) -> list[str]:
     from sphinx.util.console import nocolor
 
     nocolor()
+    (source / "_static").mkdir(exist_ok=True)
+    (source / "_static" / "narrow.css").write_text(NARROW, encoding="utf-8")
     warnings = io.StringIO()
     # no conf.py: it would be a file of code to execute
     application = Sphinx(

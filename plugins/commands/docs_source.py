@@ -12,9 +12,16 @@ from core import catalog
 from plugins.commands.docs_page import HOUSE, Pages, line, page, row
 
 GUIDES = (
-    "first-run", "your-own-text", "mix-and-compare", "data-preparation", "cluster", "stability", "write-a-technique",
-    "public-contracts", "threat-model",
-)  # fmt: skip
+    "first-run",
+    "your-own-text",
+    "mix-and-compare",
+    "data-preparation",
+    "cluster",
+    "stability",
+    "write-a-technique",
+    "public-contracts",
+    "threat-model",
+)
 """Pages of docs/ in the order of the menu; others follow."""
 MORE = ("configs/README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 _ALONE = "# leyden\n\nThis installation has no guides: they are in the folder `docs` of leyden's source.\n"

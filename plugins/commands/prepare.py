@@ -19,8 +19,17 @@ from plugins.cli.configuration.config_files import compose, find_config
 from plugins.cli.configuration.trust import Trust, beside, take_option, trusting
 from toolkit.prepared import is_remote
 
-_OURS = ("manifest.json", "report.md", "report.json", "lengths.png", "rejects.jsonl", "tokenizer.json", "train",
-         "validation", "parts")  # fmt: skip
+_OURS = (
+    "manifest.json",
+    "report.md",
+    "report.json",
+    "lengths.png",
+    "rejects.jsonl",
+    "tokenizer.json",
+    "train",
+    "validation",
+    "parts",
+)
 """What a prepared folder holds besides plan.json; the manifest first: without it the folder counts as unfinished."""
 
 
@@ -194,8 +203,17 @@ def _chosen(values: Mapping[str, Any], known: set[str]) -> dict[str, Any] | None
     return {key: value for key, value in given.items() if key in known}
 
 
-_OF_READING = {"packing", "cache_dir", "cache_bytes", "storage_options", "sequence_length", "batch_size", "shuffle",
-               "seed", "num_workers"}  # fmt: skip
+_OF_READING = {
+    "packing",
+    "cache_dir",
+    "cache_bytes",
+    "storage_options",
+    "sequence_length",
+    "batch_size",
+    "shuffle",
+    "seed",
+    "num_workers",
+}
 """Options of PretrainDataModule that do not change what is written; others are looked up, which takes seconds."""
 
 
@@ -260,7 +278,7 @@ def _take(folder: Path, plan: Mapping[str, Any], overwrite: bool) -> None:
 
 
 def _begun(folder: Path) -> bool:
-    """Returns whether a folder holds anything that would have to be done again: a tokenizer, a survey, a task."""
+    """Returns whether a folder holds anything that would have to be done again: a tokenizer, a map of all documents, a task."""
     return any(path.suffix != ".tmp" for path in (folder / "parts").glob("*"))
 
 

@@ -125,9 +125,8 @@ def measure(
     from tokenizers import Tokenizer as Implementation
 
     tokenizer.prepare(documents)
-    stored = Implementation.from_str(
-        tokenizer.to_json()
-    )  # encodes as the tokenizer does, on one thread where that is set
+    # Encodes as the tokenizer does, on one thread where that is set.
+    stored = Implementation.from_str(tokenizer.to_json())
     stored.encode_special_tokens = True
     used = np.zeros(tokenizer.vocab_size, bool)
     seconds, parts = 0.0, {}

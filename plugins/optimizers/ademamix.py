@@ -47,9 +47,15 @@ class AdEMAMix(ChecksEps, library("pytorch_optimizer").AdEMAMix):  # type: ignor
     ) -> None:
         self.fixed_steps = alpha_beta3_steps
         super().__init__(
-            params, lr=lr, betas=tuple(betas), alpha=alpha, t_alpha_beta3=alpha_beta3_steps, eps=eps,
-            weight_decay=weight_decay, weight_decouple=True,
-        )  # fmt: skip
+            params,
+            lr=lr,
+            betas=tuple(betas),
+            alpha=alpha,
+            t_alpha_beta3=alpha_beta3_steps,
+            eps=eps,
+            weight_decay=weight_decay,
+            weight_decouple=True,
+        )
 
     def bind(self, total_steps: int) -> None:
         """Sets the length of the run, unless `alpha_beta3_steps` was given."""

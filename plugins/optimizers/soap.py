@@ -52,9 +52,14 @@ class SOAP(ChecksEps, library("pytorch_optimizer").SOAP):  # type: ignore[misc]
         eps: float = 1e-8,
     ) -> None:
         super().__init__(
-            params, lr=lr, betas=tuple(betas), weight_decay=weight_decay, eps=eps,
-            precondition_frequency=precondition_frequency, max_precondition_dim=max_precondition_dim,
-        )  # fmt: skip
+            params,
+            lr=lr,
+            betas=tuple(betas),
+            weight_decay=weight_decay,
+            eps=eps,
+            precondition_frequency=precondition_frequency,
+            max_precondition_dim=max_precondition_dim,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict with each matrix under its own name: GG_0, GG_1, Q_0, Q_1."""

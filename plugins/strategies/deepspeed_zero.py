@@ -192,9 +192,8 @@ class DeepSpeedZero(MeshStrategy):
         """Runs DeepSpeed's backward, which averages gradients over the ranks."""
         module = self.language_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # calls hooks
-        self._engine.backward(
-            closure_loss, scale_wrt_gas=False
-        )  # Lightning divides by the number of micro-batches
+        # Lightning divides by the number of micro-batches.
+        self._engine.backward(closure_loss, scale_wrt_gas=False)
         return self.precision_plugin.post_backward(closure_loss, module)
 
     @property

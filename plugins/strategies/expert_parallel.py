@@ -48,7 +48,7 @@ def _split(weight: Tensor, mesh: DeviceMesh) -> Tensor:
     )
 
 
-def spread(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
+def shard(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
     """Shards the experts of a block, besides, over ranks that have the same ones: along a free dimension where that is even."""
     ranks = mesh.size(mesh.ndim - 1)
     stacks = {id(stack) for stack in network.expert_stacks} if isinstance(network, RoutesTokens) else set()

@@ -127,9 +127,8 @@ class FSDP(MeshStrategy):
             fully_shard(block, reshard_after_forward=self.stage == 3, **options)
             if self.format is not None:
                 block.register_forward_pre_hook(partial(_cast_hidden, self.format))
-        fully_shard(
-            module, reshard_after_forward=False, **options
-        )  # head and loss use its parameters after forward
+        # Head and loss use its parameters after forward.
+        fully_shard(module, reshard_after_forward=False, **options)
 
 
 def _cast_hidden(format: torch.dtype, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -164,7 +164,7 @@ class HybridParallel(MeshStrategy):
             experts = self.mesh["data_replicate", "data_shard"]
         for block in blocks:
             if self.sizes.expert > 1:
-                expert_parallel.spread(self.language_module.network, block, experts)
+                expert_parallel.shard(self.language_module.network, block, experts)
             fully_shard(block, mesh=mesh)
         for root in roots:
             fully_shard(root, mesh=mesh, reshard_after_forward=False)
@@ -181,8 +181,8 @@ class HybridParallel(MeshStrategy):
         self._counts_tied = here == first
         self._tied_group = pair_group(self.mesh, first, last) if self._tied_names else None
         stages = cut(network, layout, here)
-        self._spreads = self._shard.size() > 1 and self.schedule not in ZERO_BUBBLE
-        if self._spreads:
+        self._is_sharded = self._shard.size() > 1 and self.schedule not in ZERO_BUBBLE
+        if self._is_sharded:
             blocks = [network.blocks[index] for stage in stages.values() for index in stage.span]
             self._shard_parameters(list(stages.values()), blocks)
         microbatches = self.microbatches or layout.stages
@@ -244,7 +244,7 @@ class HybridParallel(MeshStrategy):
 
     def _reduced(self, parameters: Sequence[nn.Parameter], found: list[Tensor]) -> list[Tensor]:
         found = [gradients.summed(g, p) for p, g in zip(parameters, found, strict=True)]
-        if not self._spreads and self.loss_group.size() > 1:
+        if not self._is_sharded and self.loss_group.size() > 1:
             gradients.average_(found, self.loss_group)
         for parameter, gradient in zip(parameters, found, strict=True):
             if id(parameter) in self._tied:

@@ -71,6 +71,13 @@ def test_who_is_left_says_what_another_rank_failed_with():
 
 
 @pytest.mark.ci
+def test_who_is_left_says_that_another_rank_called_exit():
+    done = fit("exiting", 2, DDP, WAITED_FOR, 8, {"class_path": "tests.support.killing.Exits"})
+    assert done.codes[1] == 3
+    assert "Another rank died: rank 1 failed with SystemExit: 3." in output(0), output(0)
+
+
+@pytest.mark.ci
 def test_lightnings_own_launcher_does_not_end_a_run_without_a_word(tmp_path):
     """It kills rank 0 as soon as it sees that another process is gone."""
     trainer = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -51,6 +52,14 @@ class FailsOnce(Callback):
         if trainer.is_global_zero and trainer.global_step == self.step and not self.note.exists():
             self.note.touch()
             raise ConfigError("No space left on device")
+
+
+class Exits(Callback):
+    """Ends rank 1 with `sys.exit(3)` before the third step."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 2 and trainer.global_rank == 1:
+            sys.exit(3)
 
 
 class DiesWhileOthersWait(Callback):

@@ -215,8 +215,12 @@ def _connect(address: str, folder: str) -> None:
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
     own = address == "local"
     if own:
-        options |= {"num_cpus": cores(), "object_store_memory": _OBJECT_STORE_BYTES, "include_dashboard": False,
-                    "_temp_dir": folder}  # fmt: skip
+        options |= {
+            "num_cpus": cores(),
+            "object_store_memory": _OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+            "_temp_dir": folder,
+        }
     try:
         if address not in ("local", "auto"):  # Ray would try for minutes
             host, _, port = address.rpartition(":")
@@ -238,8 +242,11 @@ def _private() -> dict[str, str]:
 
     Ray reads the token once in a process. Without one it would write a token to the home folder.
     """
-    usual = {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0",
-             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}  # fmt: skip
+    usual = {
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
     return usual | {name: os.environ[name] for name in usual if name in os.environ}
 
 

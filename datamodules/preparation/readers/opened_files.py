@@ -43,8 +43,13 @@ def _open_nonblocking(path: str, flags: int) -> int:
 
 def kind_of(mode: int) -> str:
     """Returns what kind of thing a mode describes if it is not a regular file; empty for a regular file."""
-    kinds = {stat.S_ISFIFO: "a named pipe", stat.S_ISCHR: "a device", stat.S_ISBLK: "a device",
-             stat.S_ISSOCK: "a socket", stat.S_ISDIR: "a folder"}  # fmt: skip
+    kinds = {
+        stat.S_ISFIFO: "a named pipe",
+        stat.S_ISCHR: "a device",
+        stat.S_ISBLK: "a device",
+        stat.S_ISSOCK: "a socket",
+        stat.S_ISDIR: "a folder",
+    }
     return "" if stat.S_ISREG(mode) else next((kind for test, kind in kinds.items() if test(mode)), "no file")
 
 

@@ -15,8 +15,18 @@ from typing import Any
 
 NAME = "python-docs"
 
-_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "_bundled",
-            "__hello__", "__phello__", "__pycache__"}  # fmt: skip
+_SKIPPED = {
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "dist-packages",
+    "_bundled",
+    "__hello__",
+    "__phello__",
+    "__pycache__",
+}
 
 _VERSION = "82c7141ad51db3b550b63478b1ae1bdb615336b3c2b92afeef65881ab4c0aa23"
 """Part of the data's cache key: change it with any change of this file that gives other text."""

@@ -26,8 +26,12 @@ SUFFIXES = tuple(
     sorted((*with_codecs(".txt", ".md"), *json_lines_documents.SUFFIXES), key=lambda name: name.count("."))
 )
 TOO_LONG = f"a document of more than {LONGEST >> 20} MiB"
-_MARKS = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
-          codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
+_MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}
 
 
 @technique(

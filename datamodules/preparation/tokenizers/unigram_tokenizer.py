@@ -13,9 +13,8 @@ from datamodules.preparation.tokenizers.library_tokenizer import TrainedTokenize
 
 _NEVER = -1000.0  # nats: any other segmentation of the text "<|endoftext|>" is more likely
 _DECIMALS = 3
-_STEPS = (
-    256 * 0.0001
-)  # nats: range above the least likely piece in which the trainer puts bytes that do not occur
+_STEPS = 256 * 0.0001
+"""Nats: the range above the least likely piece in which the trainer puts bytes that do not occur."""
 
 
 @technique(paper="Kudo, arXiv:1804.10959; pieces on bytes, so that nothing is unknown")

@@ -71,9 +71,8 @@ def read_layers(names: Iterable[str]) -> list[Layer]:
 
 def _read(found: list[Layer], path: Path, including: tuple[Path, ...]) -> None:
     path = path.resolve()
-    shown = min(
-        os.path.relpath(path), str(path), key=len
-    )  # in messages: ../mine.yaml, not /home/me/mine.yaml
+    # In messages: ../mine.yaml, not /home/me/mine.yaml.
+    shown = min(os.path.relpath(path), str(path), key=len)
     if path in including:
         chain = " -> ".join(file.name for file in (*including, path))
         raise ConfigError(f"{shown}: includes itself through `base:` ({chain}). Take one of them out.")

@@ -219,9 +219,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        yield from (
-            key for key in value if isinstance(key, str)
-        )  # callbacks by name: `my_module.Mine: {...}`
+        # Callbacks may be keys: `my_module.Mine: {...}`.
+        yield from (key for key in value if isinstance(key, str))
     for item in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
         yield from _texts(item)
 

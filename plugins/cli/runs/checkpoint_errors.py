@@ -12,8 +12,13 @@ from plugins.cli.error_messages import explain_error
 _KINDS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _LOADS = {"load_state_dict", "on_load_checkpoint"}
 _FIRST_STEP = (
-    "torch.optim", "plugins.optimizers", "plugins.schedules", "core.training.scheduling", "core.data", "datamodules",
-)  # fmt: skip
+    "torch.optim",
+    "plugins.optimizers",
+    "plugins.schedules",
+    "core.training.scheduling",
+    "core.data",
+    "datamodules",
+)
 """Where the first step fails if the state of optimizer, schedule or data is not what it should be."""
 _SCHEDULE = ("core.contracts", "step")
 _COMPUTES = {"closure", "training_step"}

@@ -53,9 +53,8 @@ def start_of(process: int) -> str:
         state, *others = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return "-"
-    return (
-        "-" if state in "ZX" else others[18]
-    )  # a zombie: it has ended, and its parent has not waited for it yet
+    # A zombie has ended, and its parent has not waited for it yet.
+    return "-" if state in "ZX" else others[18]
 
 
 def _space() -> str:

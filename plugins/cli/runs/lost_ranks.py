@@ -160,9 +160,8 @@ def say_of_started(dead: list[tuple[int, int]]) -> None:
 
 def _who(store: Any, rank: int, ranks: int) -> str:
     """Returns which ranks do not answer, or what they failed with; the same on all ranks."""
-    known = (
-        _watch is not None and _watch.who and rank > 0
-    )  # rank 0 waits for the others, which read its store
+    # Rank 0 waits for the others, which read its store.
+    known = _watch is not None and _watch.who and rank > 0
     if not known and (_watch is None or not _watch.store_is_gone):
         with suppress(Exception):  # the store is gone; torch has then printed a C++ stack, so once is enough
             return _asked(store, rank, ranks)

@@ -127,9 +127,8 @@ class RunRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the record: the checkpoint has been restored. Checks the validation interval first."""
-        validation_steps.check_epoch(
-            trainer
-        )  # here: the module's hook runs after those of callbacks, which write files
+        # Here, because the module's own hook runs after those of callbacks, which write files.
+        validation_steps.check_epoch(trainer)
         self._accept()
         if trainer.is_global_zero:
             _say_padding(getattr(trainer, "datamodule", None))

@@ -359,15 +359,15 @@ ALL = ("LacksPackage", "LacksVersion", "LacksDevice", "LacksCompany", "LacksFeat
 def test_all_problems_come_in_one_message_with_exit_code_2_and_nothing_is_written(tiny, write_yaml, tmp_path):
     tiny["trainer"]["callbacks"] += [{"class_path": place(name)} for name in ALL]
     path = write_yaml("run.yaml", tiny)
-    wrong = ["--trainer.max_steps=2", "--data.sequence_length=17", "--trainer.gradient_clip_val=1"]
+    wrong = ["--trainer.max_steps=2", "--trainer.gradient_clip_val=1"]
     for command in ("check", "fit"):
         done = run([command, f"--config={path}", *wrong], tmp_path, cwd=tmp_path)
         assert done.code == 2
         lines = done.stderr.splitlines()
-        # five needs, API, conflict, two owners, circle, schedule, length
-        assert lines[0] == "This selection cannot run, 12 problems:"
+        # five needs, API, conflict, two owners, circle, schedule
+        assert lines[0] == "This selection cannot run, 11 problems:"
         assert len(lines) == 10
-        assert lines[-1] == "- ... and 4 more"
+        assert lines[-1] == "- ... and 3 more"
         assert os.listdir(tmp_path) == ["run.yaml"]
 
 

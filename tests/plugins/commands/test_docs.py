@@ -217,6 +217,7 @@ def test_the_site_is_whole_and_needs_no_network(built):
     assert not broken_links(site)
     pages = pages_of(site)
     assert len(pages) > len(catalog.entries())
+    assert all(any("narrow.css" in load for load in found.loads) for found in pages.values())
     elsewhere = [load for found in pages.values() for load in found.loads if urlsplit(load).netloc]
     assert not elsewhere
     styles = "".join(path.read_text(encoding="utf-8") for path in site.rglob("*.css"))

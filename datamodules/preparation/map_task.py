@@ -12,7 +12,7 @@ from datamodules.preparation.pipeline import Pipeline, Tally
 
 
 @dataclass
-class SurveyTask:
+class MapTask:
     """The map step: runs `map` of a transform over one task's documents, after the transforms before it; in any process.
 
     Args:
@@ -35,7 +35,7 @@ class SurveyTask:
         return {"findings": str(path)}
 
 
-def survey(
+def map_reduce(
     pipeline: Pipeline,
     tasks: Sequence[dict[str, Any]],
     parts: Path,
@@ -50,7 +50,7 @@ def survey(
         conclusion = folder / "conclusion"
         if not conclusion.exists():
             findings = sorted(
-                Path(done["findings"]) for done in over(SurveyTask(pipeline, index, folder), tasks)
+                Path(done["findings"]) for done in over(MapTask(pipeline, index, folder), tasks)
             )
             with durable.replacing(conclusion) as temporary:
                 transform.reduce(findings, temporary)
