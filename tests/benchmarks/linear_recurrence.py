@@ -19,7 +19,7 @@ from plugins.networks.parts.linear_recurrence import chunked, recurrent
 
 ROUNDS, LENGTHS = 3, (256, 1024, 2048)
 KINDS = {
-    "gated linear attention": (32, False, 16),
+    "gated linear attention": (32, False, 8),
     "Mamba-2": (1, False, 64),
     "gated DeltaNet": (1, True, 64),
 }

@@ -141,6 +141,8 @@ def test_masks_of_patterns_are_their_definition(pattern):
     assert pattern.seen(24) == expected[1, 0, -1].sum()
 
 
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_flex_attention_computes_what_the_mask_does():
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -175,7 +177,7 @@ def test_flex_attention_on_cuda_gives_the_gradients_of_the_mask():
 
 @pytest.mark.parametrize(
     ("mixer", "uncounted"),
-    [("mamba2", 0), ("gated_linear_attention", 16 * 8)],
+    [("mamba2", 0), ("gated_linear_attention", 8 * 8)],
 )
 def test_flops_are_those_that_are_counted(mixer, uncounted):
     """All but scores with a decay for each feature, which are no matrix products."""
