@@ -81,8 +81,7 @@ class LinearAttentionBlock(nn.Module):
 class OLMoHybrid(HybridDecoder):
     """OLMo Hybrid and all of its shape; the defaults are Olmo Hybrid 7B's.
 
-    Attention has norms as OLMo 2 and, as released, no positions: the order of tokens is in gated DeltaNet's states. There
-    is no sequence parallelism.
+    Attention has norms as OLMo 2 and, as released, no positions: the order of tokens is in gated DeltaNet's states.
 
     Args:
         vocab_size: Rows of the token embedding and of the head.
@@ -201,7 +200,3 @@ class OLMoHybrid(HybridDecoder):
             return Block(attention, mlp, norm, "after")
 
         self.build(new_block, norm, tie_embeddings)
-
-    def sequence_parallel_plan(self) -> dict[str, Any]:
-        """None: blocks are of two kinds."""
-        return {}

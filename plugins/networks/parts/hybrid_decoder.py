@@ -128,7 +128,9 @@ class HybridDecoder(Decoder):
         from torch.distributed.tensor import Replicate, Shard
         from torch.distributed.tensor.parallel import PrepareModuleInputOutput
 
-        plan = self._without_mixers(super().sequence_parallel_plan())
+        modules = dict(self.named_modules())  # a block with another mixer has no attention
+        found = self._without_mixers(super().sequence_parallel_plan())
+        plan = {name: style for name, style in found.items() if name in modules}
         for name, _ in self._mixers():
             rest = (None, None, None)
             plan[name] = PrepareModuleInputOutput(

@@ -26,20 +26,11 @@ NETWORKS = {
     "Mistral": (Mistral, GROUPED | {"sliding_window": 8}),
     "Qwen3": (Qwen3, GROUPED | {"head_dim": 8}),
     "Gemma3": (Gemma3, GROUPED | {"sliding_window": 8, "head_dim": 8}),
-    "states": (
-        Hybrid,
-        GROUPED | {"state_size": 8, "mixers": ["gated_delta_net", "mamba2", "gated_linear_attention"]},
-    ),
-    "state and sparse": (
+    "Hybrid": (
         Hybrid,
         GROUPED
-        | {
-            "sliding_window": 4,
-            "sinks": 2,
-            "block_size": 2,
-            "block_stride": 3,
-            "mixers": ["block_sparse", "gated_delta_net", "sliding_window"],
-        },
+        | {"state_size": 8, "sliding_window": 4, "sinks": 2, "block_size": 2, "block_stride": 3}
+        | {"mixers": ["block_sparse", "gated_delta_net", "mamba2"]},
     ),
 }
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], [7], [2, 7, 1, 8, 2], [1, 1, 2, 3, 5, 8, 13, 21, 34]]
