@@ -44,7 +44,7 @@ def imported(published, tmp_path_factory):
 
 def test_logits_are_bitwise_those_of_transformers_and_the_answer_is_right(published, imported, core):  # noqa: F811
     """Its LlamaForCausalLM has the weights as `gguf` dequantises them, and the folder that was exported."""
-    network, text, end = load_network(imported / "base.ckpt")
+    network, _, end = load_network(imported / "base.ckpt")
     model, notes = AutoModelForCausalLM.from_pretrained(imported / "hf", output_loading_info=True)
     assert not any(notes.values()), notes
     there = {name: tensor.read() for name, tensor in open_foreign(published).tensors.items()}
