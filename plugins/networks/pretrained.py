@@ -165,7 +165,9 @@ def _model(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
 def _stored(folder: Path, kind: type[PreTrainedModel]) -> PreTrainedModel:
     """Returns the model with the weights of its folder, on the CPU."""
     from safetensors import SafetensorError
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     try:
         with torch.device("cpu"):
             model, notes = kind.from_pretrained(

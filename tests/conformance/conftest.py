@@ -206,19 +206,19 @@ def stored_weights():
     return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
 
 
-def neox():
+def neox(vocab_size=1024, length=16):
     """Writes a small GPT-NeoX, of which there is no class here, as transformers does; returns the folder."""
     import torch
     import transformers
 
-    folder = workshop() / "neox"
+    folder = workshop() / f"neox-{vocab_size}"
     config = transformers.GPTNeoXConfig(
-        vocab_size=1024,
+        vocab_size=vocab_size,
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=32,
-        max_position_embeddings=16,
+        max_position_embeddings=length,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
