@@ -57,7 +57,7 @@ class LanguageModule(AveragedWeights):
         decay_embeddings: Whether embedding weights (tied output weights too) are decayed.
         parameter_options: Pattern of parameter names -> settings of the optimizer that hold for them instead,
             such as {"*.q_proj.weight": {weight_decay: 0.0}}; `*` matches anything, later patterns win.
-        weights: A checkpoint, a run folder, a Hugging Face folder or a safetensors file, whose weights alone the run
+        weights: A checkpoint, run folder, Hugging Face folder, safetensors or GGUF file, whose weights alone the run
             starts from. A run that resumes a checkpoint takes the checkpoint's in their place.
 
     Attributes:

@@ -9,7 +9,7 @@ from conformance.runs import run
 from conformance.workshop import text, workshop
 from core import catalog
 from tests.conformance.compatibility import entries, overlay_of
-from tests.conformance.conftest import bytes_tokenizer, parquet_file, saved_dataset
+from tests.conformance.conftest import bytes_tokenizer, neox, parquet_file, saved_dataset
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
@@ -29,6 +29,7 @@ SHORTENED = {
 def own_files(path):
     """Returns the arguments that name a file of the user's, which the overlay cannot know."""
     found = {
+        "pretrained": lambda: ["--model.network.path", neox(vocab_size=2048, length=256)],
         "pretrained_tokenizer": lambda: ["--data.tokenizer.path", bytes_tokenizer()],
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],

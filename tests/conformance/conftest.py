@@ -95,6 +95,8 @@ IN_MEMORY = {
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
 
+LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
+
 KILLED = "killed while its first checkpoint is being written a run has none; tests/distributed/test_kills.py"
 
 
@@ -171,6 +173,8 @@ def _cases():
         # With steps as small as these that stays below what float32 adds, on every processor.
         Case("Muon", {"lr": 2e-5}),
         Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
+        Case("Pretrained", {"path": neox()}, exempt=LOOKS),
+        Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case(
@@ -251,7 +255,27 @@ def stored_weights():
     """Writes a checkpoint of the network of the kit's tiny run."""
     network = tiny([])["model"]["network"]
     init_args = network["init_args"]
-    return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt")
+    return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
+
+
+def neox(vocab_size=1024, length=16):
+    """Writes a small GPT-NeoX, of which there is no class here, as transformers does; returns the folder."""
+    import torch
+    import transformers
+
+    folder = workshop() / f"neox-{vocab_size}"
+    config = transformers.GPTNeoXConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=length,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.GPTNeoXForCausalLM(config).save_pretrained(folder)
+    return str(folder)
 
 
 def bytes_tokenizer():

@@ -301,7 +301,7 @@ MEASURE = """
 import re, sys, threading, time
 from core.__main__ import main
 import plugins.checkpoints.finding, plugins.commands.hf_folder, plugins.networks.llama, safetensors, lightning
-import torch, torch.distributed.checkpoint, torch._subclasses.fake_tensor, plugins.checkpoints.shard_writing
+import torch, torch.distributed.checkpoint, torch._subclasses.fake_tensor, plugins.checkpoints.shard_writing, gguf
 held = lambda: int(re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
 most, done = held(), threading.Event()
 begin = most
@@ -339,5 +339,7 @@ def test_memory_is_that_of_a_few_tensors_not_of_the_model(sharded, tmp_path):
         mib("export", f"--ckpt_path={tmp_path}/a.ckpt", f"--output={tmp_path}/hf", "--shard_gb=0.2"),
         mib("export", f"--ckpt_path={tmp_path}/a.ckpt", f"--output={tmp_path}/pt", "--format=torch"),
         mib("import", f"{tmp_path}/hf", f"--output={tmp_path}/b.ckpt"),
+        mib("export", f"--ckpt_path={tmp_path}/a.ckpt", "--format=gguf", f"--output={tmp_path}/a.gguf"),
+        mib("import", f"{tmp_path}/a.gguf", f"--output={tmp_path}/c.ckpt"),
     ]
     assert max(found) < 3 * 64 + 60, found

