@@ -72,13 +72,23 @@ class MaskedDataModule(PretrainDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        for name, value, least in (("mask_share", mask_share, 1e-9), ("masked", masked, 0), ("random", random, 0)):
+        for name, value, least in (
+            ("mask_share", mask_share, 1e-9),
+            ("masked", masked, 0),
+            ("random", random, 0),
+        ):
             if not least <= value <= 1:
-                raise ConfigError(f"data.{name} is {value}; it must be {'above 0' if least else 'at least 0'}, and at most 1.")
+                raise ConfigError(
+                    f"data.{name} is {value}; it must be {'above 0' if least else 'at least 0'}, and at most 1."
+                )
         if masked + random > 1 + 1e-9:
-            raise ConfigError(f"data.masked and data.random are {masked} and {random}; together they are at most 1.")
+            raise ConfigError(
+                f"data.masked and data.random are {masked} and {random}; together they are at most 1."
+            )
         if self.sequence_length < 3:
-            raise ConfigError(f"data.sequence_length is {self.sequence_length}; masked rows have at least 3 tokens.")
+            raise ConfigError(
+                f"data.sequence_length is {self.sequence_length}; masked rows have at least 3 tokens."
+            )
         self.mask_token, self.mask_share, self.whole_words = mask_token, mask_share, whole_words
         self.masked, self.random = masked, random
 

@@ -77,7 +77,9 @@ class SpanCorruptionDataModule(PretrainDataModule):
             if not least <= value < float("inf"):
                 raise ConfigError(f"data.{name} is {value}; it must be at least {least}.")
         if self.sequence_length < 4:
-            raise ConfigError(f"data.sequence_length is {self.sequence_length}; rows with spans have at least 4 tokens.")
+            raise ConfigError(
+                f"data.sequence_length is {self.sequence_length}; rows with spans have at least 4 tokens."
+            )
         self.noise_density, self.mean_span_length = noise_density, mean_span_length
         self.extra_ids, self.decoder_start_id = extra_ids, decoder_start_id
 

@@ -43,9 +43,7 @@ class Masking(Corruption):
         """Returns inputs, and labels where a token was chosen."""
         width = raw_length + 2 * (self.vocabulary.row_ends() is not None)
         whole = [self._with_ends(row, raw_length) for row in rows]
-        pairs = [
-            self.masks(row.ids, generator) for row, generator in zip(whole, generators, strict=True)
-        ]
+        pairs = [self.masks(row.ids, generator) for row, generator in zip(whole, generators, strict=True)]
         found = {
             "input_ids": padded([ids for ids, _ in pairs], width, 0),
             "labels": padded([labels for _, labels in pairs], width, IGNORED_LABEL),

@@ -67,7 +67,9 @@ class Spans(Corruption):
         begins = gone & ~np.concatenate([[False], gone[:-1]])
         found = ids.astype(np.int64)
         if (spans := int(begins.sum())) > len(self.sentinels):
-            raise ConfigError(f"A row has {spans} spans, and there are {len(self.sentinels)} sentinels: raise data.extra_ids.")
+            raise ConfigError(
+                f"A row has {spans} spans, and there are {len(self.sentinels)} sentinels: raise data.extra_ids."
+            )
         found[begins] = self.sentinels[:spans]
         return found[~gone | begins]
 

@@ -72,7 +72,9 @@ class InitialWeights:
             rows = f"; new rows in {', '.join(grown)} are the mean of the old ones" if grown else ""
             new = [name for name in own if name not in found]
             rows += f"; {', '.join(new)} are not there and begin anew" if new else ""
-            print(f"Weights: {len(own) - len(new)} tensors from {self.path}{rows}", file=sys.stderr, flush=True)
+            print(
+                f"Weights: {len(own) - len(new)} tensors from {self.path}{rows}", file=sys.stderr, flush=True
+            )
 
     def _found(self, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, LazyTensor]:
         """Returns the stored tensors under the network's names."""
@@ -82,7 +84,9 @@ class InitialWeights:
         if set(foreign.tensors) & set(shapes):
             return foreign.tensors
         form = form_of(network, foreign.config)
-        if isinstance(network, HasHuggingFaceForm) and form is not network.hugging_face:  # one of a network without these parts
+        if (
+            isinstance(network, HasHuggingFaceForm) and form is not network.hugging_face
+        ):  # one of a network without these parts
             lacks = _may_lack(network)
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(lacks)}
         if form is None:

@@ -68,7 +68,9 @@ def compare(network: Any, model: Any, length: int = 32) -> str:
 
     def ours_at_the_end() -> Any:
         hidden = network({"input_ids": ids})
-        return hidden if network.output_weight is not None and not _has_head(model) else network.logits(hidden)
+        return (
+            hidden if network.output_weight is not None and not _has_head(model) else network.logits(hidden)
+        )
 
     def theirs_at_the_end() -> Any:
         found = model.eval()(**given, use_cache=False)

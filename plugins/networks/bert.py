@@ -123,7 +123,9 @@ class BERT(Decoder):
 
         def new_block(index: int) -> Block:
             attention = Attention(n_embd, n_head, n_head, True, attention_dropout, causal=False)
-            return Block(attention, MLP(n_embd, intermediate_size, activation, True, False), norm, "post", dropout)
+            return Block(
+                attention, MLP(n_embd, intermediate_size, activation, True, False), norm, "post", dropout
+            )
 
         self.build(new_block, norm, True, dropout)
         self._matmul_parameters += n_embd**2 * head

@@ -149,7 +149,8 @@ class T5(Network):
             self.encoder_norm = norm()
             self.decoder_bias = RelativeBias(n_head, buckets, max_distance, both_ways=False)
             self.decoder_layers = nn.ModuleList(
-                CrossBlock(attention(), attention(), mlp(), norm, dropout) for _ in range(self.n_decoder_layer)
+                CrossBlock(attention(), attention(), mlp(), norm, dropout)
+                for _ in range(self.n_decoder_layer)
             )
             self.norm = norm()
             self.lm_head = None if tie_embeddings else nn.Linear(n_embd, vocab_size, bias=False)
@@ -190,7 +191,9 @@ class T5(Network):
         cross = None
         if own is not None and documents is not None:
             seen = seen & document_mask(own, own)
-            cross = document_mask(own, documents) | (own < 0)[:, None, :, None]  # padding sees all, or would be NaN
+            cross = (
+                document_mask(own, documents) | (own < 0)[:, None, :, None]
+            )  # padding sees all, or would be NaN
         mask = _added(self.decoder_bias(length), seen)
         x = self.dropout(self.embed_tokens(ids))
         for block in self.decoder_layers:
@@ -230,7 +233,9 @@ class T5(Network):
         N: weights of all projections and of the head. A batch whose decoder reads fewer tokens than the encoder takes fewer.
         """
         attentions = self.n_layer + 2 * self.n_decoder_layer
-        return 6.0 * self._matmul_parameters + 12.0 * attentions * self.n_head * self.head_dim * sequence_length
+        return (
+            6.0 * self._matmul_parameters + 12.0 * attentions * self.n_head * self.head_dim * sequence_length
+        )
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Shards heads, with their relative position bias, and MLP width."""

@@ -63,5 +63,8 @@ class SpanCorruption(Objective):
         total, plain, squares = cross_entropy(logits.float(), labels, 0.0, z_loss).unbind()
         if not z_loss:
             return TokenSum(total, tokens), {}
-        figures = {"cross_entropy": TokenSum(plain.detach(), tokens), "z_loss": TokenSum(squares.detach(), tokens)}
+        figures = {
+            "cross_entropy": TokenSum(plain.detach(), tokens),
+            "z_loss": TokenSum(squares.detach(), tokens),
+        }
         return TokenSum(total, tokens), figures

@@ -44,7 +44,14 @@ ENCODER = {
     "dropout": 0.0,
     "attention_dropout": 0.0,
 }
-ENCODER_DECODER = {"n_layer": 1, "n_head": 2, "n_embd": 16, "head_dim": 8, "intermediate_size": 32, "dropout": 0.0}
+ENCODER_DECODER = {
+    "n_layer": 1,
+    "n_head": 2,
+    "n_embd": 16,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "dropout": 0.0,
+}
 ROWS = {"data": {"init_args": {"sequence_length": 16, "batch_size": 4}}}
 MASKED = ROWS | {"model": {"network": {"init_args": ENCODER}}}
 SPANS = ROWS | {"model": {"network": {"init_args": ENCODER_DECODER}}}

@@ -40,7 +40,18 @@ HELD_ELSEWHERE = {
 """Kind -> proofs whose promise other default tests hold at less cost: they are CI's."""
 
 
-ON_THE_SAME_PARTS = {"BERT", "Dots1", "Gemma3", "Mistral", "OLMo2", "OLMoE", "Qwen2", "Qwen3", "Qwen3MoE", "T5"}
+ON_THE_SAME_PARTS = {
+    "BERT",
+    "Dots1",
+    "Gemma3",
+    "Mistral",
+    "OLMo2",
+    "OLMoE",
+    "Qwen2",
+    "Qwen3",
+    "Qwen3MoE",
+    "T5",
+}
 """Networks whose runs on ranks and over a kill are made by the same code as GPT's and Llama's: they are CI's."""
 
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from core.errors import ConfigError
-from datamodules.corruption.corrupted_batches import CorruptedBatches, Tokens
 from datamodules.corruption.masking import Masking
 from datamodules.corruption.spans import Spans
 from datamodules.corruption.vocabulary import Vocabulary, read_vocabulary
@@ -59,7 +58,9 @@ def test_shares_are_those_of_the_paper():
     assert within(int((inputs[chosen] == ids[chosen]).sum()), count, 0.1 + 0.1 / others)
     swapped = inputs[chosen & (inputs != 4) & (inputs != ids)]
     assert within(len(swapped), count, 0.1 * (1 - 1 / others))
-    assert all(within(int((swapped == token).sum()), len(swapped), 1 / others) for token in range(SPECIAL, SIZE))
+    assert all(
+        within(int((swapped == token).sum()), len(swapped), 1 / others) for token in range(SPECIAL, SIZE)
+    )
     assert (labels[chosen] == ids[chosen]).all()
     assert (inputs[~chosen] == ids[~chosen]).all()
     assert not chosen[ids < SPECIAL].any()
@@ -185,7 +186,10 @@ def test_rows_are_the_same_after_a_resume_and_on_other_ranks(kind, source):
     ranks = [train(data, 12, batch_size=2, world_size=2, rank=rank)[0] for rank in range(2)]
     assert same(joined(whole), joined([part for pair in zip(*ranks, strict=True) for part in pair]))
     other = KINDS[kind](source, seed=1)
-    assert not torch.equal(joined(train(other, 12, shuffle=False)[0])["labels"], joined(train(data, 12, shuffle=False)[0])["labels"])
+    assert not torch.equal(
+        joined(train(other, 12, shuffle=False)[0])["labels"],
+        joined(train(data, 12, shuffle=False)[0])["labels"],
+    )
 
 
 def test_masks_are_new_in_each_epoch_and_fixed_in_validation(source):
@@ -350,9 +354,12 @@ def test_a_batch_of_spans_is_what_a_decoder_reads(source):
 
 
 def test_mistakes_with_spans_are_named(source):
-    with pytest.raises(ConfigError, match=r"Rows of 16 tokens have 1 spans, and there are no sentinels: set data.extra_ids=100"):
+    with pytest.raises(
+        ConfigError,
+        match=r"Rows of 16 tokens have 1 spans, and there are no sentinels: set data.extra_ids=100",
+    ):
         build(SpanCorruptionDataModule, source)
-    with pytest.raises(ConfigError, match="noise_density is 1.5"):
+    with pytest.raises(ConfigError, match=r"noise_density is 1\.5"):
         build(SpanCorruptionDataModule, source, noise_density=1.5)
     data = build(SpanCorruptionDataModule, source, extra_ids=9, packing=BestFit(), sequence_length=40)
     with pytest.raises(ConfigError, match="takes rows of one document"):

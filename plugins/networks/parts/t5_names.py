@@ -37,7 +37,9 @@ def _renames(gated: bool) -> Iterator[Rename]:
 def _to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     names = {ours: theirs for theirs, ours in FEED_FORWARD.items()}
     head_dim = arguments["head_dim"] or arguments["n_embd"] // arguments["n_head"]
-    start = arguments["decoder_start_id"]  # T5's is the id of padding, without which transformers shifts no labels
+    start = arguments[
+        "decoder_start_id"
+    ]  # T5's is the id of padding, without which transformers shifts no labels
     return {"feed_forward_proj": names[arguments["activation"]], "d_kv": head_dim, "pad_token_id": start}
 
 

