@@ -40,19 +40,11 @@ HELD_ELSEWHERE = {
 """Kind -> proofs whose promise other default tests hold at less cost: they are CI's."""
 
 
-ON_THE_SAME_PARTS = {
-    "BERT",
-    "Dots1",
-    "Gemma3",
-    "Mistral",
-    "OLMo2",
-    "OLMoE",
-    "Qwen2",
-    "Qwen3",
-    "Qwen3MoE",
-    "T5",
-}
-"""Networks whose runs on ranks and over a kill are made by the same code as GPT's and Llama's: they are CI's."""
+ON_THE_SAME_PARTS = {"Dots1", "Gemma3", "Mistral", "OLMo2", "OLMoE", "Qwen2", "Qwen3", "Qwen3MoE"} | {
+    "BERT", "MaskedLM", "T5", "SpanCorruption", "SpanCorruptionDataModule"
+}  # fmt: skip
+"""Techniques whose runs on ranks and over a kill are made by the same code as GPT's and Llama's, or are runs of
+MaskedDataModule or of its like: they are CI's."""
 
 
 def works_in_steps(target):
