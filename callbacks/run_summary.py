@@ -18,7 +18,7 @@ from rich.console import Console
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.contracts import HasUnigramLoss, KnowsCheckpoints
-from core.technique import technique
+from core.technique import declaration_of, technique
 
 PRODUCTS = {
     "loss curve": "loss_curve.png",
@@ -151,8 +151,12 @@ def _command_lines(trainer: Trainer) -> list[str]:
     checkpoint = _checkpoint(trainer)
     if checkpoint is None:
         return ["No checkpoint was saved: there is nothing to generate from or to resume."]
-    generate = f'python -m core generate --ckpt_path {shlex.quote(_shown(checkpoint))} --prompt "The"'
-    return ["Next:", f"  {generate}", f"  {_resume(trainer, checkpoint)} {_longer(trainer)}"]
+    network = getattr(trainer.lightning_module, "network", None)
+    path, declared = shlex.quote(_shown(checkpoint)), declaration_of(type(network))
+    what = f'generate --ckpt_path {path} --prompt "The"'
+    if declared is not None and "bidirectional" in declared.offers:  # it continues no text
+        what = f"export --ckpt_path {path} --output exported"
+    return ["Next:", f"  python -m core {what}", f"  {_resume(trainer, checkpoint)} {_longer(trainer)}"]
 
 
 def _resume(trainer: Trainer, checkpoint: Path) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from conformance.workshop import text, workshop
 from core import catalog
 from core.errors import ConfigError
-from core.technique import Declaration, Device, Need, Package, WorldSize, declaration_of
+from core.technique import Declaration, Device, Feature, Need, Package, WorldSize, declaration_of
 from plugins.cli.configuration import named_callbacks
 from plugins.cli.configuration.class_paths import POSITIONS, qualify, resolve_names
 from plugins.cli.configuration.config_files import merge
@@ -85,6 +85,13 @@ class Case:
         found = (need.missing(Run()) for need in self._needs() if isinstance(need, Package | Device))
         return next(filter(None, found), None)
 
+    @property
+    def _comes_with_others(self) -> bool:
+        """Whether network, objective and data of its example are for each other: without one, none of them is used."""
+        declared = declaration_of(self.target) or Declaration(paper="")
+        bound = any(isinstance(need, Feature) for need in declared.needs) or bool(declared.offers)
+        return bound and self.entry.kind in ("networks", "objectives", "datamodules")
+
     def _needs(self) -> tuple[Need, ...]:
         return tuple((declaration_of(self.target) or Declaration(paper="")).needs)
 
@@ -119,8 +126,10 @@ class Case:
 
         That is what its example sets besides, such as an accumulation, and what the case lays over it.
         """
-        rest = _without(self.overlay, self.entry) or {}
-        values = with_text(tiny([rest, self.config]), at(self.config, "data.init_args") or {})
+        rest = [_without(self.overlay, self.entry) or {}, self.config]
+        if self._comes_with_others:
+            rest = []
+        values = with_text(tiny(rest), at(self.config, "data.init_args") or {})
         for name in ("devices", "num_nodes"):
             values["trainer"].pop(name, None)
         return values | {"trainer": values["trainer"] | {"devices": 1}}

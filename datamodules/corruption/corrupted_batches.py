@@ -96,14 +96,16 @@ class CorruptedBatches(Prefetching):
 
     def read(self, rows: Sequence[tuple[int, Any]], own: slice) -> Batch:
         """Returns a slice of the rows as a batch."""
-        found = cast(dict[str, torch.Tensor], self._shaped().read([row for _, row in rows], own))
+        batch = self._shaped().read([row for _, row in rows], own)
+        # the batch is on the host: this waits for no device
+        found = {name: np.from_dlpack(value) for name, value in cast(dict[str, torch.Tensor], batch).items()}
         numbers = [number for number, _ in rows[own]]
         numbers += [0] * (self.batch_size - len(numbers))
         split = VALIDATION if self.pad else TRAINING
         generators = [np.random.default_rng((self.seed, split, number)) for number in numbers]
         present = len(rows[own])
         tokens = [
-            _without_padding({name: value[index].numpy() for name, value in found.items()}, index < present)
+            _without_padding({name: value[index] for name, value in found.items()}, index < present)
             for index in range(self.batch_size)
         ]
         return self.corruption.batch(tokens, generators, found["input_ids"].shape[1])

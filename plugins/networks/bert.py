@@ -174,7 +174,7 @@ class BERT(Decoder):
         return self._output(x) if blocks.stop == self.n_layer else x
 
     def _sum_of_embeddings(self, batch: Mapping[str, Tensor], length: int) -> Tensor:
-        ids, types, places = (batch.get(name) for name in ("input_ids", "token_type_ids", "position_ids"))
+        ids, types, places = batch["input_ids"], batch.get("token_type_ids"), batch.get("position_ids")
         x = self.embed_tokens(ids)
         x = x + self.embed_token_types(torch.zeros_like(ids) if types is None else types)
         x = x + self.embed_positions(torch.arange(length, device=x.device) if places is None else places)

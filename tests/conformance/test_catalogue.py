@@ -46,6 +46,7 @@ ON_THE_SAME_PARTS = {
     "Dots1",
     "Gemma3",
     "Mamba2",
+    "MaskedLM",
     "Mistral",
     "OLMo2",
     "OLMoE",
@@ -53,9 +54,12 @@ ON_THE_SAME_PARTS = {
     "Qwen2",
     "Qwen3",
     "Qwen3MoE",
+    "SpanCorruption",
+    "SpanCorruptionDataModule",
     "T5",
 }
-"""Networks whose runs on ranks and over a kill are made by the same code as GPT's, Llama's and Hybrid's: they are CI's."""
+"""Techniques whose runs on ranks and over a kill are made by the same code as GPT's, Llama's and Hybrid's, or are runs of
+MaskedDataModule or of its like: they are CI's."""
 
 
 def works_in_steps(target):

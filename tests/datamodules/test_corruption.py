@@ -359,7 +359,7 @@ def test_mistakes_with_spans_are_named(source):
         match=r"Rows of 16 tokens have 1 spans, and there are no sentinels: set data.extra_ids=100",
     ):
         build(SpanCorruptionDataModule, source)
-    with pytest.raises(ConfigError, match="noise_density is 1.5"):
+    with pytest.raises(ConfigError, match=r"noise_density is 1\.5"):
         build(SpanCorruptionDataModule, source, noise_density=1.5)
     data = build(SpanCorruptionDataModule, source, extra_ids=9, packing=BestFit(), sequence_length=40)
     with pytest.raises(ConfigError, match="takes rows of one document"):

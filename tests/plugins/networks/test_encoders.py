@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from conformance.runs import on_ranks
 from plugins.networks.bert import BERT
 from plugins.networks.t5 import T5
 from tests.support.reference_models import (
@@ -139,3 +140,47 @@ def test_without_decoder_ids_t5_reads_its_input_one_place_later():
         later = reference.prepare_decoder_input_ids_from_labels(ids)
         theirs = reference(input_ids=ids, decoder_input_ids=later, use_cache=False).logits
     assert apart(ours, theirs) < 1e-6
+
+
+def _train_step_on_two_ranks(rank, file, plans):
+    from torch import distributed
+
+    from plugins.strategies.tensor_parallel import apply
+
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    mesh = distributed.init_device_mesh("cpu", (2,))
+    for kind, arguments, sequence, vocabulary in plans:
+        arguments = {**arguments, "vocab_size": 62}
+        whole, split = (lively(kind(**arguments)) for _ in range(2))
+        apply(split, mesh, sequence=sequence, vocabulary=vocabulary)
+        for network in (whole, split):
+            logits = network.logits(network(packed()))
+            logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+            logits.logsumexp(-1).sum().backward()
+        for (key, expected), actual in zip(whole.named_parameters(), split.parameters(), strict=True):
+            gradient = actual.grad.full_tensor() if hasattr(actual.grad, "full_tensor") else actual.grad
+            if not key.endswith("k_proj.bias"):
+                assert apart(gradient, expected.grad) < 1e-4, (kind, sequence, vocabulary, key)
+    distributed.destroy_process_group()
+
+
+@pytest.mark.ci
+def test_parallel_plans_give_the_gradients_of_one_process(tmp_path):
+    plans = [
+        (BERT, SMALL, False, False),
+        (BERT, SMALL, False, True),
+        (BERT, SMALL, True, True),
+        (T5, T5_SMALL, False, False),
+        (T5, T5_SMALL, False, True),
+    ]
+    on_ranks(_train_step_on_two_ranks, 2, tmp_path / "rendezvous", plans)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["BERT", "T5"])
+def test_compiles_to_one_graph_without_breaks(name):
+    network = lively(BERT(**SMALL) if name == "BERT" else T5(**T5_SMALL))
+    compiled = torch.compile(network, backend="eager", fullgraph=True)
+    for batch in ({"input_ids": tokens()}, packed()):
+        assert torch.equal(compiled(batch), network(batch))
