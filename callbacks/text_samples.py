@@ -20,6 +20,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
+from toolkit.generation.prompts import leading_ids
 from toolkit.sampling import fault
 
 if TYPE_CHECKING:
@@ -175,7 +176,8 @@ class TextSamples(Callback):
 def _continue(
     network: Network, tokenizer: Tokenizer, prompts: list[str], stop_id: int | None, options: dict[str, Any]
 ) -> list[Sample]:
-    encoded = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
+    begin = leading_ids(tokenizer)
+    encoded = [[*begin, *tokenizer.encode(prompt, add_special_tokens=False).ids] for prompt in prompts]
     decoding = Decoding(
         network,
         encoded,

@@ -27,17 +27,31 @@ def find_template(model: Loaded, file: str | None) -> ChatTemplate | None:
     special = {role: spelt[id] for role, id in known.items() if id in spelt}
     kept = {name: model.files[name] for name in FILES if isinstance(model.files.get(name), str)}
     if file is not None:
-        path = Path(file)
-        try:
-            text = read_inside(path.parent, path.name).decode()
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--template {file}: {read_error(error)}.") from error
-        name = CONFIG if path.suffix == ".json" else TEMPLATE
-        kept = {CONFIG: kept.get(CONFIG, "{}"), name: text}
+        name = CONFIG if file.endswith(".json") else TEMPLATE
+        kept = {CONFIG: kept.get(CONFIG, "{}"), name: _content(file)}
     found = stored_template(kept)
     if found is None and file is not None:
         raise ConfigError(f"--template {file}: it has no `chat_template`.")
     return found and ChatTemplate(found.source, special | found.special)
+
+
+def read_template(file: str) -> str:
+    """Returns the template that is in a file of the user, as it is.
+
+    Raises:
+        ConfigError: If the file cannot be read or is no template.
+    """
+    text = _content(file)
+    ChatTemplate(text, {})
+    return text
+
+
+def _content(file: str) -> str:
+    path = Path(file)
+    try:
+        return read_inside(path.parent, path.name).decode()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--template {file}: {read_error(error)}.") from error
 
 
 def require_template(model: Loaded, file: str | None, path: Path) -> ChatTemplate:

@@ -47,6 +47,9 @@ def export(arguments: list[str]) -> int:
     parser.add_argument("--output", required=True, metavar="PATH", help="the folder, or .gguf file, to write")
     parser.add_argument("--type", choices=TYPES, default="f16", help="of the matrices in a GGUF file")
     parser.add_argument("--shard_gb", type=float, default=5.0, help="most gigabytes of a safetensors file")
+    parser.add_argument(
+        "--template", metavar="FILE", help="chat template in Jinja2; default: what an import kept"
+    )
     parser.add_argument("--root", default="runs", help="where `last` looks for runs")
     parser.add_argument(
         "--check", action="store_true", help="compare with transformers on random tokens, block by block"
@@ -64,6 +67,8 @@ def export(arguments: list[str]) -> int:
         raise ConfigError(f"{output} exists already: give another name.")
     if not options.shard_gb > 0:
         raise ConfigError(f"--shard_gb is {options.shard_gb}; it must be above 0.")
+    if options.template and options.format != "hf":
+        raise ConfigError("--template is written to a Hugging Face folder: it takes --format hf.")
     if options.check and options.format == "torch":
         raise ConfigError("--check compares with transformers: it takes --format hf or gguf.")
     if options.format == "gguf":
@@ -75,7 +80,7 @@ def export(arguments: list[str]) -> int:
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)):
         if options.format == "hf":
-            _to_hugging_face(path, output, int(options.shard_gb * 1e9))
+            _to_hugging_face(path, output, int(options.shard_gb * 1e9), options.template)
         elif options.format == "gguf":
             _to_gguf(path, output, options.type)
         else:
@@ -132,8 +137,10 @@ def _shape(tensors: Mapping[str, LazyTensor], name: str) -> tuple[int, ...] | No
     return tensors[name].shape if name in tensors else None
 
 
-def _to_hugging_face(path: Path, output: Path, shard_bytes: int) -> None:
+def _to_hugging_face(path: Path, output: Path, shard_bytes: int, template: str | None = None) -> None:
     from plugins.commands import hf_folder
+    from plugins.commands.chat_prompts import read_template
+    from toolkit.chat_template import TEMPLATE
     from toolkit.safetensors_files import LazyTensor
 
     opened = _Opened(path)
@@ -147,6 +154,8 @@ def _to_hugging_face(path: Path, output: Path, shard_bytes: int) -> None:
         shape = shape[::-1] if stored.transposed and len(shape) == 2 else shape
         lazy[stored.theirs] = LazyTensor(shape, parts[0].dtype, partial(_joined, stored, parts))
     dtype = str(max(lazy.values(), key=lambda tensor: tensor.nbytes).dtype).removeprefix("torch.")
+    if template is not None:
+        opened.kept[TEMPLATE] = read_template(template)
     files = hf_folder.files_beside(config, opened.tokenizer, opened.end, opened.kept, dtype)
     with _new_folder(output) as temporary:
         _write_shards(temporary, lazy, shard_bytes)

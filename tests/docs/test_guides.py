@@ -45,6 +45,8 @@ def shortened(words):
 def folder(tmp_path):
     """A user's folder: some text and prompts of their own, and two runs to compare."""
     (tmp_path / "prompts.txt").write_text("The function\nIf you\nThis is\n", encoding="utf-8")
+    [template] = blocks(HOUSE / "docs" / "generation.md", "jinja")
+    (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
     for name in ("notes", "corpus"):
         (tmp_path / name).mkdir()
         for number in range(12):

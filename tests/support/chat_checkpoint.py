@@ -34,7 +34,8 @@ def store_chat(path, template=CHATML, window=256):
     if template is not None:
         config = {
             "bos_token": "<|endoftext|>",
-            "eos_token": {"content": "<|im_end|>"},
+            "eos_token": "<|im_end|>",
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "chat_template": template,
         }
         generation = {"eos_token_id": [0, 2]}

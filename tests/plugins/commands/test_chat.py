@@ -10,6 +10,7 @@ import sys
 import time
 
 import pytest
+from transformers import AutoTokenizer
 
 from core.__main__ import main
 from plugins.commands.chat_prompts import encode_messages, find_template
@@ -194,3 +195,20 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_leaves(checkpoint, tmp_p
     terminal.process.wait(60)
     terminal.until("Interrupted")
     assert terminal.process.returncode in (130, -signal.SIGINT)
+
+
+def test_a_template_goes_out_and_comes_back(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    store_chat(tmp_path / "a.ckpt")
+    (tmp_path / "own.jinja").write_text(CHATML.replace("<|im_end|>", "<|endoftext|>"))
+    for words, end in ([], "<|im_end|>"), (["--template=own.jinja"], "<|endoftext|>"):
+        assert main(["export", "--ckpt_path=a.ckpt", f"--output=hf{len(words)}", *words]) == 0
+        assert main(["import", f"hf{len(words)}", f"--output=b{len(words)}.ckpt"]) == 0
+        theirs = AutoTokenizer.from_pretrained(f"hf{len(words)}")
+        messages = [{"role": "user", "content": "hello"}]
+        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text == f"<|im_start|>user\nhello{end}\n<|im_start|>assistant\n"
+        model = load(tmp_path / f"b{len(words)}.ckpt")
+        assert find_template(model, None).render(messages) == text
+        assert model.stop_ids == [0, 2]
+    assert main(["export", "--ckpt_path=a.ckpt", "--output=c", "--format=torch", "--template=own.jinja"]) == 2

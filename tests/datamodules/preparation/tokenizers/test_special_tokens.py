@@ -19,8 +19,8 @@ from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTo
 from datamodules.preparation.tokenizers.unigram_tokenizer import UnigramTokenizer
 from datamodules.preparation.tokenizers.word_piece_tokenizer import WordPieceTokenizer
 from tests.conftest import TINY
-from tests.datamodules.preparation.tokenizers.test_tiktoken_ranks import _byte_letters, written
 from tests.support.corpus import TOPICS, prepare, write_lines
+from tests.support.ranks import ranks_of, write_ranks
 from toolkit.generation.prompts import PromptEncoder
 
 TEXTS = TOPICS[:6]
@@ -62,10 +62,8 @@ def gpt2_files(folder):
 
 
 def ranks_file(folder):
-    letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
-    vocabulary = json.loads(trained(BPETokenizer).to_json())["model"]["vocab"]
-    ranks = {bytes(letters[one] for one in token): id - 1 for token, id in vocabulary.items() if id}
-    return PretrainedTokenizer(str(written(folder, "own.tiktoken", ranks)), pattern="cl100k_base")
+    path = write_ranks(folder / "own.tiktoken", ranks_of(trained(BPETokenizer)))
+    return PretrainedTokenizer(str(path), pattern="cl100k_base")
 
 
 WAYS = {

@@ -1,7 +1,5 @@
 """Ids against those of the tiktoken package, with ranks that are trained here."""
 
-import base64
-import json
 import random
 from pydoc_data.topics import topics
 
@@ -11,7 +9,8 @@ import tiktoken
 from core.errors import ConfigError
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
-from datamodules.preparation.tokenizers.tiktoken_ranks import PATTERNS, _byte_letters
+from datamodules.preparation.tokenizers.tiktoken_ranks import PATTERNS
+from tests.support.ranks import ranks_of, write_ranks
 
 PAGES = list(topics.values())[:12]
 CL100K = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
@@ -26,17 +25,11 @@ def ranks():
     """Token -> rank: bytes, then merges in the order in which BPE found them."""
     trained = BPETokenizer(900)
     trained.prepare(PAGES)
-    letters = {letter: byte for byte, letter in enumerate(_byte_letters())}
-    vocabulary = json.loads(trained.to_json())["model"]["vocab"]
-    ordered = sorted((id, token) for token, id in vocabulary.items() if id)
-    found = [bytes(letters[letter] for letter in token) for _, token in ordered]
-    return {token: rank for rank, token in enumerate(found)}
+    return ranks_of(trained)
 
 
 def written(folder, name, ranks):
-    lines = [base64.b64encode(token) + b" %d\n" % rank for token, rank in ranks.items()]
-    (folder / name).write_bytes(b"".join(lines))
-    return folder / name
+    return write_ranks(folder / name, ranks)
 
 
 def texts():
