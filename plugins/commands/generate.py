@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from core.errors import ConfigError
@@ -30,11 +30,23 @@ def generate(arguments: list[str]) -> int:
         python -m core generate --ckpt_path last --prompt "The function returns" --temperature 0.8
         python -m core generate --ckpt_path last --prompts prompts.txt --n 4 --min_p 0.1 --output texts.jsonl
     """
-    trusted, arguments = take_option(arguments)
+    given, (trusted, arguments) = arguments, take_option(arguments)
     options = _options(arguments)
     prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
     if options.seed + len(prompts) * options.n > 2**64:
         raise ConfigError("--seed is out of range: the last text's would be above 2^64 - 1, torch's largest.")
+    if options.tensor_parallel > 1:
+        from plugins.commands import generate_ranks
+
+        if not generate_ranks.is_launched():
+            return generate_ranks.start(options.tensor_parallel, given)
+        with generate_ranks.connected(options.tensor_parallel, options.device) as (rank, options.device):
+            options.output = None if rank else options.output
+            return _generate(options, prompts, trusted)
+    return _generate(options, prompts, trusted)
+
+
+def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: Sequence[str]) -> int:
     from plugins.checkpoints.finding import resolve
     from plugins.commands.generate_job import Job, encode, print_text, write_lines
     from plugins.commands.generate_network import load, move
@@ -42,7 +54,7 @@ def generate(arguments: list[str]) -> int:
 
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)):
-        network, tokenizer, end = load(path)
+        network, tokenizer, end = load(path, options)
     stops, stop_ids = split_stops(tokenizer, options.stop)
     job = Job(
         options=options,
@@ -90,6 +102,13 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         help="text j of prompt i (from 0) has seed + i * n + j: same seed, same text",
     )
     parser.add_argument("--batch_size", type=int, default=16, help="texts computed at once")
+    parser.add_argument(
+        "--tensor_parallel",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="shard the weights over so many processes, on --device cuda over as many GPUs",
+    )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
     parser.add_argument(
         "--dtype",
@@ -126,7 +145,7 @@ def _add_sampling(parser: Parser) -> None:
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if not -(2**63) <= options.seed < 2**64:
         raise ConfigError("--seed is out of range: torch takes -2^63 to 2^64 - 1.")
-    for name in ("n", "num_beams", "batch_size"):
+    for name in ("n", "num_beams", "batch_size", "tensor_parallel"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1.")
     if options.output is not None and Path(options.output).is_dir():

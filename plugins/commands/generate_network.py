@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
 
 
-def load(path: Path) -> tuple[Any, Any, int | None]:
-    """Returns network, tokenizer and end-of-text id of a checkpoint.
+def load(path: Path, options: argparse.Namespace) -> tuple[Any, Any, int | None]:
+    """Returns network, tokenizer and end-of-text id of a checkpoint; with `--tensor_parallel` this rank's shards.
 
     Raises:
         ConfigError: If weights and configuration do not belong together, or the tokenizer cannot be used.
     """
     from tokenizers import Tokenizer
 
-    from plugins.checkpoints.stored_network import load_network
     from plugins.cli.configuration.mistakes import main_reason
 
     try:
-        network, text, end = load_network(path)
+        network, text, end = _read(path, options)
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         said = main_reason(str(error).strip()).splitlines() or [type(error).__name__]
         raise ConfigError(
@@ -36,6 +36,19 @@ def load(path: Path) -> tuple[Any, Any, int | None]:
             f"{path}: its end-of-text id is {str(end)[:50]}, the network has {network.vocab_size} token ids."
         )
     return network, tokenizer, end
+
+
+def _read(path: Path, options: argparse.Namespace) -> tuple[Any, str, int | None]:
+    import torch
+
+    if options.tensor_parallel == 1:
+        from plugins.checkpoints.stored_network import load_network
+
+        return load_network(path)
+    from plugins.commands.generate_shards import load_shards
+
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    return load_shards(path, torch.device(options.device), dtype)
 
 
 def move(network: Any, device: str, dtype: str | None) -> Any:
