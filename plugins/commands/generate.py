@@ -50,6 +50,7 @@ def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: Sequ
     from plugins.checkpoints.finding import resolve
     from plugins.commands.generate_job import Job, encode, print_text, write_lines
     from plugins.commands.generate_network import load, move
+    from toolkit.generation.single_rows import store_for_single_rows
     from toolkit.generation.texts import split_stops
 
     path = resolve(options.ckpt_path, Path(options.root))
@@ -65,9 +66,11 @@ def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: Sequ
         texts=prompts,
         prompts=encode(tokenizer, prompts, end, network.max_sequence_length),
     )
+    streams = not (options.as_lines or options.num_beams > 1)
+    if streams:
+        store_for_single_rows(network)
     print(f"# {path}, seed {options.seed}", file=sys.stderr)
     start = time.perf_counter()
-    streams = not (options.as_lines or options.num_beams > 1)
     count = print_text(job) if streams else write_lines(job)
     seconds = time.perf_counter() - start
     print(f"# {count} tokens, {count / max(seconds, 1e-9):.0f} tokens/s", file=sys.stderr)
