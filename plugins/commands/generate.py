@@ -39,7 +39,7 @@ def generate(arguments: list[str]) -> int:
         from plugins.commands import generate_ranks
 
         if not generate_ranks.is_launched():
-            return generate_ranks.start(options.tensor_parallel, given)
+            return generate_ranks.start(options.tensor_parallel, generate, given)
         with generate_ranks.connected(options.tensor_parallel, options.device) as (rank, options.device):
             options.output = None if rank else options.output
             return _generate(options, prompts, trusted)

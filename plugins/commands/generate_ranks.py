@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from multiprocessing import connection
 from typing import Any
@@ -25,8 +25,8 @@ def is_launched() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
-def start(ranks: int, arguments: Sequence[str]) -> int:
-    """Runs `generate` on so many ranks of this machine, and waits for them; rank 0 writes.
+def start(ranks: int, command: Callable[[list[str]], int], arguments: Sequence[str]) -> int:
+    """Runs a command on so many ranks of this machine, and waits for them.
 
     Raises:
         ConfigError: With the error of the rank that failed first; the others are ended.
@@ -40,7 +40,7 @@ def start(ranks: int, arguments: Sequence[str]) -> int:
     try:
         for rank in range(ranks):
             receiver, sender = context.Pipe(duplex=False)
-            words = (rank, ranks, port, list(arguments), sender)
+            words = (rank, ranks, port, command, list(arguments), sender)
             process = context.Process(target=_run, args=words, name=f"rank {rank}", daemon=True)
             process.start()
             sender.close()
@@ -85,7 +85,9 @@ def _first_error(processes: Sequence[Any], errors: Sequence[Any]) -> RankError:
     return raised
 
 
-def _run(rank: int, ranks: int, port: int, arguments: list[str], errors: Any) -> None:
+def _run(
+    rank: int, ranks: int, port: int, command: Callable[[list[str]], int], arguments: list[str], errors: Any
+) -> None:
     """Runs the command as one of the ranks; sends an error to the process that started it, instead of printing it."""
     signal.signal(
         signal.SIGINT, signal.SIG_IGN
@@ -96,12 +98,11 @@ def _run(rank: int, ranks: int, port: int, arguments: list[str], errors: Any) ->
     import torch
 
     from plugins.cli.error_messages import explain_error
-    from plugins.commands.generate import generate
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
     try:
-        generate(arguments)
+        command(arguments)
     except ConfigError as error:
         errors.send((error.exit_code, str(error)))
     except Exception as error:

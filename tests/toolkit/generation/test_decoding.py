@@ -207,6 +207,6 @@ def test_weights_that_are_stored_for_single_rows_are_the_same_and_draw_the_same(
     for sampling in (Sampling(0), SAMPLED):
         seeds = [4, 5, 6, 7]
         assert texts(other, PROMPTS, sampling, seeds) == texts(network("Llama"), PROMPTS, sampling, seeds)
-    half = network_class(**SIZES, **arguments).half()
+    half = network_class(**SIZES, **arguments).bfloat16()
     store_for_single_rows(half)
     assert all(parameter.is_contiguous() for parameter in half.parameters())
