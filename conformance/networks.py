@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +16,7 @@ from conformance.proof import NotProvable, proof, require
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import declaration_of
+from toolkit.generation.rows import PadsPrompts
 
 ROWS, LENGTH = 2, 12
 """B and T of the batches."""
@@ -25,6 +26,12 @@ DOCUMENTS = (5, 4, 3)
 
 PIECES = (5, 3, 1, 1, 2)
 """Tokens of each call with a cache, LENGTH in all: a prompt, a second one, single tokens, and two at once."""
+
+PROMPTS, NEW = (3, 7, 1), 4
+"""Tokens of the rows in a padded cache, and tokens after them."""
+
+CHOSEN = ([0, 1, 2], [2, 0, 0, 1], [3, 1], [0, 1])
+"""Which rows go on, before each of those tokens: all; one twice, in another order; fewer; all that are left."""
 
 FLOPS_FACTOR = 3.0
 """How far `flops_per_token` may be from the products that are counted: conventions differ by up to 2 (causal
@@ -305,6 +312,52 @@ def a_cache_changes_nothing(case: Case) -> None:
             begin += size
     again = logits_of(network, input_ids[:, : PIECES[0]], network.new_cache(ROWS, LENGTH))
     require(torch.equal(again, parts[0]), "a new cache is not empty: the same tokens give other logits")
+
+
+@proof("networks")
+def padding_changes_nothing(case: Case) -> None:
+    """Rows of different lengths in a padded cache have the logits that they have alone, also after rows are chosen.
+
+    Of networks that offer `toolkit.generation.rows.PadsPrompts`.
+    """
+    network = build(case)
+    if not isinstance(network, PadsPrompts):
+        raise NotProvable("it does not offer PadsPrompts")
+    rows = [tokens(network, seed, length)[0] for seed, length in enumerate(PROMPTS)]
+    longest = max(PROMPTS)
+    padding = torch.tensor([longest - length for length in PROMPTS])
+    cache = network.new_padded_cache(padding, longest + NEW)
+    if cache is None:
+        raise NotProvable("it has no cache")
+    found = logits_of(network, _padded(rows), cache)
+    require(torch.isfinite(found).all(), "logits of padding are not finite")
+    _same_as_alone(network, rows, found, "the prompts")
+    for step, chosen in enumerate(CHOSEN):
+        if chosen != list(range(len(rows))):
+            network.select_cache_rows(cache, torch.tensor(chosen))
+        rows = [rows[row] for row in chosen]
+        new = tokens(network, 10 + step, len(rows))[0]
+        rows = [torch.cat((row, token[None])) for row, token in zip(rows, new, strict=True)]
+        found = logits_of(network, new[:, None], cache)
+        _same_as_alone(network, rows, found, f"token {step + 1} after them, with rows {chosen}")
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    longest = max(map(len, rows))
+    return torch.stack([torch.nn.functional.pad(row, (longest - len(row), 0)) for row in rows])
+
+
+def _same_as_alone(network: Network, rows: Sequence[Tensor], found: Tensor, where: str) -> None:
+    for number, row in enumerate(rows):
+        seen = min(len(row), found.shape[1])
+        alone = logits_of(network, row[None])[0, -seen:]
+        apart = distance(found[number, -seen:], alone)
+        require(
+            apart <= TOLERANCE,
+            f"{where}: those of row {number} differ from the same row's alone by {apart:.1e} of the largest logit.\n"
+            "Likely: tokens see the padding, their positions do not begin at 0 behind it, or select_cache_rows leaves out "
+            "the padding or a part of the cache.",
+        )
 
 
 def _cause_of_cache(begin: int, size: int) -> str:

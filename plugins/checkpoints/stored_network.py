@@ -40,6 +40,21 @@ def read(path: Path) -> Mapping[str, Any]:
 
 def network_in(checkpoint: Mapping[str, Any], path: Path) -> tuple[Network, str, int | None]:
     """Returns what :func:`load_network` does, for a checkpoint that was read from a path."""
+    config, tokenizer, end = described(checkpoint, path)
+    network = build_network(config["model"]["network"])
+    weights = weights_of(checkpoint)
+    if network.state_dict().keys() != weights.keys():
+        _change_as_trained(network, config["trainer"])
+    network.load_state_dict(weights)
+    return network.eval(), tokenizer, end
+
+
+def described(checkpoint: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str, int | None]:
+    """Returns the configuration that a checkpoint holds, the JSON of its tokenizer, and the end-of-text id.
+
+    Raises:
+        ConfigError: If it holds no configuration or no tokenizer.
+    """
     text = checkpoint.get(RECORD, {}).get("config")
     states = (value for value in checkpoint.values() if isinstance(value, Mapping))
     data = next((state for state in states if isinstance(state.get("tokenizer"), str)), None)
@@ -47,14 +62,13 @@ def network_in(checkpoint: Mapping[str, Any], path: Path) -> tuple[Network, str,
         raise ConfigError(
             f"{path} was not written by `python -m core fit`: it lacks its config or tokenizer."
         )
-    config = parse_config(text, path)
-    network = build_network(config["model"]["network"])
+    return parse_config(text, path), data["tokenizer"], data.get("end_of_text_id")
+
+
+def weights_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the network's tensors in a checkpoint by their names in the network."""
     prefix = "network."
-    weights = {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
-    if network.state_dict().keys() != weights.keys():
-        _change_as_trained(network, config["trainer"])
-    network.load_state_dict(weights)
-    return network.eval(), data["tokenizer"], data.get("end_of_text_id")
+    return {k.removeprefix(prefix): v for k, v in checkpoint["state_dict"].items() if k.startswith(prefix)}
 
 
 def build_network(config: Mapping[str, Any]) -> Any:

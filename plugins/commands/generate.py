@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from core.errors import ConfigError
@@ -35,14 +35,27 @@ def generate(arguments: list[str]) -> int:
         python -m core generate --ckpt_path last --prompt "The function returns" --temperature 0.8
         python -m core generate --ckpt_path last --prompts prompts.txt --n 4 --min_p 0.1 --output texts.jsonl
     """
-    trusted, arguments = take_option(arguments)
+    given, (trusted, arguments) = arguments, take_option(arguments)
     options = _options(arguments)
     prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
     if options.seed + len(prompts) * options.n > 2**64:
         raise ConfigError("--seed is out of range: the last text's would be above 2^64 - 1, torch's largest.")
+    if options.tensor_parallel > 1:
+        from plugins.commands import generate_ranks
+
+        if not generate_ranks.is_launched():
+            return generate_ranks.start(options.tensor_parallel, generate, given)
+        with generate_ranks.connected(options.tensor_parallel, options.device) as (rank, options.device):
+            options.output = None if rank else options.output
+            return _generate(options, prompts, trusted)
+    return _generate(options, prompts, trusted)
+
+
+def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: Sequence[str]) -> int:
     from plugins.checkpoints.finding import resolve
     from plugins.commands.generate_job import Job, encode, print_text, write_lines
     from plugins.commands.generate_network import prepare
+    from toolkit.generation.single_rows import store_for_single_rows
     from toolkit.generation.texts import split_stops
 
     path = resolve(options.ckpt_path, Path(options.root))
@@ -58,9 +71,11 @@ def generate(arguments: list[str]) -> int:
         texts=prompts,
         prompts=encode(model, prompts, options.special_tokens),
     )
+    streams = not (options.as_lines or options.num_beams > 1)
+    if streams:
+        store_for_single_rows(model.network)
     print(f"# {path}, seed {options.seed}", file=sys.stderr)
     start = time.perf_counter()
-    streams = not (options.as_lines or options.num_beams > 1)
     count = print_text(job) if streams else write_lines(job)
     seconds = time.perf_counter() - start
     print(f"# {count} tokens, {count / max(seconds, 1e-9):.0f} tokens/s", file=sys.stderr)
@@ -92,12 +107,19 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         "--logprobs", action="store_true", help="log-probability of each token, before filters, in JSON lines"
     )
     parser.add_argument("--batch_size", type=int, default=16, help="texts computed at once")
+    parser.add_argument(
+        "--tensor_parallel",
+        type=int,
+        default=1,
+        metavar="RANKS",
+        help="shard the weights over so many processes, on --device cuda over as many GPUs",
+    )
     return _checked(parser.parse_args(arguments))
 
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     check_seed(options.seed)
-    for name in ("n", "num_beams", "batch_size"):
+    for name in ("n", "num_beams", "batch_size", "tensor_parallel"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1.")
     if options.output is not None and Path(options.output).is_dir():
@@ -119,6 +141,8 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
     given = [f"--{name}" for name in FILTERS if getattr(options, name) is not None]
     if options.prompt is not None and options.prompts is not None:
         yield "--prompt and --prompts: give one of them."
+    if options.quantize and options.tensor_parallel > 1:
+        yield "--quantize: quantised weights are not sharded. Leave it, or --tensor_parallel, away."
     if options.num_beams == 1:
         if options.length_penalty is not None:
             yield "--length_penalty is of beam search: give --num_beams as well."

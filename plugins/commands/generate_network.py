@@ -48,8 +48,13 @@ class Loaded:
 
 
 def prepare(path: Path, options: argparse.Namespace) -> Loaded:
-    """Returns the model of a checkpoint, in the data type, on the device and with the quantised weights of the options."""
-    model = load(path)
+    """Returns the model of a checkpoint, in the data type, on the device and with the quantised weights of the options.
+
+    With `--tensor_parallel` its network has this rank's shards.
+    """
+    model = load(path, options)
+    if _ranks(options) > 1:
+        return model
     move(model.network, "cpu", options.dtype)
     if options.quantize:
         from plugins.commands.quantize import quantize
@@ -59,19 +64,21 @@ def prepare(path: Path, options: argparse.Namespace) -> Loaded:
     return model
 
 
-def load(path: Path) -> Loaded:
-    """Returns the network, on the CPU, and tokenizer of a checkpoint.
+def _ranks(options: argparse.Namespace | None) -> int:
+    return getattr(options, "tensor_parallel", 1)  # chat and serve have no such option
+
+
+def load(path: Path, options: argparse.Namespace | None = None) -> Loaded:
+    """Returns network and tokenizer of a checkpoint: on the CPU, or with `--tensor_parallel` this rank's shards.
 
     Raises:
         ConfigError: If weights and configuration do not belong together, or the tokenizer cannot be used.
     """
-    from plugins.checkpoints.stored_network import network_in, read
     from plugins.cli.configuration.mistakes import main_reason
     from plugins.commands.hf_folder import KEPT
 
     try:
-        checkpoint = read(path)
-        network, text, end = network_in(checkpoint, path)
+        checkpoint, network, text, end = _read(path, options)
         files = checkpoint.get(KEPT, {})
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         said = main_reason(str(error).strip()).splitlines() or [type(error).__name__]
@@ -94,6 +101,22 @@ def load(path: Path) -> Loaded:
             "they do not belong together."
         )
     return Loaded(network, encoder, end, files if isinstance(files, Mapping) else {})
+
+
+def _read(path: Path, options: argparse.Namespace | None) -> tuple[Mapping[str, Any], Any, str, int | None]:
+    """Returns what a checkpoint holds, and of it network, tokenizer and end-of-text id."""
+    if options is None or _ranks(options) == 1:
+        from plugins.checkpoints.stored_network import network_in, read
+
+        checkpoint = read(path)
+        return checkpoint, *network_in(checkpoint, path)
+    import torch
+
+    from plugins.commands.generate_shards import read_shards, shard_network
+
+    checkpoint = read_shards(path)
+    dtype = None if options.dtype is None else getattr(torch, options.dtype)
+    return checkpoint, *shard_network(checkpoint, path, torch.device(options.device), dtype)
 
 
 def move(network: Any, device: str, dtype: str | None) -> Any:

@@ -229,3 +229,33 @@ class Convolving(GPT):
             return super().forward(batch, cache)
         finally:
             handle.remove()
+
+
+class SeeingPadding(GPT):
+    """Lets tokens see the padding in front of their row."""
+
+    def new_padded_cache(self, padding, max_length):
+        cache = super().new_padded_cache(padding, max_length)
+        cache.visible = None
+        return cache
+
+
+class CountingPadding(GPT):
+    """Counts positions from the padding on."""
+
+    def forward(self, batch, cache=None):
+        if getattr(cache, "padding", None) is not None:
+            start, count = cache[0].length, batch["input_ids"].shape[1]
+            batch = {**batch, "position_ids": torch.arange(start, start + count)}
+        return super().forward(batch, cache)
+
+
+class KeepingPadding(GPT):
+    """Chooses rows of keys and values, and leaves the padding where it was."""
+
+    def select_cache_rows(self, cache, rows):
+        for layer in cache:
+            layer.select(rows)
+        cache.padding = cache.padding[: len(rows)]
+        cache.padding = torch.nn.functional.pad(cache.padding, (0, len(rows) - len(cache.padding)))
+        cache.visible = torch.arange(cache[0].max_length) >= cache.padding[:, None]

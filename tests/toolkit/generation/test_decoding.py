@@ -16,6 +16,7 @@ from tests.support.reference_models import lively
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
 from toolkit.generation.rows import Rows, evaluating
+from toolkit.generation.single_rows import store_for_single_rows
 
 SIZES = {"vocab_size": 61, "n_layer": 3, "n_head": 4, "n_embd": 32, "max_sequence_length": 64}
 GROUPED = {"n_kv_head": 2, "intermediate_size": 48}
@@ -194,3 +195,25 @@ def test_a_gpu_draws_what_the_cpu_draws():
     one = lively(Llama(**SIZES, **GROUPED))
     expected = texts(one, PROMPTS, SAMPLED, [4, 5, 6, 7])
     assert texts(one.cuda(), PROMPTS, SAMPLED, [4, 5, 6, 7]) == expected
+
+
+def test_weights_that_are_stored_for_single_rows_are_the_same_and_draw_the_same():
+    network_class, arguments = NETWORKS["Llama"]
+    other = lively(network_class(**SIZES, **arguments))
+    state = {name: value.clone() for name, value in other.state_dict().items()}
+    store_for_single_rows(other)
+    head, up, down = (
+        other.output_weight,
+        other.layers[0].mlp.up_proj.weight,
+        other.layers[0].mlp.down_proj.weight,
+    )
+    assert head.stride(0) == up.stride(0) == 1
+    assert head is other.embed_tokens.weight
+    assert down.is_contiguous()
+    assert all(torch.equal(value, state[name]) for name, value in other.state_dict().items())
+    for sampling in (Sampling(0), SAMPLED):
+        seeds = [4, 5, 6, 7]
+        assert texts(other, PROMPTS, sampling, seeds) == texts(network("Llama"), PROMPTS, sampling, seeds)
+    half = network_class(**SIZES, **arguments).bfloat16()
+    store_for_single_rows(half)
+    assert all(parameter.is_contiguous() for parameter in half.parameters())
