@@ -22,6 +22,7 @@ from conformance.proof import require
 from conformance.workshop import workshop
 
 PRELOADED = [
+    "conformance.runs",
     "plugins.cli.runs.built_run",
     "conformance.recorder",
     "litdata",
@@ -272,11 +273,11 @@ def _child(words: list[str], cwd: Path, environment: dict[str, str], output: str
     import torch
     from lightning.fabric.utilities.rank_zero import rank_zero_only
 
-    from core import catalog
+    from conformance.warmed import forget_other_packages
     from core.__main__ import main
     from toolkit.ranks import launched_rank
 
-    catalog.entries.cache_clear()  # sys.path is the parent's now
+    forget_other_packages()  # sys.path is the parent's now
     torch.set_num_threads(1)
     setattr(rank_zero_only, "rank", launched_rank() or 0)  # noqa: B010 - read at import, like that
     sys.exit(main(words))

@@ -1,16 +1,13 @@
 """Expert parallelism on gloo ranks: the same losses, gradient norms, weights and checkpoints as one process."""
 
-import subprocess
-import sys
 from copy import deepcopy
 
 import pytest
 import torch
 
-from conformance.runs import run
+from conformance.runs import on_ranks, run
 from conformance.workshop import workshop, write_config
 from plugins.cli.configuration.config_files import merge
-from tests.conftest import HOUSE
 from tests.support import exchanging
 from tests.support.same_run import (
     CONFIG,
@@ -71,7 +68,7 @@ def assert_same(found, expected):
 
 
 LAYOUTS = [
-    (2, {"expert": 2}),
+    pytest.param(2, {"expert": 2}, marks=pytest.mark.ci),
     pytest.param(2, {"tensor": 2}, marks=pytest.mark.ci),
     pytest.param(4, {"tensor": 2, "data_shard": 2}, marks=pytest.mark.ci),
     pytest.param(4, {"expert": 4}, marks=pytest.mark.ci),
@@ -114,13 +111,7 @@ def test_shared_experts_and_biases_are_the_same_on_several_ranks():
 
 
 def test_tokens_reach_their_experts_and_come_back_however_few_there_are(tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.exchanging", str(rank), str(tmp_path)], cwd=HOUSE
-        )
-        for rank in (0, 1)
-    ]
-    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+    on_ranks(exchanging.of_rank, 2, tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
     for name, counts in exchanging.COUNTS.items():
         experts, inputs = exchanging.whole(), [exchanging.given(counts, rank) for rank in (0, 1)]

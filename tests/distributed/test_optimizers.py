@@ -29,7 +29,7 @@ from tests.support.same_run import TOLERANCE, fit, one_process, same_bits, weigh
 HYBRID = {"class_path": "HybridParallel", "init_args": {"data_shard": 2, "tensor": 2}}
 STRATEGIES = {"FSDP": (2, {"class_path": "FSDP"}), "data_shard 2, tensor 2": (4, HYBRID)}
 OPTIMIZERS = sorted(e.name for e in catalog.entries() if e.kind == "optimizers" and e.package == "leyden")
-DEFAULT = {("SGD", "FSDP"), ("TorchaoAdamW8bit", "FSDP")}
+DEFAULT, CI = {("SGD", "FSDP")}, {("TorchaoAdamW8bit", "FSDP")}
 BOUNDS = {"Muon": 2.0**-8, "TorchaoAdamW8bit": 1e-3}
 """Of weights. TorchaoAdamW8bit: where rounding falls to the next code, a moment is 2% off, a step 1e-5. Muon rounds to bfloat16: a gradient's 1e-7 makes that 2^-9 for some numbers, which five iterations make up
 to 480 times larger where singular values are small; it steps from the same numbers to the same bits, see below."""
@@ -43,10 +43,17 @@ def overlay(name):
     return merge(values, deepcopy(Case(name, kind="optimizers").overlay))
 
 
+def how_often(name, strategy):
+    """Returns the marks of a run: TorchaoAdamW8bit's takes 4 CPU seconds."""
+    if (name, strategy) in DEFAULT:
+        return []
+    return [pytest.mark.ci if (name, strategy) in CI else pytest.mark.slow]
+
+
 @pytest.mark.parametrize(
     ("name", "strategy"),
     [
-        pytest.param(name, strategy, marks=[pytest.mark.slow] * ((name, strategy) not in DEFAULT))
+        pytest.param(name, strategy, marks=how_often(name, strategy))
         for name in OPTIMIZERS
         for strategy in STRATEGIES
     ],

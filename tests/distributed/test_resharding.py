@@ -63,7 +63,7 @@ def source(plan):
     ("before", "after"),
     [
         pytest.param("FSDP on 4", "FSDP on 2", marks=pytest.mark.ci),
-        ("FSDP on 4", "one process"),
+        pytest.param("FSDP on 4", "one process", marks=pytest.mark.ci),
         pytest.param("one process", "FSDP on 2", marks=pytest.mark.slow),
         pytest.param("2 x 2", "1 x 2", marks=pytest.mark.ci),
         ("pipeline of 2", "one process"),

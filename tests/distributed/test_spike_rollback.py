@@ -62,7 +62,7 @@ def one_process():
     ("name", "readers", "init_args", "on_disk"),
     [
         pytest.param("DDP", 2, {}, False, marks=pytest.mark.ci),
-        ("FSDP", 2, {"stage": 3}, True),
+        pytest.param("FSDP", 2, {"stage": 3}, True, marks=pytest.mark.ci),
         pytest.param("FSDP", 2, {"stage": 2}, False, marks=pytest.mark.ci),
         pytest.param("HybridParallel", 1, {"tensor": 2}, True, marks=pytest.mark.ci),
         ("HybridParallel", 1, {"pipeline": 2}, False),

@@ -26,13 +26,13 @@ def case(name, strategy, ranks, *marks):
     [
         case("ZeRO-1", zero(1), 2, pytest.mark.ci),
         case("ZeRO-2", zero(2), 2, pytest.mark.ci),
-        case("ZeRO-3", zero(3), 2),
+        case("ZeRO-3", zero(3), 2, pytest.mark.ci),
         case("ZeRO-3", zero(3), 1, pytest.mark.ci),
         case("ZeRO-3 in the host's memory", zero(3, "cpu"), 2, pytest.mark.ci),
         case("FSDP", {"class_path": "FSDP"}, 2, pytest.mark.ci),
         case("tensor", {"class_path": "HybridParallel", "init_args": {"tensor": 2}}, 2, pytest.mark.ci),
         case("pipeline", {"class_path": "HybridParallel", "init_args": {"pipeline": 2}}, 2, pytest.mark.ci),
-        case("DDP", {"class_path": "DDP"}, 2, pytest.mark.ci),
+        case("DDP", {"class_path": "DDP"}, 2),
     ],
 )
 def test_one_process_goes_on_from_it_as_if_it_had_been_alone(strategy, ranks):

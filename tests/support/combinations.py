@@ -96,10 +96,14 @@ OFTEN = {
 
 BESIDE = {
     ("DeepSpeedZero", "stage 1"),
+    ("DeepSpeedZero", "stage 3, parameters and optimizer on the CPU"),
     ("FSDP", "stage 2"),
     ("HybridParallel", "tensor 2"),
+    ("HybridParallel", "tensor 2, sequence 2"),
+    ("HybridParallel", "context 2, ring, documents"),
+    ("HybridParallel", "context 2, ulysses, documents"),
 }
-"""Those of them that are CI's on two ranks, too: by default another one goes through the same code and more."""
+"""Those of them that are CI's on two ranks, too: they take 3 CPU seconds and more, and by default each strategy has one."""
 
 COMBINATIONS = [
     Combination("DDP", "gradients averaged", 2),

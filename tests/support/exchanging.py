@@ -1,6 +1,5 @@
 """Experts over two gloo ranks, of which one may get or have no tokens, beside the same experts in one process."""
 
-import sys
 from pathlib import Path
 
 import torch
@@ -31,7 +30,8 @@ def given(counts, rank):
     return torch.randn(sum(counts[rank]), 8, generator=generator, dtype=torch.float64).requires_grad_()
 
 
-def main(rank, folder):
+def of_rank(rank, folder):
+    """Saves what one of two ranks gets and computes."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     found = {}
     for name, counts in COUNTS.items():
@@ -44,7 +44,3 @@ def main(rank, folder):
         found[name] = [y.detach(), x.grad, *(weight.grad for weight in experts.parameters())]
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2])

@@ -57,6 +57,7 @@ def whole():
 # -- checkpoints -------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_that_of_a_single_process(whole):
     one, other = whole.checkpoint(), one_process(ADAM).checkpoint()
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
@@ -93,7 +94,8 @@ def test_killed_and_resumed_it_is_bitwise_the_same(overlay, ranks):
         assert same_bits(found[part], expected.checkpoint()[part])
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.ci), 3])
+@pytest.mark.ci
+@pytest.mark.parametrize("stage", [2, 3])
 def test_validate_computes_what_the_run_did(whole, stage):
     path = whole.folder / "checkpoints" / "step-6.ckpt"
     config = write_config("validate", merge(deepcopy(CONFIG), zero(stage, **NOTHING_OFF)))
