@@ -317,7 +317,7 @@ class Decoder(Network):
         return plans.sequence_parallel(self)
 
     @property
-    def attention_heads(self) -> tuple[int, int]:
+    def attention_heads(self) -> tuple[int, int] | None:
         """H and G."""
         return self.n_head, self.n_kv_head
 

@@ -87,7 +87,7 @@ class GatedDeltaNet(RecurrentMixer):
         decay = log_decay(self.A_log.view(self.n_head, -1), dt)
         q, k, v, decay = (y.movedim(1, 3) for y in (q * self.key_dim**-0.5, k, v, decay[..., None]))
         beta = b.sigmoid().movedim(1, 3) * self.strength
-        y = self.recur(q, k, v, decay, segments, cache, beta).movedim(3, 1).flatten(2, 3)
+        y = self.recur(q, k, v, decay, segments, cache, beta).movedim(3, 1).flatten(2, 3).contiguous()
         gate = F.silu(self.g_proj(x).unflatten(2, (-1, self.value_dim)))
         return self.o_proj((self.o_norm(y) * gate).flatten(2))
 

@@ -53,4 +53,4 @@ class GatedLinearAttention(RecurrentMixer):
         v, g = (y.unflatten(2, (-1, self.value_dim)) for y in (self.v_proj(x), self.g_proj(x)))
         decay = F.logsigmoid(gate.float() if gate.dtype.itemsize < 4 else gate) / 16
         y = self.recur(q * self.key_dim**-0.5, k, v.transpose(1, 2), decay, segments, cache)
-        return self.o_proj((self.o_norm(y.transpose(1, 2)) * F.silu(g)).flatten(2))
+        return self.o_proj((self.o_norm(y.transpose(1, 2).contiguous()) * F.silu(g)).flatten(2))

@@ -91,6 +91,16 @@ def test_rows_of_states_are_selected_with_their_padding():
             torch.testing.assert_close(found[row : row + 1], alone, atol=1e-6, rtol=0)
 
 
+@pytest.mark.ci
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_it_is_one_graph_and_computes_the_same():
+    """With a length that is no multiple of the chunks."""
+    network = Hybrid(**{**SMALL, "n_layer": 3, "mixers": ALL[::2]})
+    compiled = torch.compile(network, backend="aot_eager", fullgraph=True)
+    batch = {"input_ids": tokens(length=40)}
+    assert torch.equal(compiled(batch), network(batch))
+
+
 def test_beams_keep_the_states_of_the_rows_that_they_continue():
     network = lively(
         Hybrid(**{**SMALL, "n_layer": 3, "mixers": ["gated_delta_net", "mamba2", "block_sparse"]})
