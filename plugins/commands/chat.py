@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,7 +115,7 @@ class Conversation:
             messages = [*messages, {"role": "user", "content": "Hello"}]
         return encode_messages(self.model, self.template, messages, self.options.special_tokens)
 
-    def answer(self, message: str) -> Iterator[str]:
+    def answer(self, message: str) -> Generator[str, None, None]:
         """Adds a message, and yields its answer piece by piece, which is a message then.
 
         Raises:

@@ -157,12 +157,13 @@ def encode(model: Loaded, prompts: Sequence[str], special_tokens: bool) -> list[
         ConfigError: If one has no tokens and there is no such token, or has more than the network sees.
     """
     found, longest = model.encoder.encode_prompts(prompts, special_tokens), model.network.max_sequence_length
+    begin = [] if model.end is None else [model.end]
     for number, ids in enumerate(found):
-        if not ids and model.end is None:
+        if not ids and not begin:
             raise ConfigError(
                 "The prompt is empty, and the checkpoint's tokenizer has no end-of-text token to begin with."
             )
-        found[number] = ids = ids or [model.end]
+        found[number] = ids = ids or begin
         if longest is not None and len(ids) > longest:
             raise ConfigError(
                 f"Prompt {number + 1} has {len(ids):,} tokens, the network sees {longest:,} at most "

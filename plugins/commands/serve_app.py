@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 from typing import Any
@@ -113,11 +113,11 @@ class Server:
             self.jobs.leave()
             return JSONResponse(answer.whole())
         except (ClientGone, ClientDisconnect):
-            error = RequestError("The client is gone.", status=499)
+            refusal = RequestError("The client is gone.", status=499)
         except Exception as other:
-            error = _as_request_error(other)
+            refusal = _as_request_error(other)
         self.jobs.leave()
-        return _refused(error)
+        return _refused(refusal)
 
 
 async def _body(request: Request) -> Any:
@@ -137,20 +137,20 @@ async def _gone(request: Request) -> None:
         pass
 
 
-async def _chained(first: str, rest: AsyncIterator[str]) -> AsyncIterator[str]:
-    async with aclosing(rest):  # type: ignore[type-var]
+async def _chained(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async with aclosing(rest):
         yield first
         async for piece in rest:
             yield piece
 
 
 async def _streamed(
-    found: AsyncIterator[Event], answer: Answer, leave: Callable[[], None]
-) -> AsyncIterator[str]:
+    found: AsyncGenerator[Event, None], answer: Answer, leave: Callable[[], None]
+) -> AsyncGenerator[str, None]:
     """Yields the server-sent events of an answer; gives its place back at the end."""
     started = False
     try:
-        async with aclosing(found):  # type: ignore[type-var]
+        async with aclosing(found):
             async for event in found:
                 if not started:
                     started = True

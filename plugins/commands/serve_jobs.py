@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -103,7 +103,7 @@ class Jobs:
 
     async def run(
         self, work: Callable[[threading.Event], Iterator[Event]], gone: Callable[[], Any]
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Yields the events of work in a thread; ends it when the client is gone or this is closed.
 
         Args:

@@ -180,14 +180,15 @@ def _value(
     most: float | None = None,
 ) -> Any:
     """Returns a field's value, or the default for none; its type and range are checked."""
-    value = body.get(key)
+    value: Any = body.get(key)
     if value is None:
         return default
     if kind is float and type(value) is int:
         value = float(value) if abs(value) < 1 << 60 else float("inf")
     if type(value) is not kind:
         raise RequestError(f"{key} must be of the type {kind.__name__}, not {type(value).__name__}.", key)
-    if (least is not None and not value >= least) or (most is not None and not value <= most):
+    number: Any = value
+    if (least is not None and not number >= least) or (most is not None and not number <= most):
         raise RequestError(
             f"{key} is {value}; it must be {'at least' if most is None else 'between'} {least}{'' if most is None else f' and {most}'}.",
             key,
@@ -221,17 +222,18 @@ def _prompts(body: Mapping[str, Any], model: Loaded, special_tokens: bool) -> li
     found = body.get("prompt")
     found = "" if found is None else found
     many = found if isinstance(found, list) and found and type(found[0]) is not int else [found]
+    prompts: list[Any] = many
     if all(isinstance(one, str) for one in many):
         prompts = model.encoder.encode_prompts(many, special_tokens)
     else:
-        prompts = many
         size = model.network.vocab_size
         for ids in prompts:
             if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < size for id in ids):
                 raise RequestError(f"prompt must be text, or token ids below {size}.", "prompt")
-    if any(not ids for ids in prompts) and model.end is None:
+    begin = [] if model.end is None else [model.end]
+    if any(not ids for ids in prompts) and not begin:
         raise RequestError("The prompt is empty, and there is no token to begin a text with.", "prompt")
-    return [ids or [model.end] for ids in prompts]
+    return [ids or begin for ids in prompts]
 
 
 def _messages(body: Mapping[str, Any], model: Loaded, template: ChatTemplate | None) -> list[list[int]]:

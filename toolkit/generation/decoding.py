@@ -149,10 +149,10 @@ class Decoding:
         if not self._log_probabilities:
             return [Token(row, id) for row, id in zip(active, ids, strict=True)]
         logs = raw.float().log_softmax(-1)
-        best = logs.topk(self._likeliest)
+        top = logs.topk(self._likeliest)
         others = [
             tuple(zip(*pair, strict=True))
-            for pair in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            for pair in zip(top.indices.tolist(), top.values.tolist(), strict=True)
         ]
         own = logs[range(len(ids)), ids].tolist()
         return [Token(*one) for one in zip(active, ids, own, others, strict=True)]

@@ -254,7 +254,7 @@ def test_a_page_of_another_name_in_a_browser_is_refused(served):
 def narrow(tmp_path_factory):
     """A server that computes one request, lets one wait, and takes texts of any length."""
     path = store_chat(tmp_path_factory.mktemp("narrow") / "endless.ckpt", window=None)
-    server = Served(path, "--max_new_tokens=1000000", "--waiting=1", "--timeout=3")
+    server = Served(path, "--max_new_tokens=1000000", "--waiting=1")
     yield server
     if server.process.poll() is None:
         server.end()
@@ -273,20 +273,17 @@ def quick(server):
 
 @pytest.mark.ci
 def test_a_client_that_leaves_ends_its_text(narrow):
-    for _ in range(4):  # each would hold the server for 3 s
-        start = time.monotonic()
+    """Otherwise the second text without end would wait, and the third be refused."""
+    for _ in range(3):
         begun(narrow).close()
         quick(narrow)
-        assert time.monotonic() - start < 2.5
-    with socket.create_connection(("127.0.0.1", narrow.port)) as raw:  # and one that asked for no stream
-        body = json.dumps({"prompt": "ab", **LONG})
-        raw.sendall(
-            f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode()
-        )
-        time.sleep(0.3)
-    start = time.monotonic()
-    quick(narrow)
-    assert time.monotonic() - start < 2.5
+    for _ in range(3):  # and those that ask for no stream
+        with socket.create_connection(("127.0.0.1", narrow.port)) as raw:
+            body = json.dumps({"prompt": "ab", **LONG})
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            raw.sendall((head + body).encode())
+            time.sleep(0.3)
+        quick(narrow)
 
 
 @pytest.mark.ci
@@ -315,13 +312,17 @@ def test_more_requests_than_may_wait_are_refused(narrow):
 
 
 @pytest.mark.ci
-def test_a_request_that_takes_too_long_is_ended(narrow):
+def test_a_request_that_takes_too_long_is_ended(tmp_path):
+    hasty = Served(
+        store_chat(tmp_path / "endless.ckpt", window=None), "--max_new_tokens=1000000", "--timeout=1"
+    )
     with pytest.raises(openai.APIStatusError) as caught:
-        narrow.client.completions.create(model="endless", prompt="ab", **LONG)
+        hasty.client.completions.create(model="endless", prompt="ab", **LONG)
     assert caught.value.status_code == 408
-    assert "longer than 3 s" in str(caught.value)
-    with pytest.raises(openai.APIError, match="longer than 3 s"):
-        list(narrow.client.completions.create(model="endless", prompt="ab", stream=True, **LONG))
+    with pytest.raises(openai.APIError, match="longer than 1 s"):
+        list(hasty.client.completions.create(model="endless", prompt="ab", stream=True, **LONG))
+    assert hasty.end() == 143
+    assert "Traceback" not in hasty.said
 
 
 @pytest.mark.ci
@@ -337,9 +338,7 @@ def test_a_signal_ends_a_server_that_is_busy(narrow):
     reader = threading.Thread(target=read)
     reader.start()
     time.sleep(0.5)
-    start = time.monotonic()
     assert narrow.end(signal.SIGINT) == 130
-    assert time.monotonic() - start < 10
     reader.join(30)
     assert "shutting down" in str(found[-1])
     assert "Traceback" not in narrow.said
