@@ -54,7 +54,8 @@ LINEAR = {"start": 3, "multiple": 3, "duration": 7, "intermittent_short": 0.5}
 def test_every_layout_of_a_batch_has_the_same_curve(schedule):
     tokens, losses = trained(schedule, 1, 1, ROWS)
     assert len(set(np.diff(tokens, prepend=0))) > 1 or schedule.get("growth") == "doubling"
-    for ranks, accumulated in ((2, 1), (4, 1), (2, 2), (1, 4), (1, 8)):
+    layouts = ((2, 1), (4, 1), (2, 2), (1, 4), (1, 8)) if schedule == LINEAR else ((2, 2), (1, 8))
+    for ranks, accumulated in layouts:
         found = trained(schedule, ranks, accumulated, ROWS // ranks // accumulated)
         assert found[0] == tokens, (ranks, accumulated)
         assert found[1] == pytest.approx(losses, rel=TOLERANCE), (ranks, accumulated)
