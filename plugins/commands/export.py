@@ -131,7 +131,7 @@ def _to_hugging_face(path: Path, output: Path, shard_bytes: int) -> None:
     for name, stored in plan.items():
         parts = [opened.tensors[own] for own in stored.ours]
         rows = sum(part.shape[0] for part in parts)
-        shape = (rows, *parts[0].shape[1:])
+        shape = (rows, *parts[0].shape[1:]) if stored.index is None else parts[0].shape[1:]
         shape = shape[::-1] if stored.transposed and len(shape) == 2 else shape
         lazy[name] = LazyTensor(shape, parts[0].dtype, partial(_joined, stored, parts))
     dtype = str(max(lazy.values(), key=lambda tensor: tensor.nbytes).dtype).removeprefix("torch.")
