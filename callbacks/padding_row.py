@@ -41,7 +41,7 @@ class PaddingRow(Callback):
         if padding_id < 0:
             raise ConfigError(f"PaddingRow: padding_id is {padding_id}; it must be at least 0.")
         self.padding_id = padding_id
-        self._weights: list[nn.Parameter] = []
+        self._weights: list[Tensor] = []
 
     def change_network(self, network: Network) -> None:
         """Sets the row to zero."""
@@ -69,7 +69,7 @@ class PaddingRow(Callback):
                 weight.grad.mul_(_all_but(weight.grad, self.padding_id))
 
 
-def embeddings(network: Network) -> list[nn.Parameter]:
+def embeddings(network: Network) -> list[Tensor]:
     """Returns the weights with an embedding for each token id."""
     return [
         module.weight

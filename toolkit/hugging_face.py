@@ -138,7 +138,7 @@ class HuggingFaceForm:
             if line.stacked:
                 tensors: Any = names
                 stack = tensors[name]
-                shape = stack.shape if isinstance(stack, Tensor) else stack
+                shape = getattr(stack, "shape", stack)  # a tensor, read or not, or a shape
                 stacks += [
                     StoredTensor(theirs.replace("*", str(index)), (name,), index=index)
                     for index in range(shape[0])
