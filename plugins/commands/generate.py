@@ -51,7 +51,7 @@ def generate(arguments: list[str]) -> int:
     return _generate(options, prompts, trusted)
 
 
-def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: Sequence[str]) -> int:
+def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: tuple[str, ...]) -> int:
     from plugins.checkpoints.finding import resolve
     from plugins.commands.generate_job import Job, encode, print_text, write_lines
     from plugins.commands.generate_network import prepare
