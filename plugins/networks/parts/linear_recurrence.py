@@ -147,7 +147,7 @@ def _scan(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the states at the starts of chunks, what is written in them, and the last state."""
     added = None if read is not None else (keys @ u).unbind(-3)
-    keys, pieces, passed = keys.unbind(-3), u.unbind(-3), through.unbind(-3)
+    known, pieces, passed = keys.unbind(-3), u.unbind(-3), through.unbind(-3)
     reads = [None] * len(pieces) if read is None else read.unbind(-3)
     starts, writes = [], []
     for n, (piece, old) in enumerate(zip(pieces, reads, strict=True)):
@@ -155,7 +155,7 @@ def _scan(
         if old is not None:
             piece = piece - old @ state
             writes.append(piece)
-        state = passed[n] * state + (keys[n] @ piece if added is None else added[n])
+        state = passed[n] * state + (known[n] @ piece if added is None else added[n])
     return torch.stack(starts, dim=-3), torch.stack(writes, dim=-3) if writes else u, state
 
 
