@@ -55,6 +55,12 @@ class _Loader(yaml.SafeLoader):
             raise _Refused(f"this number has {len(node.value):,} digits, more than {MAX_DIGITS}", event)
         return node
 
+    def fetch_flow_collection_start(self, TokenClass: Any) -> None:
+        """Refuses a bracket that lies too deep: PyYAML reads 1,024 ahead, each in the time of all that are open."""
+        if self.flow_level >= MAX_DEPTH:
+            raise _Refused(f"this is nested more than {MAX_DEPTH} deep", yaml.Token(self.get_mark(), None))
+        super().fetch_flow_collection_start(TokenClass)
+
     def add(self, count: int, at: Any) -> None:
         """Counts values; raises if there are too many."""
         self.count += count
