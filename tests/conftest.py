@@ -223,6 +223,14 @@ def loggers_as_they_were() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def path_as_it_was() -> Iterator[None]:
+    """`main` adds the folder in which it runs, each test's own: every import would look through hundreds of them."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
+
+
 @pytest.fixture(scope="session")
 def storage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """A bucket on a local S3 server."""
