@@ -6,9 +6,11 @@ the catalogue, are as much again, and the same in each run.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from core import catalog
 from plugins.cli.configuration import parsing
@@ -28,17 +30,33 @@ def forget_other_packages() -> None:
         catalog.entries.cache_clear()
 
 
+def _recorders() -> list[str]:
+    """Returns the options of what each run of the kit records itself with."""
+    options: dict[str, dict[str, Any]] = {"Recorder": {}, "Saver": {"save_at": 4}, "Figures": {}}
+    named = {
+        name: {"class_path": f"conformance.recorder.{name}", "init_args": {"folder": "run", **arguments}}
+        for name, arguments in options.items()
+    }
+    callbacks = [named["Recorder"], named["Saver"]]
+    return [
+        f"--trainer.callbacks={json.dumps(callbacks)}",
+        f"--trainer.logger={json.dumps([named['Figures']])}",
+    ]
+
+
 def _parser_of(command: str) -> tuple[parsing.Parser, list[str]]:
     """Returns the parser that was built ahead, once; each further one is built."""
     return _PARSERS.pop() if command == "fit" and _PARSERS else _BUILD(command)
 
 
-_REQUEST = prepare(
-    [f"--config={Path(__file__).with_name('tiny.yaml')}", "--data.source=text", "--data.cache_dir=cache"]
-)
-with trusting(_REQUEST.trust):
-    parsing.Parsed("fit", _REQUEST).plain()
 _FOLDERS = _folders()
 _BUILD = parsing.parser_of
 _PARSERS = [_BUILD("fit")]
+_TINY = [f"--config={Path(__file__).with_name('tiny.yaml')}", "--data.source=text", "--data.cache_dir=cache"]
+_REQUEST = prepare([*_TINY, "--trust=conformance", *_recorders()])
+with trusting(_REQUEST.trust):
+    parsing.Parsed("fit", _REQUEST).plain()
+for _entry in catalog.entries():
+    for _field in ("offers", "replaces", "precision_words"):
+        _entry.declared(_field)
 parsing.parser_of = _parser_of

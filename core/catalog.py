@@ -156,11 +156,16 @@ def definition(module: str, name: str, containing: str = "") -> ast.ClassDef | a
         return None
     try:
         text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text if containing in text else "")
+        return _definitions(text).get(name) if containing in text else None
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
-    nodes = (node for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef))
-    return next((node for node in nodes if node.name == name), None)
+
+
+@cache
+def _definitions(text: str) -> dict[str, ast.ClassDef | ast.FunctionDef]:
+    """Returns the definitions in a module's source; the first of a name. Each technique's is asked for several times."""
+    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    return {node.name: node for node in reversed(nodes)}
 
 
 def source_file(module: str) -> Path | None:
