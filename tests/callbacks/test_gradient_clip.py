@@ -107,13 +107,15 @@ def test_the_defaults_are_zclips_and_the_state_goes_on(tmp_path):
     clip = GradientClip("adaptive")
     assert (clip.alpha, clip.z, clip.warmup_steps, clip.limit) == (0.97, 2.5, 25, 1.0)
     run(tmp_path, clip, steps=30)
-    other = GradientClip("adaptive")
-    other.load_state_dict(clip.state_dict())
-    one, two = (GradientClip("adaptive"), GradientClip("adaptive"))
-    for copy, state in ((one, clip.state_dict()), (two, other.state_dict())):
-        copy.load_state_dict(state)
-    assert one.state_dict()["steps"] == 30
-    assert torch.equal(one._usual(torch.tensor(9.0)), two._usual(torch.tensor(9.0)))
+    other, shorter = GradientClip("adaptive"), GradientClip("adaptive", warmup_steps=4)
+    for copy in (other, shorter):
+        copy.load_state_dict(clip.state_dict())
+    assert (other.state_dict()["steps"], shorter.state_dict()["steps"]) == (30, 0)
+    for norm in (9.0, 0.5, 40.0):  # each is taken into the statistics, from which the next one's limit comes
+        norm = torch.tensor(norm)
+        usual = clip._usual(norm)
+        assert torch.equal(other._usual(norm), usual)
+        assert usual < norm or norm == 0.5
 
 
 def test_two_owners_of_clipping_are_refused():
@@ -132,6 +134,13 @@ def test_two_owners_of_clipping_are_refused():
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match="GradientClip"):
         GradientClip(**options)
+
+
+def test_the_norm_that_is_logged_is_that_before_values_are_clipped(tmp_path):
+    """In the steps of the log, which alone need it."""
+    before, _, record = run(tmp_path, GradientClip("value", 1e-3), steps=4, log_every_n_steps=2)
+    logged = [figures["train/grad_norm"] for figures in record.figures]
+    assert logged == pytest.approx(before.norms()[1::2], rel=1e-6)
 
 
 def test_it_works_without_a_logger_or_a_logged_step(tmp_path):
