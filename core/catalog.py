@@ -156,16 +156,14 @@ def definition(module: str, name: str, containing: str = "") -> ast.ClassDef | a
         return None
     try:
         text = path.read_text(encoding="utf-8")
-        return _definitions(text).get(name) if containing in text else None
+        nodes = _parsed(text).body if containing in text else []
     except (OSError, SyntaxError, UnicodeDecodeError):
         return None
+    return next((n for n in nodes if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name), None)
 
 
-@cache
-def _definitions(text: str) -> dict[str, ast.ClassDef | ast.FunctionDef]:
-    """Returns the definitions in a module's source; the first of a name. Each technique's is asked for several times."""
-    nodes = [node for node in ast.parse(text).body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    return {node.name: node for node in reversed(nodes)}
+_parsed = cache(ast.parse)
+"""Parses a module's source once: each run asks several times what the techniques declare."""
 
 
 def source_file(module: str) -> Path | None:
