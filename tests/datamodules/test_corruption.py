@@ -282,6 +282,19 @@ def test_an_id_behind_the_vocabulary_may_be_the_mask(source):
     assert (joined(train(data, 8)[0])["input_ids"] == usual.vocab_size).any()
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"), [(MaskedDataModule, {"mask_token": 400}), (SpanCorruptionDataModule, {"extra_ids": 30})]
+)
+def test_ids_behind_the_vocabulary_of_prepared_data_count_before_setup(kind, options, source):
+    """The network's vocabulary is compared with that of prepared data before anything is set up."""
+    folder = build(kind, source, **options).folder
+    parts = TextDocuments, PretrainedTokenizer(str(source / "bert" / "tokenizer.json")), TokenShards()
+    data = kind(*parts, Concatenate(), source=str(folder), sequence_length=16, **options)
+    before = data.vocab_size
+    data.setup()
+    assert before == data.vocab_size
+
+
 # -- spans --------------------------------------------------------------------------------------------------
 
 
