@@ -82,7 +82,8 @@ class SpanCorruptionDataModule(PretrainDataModule):
             )
         self.noise_density, self.mean_span_length = noise_density, mean_span_length
         self.extra_ids, self.decoder_start_id = extra_ids, decoder_start_id
-        if self.prepared is not None:  # the vocabulary is known, and compared with the network's, before `setup`
+        if self.prepared is not None:
+            # the vocabulary is known, and compared with the network's, before `setup`
             self.vocab_size += extra_ids
 
     def setup(self, stage: str | None = None) -> None:

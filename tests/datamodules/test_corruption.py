@@ -283,7 +283,8 @@ def test_an_id_behind_the_vocabulary_may_be_the_mask(source):
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"), [(MaskedDataModule, {"mask_token": 400}), (SpanCorruptionDataModule, {"extra_ids": 30})]
+    ("kind", "options"),
+    [(MaskedDataModule, {"mask_token": 400}), (SpanCorruptionDataModule, {"extra_ids": 30})],
 )
 def test_ids_behind_the_vocabulary_of_prepared_data_count_before_setup(kind, options, source):
     """The network's vocabulary is compared with that of prepared data before anything is set up."""
