@@ -223,7 +223,7 @@ class FillInTheMiddle(Packing):
             end = int(manifest["end_of_text_id"]) if end is None else end
             known = _vocabulary(parse_json(read_tokenizer(folder, manifest).encode(), unique=False))
             ids = [token if isinstance(token, int) else _id_of(token, known, folder) for token in ids]
-            if (largest := max(ids)) >= (size := int(manifest["vocab_size"])):
+            if (largest := max(map(int, ids))) >= (size := int(manifest["vocab_size"])):
                 raise ConfigError(
                     f"FillInTheMiddle: {largest} is no id of the tokenizer of {folder}, which has {size}: give a trained one "
                     "special_tokens, or ids that no text uses."
