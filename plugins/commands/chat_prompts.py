@@ -73,7 +73,7 @@ def encode_messages(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     special_tokens: bool = False,
-    **further: Any,
+    further: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Returns the ids of a conversation up to where an answer begins.
 
@@ -81,14 +81,15 @@ def encode_messages(
         model: Its encoder.
         template: Of the conversation.
         messages: Each with `role` and `content`.
-        special_tokens: Whether special tokens are read in messages; else only those of the template are.
+        special_tokens: Whether special tokens are read in messages and `further`; else only those of the template are.
         further: Of :meth:`ChatTemplate.render`.
 
     Raises:
         ConfigError: If the template refuses the messages, or makes no text of them.
     """
-    texts = messages if special_tokens else model.encoder.as_text(messages)
-    ids = model.encoder.encode(template.render(texts, **further), leading=False)
+    given = [messages, dict(further or {})]
+    texts, values = given if special_tokens else model.encoder.as_text(given)
+    ids = model.encoder.encode(template.render(texts, **values), leading=False)
     if not ids:
         raise ConfigError("The chat template makes an empty text of these messages.")
     return ids
