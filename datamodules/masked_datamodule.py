@@ -91,6 +91,9 @@ class MaskedDataModule(PretrainDataModule):
             )
         self.mask_token, self.mask_share, self.whole_words = mask_token, mask_share, whole_words
         self.masked, self.random = masked, random
+        if self.prepared is not None and isinstance(mask_token, int):
+            # the vocabulary is known, and compared with the network's, before `setup`
+            self.vocab_size = max(self.vocab_size, mask_token + 1)
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the prepared folder and the mask.

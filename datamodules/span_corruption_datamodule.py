@@ -82,6 +82,9 @@ class SpanCorruptionDataModule(PretrainDataModule):
             )
         self.noise_density, self.mean_span_length = noise_density, mean_span_length
         self.extra_ids, self.decoder_start_id = extra_ids, decoder_start_id
+        if self.prepared is not None:
+            # the vocabulary is known, and compared with the network's, before `setup`
+            self.vocab_size += extra_ids
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the prepared folder and the sentinels.
@@ -99,6 +102,10 @@ class SpanCorruptionDataModule(PretrainDataModule):
             found = []
             while (number := ids.get(f"<extra_id_{len(found)}>")) is not None:
                 found.append(number)
+        if self.decoder_start_id >= self.vocab_size:
+            raise ConfigError(
+                f"data.decoder_start_id is {self.decoder_start_id}, and the vocabulary has {self.vocab_size} ids."
+            )
         options = (self.noise_density, self.mean_span_length, self.decoder_start_id)
         self._spans = Spans(np.array(found, np.int64), self.end_of_text_id, *options)
         self._require_sentinels(self.sequence_length)

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import struct
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -97,9 +98,9 @@ def read_gguf(path: Path) -> GGUFFile:
         metadata, described, start = _Header(content, size).read()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as GGUF: {read_error(error)}.") from error
-    if int(metadata.get("split.count", 1)) > 1:
+    if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
         raise ConfigError(
-            f"{path} is one of {metadata['split.count']} parts. Join them: llama-gguf-split --merge FIRST_PART OUTPUT"
+            f"{path} is one of {parts} parts. Join them: llama-gguf-split --merge FIRST_PART OUTPUT"
         )
     found: dict[str, LazyTensor] = {}
     rows: dict[str, Callable[[int], Tensor]] = {}
@@ -126,8 +127,12 @@ class _Header:
         version, tensors, keys = self._scalar("I"), self._scalar("Q"), self._scalar("Q")
         if version not in VERSIONS:
             raise ValueError(f"its version is {version}; 2 and 3 in little-endian order can be read")
-        metadata = {self._string(): self._value(self._scalar("I")) for _ in self._range(keys, 13)}
+        pairs = [(self._string(), self._value(self._scalar("I"))) for _ in self._range(keys, 13)]
         described = [self._described() for _ in self._range(tensors, 25)]
+        metadata = dict(pairs)
+        for names in ([key for key, _ in pairs], [name for name, *_ in described]):
+            if twice := [name for name, count in Counter(names).items() if count > 1]:
+                raise ValueError(f"it has {ascii(twice[0])[1:-1][:80]} twice")
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError("general.alignment is no positive number")
@@ -178,6 +183,8 @@ class _Header:
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise ValueError(f"{ascii(name)[1:-1][:80]} has {dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(dimensions))[::-1]
+        if not all(shape):
+            raise ValueError(f"{ascii(name)[1:-1][:80]} has a dimension of 0")
         return name, shape, self._scalar("I"), self._scalar("Q")
 
 

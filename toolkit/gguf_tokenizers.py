@@ -214,7 +214,8 @@ def _described(
 
 def names_of_special(file: GGUFFile) -> dict[str, tuple[int, str]]:
     """Returns "bos", "eos", "unk", "pad" -> id and token, of those that a file names."""
-    tokens = file.metadata.get("tokenizer.ggml.tokens") or []
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    tokens = tokens if isinstance(tokens, list) else []
     ids = {key: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for key, name in SPECIAL.items()}
     return {
         key: (number, tokens[number])

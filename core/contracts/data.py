@@ -125,9 +125,7 @@ class Reader(DocumentSource):
                         empty = False
                         yield text
         if empty:
-            raise ConfigError(
-                f"{type(self).__name__}: there is no text to train on, all documents are blank."
-            )
+            raise ConfigError(f"{type(self).__name__}: there is no text, all documents are blank.")
 
 
 def raise_reject(source: str, place: str, reason: str, details: str, lost: int = 0) -> None:

@@ -22,8 +22,8 @@ def apply_network_changes(network: Network, trainer: Trainer, weights: str | Non
     """
     if weights:
         catalog.offering("initial_weights", "data").load()(weights).change_network(network, trainer)
-    # objectives may hold others; a run that is only checked has no module yet, and a network changes nothing
-    objectives = getattr(trainer.lightning_module, "objective", network).modules()
+    # objectives may hold others; a run that is only checked has no module yet
+    objectives = trainer.lightning_module.objective.modules() if trainer.lightning_module else ()  # type: ignore[union-attr, operator]
     for part in (*objectives, trainer.precision_plugin, *trainer.callbacks):  # type: ignore[attr-defined]
         if isinstance(part, ChangesNetwork):
             part.change_network(network)

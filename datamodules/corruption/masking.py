@@ -34,8 +34,8 @@ class Masking(Corruption):
     whole_words: bool
 
     def raw_length(self, sequence_length: int) -> int:
-        """Returns the length without the tokens before and behind a row."""
-        return sequence_length - 2 * (self.vocabulary.row_ends() is not None)
+        """Returns the length without the tokens before and behind a row, at least 1."""
+        return max(sequence_length - 2 * (self.vocabulary.row_ends() is not None), 1)
 
     def batch(
         self, rows: Sequence[Tokens], generators: Sequence[np.random.Generator], raw_length: int

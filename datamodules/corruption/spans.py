@@ -32,8 +32,8 @@ class Spans(Corruption):
     start_id: int
 
     def raw_length(self, sequence_length: int) -> int:
-        """Returns the most tokens of which at most `sequence_length` are left, sentinels and end counted."""
-        raw = sequence_length
+        """Returns the most tokens, at least 2, of which at most `sequence_length` are left, sentinels and end counted."""
+        raw = max(sequence_length - 1, 2)  # where all spans are single tokens, only the end is added
         while self.lengths(raw + 1)[0] <= sequence_length:
             raw += 1
         return raw

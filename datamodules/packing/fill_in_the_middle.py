@@ -205,6 +205,8 @@ class FillInTheMiddle(Packing):
                 raise ConfigError(f"FillInTheMiddle takes {name} from 0 to 1, not {value}.")
         if len({prefix, suffix, middle}) < 3:
             raise ConfigError("FillInTheMiddle needs three different tokens for prefix, suffix and middle.")
+        if least := [token for token in (prefix, suffix, middle) if isinstance(token, int) and token < 0]:
+            raise ConfigError(f"FillInTheMiddle: an id is {least[0]}; ids are at least 0.")
         self.packing, self.rate, self.spm_rate = packing, rate, spm_rate
         self.tokens, self.end_of_text = (prefix, suffix, middle), end_of_text
 
@@ -221,6 +223,11 @@ class FillInTheMiddle(Packing):
             end = int(manifest["end_of_text_id"]) if end is None else end
             known = _vocabulary(parse_json(read_tokenizer(folder, manifest).encode(), unique=False))
             ids = [token if isinstance(token, int) else _id_of(token, known, folder) for token in ids]
+            if (largest := max(map(int, ids))) >= (size := int(manifest["vocab_size"])):
+                raise ConfigError(
+                    f"FillInTheMiddle: {largest} is no id of the tokenizer of {folder}, which has {size}: give a trained one "
+                    "special_tokens, or ids that no text uses."
+                )
         prefix, suffix, middle = (int(token) for token in ids)
         return Sentinels(prefix, suffix, middle, int(end))
 

@@ -27,23 +27,34 @@ def find_template(model: Loaded, file: str | None) -> ChatTemplate | None:
     special = {role: spelt[id] for role, id in known.items() if id in spelt}
     kept = {name: model.files[name] for name in FILES if isinstance(model.files.get(name), str)}
     if file is not None:
-        name = CONFIG if file.endswith(".json") else TEMPLATE
-        kept = {CONFIG: kept.get(CONFIG, "{}"), name: _content(file)}
+        kept = {CONFIG: kept.get(CONFIG, "{}")} | _named(file)
     found = stored_template(kept)
-    if found is None and file is not None:
-        raise ConfigError(f"--template {file}: it has no `chat_template`.")
+    if file is not None:
+        _required(found, file)
     return found and ChatTemplate(found.source, special | found.special)
 
 
 def read_template(file: str) -> str:
     """Returns the template that is in a file of the user, as it is.
 
+    Args:
+        file: As in :func:`find_template`.
+
     Raises:
         ConfigError: If the file cannot be read or is no template.
     """
-    text = _content(file)
-    ChatTemplate(text, {})
-    return text
+    return _required(stored_template(_named(file)), file).source
+
+
+def _named(file: str) -> dict[str, str]:
+    """Returns the text of a file of the user, under the name that says what it is."""
+    return {CONFIG if file.endswith(".json") else TEMPLATE: _content(file)}
+
+
+def _required(found: ChatTemplate | None, file: str) -> ChatTemplate:
+    if found is None:
+        raise ConfigError(f"--template {file}: it has no `chat_template`.")
+    return found
 
 
 def _content(file: str) -> str:
@@ -73,7 +84,7 @@ def encode_messages(
     template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     special_tokens: bool = False,
-    **further: Any,
+    further: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Returns the ids of a conversation up to where an answer begins.
 
@@ -81,14 +92,15 @@ def encode_messages(
         model: Its encoder.
         template: Of the conversation.
         messages: Each with `role` and `content`.
-        special_tokens: Whether special tokens are read in messages; else only those of the template are.
+        special_tokens: Whether special tokens are read in messages and `further`; else only those of the template are.
         further: Of :meth:`ChatTemplate.render`.
 
     Raises:
         ConfigError: If the template refuses the messages, or makes no text of them.
     """
-    texts = messages if special_tokens else model.encoder.as_text(messages)
-    ids = model.encoder.encode(template.render(texts, **further), leading=False)
+    given: list[Any] = [messages, dict(further or {})]
+    texts, named = given if special_tokens else model.encoder.as_text(given)
+    ids = model.encoder.encode(template.render(texts, **named), leading=False)
     if not ids:
         raise ConfigError("The chat template makes an empty text of these messages.")
     return ids

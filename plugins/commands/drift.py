@@ -55,7 +55,9 @@ def report(path: Path, folder: Path) -> str:
     network.load_state_dict({name: tensor.read() for name, tensor in tensors.items()})
     kind = transformers.AutoModelForCausalLM
     if not gguf:
-        [architecture] = transformers.AutoConfig.from_pretrained(folder, local_files_only=True).architectures
+        architecture, *_ = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True
+        ).architectures
         kind = getattr(transformers, architecture)
     model, notes = kind.from_pretrained(
         folder.parent if gguf else folder,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
-from toolkit.generation.prompts import PromptEncoder
+from toolkit.generation.prompts import PromptEncoder, is_library_error
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ def load(path: Path, options: argparse.Namespace | None = None) -> Loaded:
         ) from error
     try:
         encoder = PromptEncoder(text)
-    except Exception as error:  # the library raises nothing narrower
+    except BaseException as error:  # the library raises nothing narrower
+        if not is_library_error(error):
+            raise
         raise ConfigError(f"{path}: its tokenizer is damaged: {str(error)[:200]}") from error
     if end is not None and not (type(end) is int and 0 <= end < network.vocab_size):
         raise ConfigError(

@@ -49,6 +49,8 @@ def _prompt(line: str, place: str, as_json: bool) -> str:
             prompt = prompt.get("prompt")
         if not isinstance(prompt, str):
             raise ConfigError(f"{place}: it is neither a string nor an object with a string `prompt`.")
+        if any("\ud800" <= letter <= "\udfff" for letter in prompt):
+            raise ConfigError(f"{place}: the prompt has half of a surrogate pair, which is no text.")
     if not prompt.strip():
         raise ConfigError(f"{place}: the prompt is empty.")
     return prompt

@@ -20,6 +20,10 @@ GRACE_SECONDS = 0.5
 """How long is waited for the errors of other ranks: that of a lost connection may come before its cause."""
 
 
+NO_READER = 141
+"""What a rank sends where nobody reads its output anymore, as behind `| head`."""
+
+
 def is_launched() -> bool:
     """Returns whether this process is a rank, of torchrun or of :func:`start`."""
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
@@ -68,7 +72,7 @@ class RankError(ConfigError):
     """What a rank failed with."""
 
 
-def _first_error(processes: Sequence[Any], errors: Sequence[Any]) -> RankError:
+def _first_error(processes: Sequence[Any], errors: Sequence[Any]) -> Exception:
     """Returns the cause: a rank that was killed, then a mistake of the user, then any other error."""
     found: list[tuple[int, str]] = []
     for rank, (process, error) in enumerate(zip(processes, errors, strict=True)):
@@ -79,6 +83,8 @@ def _first_error(processes: Sequence[Any], errors: Sequence[Any]) -> RankError:
             break
         if process.exitcode and error.poll():
             found.append(error.recv())
+    if any(code == NO_READER for code, _ in found):
+        return BrokenPipeError()
     code, text = next((one for one in reversed(found) if one[0] == 2), (found or [(1, "A rank ended.")])[-1])
     raised = RankError(text)
     raised.exit_code = code
@@ -105,6 +111,9 @@ def _run(
         command(arguments)
     except ConfigError as error:
         errors.send((error.exit_code, str(error)))
+    except BrokenPipeError:
+        errors.send((NO_READER, ""))
+        os._exit(1)
     except Exception as error:
         errors.send((1, f"Rank {rank}: {explain_error(error)}"))
     else:

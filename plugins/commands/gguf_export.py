@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -69,7 +68,7 @@ def write(
 
 def _special_ids(kept: Mapping[str, str]) -> dict[str, int]:
     """Returns the ids of special tokens that an import kept."""
-    found = json.loads(kept.get(hf_folder.GENERATION, "{}"))
+    found = hf_folder.kept_object(kept, hf_folder.GENERATION)
     ids = {key: found.get(f"{key}_token_id") for key in ("bos", "pad")}
     return {key: number for key, number in ids.items() if isinstance(number, int)}
 
@@ -77,7 +76,7 @@ def _special_ids(kept: Mapping[str, str]) -> dict[str, int]:
 def _chat_template(kept: Mapping[str, str]) -> str | None:
     if "chat_template.jinja" in kept:
         return kept["chat_template.jinja"]
-    found = json.loads(kept.get(hf_folder.TOKENIZER_CONFIG, "{}")).get("chat_template")
+    found = hf_folder.kept_object(kept, hf_folder.TOKENIZER_CONFIG).get("chat_template")
     return found if isinstance(found, str) else None
 
 

@@ -11,14 +11,18 @@ import torch
 from core import catalog
 from core.contracts import Network
 from core.errors import ConfigError, nearest
-from plugins.checkpoints.foreign import CONFIG, ForeignWeights, read_text
+from plugins.checkpoints.foreign import CONFIG, ForeignWeights, read_json, read_text
 from plugins.checkpoints.stored_network import build_network
+from toolkit.bounded import parse_json
 from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm
 
 KEPT = "hugging_face"
 """Key of a checkpoint: file name -> its text, of files that an import keeps for an export."""
 
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+COUNTED = ("n_layer", "n_decoder_layer", "n_experts")
+"""Arguments of which a network has at least so many tensors; with others it would take for ever to build."""
+
 KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -42,9 +46,11 @@ def network_config(found: ForeignWeights) -> dict[str, Any]:
         )
     entry, form = known[architecture]
     try:
+        for key, argument in form.arguments.items():
+            count = found.config.get(key)
+            if argument in COUNTED and count is not None and count > len(found.tensors):
+                raise ValueError(f"{key} is {count:,}, for {len(found.tensors)} tensors")
         init_args = form.init_args(found.config)
-        if init_args["n_layer"] > len(found.tensors):
-            raise ValueError(f"{init_args['n_layer']:,} layers for {len(found.tensors)} tensors")
         with torch.device("meta"):
             entry.load()(**init_args)
     except ConfigError:
@@ -98,11 +104,33 @@ def exported_form(network: Network, arguments: Mapping[str, Any]) -> tuple[Huggi
 
 
 def kept_files(source: ForeignWeights) -> dict[str, str]:
-    """Returns the texts of the files of `KEPT_FILES` that came with weights."""
+    """Returns the texts of the files of `KEPT_FILES` that came with weights.
+
+    Raises:
+        ConfigError: If a file cannot be read, or is no JSON object where it should be.
+    """
     if source.files is not None:
         return dict(source.files)
     folder = source.folder
+    for name in (TOKENIZER_CONFIG, GENERATION):
+        if (folder / name).exists():
+            read_json(folder, name)
     return {name: read_text(folder, name) for name in KEPT_FILES if (folder / name).exists()}
+
+
+def kept_object(kept: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Returns the JSON object in a file that an import kept; empty if there is none.
+
+    Raises:
+        ConfigError: If it is none.
+    """
+    try:
+        found = parse_json(kept.get(name, "{}").encode(), unique=False)
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(f"The {name} that the checkpoint keeps is damaged: {error}.") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"The {name} that the checkpoint keeps is no JSON object.")
+    return found
 
 
 def data_state(source: ForeignWeights, end_of_text: str | None) -> dict[str, Any] | None:
@@ -136,7 +164,7 @@ def files_beside(
         dtype: Of most weights, such as "float32".
     """
     special = {"bos_token_id": None, "eos_token_id": end, "pad_token_id": config.get("pad_token_id")}
-    if before := json.loads(kept.get(GENERATION, "{}")):
+    if before := kept_object(kept, GENERATION):
         special |= {key: before[key] for key in special if key in before}
     files = {CONFIG: _text({**config, **special, "dtype": dtype})}
     files[GENERATION] = _text({key: value for key, value in special.items() if value is not None})

@@ -90,7 +90,7 @@ class Server:
         except RequestError as error:
             return _refused(error)
         try:
-            body = await _body(request)
+            body = await _body(request, self.jobs.timeout)
             wanted = await asyncio.to_thread(
                 understood,
                 body,
@@ -114,20 +114,35 @@ class Server:
             return JSONResponse(answer.whole())
         except (ClientGone, ClientDisconnect):
             refusal = RequestError("The client is gone.", status=499)
+        except asyncio.CancelledError:  # the server does not wait any longer for what still comes
+            refusal = RequestError("The server is shutting down.", None, "server_busy", 503, "server_error")
         except Exception as other:
             refusal = _as_request_error(other)
         self.jobs.leave()
         return _refused(refusal)
 
 
-async def _body(request: Request) -> Any:
+async def _body(request: Request, seconds: float) -> Any:
+    """Returns the JSON of a request.
+
+    Its type has to be named: without asking, a browser sends what a page of another site says as any type but this one.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise RequestError("The header Content-Type must be application/json.", status=415)
     content = bytearray()
-    async for chunk in request.stream():
-        content += chunk
-        if len(content) > MOST_BYTES:
-            raise RequestError(f"The body has more than {MOST_BYTES >> 20} MiB.", status=413)
     try:
-        return parse_json(bytes(content))
+        async with asyncio.timeout(seconds):
+            async for chunk in request.stream():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise RequestError(f"The body has more than {MOST_BYTES >> 20} MiB.", status=413)
+    except TimeoutError:
+        text = f"The body did not come within {seconds:g} s."
+        raise RequestError(text, None, "timeout", 408, "timeout_error") from None
+    try:
+        value = parse_json(bytes(content))
+        json.dumps(value, ensure_ascii=False).encode()  # halves of surrogate pairs, which are no text
+        return value
     except ValueError as error:
         raise RequestError(f"The body is no JSON: {str(error)[:200]}") from error
 

@@ -52,6 +52,9 @@ KNOWN = {
 }
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+MOST_TOKENS = 1 << 17
+"""Of a prompt, where the network has no largest sequence: a body of 4 MiB would fill the memory."""
+
 
 class RequestError(Exception):
     """A request that is refused.
@@ -129,15 +132,14 @@ def understood(
     if body.get("best_of") not in (None, samples):
         raise RequestError("best_of must be n: texts are not chosen among more.", "best_of")
     try:
+        count = 1 if chat else len(_given_prompts(body))
+        if count * samples > limits.max_texts:
+            text = f"{count * samples} texts are asked for; this server gives {limits.max_texts} at once."
+            raise RequestError(text, "n")
         prompts = _messages(body, model, template) if chat else _prompts(body, model, special_tokens)
         stops, stop_ids = split_stops(model.tokenizer, _stops(body))
     except ConfigError as error:
         raise RequestError(str(error), "messages" if chat else None) from error
-    if len(prompts) * samples > limits.max_texts:
-        raise RequestError(
-            f"{len(prompts) * samples} texts are asked for; this server gives {limits.max_texts} at once.",
-            "n",
-        )
     likeliest = (
         _value(body, "top_logprobs", int, 0, 0, 20) if chat else _value(body, "logprobs", int, 0, 0, 5)
     )
@@ -217,12 +219,15 @@ def _stops(body: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _prompts(body: Mapping[str, Any], model: Loaded, special_tokens: bool) -> list[list[int]]:
-    """Returns the ids of a string, strings, token ids, or lists of these."""
+def _given_prompts(body: Mapping[str, Any]) -> list[Any]:
     found = body.get("prompt")
     found = "" if found is None else found
-    many = found if isinstance(found, list) and found and type(found[0]) is not int else [found]
-    prompts: list[Any] = many
+    return found if isinstance(found, list) and found and type(found[0]) is not int else [found]
+
+
+def _prompts(body: Mapping[str, Any], model: Loaded, special_tokens: bool) -> list[list[int]]:
+    """Returns the ids of a string, strings, token ids, or lists of these."""
+    prompts = many = _given_prompts(body)
     if all(isinstance(one, str) for one in many):
         prompts = model.encoder.encode_prompts(many, special_tokens)
     else:
@@ -245,9 +250,9 @@ def _messages(body: Mapping[str, Any], model: Loaded, template: ChatTemplate | N
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message.", "messages")
     further = _value(body, "chat_template_kwargs", dict, {})
-    if odd := {"messages", "tools", "add_generation_prompt", "documents"} & set(further):
+    if odd := {"self", "messages", "tools", "add_generation_prompt", "documents"} & set(further):
         raise RequestError(f"chat_template_kwargs cannot set {min(odd)}.", "chat_template_kwargs")
-    return [encode_messages(model, template, [_message(one) for one in messages], **further)]
+    return [encode_messages(model, template, [_message(one) for one in messages], further=further)]
 
 
 def _message(message: Any) -> dict[str, str]:
@@ -269,12 +274,13 @@ def _length(
     body: Mapping[str, Any], model: Loaded, prompts: Sequence[Sequence[int]], limits: Limits, chat: bool
 ) -> int:
     """Returns how many tokens a text may have."""
-    window, longest, most = model.network.max_sequence_length, max(map(len, prompts)), limits.max_new_tokens
-    room = most if window is None else min(most, window - longest)
+    longest, most = max(map(len, prompts)), limits.max_new_tokens
+    window = model.network.max_sequence_length or MOST_TOKENS + most
+    room = min(most, window - longest)
     default = room if chat else min(room, 16)
     key = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     asked = _value(body, key, int, max(default, 1), 1)
-    if window is not None and longest + asked > window:
+    if longest + asked > window:
         raise RequestError(
             f"This model's maximum context length is {window} tokens; {longest + asked} are asked for ({longest} in the "
             f"prompt, {asked} in the completion).",

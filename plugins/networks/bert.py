@@ -189,6 +189,9 @@ class BERT(Decoder):
         found = nn.functional.linear(hidden, self._head_weight)
         return found if self.head is None else found + _like(found, self.head.bias)
 
+    run_further_block = None  # type: ignore[assignment]  # a token sees those that it would predict
+    attends_to_prefixes = False  # type: ignore[assignment]  # they are seen in both directions anyway
+
     def new_cache(self, batch_size: int, max_length: int) -> None:  # type: ignore[override]  # there is none
         """Returns None: no token's states are known before those after it."""
 

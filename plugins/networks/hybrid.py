@@ -109,7 +109,7 @@ class Hybrid(HybridDecoder):
         kinds = _kinds(mixers, n_layer)
         size = head_dim or n_embd // n_head
         check_even("Hybrid", size, "head_dim")
-        if 2 * n_embd % size:
+        if "mamba2" in kinds and 2 * n_embd % size:
             raise ConfigError(
                 f"Hybrid: head_dim={size} does not divide mamba2's width, 2 n_embd={2 * n_embd}."
             )

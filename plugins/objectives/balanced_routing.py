@@ -95,6 +95,11 @@ class BalancedRouting(Objective):
             )
         with recorded(network) as routings:
             loss, figures = self.objective.loss(network, batch)
+        if not routings:
+            raise ConfigError(
+                f"BalancedRouting: no block of {type(network).__name__} with experts has run.\nPut MultiTokenPrediction within "
+                "BalancedRouting, not around it, and make dense_layers smaller than n_layer."
+            )
         seen = batch["labels"] != IGNORED_LABEL
         tokens = seen.sum()
         balance, squares = routing_sums(routings, seen, self.over == "sequence")

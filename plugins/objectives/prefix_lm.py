@@ -69,8 +69,8 @@ class PrefixLM(Objective):
         """Returns the objective's sums over the tokens after the prefixes."""
         if not (isinstance(network, AttendsToPrefixes) and network.attends_to_prefixes):
             raise ConfigError(
-                f"PrefixLM: {type(network).__name__} cannot attend in both directions with these arguments.\nTake a network "
-                "whose blocks all have attention without a window, such as Llama."
+                f"PrefixLM: {type(network).__name__} cannot attend in both directions in prefixes alone, with these arguments.\n"
+                "Take a decoder whose blocks all have attention without a window, such as Llama."
             )
         place, lengths = prefixes(batch, self.min_fraction, self.max_fraction, self.seed)
         labels = batch["labels"].masked_fill(place + 1 < lengths, IGNORED_LABEL)

@@ -253,6 +253,13 @@ def test_padding_of_validation_is_neither_seen_nor_predicted(source):
     assert labels[labels != -100].tolist() == expected  # all of them are chosen, once
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_very_short_rows_of_a_warm_up_are_read(kind, source):
+    data = KINDS[kind](source)
+    for length in (1, 2, 3):
+        assert train(data, 1, sequence_length=length)[0][0]["input_ids"].shape == (4, 3)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -273,6 +280,20 @@ def test_an_id_behind_the_vocabulary_may_be_the_mask(source):
     data = build(MaskedDataModule, source, mask_token=usual.vocab_size)
     assert data.vocab_size == usual.vocab_size + 1
     assert (joined(train(data, 8)[0])["input_ids"] == usual.vocab_size).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(MaskedDataModule, {"mask_token": 400}), (SpanCorruptionDataModule, {"extra_ids": 30})],
+)
+def test_ids_behind_the_vocabulary_of_prepared_data_count_before_setup(kind, options, source):
+    """The network's vocabulary is compared with that of prepared data before anything is set up."""
+    folder = build(kind, source, **options).folder
+    parts = TextDocuments, PretrainedTokenizer(str(source / "bert" / "tokenizer.json")), TokenShards()
+    data = kind(*parts, Concatenate(), source=str(folder), sequence_length=16, **options)
+    before = data.vocab_size
+    data.setup()
+    assert before == data.vocab_size
 
 
 # -- spans --------------------------------------------------------------------------------------------------
@@ -324,6 +345,14 @@ def test_lengths_are_those_of_the_paper(inputs, raw, target):
     assert spans().lengths(raw) == (inputs, target)
 
 
+@pytest.mark.parametrize("mean", [1.0, 3.0])
+def test_inputs_are_never_longer_than_the_sequence(mean):
+    corruption = spans(0.15, mean)
+    for length in range(3, 200):
+        raw = corruption.raw_length(length)
+        assert corruption.lengths(raw)[0] <= length < corruption.lengths(raw + 1)[0]
+
+
 def test_every_way_to_cut_spans_is_equally_likely():
     corruption, generator = spans(0.5, 2.0), rng()
     count = 10_000
@@ -361,6 +390,8 @@ def test_mistakes_with_spans_are_named(source):
         build(SpanCorruptionDataModule, source)
     with pytest.raises(ConfigError, match=r"noise_density is 1\.5"):
         build(SpanCorruptionDataModule, source, noise_density=1.5)
+    with pytest.raises(ConfigError, match="decoder_start_id is 5000, and the vocabulary has"):
+        build(SpanCorruptionDataModule, source, extra_ids=9, decoder_start_id=5000)
     data = build(SpanCorruptionDataModule, source, extra_ids=9, packing=BestFit(), sequence_length=40)
     with pytest.raises(ConfigError, match="takes rows of one document"):
         train(data, 2)

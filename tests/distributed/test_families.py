@@ -39,6 +39,9 @@ ASKED = ("blocks", "ends", "tensor_parallel_plan", "sequence_parallel_plan")
 REFUSED = {
     ("Mamba2", "sequence"): "Mamba2 has no",
     ("Mamba2", "tensor"): "Mamba2 has no",
+    ("Pretrained", "pipeline"): "Pretrained does not define where it can be split into stages",
+    ("Pretrained", "sequence"): "Pretrained has no sequence-parallel plan",
+    ("Pretrained", "tensor"): "Pretrained has no tensor-parallel plan",
     ("T5", "pipeline"): "T5 does not define where it can be split into stages",
     ("T5", "sequence"): "T5 has no sequence-parallel plan",
 }

@@ -15,6 +15,7 @@ from plugins.networks.mixtral import Mixtral
 from plugins.networks.parts.moe import Router
 from plugins.objectives.balanced_routing import BalancedRouting, routing_sums
 from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives.multi_token_prediction import MultiTokenPrediction
 from tests.support.reference_models import lively, tokens
 from tests.support.same_run import fit
 from toolkit.routing import recorded
@@ -122,6 +123,10 @@ def test_what_has_no_experts_or_a_wrong_coefficient_is_refused():
         BalancedRouting(CausalLM()).loss(
             GPT(n_layer=1, n_head=1, n_embd=8, vocab_size=61, max_sequence_length=64), batch_of()
         )
+    network, around = Mixtral(**SMALL), MultiTokenPrediction(BalancedRouting(CausalLM()))
+    around.change_network(network)
+    with pytest.raises(ConfigError, match="Put MultiTokenPrediction within BalancedRouting"):
+        around.loss(network, batch_of())
     with pytest.raises(ConfigError, match="z_loss from 0 upwards"):
         BalancedRouting(CausalLM(), z_loss=-1.0)
     with pytest.raises(ConfigError, match="rate is 0"):

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from conformance.runs import run
 from core.errors import ConfigError
+from plugins.networks.bert import BERT
 from plugins.networks.deepseek_v3 import DeepSeekV3
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.llama import Llama
@@ -101,6 +102,9 @@ def test_modules_begin_as_the_last_block_and_every_parameter_has_a_gradient():
         objective.change_network(
             Gemma3(**DENSE, head_dim=8, sliding_window=4, global_every=2, final_soft_cap=30.0)
         )
+    encoder = BERT(61, n_layer=1, n_head=4, n_embd=32, max_sequence_length=64, intermediate_size=48)
+    with pytest.raises(ConfigError, match=r"BERT returns logits, or runs no further blocks"):
+        objective.change_network(encoder)
     with pytest.raises(ConfigError, match="depth=0 must be at least 1"):
         MultiTokenPrediction(CausalLM(), depth=0)
 

@@ -5,6 +5,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from core.errors import ConfigError
+from plugins.networks.bert import BERT
 from plugins.networks.deepseek_v3 import DeepSeekV3
 from plugins.networks.llama import Llama
 from plugins.networks.mistral import Mistral
@@ -89,6 +90,9 @@ def test_lengths_are_uniform_and_depend_on_seed_and_document_alone():
 def test_a_window_and_wrong_shares_are_refused():
     with pytest.raises(ConfigError, match="Mistral cannot attend in both directions"):
         PrefixLM(CausalLM()).loss(Mistral(**DENSE, sliding_window=8), packed())
+    encoder = BERT(61, n_layer=1, n_head=4, n_embd=32, max_sequence_length=64, intermediate_size=48)
+    with pytest.raises(ConfigError, match="BERT cannot attend in both directions"):
+        PrefixLM(CausalLM()).loss(encoder, packed())
     with pytest.raises(ConfigError, match=r"not 0\.6 and 0\.5"):
         PrefixLM(CausalLM(), 0.6, 0.5)
     network = Llama(**DENSE)

@@ -9,10 +9,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-__all__ = ["PromptEncoder", "leading_ids"]
+__all__ = ["PromptEncoder", "is_library_error", "leading_ids"]
 
 _MARK = "\ufdd0"  # a noncharacter of Unicode, for internal use: no text has a meaning for it
 _PROBES = ("a", "0", ".", "你")
+
+
+def is_library_error(error: BaseException) -> bool:
+    """Returns whether an error may be one of `tokenizers`: its Rust code panics over some files, which is no Exception."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
@@ -76,7 +81,7 @@ class PromptEncoder:
                 value = self._spelt.sub(lambda found: found[0][0] + _MARK + found[0][1:], value)
             return value
         if isinstance(value, Mapping):
-            return {key: self.as_text(one) for key, one in value.items()}
+            return {self.as_text(key): self.as_text(one) for key, one in value.items()}
         return [self.as_text(one) for one in value] if isinstance(value, list | tuple) else value
 
     def encode(self, text: str, leading: bool = True) -> list[int]:

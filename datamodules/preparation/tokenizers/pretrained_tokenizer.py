@@ -17,7 +17,7 @@ from datamodules.preparation.tokenizers import sentencepiece_model, tiktoken_ran
 from datamodules.preparation.tokenizers.library_tokenizer import END_OF_TEXT, LibraryTokenizer
 from datamodules.preparation.tokenizers.unigram_encoder import UnigramEncoder
 from toolkit.bounded import MOST_BYTES, parse_json
-from toolkit.generation.prompts import leading_ids
+from toolkit.generation.prompts import is_library_error, leading_ids
 from toolkit.gguf_files import read_gguf
 from toolkit.gguf_tokenizers import from_metadata, names_of_special
 from toolkit.prepared import is_remote, stored_vocab_size
@@ -82,7 +82,9 @@ class PretrainedTokenizer(LibraryTokenizer):
             elif files[0].suffix not in (".json", GGUF) or len(files) > 1:
                 _begin(self._tokenizer, files[0])
             self._leading = leading_ids(self._tokenizer)
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and panics over some files
+            if not is_library_error(error):
+                raise
             what = str(error).partition("\n")[0][:300]
             raise ConfigError(
                 f"{files[0]} cannot be read as a tokenizer: {what}.\nRead are a tokenizer.json, a vocab.json with "

@@ -115,7 +115,7 @@ class Decoder(Network):
         if tie_embeddings and self.weight_init == "mup":
             raise ConfigError(
                 f"{type(self).__name__}: init=mup begins with a head of zeros, which tied embeddings would share: set "
-                "tie_embeddings to false."
+                "tie_embeddings to false where the network has it, or take another init."
             )
         device = torch.get_default_device()
         with torch.device("meta"):  # skips the modules' own initialisation, which would draw random numbers

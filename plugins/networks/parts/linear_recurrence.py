@@ -6,7 +6,7 @@ u_t = beta_t (v_t - (a_t S_{t-1})^T k_t), that of gated DeltaNet (arXiv:2412.064
 
 Shapes: * is any leading dimensions, of which B is the first, and which broadcast; T tokens, N chunks of C tokens, K key
 features, V value features. The decay a_t = exp(log_decay_t) is one number a head, (*, T, 1), or one a key feature,
-(*, T, K); log_decay <= 0. All is computed in float32 or wider, whatever autocast says.
+(*, T, K); log_decay <= 0. All is computed in float32 or wider, whatever autocast says; outputs have the values' data type.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def chunked(
         beta: Strength of the delta rule, (*, T); None: no delta rule.
         chunk_size: C; T need not be a multiple.
     """
-    length, kind = v.shape[-2], q.dtype
+    length, kind = v.shape[-2], v.dtype
     with torch.autocast(v.device.type, enabled=False):
         q, k, v, log_decay = (_in_chunks(x, chunk_size) for x in _wide(q, k, v, log_decay))
         state = _state(k, v, state)
@@ -87,7 +87,7 @@ def recurrent(
     beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns what :func:`chunked` returns, one token after another, as the definition says."""
-    kind = q.dtype
+    kind = v.dtype
     with torch.autocast(v.device.type, enabled=False):
         q, k, v, log_decay = _wide(q, k, v, log_decay)
         state = _state(k[..., None, :, :], v[..., None, :, :], state)

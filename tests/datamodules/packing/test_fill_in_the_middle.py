@@ -116,3 +116,5 @@ def test_unknown_tokens_and_wrong_rates_are_refused():
         FillInTheMiddle(Concatenate(), rate=1.5)
     with pytest.raises(ConfigError, match="three different tokens"):
         FillInTheMiddle(Concatenate(), prefix=1, suffix=1)
+    with pytest.raises(ConfigError, match="an id is -1"):
+        FillInTheMiddle(Concatenate(), prefix=-1)

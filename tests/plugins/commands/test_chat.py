@@ -1,5 +1,6 @@
 """`chat` as a user starts it: through a pipe and in a terminal."""
 
+import json
 import os
 import pty
 import re
@@ -211,4 +212,7 @@ def test_a_template_goes_out_and_comes_back(tmp_path, monkeypatch):
         model = load(tmp_path / f"b{len(words)}.ckpt")
         assert find_template(model, None).render(messages) == text
         assert model.stop_ids == [0, 2]
+    (tmp_path / "own.json").write_text(json.dumps({"chat_template": "own"}))
+    assert main(["export", "--ckpt_path=a.ckpt", "--output=d", "--template=own.json"]) == 0
+    assert (tmp_path / "d" / "chat_template.jinja").read_text() == "own"
     assert main(["export", "--ckpt_path=a.ckpt", "--output=c", "--format=torch", "--template=own.jinja"]) == 2

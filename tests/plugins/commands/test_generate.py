@@ -229,6 +229,10 @@ MISTAKES = {
     "empty file": (["--prompts", "empty.txt"], "--prompts empty.txt: it is empty"),
     "empty line": (["--prompts", "hole.txt"], "--prompts hole.txt:2: the prompt is empty"),
     "no JSON": (["--prompts", "bad.jsonl"], "--prompts bad.jsonl:2: it is no JSON"),
+    "half a character": (
+        ["--prompts", "half.jsonl"],
+        "--prompts half.jsonl:1: the prompt has half of a surrogate pair",
+    ),
     "other JSON": (["--prompts", "other.jsonl"], "--prompts other.jsonl:1: it is neither a string nor"),
     "too long": (["--prompts", "long.txt"], "Prompt 2 has 17 tokens, the network sees 16 at most"),
     "both": (["--prompt", "a", "--prompts", "long.txt"], "--prompt and --prompts"),
@@ -260,6 +264,7 @@ def test_a_mistake_is_named_and_nothing_is_written(name, trained, tmp_path, monk
         "empty.txt": b"",
         "hole.txt": b"a\n  \nb\n",
         "bad.jsonl": b'"a"\n{"prompt": \n',
+        "half.jsonl": b'"\\ud83d"\n',
         "other.jsonl": b'{"text": "a"}\n',
         "long.txt": b"a\n" + b"q" * 17 + b"\n",
     }

@@ -135,6 +135,20 @@ def test_a_rank_that_is_killed_ends_all_with_one_message(stored, tmp_path, capfd
     assert not multiprocessing.active_children()
 
 
+def print_to_nobody(arguments):
+    """On rank 0 what it does behind `| head`; the other one waits for it, as in a collective."""
+    if os.environ["RANK"] == "0":
+        raise BrokenPipeError
+    time.sleep(60)
+
+
+@pytest.mark.ci
+def test_output_that_nobody_reads_anymore_is_no_error():
+    with pytest.raises(BrokenPipeError):
+        generate_ranks.start(2, print_to_nobody, [])
+    assert not multiprocessing.active_children()
+
+
 @pytest.mark.parametrize(
     ("ranks", "device", "said"),
     [

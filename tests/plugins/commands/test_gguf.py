@@ -272,7 +272,18 @@ def many(place):
     return change
 
 
+def again(path):
+    """Gives it a key that it has already."""
+    content = bytearray(path.read_bytes())
+    content[16:24] = struct.pack("<Q", struct.unpack("<Q", content[16:24])[0] + 1)
+    name = b"general.architecture"
+    content[24:24] = struct.pack("<Q", len(name)) + name + struct.pack("<IQ", 8, 4) + b"gpt2"
+    path.write_bytes(content)
+
+
 BAD = {
+    "key twice": (again, "it has general.architecture twice"),
+    "empty tensor": (replaced(b"output_norm.weight" + struct.pack("<IQ", 1, 64), b"output_norm.weight" + struct.pack("<IQ", 1, 0)), "output_norm.weight has a dimension of 0"),
     "cut": (cut, "is cut off"),
     "short": (short, "is cut off"),
     "no GGUF": (lambda path: path.write_bytes(b"GGML" + bytes(100)), "does not begin with the letters GGUF"),

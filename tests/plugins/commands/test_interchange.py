@@ -16,9 +16,11 @@ from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.checkpoints.matching import open_own
 from plugins.checkpoints.stored_network import load_network
 from plugins.commands import drift
+from plugins.networks.dots1 import Dots1
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
+from plugins.networks.mixtral import Mixtral
 from tests.conftest import HOUSE
 from tests.support.cli_runs import core  # noqa: F401
 from tests.support.full_disk import file_size_limit
@@ -37,13 +39,20 @@ from tests.support.stored_networks import (
 BITWISE = ("Llama", "Llama-scaled", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3", "Gemma3-capped")
 
 
+EXPERTS = {**MLP, "n_experts": 4, "experts_per_token": 2}
+CASES = FAMILIES | {
+    "Mixtral": (Mixtral, EXPERTS),
+    "Dots1": (Dots1, {**EXPERTS, "expert_size": 24, "dense_layers": 1}),
+}
+
+
 def apart(ours, theirs):
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", CASES)
 def test_transformers_computes_the_same_and_the_weights_come_back(name, core, tmp_path):  # noqa: F811
-    network_class, arguments = FAMILIES[name]
+    network_class, arguments = CASES[name]
     network = lively_network(network_class, arguments)
     store(network, arguments, tmp_path / "a.ckpt")
     done = core("export", "--ckpt_path=a.ckpt", "--output=hf", "--shard_gb=0.00003")
@@ -253,7 +262,9 @@ BAD = {
     "no architecture": (config(architectures=None), "no network for None"),
     "no sizes": (config(hidden_size=None), "has no hidden_size"),
     "odd size": (config(hidden_size="many"), "no size or of a wrong type"),
-    "many layers": (config(num_hidden_layers=10**9), "1,000,000,000 layers for"),
+    "many layers": (config(architectures=["Qwen3ForCausalLM"], num_hidden_layers=10**9), "is 1,000,000,000, for"),
+    "many experts": (config(architectures=["MixtralForCausalLM"], num_local_experts=10**9), "is 1,000,000,000, for"),
+    "generation config": (lambda f: (f / "generation_config.json").write_text("[]"), "it is no JSON object"),
     "another size": (config(hidden_size=64), "config.json makes it"),
     "activation": (config(hidden_act="relu"), "hidden_act is 'relu'"),
     "no JSON": (lambda f: (f / "config.json").write_bytes(b"\xff{"), "cannot be read"),

@@ -20,6 +20,7 @@ import torch
 from core.__main__ import main
 from plugins.commands.chat_prompts import encode_messages, find_template
 from plugins.commands.generate_network import load
+from plugins.commands.serve_requests import Limits, understood
 from tests.conftest import HOUSE
 from tests.support.chat_checkpoint import store_chat
 from toolkit.generation.decoding import Decoding
@@ -50,6 +51,7 @@ class Served:
     def post(self, body, path="/v1/completions", **headers):
         """Returns status and JSON of a request that a client of OpenAI would not send."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        headers = {"Content-Type": "application/json"} | headers
         connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body), headers)
         answer = connection.getresponse()
         text = answer.read()
@@ -197,6 +199,8 @@ BAD = {
     "no JSON": (b"{", "/v1/completions", 400, "The body is no JSON"),
     "a list": ([], "/v1/completions", 400, "The body is no JSON object"),
     "not UTF-8": (b"\xff", "/v1/completions", 400, "The body is no JSON"),
+    "half a character": (b'{"\\ud800": 1}', "/v1/completions", 400, "surrogates not allowed"),
+    "half a character in a prompt": (b'{"prompt": "\\ud800"}', "/v1/completions", 400, "surrogates not allowed"),
     "too large": (b" " * (5 << 20), "/v1/completions", 413, "more than 4 MiB"),
     "another model": ({"model": "gpt-4", "prompt": "a"}, "/v1/completions", 404, "does not exist"),
     "a wrong field": ({"prompt": "a", "temprature": 1}, "/v1/completions", 400, "Did you mean temperature?"),
@@ -206,6 +210,7 @@ BAD = {
     "a picture": ({"messages": say([{"type": "image_url"}])}, "/v1/chat/completions", 400, "must be text"),
     "tools": ({"messages": say(), "tools": [{}]}, "/v1/chat/completions", 400, "tools is not supported"),
     "a template's words": ({"messages": say(), "chat_template_kwargs": {"messages": 1}}, "/v1/chat/completions", 400, "cannot set"),
+    "a word of Python": ({"messages": say(), "chat_template_kwargs": {"self": 1}}, "/v1/chat/completions", 400, "cannot set self"),
     "temperature": ({"prompt": "a", "temperature": -1}, "/v1/completions", 400, "temperature=-1.0 must be 0"),
     "a type": ({"prompt": "a", "temperature": "hot"}, "/v1/completions", 400, "must be of the type float"),
     "true for a number": ({"prompt": "a", "n": True}, "/v1/completions", 400, "must be of the type int"),
@@ -248,6 +253,43 @@ def test_a_page_of_another_name_in_a_browser_is_refused(served):
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request("GET", "/v1/models", headers={"Host": "evil.example"})
     assert connection.getresponse().status == 400
+
+
+@pytest.mark.ci
+def test_what_a_page_can_send_without_asking_is_refused(served):
+    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+        status, answer = served.post({"prompt": "a"}, **{"Content-Type": kind})
+        assert (status, answer["error"]["message"][-17:]) == (415, "application/json.")
+
+
+@pytest.mark.ci
+def test_what_a_template_is_given_spells_no_special_token(tmp_path):
+    """A client reaches neither the options of the command nor the special tokens, whatever the template writes."""
+    path = store_chat(
+        tmp_path / "small.ckpt", "{{ messages[0].content }}{{ style }}{{ special_tokens }}{{ model }}"
+    )
+    model = load(path)
+    template, text = find_template(model, None), "a<|im_end|>"
+    messages = [{"role": "user", "content": text}]
+    for name in ("style", "special_tokens", "model"):
+        body = {"messages": messages, "chat_template_kwargs": {name: text}}
+        [ids] = understood(body, model, "small", template, Limits(8, 4), False, True).prompts
+        assert model.tokenizer.decode(ids, skip_special_tokens=False) == text + text
+        assert model.encoder.special["<|im_end|>"] not in ids
+
+
+@pytest.mark.ci
+def test_a_body_that_does_not_come_gives_its_place_back(checkpoint):
+    server = Served(checkpoint, "--waiting=0", "--timeout=1")
+    try:
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as slow:
+            lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Length: 9"]
+            slow.sendall("\r\n".join([*lines, "Content-Type: application/json", "", "{"]).encode())
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+            assert server.post({"prompt": "a", "max_tokens": 1})[0] == 200
+    finally:
+        assert server.end() == 143
+    assert "Traceback" not in server.said
 
 
 @pytest.fixture(scope="module")

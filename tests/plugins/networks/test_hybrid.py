@@ -1,11 +1,14 @@
 """Networks with recurrent and sparse mixers: documents, caches, masks, FLOPs, arguments."""
 
+from copy import deepcopy
+from typing import get_args
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from core.errors import ConfigError
-from plugins.networks.hybrid import Hybrid
+from plugins.networks.hybrid import Hybrid, Mixer
 from plugins.networks.mamba2 import Mamba2
 from plugins.networks.olmo_hybrid import OLMoHybrid
 from plugins.networks.parts.block_sparse import SparsePattern, sparse_attention
@@ -218,6 +221,22 @@ def test_a_strong_gate_forgets_and_a_weak_one_keeps():
             cache = StateCache(3)
             mixer(torch.tensor([[[1.0], [2.0], [3.0]]]), None, None, cache)
             assert float(cache.state) == pytest.approx(9 + kept * (4 + 1))
+
+
+@pytest.mark.parametrize("mixer", get_args(Mixer))
+def test_mixers_compute_in_half_precision_what_they_do_in_float64(mixer):
+    """bfloat16 has 8 bits: an operation is exact to 2^-9, and hidden states have a size of about 1."""
+    network = Hybrid(**{**SMALL, "head_dim": None, "mixers": [mixer]}).eval()
+    batch = {"input_ids": torch.arange(40)[None]}
+    with torch.no_grad():
+        found = deepcopy(network).bfloat16()(batch)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found.double(), network.double()(batch), atol=0.05, rtol=0)
+
+
+def test_heads_that_do_not_divide_the_width_of_a_mixer_that_is_not_used_are_taken():
+    with torch.device("meta"):
+        assert Hybrid(**{**SMALL, "head_dim": 6, "mixers": ["attention"]}).head_dim == 6
 
 
 @pytest.mark.parametrize(

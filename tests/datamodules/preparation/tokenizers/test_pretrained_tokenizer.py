@@ -186,6 +186,11 @@ def test_a_trained_unigram_survives_the_file(tmp_path):
         ("tokenizer.json", "{}", "lacks the key 'model'"),
         ("tokenizer.json", "[1]", "lacks the key 'model'"),
         ("tokenizer.json", '{"model": {"type": "BPE"}}', "cannot be read as a tokenizer"),
+        (  # over which the library panics
+            "tokenizer.json",
+            '{"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}',
+            "cannot be read as a tokenizer",
+        ),
         ("tokenizer.json", '{"model": 3}', "cannot be read as a tokenizer"),
         ("x.model", "hello", "SentencePiece model, or a damaged one"),
         ("x.model", "", "SentencePiece model, or a damaged one"),
