@@ -99,7 +99,7 @@ def test_who_offers_a_feature_is_found_without_importing_anybody(packages):
     missing = Feature("exact_resume").missing(Run())
     assert (
         missing
-        == "nothing in this run offers exact_resume: select Acme or MixtureDataModule or PretrainDataModule"
+        == "nothing in this run offers exact_resume: select Acme or MaskedDataModule or MixtureDataModule or PretrainDataModule or SpanCorruptionDataModule"
     )
 
 
