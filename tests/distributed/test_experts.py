@@ -67,14 +67,14 @@ def assert_same(found, expected):
     assert max(apart.values()) < TOLERANCE, apart
 
 
-LAYOUTS = [
+LAYOUTS = [  # slow: parts of larger layouts
     pytest.param(2, {"expert": 2}, marks=pytest.mark.ci),
-    pytest.param(2, {"tensor": 2}, marks=pytest.mark.ci),
+    pytest.param(2, {"tensor": 2}, marks=pytest.mark.slow),
     pytest.param(4, {"tensor": 2, "data_shard": 2}, marks=pytest.mark.ci),
-    pytest.param(4, {"expert": 4}, marks=pytest.mark.ci),
+    pytest.param(4, {"expert": 4}, marks=pytest.mark.slow),
     pytest.param(4, {"expert": 2, "data_shard": 2}, marks=pytest.mark.ci),
     pytest.param(4, {"expert": 2, "data_replicate": 2}, marks=pytest.mark.ci),
-    pytest.param(4, {"expert": 2, "tensor": 2}, marks=pytest.mark.ci),
+    pytest.param(4, {"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
     pytest.param(4, {"expert": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.ci),
 ]
 
@@ -84,8 +84,9 @@ def test_experts_on_several_ranks_train_as_in_one_process(ranks, sizes):
     assert_same(fit(mixture(sizes), ranks), one_process(mixture()))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("sequence", [1, 2])
+@pytest.mark.parametrize(
+    "sequence", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.ci)]
+)
 def test_latent_attention_is_spread_over_its_heads(sequence):
     sizes = {"expert": 2, "tensor": 2, "sequence": sequence}
     assert_same(fit(mixture(sizes, LATENT), 4), one_process(mixture(network=LATENT)))

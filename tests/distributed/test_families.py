@@ -33,9 +33,6 @@ WHOLE_BATCH = ("tensor", "sequence", "pipeline")
 TOLERANCE = 1e-5
 """Of losses and gradient norms over 8 steps: 4.7e-6 is the most seen, which was 3.6e-7 after 4 steps. Rounding grows."""
 
-ASKED = ("blocks", "ends", "tensor_parallel_plan", "sequence_parallel_plan")
-"""What strategies ask of a network."""
-
 REFUSED = {
     ("Mamba2", "sequence"): "Mamba2 has no",
     ("Mamba2", "tensor"): "Mamba2 has no",
@@ -47,27 +44,33 @@ REFUSED = {
 }
 """Network and strategy that lack a plan -> what says so."""
 
-
 OF_EACH = ("sequence", "pipeline")
-"""Strategies that each family is trained under: they take its plan, that of tensor too, and cut it into stages. The others
-treat alike what has the same parts."""
+"""Strategies that each family is trained under: they take its plan, that of tensor too, and cut it into stages."""
 
 
-def parts(case):
-    """Returns the classes that answer what strategies ask."""
-    return tuple(next((base for base in case.target.__mro__ if name in vars(base)), None) for name in ASKED)
+def blocks_of(name):
+    """Returns what FSDP and ZeRO see of a family: the class that says what its blocks are, and whether they have experts."""
+    target = FAMILIES[name].target
+    return next(base for base in target.__mro__ if "blocks" in vars(base)), hasattr(target, "expert_stacks")
 
 
-FIRST = {parts(case): name for name, case in reversed(FAMILIES.items())}
-"""The answering classes -> the first family that has them, which is trained under every strategy."""
+FIRST = {blocks_of(name): name for name in reversed(FAMILIES)}
+"""The first family of each kind of blocks."""
+
+
+def is_needed(name, strategy):
+    """Returns whether a family's own code takes part in a strategy, so that another family's run does not hold for it."""
+    if strategy == "tensor":
+        return (name, "sequence") in REFUSED
+    return strategy in OF_EACH or FIRST[blocks_of(name)] == name
 
 
 def runs():
-    """Yields each family and strategy; CI's where a family's own code takes part."""
-    for name, case in FAMILIES.items():
+    """Yields each family and strategy."""
+    for name in FAMILIES:
         for strategy in STRATEGIES:
-            needed = strategy in OF_EACH or FIRST[parts(case)] == name
-            yield pytest.param(name, strategy, marks=pytest.mark.ci if needed else pytest.mark.slow)
+            mark = pytest.mark.ci if is_needed(name, strategy) else pytest.mark.slow
+            yield pytest.param(name, strategy, marks=mark)
 
 
 @pytest.mark.parametrize(("name", "strategy"), list(runs()))
