@@ -99,7 +99,7 @@ class Run:
     folder: Path
     trainer: Trainer
     module: LanguageModule
-    printed: str
+    stdout: str
 
     def callback(self, kind: type) -> Any:
         return next(callback for callback in self.trainer.callbacks if isinstance(callback, kind))

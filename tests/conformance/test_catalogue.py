@@ -141,6 +141,7 @@ def test_few_of_ours_are_exempt():
         "ShardedCheckpoint": {"resumes_bitwise"},
         "SequenceLengthSchedule": {"accumulation_changes_nothing"},
         "PrefixLM": {"gradients_are_finite"},
+        "Pretrained": {"idle_costs_nothing"},
         "TorchaoAdamW8bit": {"leaks_nothing"},
         "SpikeRollback": {"idle_costs_nothing"},  # where it goes back in the middle
     }

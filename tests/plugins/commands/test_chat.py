@@ -177,8 +177,9 @@ class Terminal:
 
 
 @pytest.mark.ci
-def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_leaves(checkpoint, tmp_path):
-    words = [*COMMAND, f"--ckpt_path={checkpoint}", "--max_new_tokens=100000", "--stop=never this"]
+def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_leaves(tmp_path):
+    path = store_chat(tmp_path / "endless.ckpt", window=None)  # and the likeliest token is never one that ends a text
+    words = [*COMMAND, f"--ckpt_path={path}", "--max_new_tokens=100000", "--temperature=0"]
     terminal = Terminal(*words, folder=tmp_path)
     terminal.until("you>")
     terminal.type("/help\n")
@@ -187,6 +188,7 @@ def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_leaves(checkpoint, tmp_p
     time.sleep(0.3)
     terminal.type("\x03")
     terminal.until("you>", 3)
+    assert "[ended]" in terminal.text
     terminal.type("\x04")
     assert terminal.process.wait(60) == 0
     assert "Traceback" not in terminal.text

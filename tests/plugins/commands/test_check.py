@@ -114,7 +114,8 @@ PROBLEMS = {
     "set --trainer.accelerator=cuda on a machine that has one",
     "LacksCompany": "at least 2 processes are needed, this run has 1: "
     "set --trainer.devices or --trainer.num_nodes",
-    "LacksFeature": "nothing in this run offers exact_resume: select MixtureDataModule or PretrainDataModule",
+    "LacksFeature": "nothing in this run offers exact_resume: select MaskedDataModule or "
+    "MixtureDataModule or PretrainDataModule or SpanCorruptionDataModule",
 }
 
 
