@@ -178,7 +178,8 @@ class Terminal:
 
 @pytest.mark.ci
 def test_in_a_terminal_ctrl_c_ends_an_answer_and_ctrl_d_leaves(tmp_path):
-    path = store_chat(tmp_path / "endless.ckpt", window=None)  # and the likeliest token is never one that ends a text
+    # Without a window the likeliest token is never one that ends a text.
+    path = store_chat(tmp_path / "endless.ckpt", window=None)
     words = [*COMMAND, f"--ckpt_path={path}", "--max_new_tokens=100000", "--temperature=0"]
     terminal = Terminal(*words, folder=tmp_path)
     terminal.until("you>")
