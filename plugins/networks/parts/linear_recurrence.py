@@ -165,7 +165,8 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
 
 def _in_chunks(x: Tensor, size: int) -> Tensor:
     """Returns (*, T, D) as (*, N, C, D); the zeros behind the last token neither decay nor write."""
-    return F.pad(x, (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
+    # Contiguous first: where nothing is missing, `pad` keeps the strides, which a compiled graph does not expect.
+    return F.pad(x.contiguous(), (0, 0, 0, -x.shape[-2] % size)).unflatten(-2, (-1, size))
 
 
 def _state(k: Tensor, v: Tensor, state: Tensor | None) -> Tensor:
