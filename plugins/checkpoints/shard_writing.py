@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -124,14 +125,35 @@ def _save(
     read: Callable[[str], Tensor] | None,
 ) -> None:
     class Planner(dcp.DefaultSavePlanner):
-        def lookup_object(self, index: Any) -> Any:
-            return super().lookup_object(index) if read is None else read(index.fqn)
+        last: Tensor | None = None
 
+        def lookup_object(self, index: Any) -> Any:
+            if read is None:
+                return super().lookup_object(index)
+            # The writer asks for a tensor when it has written the one before, but keeps all of them to the end.
+            if self.last is not None:
+                self.last.untyped_storage().resize_(0)
+            self.last = read(index.fqn)
+            if not self.last.untyped_storage().resizable():  # numpy's memory, or pages of a file
+                self.last = self.last.clone()
+            return self.last
+
+    if read is not None:
+        _return_memory()
     planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         writer = _Writer(folder)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+
+
+def _return_memory() -> None:
+    """Has the C library take large tensors from the system and give them back: its heap would keep their holes.
+
+    See mallopt(3): glibc raises M_MMAP_THRESHOLD, here set to 1 MiB, to the size of what is freed.
+    """
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None:
+        mallopt(-3, 2**20)
 
 
 def _own_part(folder: Path, rank: int, rest: dict[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,7 @@ WHOLE_BATCH = ("tensor", "sequence", "pipeline")
 """Both ranks read the same rows."""
 
 STEPS = 4
-"""Each is an update by gradients of all ranks. More steps repeat that.
-
+"""Each is an update by gradients of all ranks. More steps repeat that."""
 
 TOLERANCE = 1e-5
 """Of losses and gradient norms over these steps."""

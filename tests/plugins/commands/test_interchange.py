@@ -326,17 +326,17 @@ done.set(); thread.join()
 print("MIB", most - begin)
 sys.exit(code)
 """
-LARGE = {**MLP, "n_layer": 24, "n_embd": 1024, "intermediate_size": 2048, "vocab_size": 16384}
+LARGE = {**MLP, "n_layer": 12, "n_embd": 1024, "intermediate_size": 2048, "vocab_size": 16384}
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("sharded", [False, True], ids=["file", "sharded"])
 def test_memory_is_that_of_a_few_tensors_not_of_the_model(sharded, tmp_path):
-    """Of 0.9 GB in tensors of up to 64 MiB; without the pages of files, which the system takes back."""
+    """Of 0.5 GB in tensors of up to 64 MiB; without the pages of files, which the system takes back."""
     torch.set_default_dtype(torch.float32)
     network = Llama(**LARGE)
     size = sum(weight.nbytes for weight in network.parameters()) / 2**20
-    assert size > 800
+    assert size > 450
     store(network, LARGE, tmp_path / "a.ckpt", sharded=sharded, data=False)
     del network
 
