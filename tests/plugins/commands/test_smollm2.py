@@ -62,7 +62,7 @@ def test_logits_are_bitwise_those_of_transformers_and_the_answer_is_right(publis
     )
     assert (end, tokenizer.eos_token) == (2, "<|im_end|>")
 
-    words = ("--prompt", QUESTION, "--temperature=0", "--max_new_tokens=12")
+    words = ("--prompt", QUESTION, "--special_tokens", "--temperature=0", "--max_new_tokens=12")
     done = core("generate", f"--ckpt_path={imported}/base.ckpt", *words)
     assert "The capital of France is Paris." in done.out
 
