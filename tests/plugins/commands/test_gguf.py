@@ -28,7 +28,8 @@ from plugins.networks.qwen2 import Qwen2
 from plugins.networks.qwen3 import Qwen3
 from plugins.networks.qwen3_moe import Qwen3MoE
 from tests.support.cli_runs import core  # noqa: F401
-from tests.support.llama_cpp import LlamaCpp
+from tests.support.gguf_metadata import file_of
+from tests.support.llama_cpp import LlamaCpp, token_ids
 from tests.support.reference_models import tokens
 from tests.support.stored_networks import MLP, PLAIN, ROTARY, SMALL, lively_network, store, tokenizer_json
 from toolkit.gguf_files import read_gguf
@@ -160,7 +161,7 @@ TEXTS = [
 
 def bpe(split):
     """Returns a tokenizer.json of a small vocabulary, split in a known way."""
-    described = _described(split, split == "llama-bpe", ["a"], [1], [])
+    described = {"version": "1.0", **_described(split, split == "llama-bpe", [("a", 1)], [])}
     tokenizer = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
     shell = Tokenizer.from_str(json.dumps(described))
     tokenizer.pre_tokenizer, tokenizer.decoder = shell.pre_tokenizer, decoders.ByteLevel()
@@ -171,24 +172,6 @@ def bpe(split):
     )
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
     return tokenizer.to_str()
-
-
-def file_of(metadata, path):
-    """Writes the metadata to a file without tensors, and opens it."""
-    writer = GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        kinds = {
-            list: writer.add_array,
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            str: writer.add_string,
-        }
-        kinds[type(value)](key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_gguf(path)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -209,10 +192,9 @@ def test_llama_cpp_encodes_texts_to_the_same_ids(split, core, tmp_path):  # noqa
     arguments = {**WIDE, "vocab_size": 410}
     store(lively_network(Llama, arguments), arguments, tmp_path / "a.ckpt", tokenizer=bpe(split))
     assert core("export", "--ckpt_path=a.ckpt", "--format=gguf", "--output=a.gguf").code == 0
-    own, theirs = Tokenizer.from_str(bpe(split)), LlamaCpp(tmp_path / "a.gguf")
+    own = Tokenizer.from_str(bpe(split))
     own.encode_special_tokens = True
-    for text in TEXTS:
-        assert theirs.encode(text) == own.encode(text).ids
+    assert token_ids(tmp_path / "a.gguf", TEXTS) == [own.encode(text).ids for text in TEXTS]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +302,7 @@ def test_bad_files_are_refused_in_a_line_or_two(what, exported, core, tmp_path):
         (Mistral, {**MLP, "sliding_window": 8}, "--output=a.gguf", "sliding_window=8 has no form in GGUF's llama"),
         (OLMoE, {**MOE}, "--output=a.gguf", "n_kv_head=2 has no form in GGUF's olmoe"),
         (Llama, MLP, "--output=a", "belong together"),
-        (Llama, MLP, "--output=a.gguf --type=q4_k", "q4_k"),
+        (Llama, MLP, "--output=a.gguf --type=q3_k", "q3_k"),
     ],
     ids=["activation", "window", "groups", "name", "type"],
 )  # fmt: skip
