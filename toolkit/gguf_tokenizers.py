@@ -73,7 +73,7 @@ def to_metadata(tokenizer: str, rows: int, ids: Mapping[str, int | None]) -> dic
     found = json.loads(tokenizer)
     if leading := _leading(tokenizer, found):
         ids = {**ids, "bos": leading[0]}
-    about = {"add_bos_token": bool(leading)}
+    about: dict[str, Any] = {"add_bos_token": bool(leading)}
     if found["model"].get("type", "BPE") == "BPE" and found["model"].get("byte_fallback"):
         prefix, scores = sentencepiece_bpe.prefix_and_scores(found)
         tokens = _tokens(found, rows)
@@ -117,8 +117,10 @@ def _tokens(found: Mapping[str, Any], rows: int) -> list[tuple[str, int]]:
         if (unknown := model.get("unk_token")) in model["vocab"]:
             vocabulary[model["vocab"][unknown]] = (unknown, UNKNOWN)
     for token in found.get("added_tokens") or ():
+        text, kind = token["content"], CONTROL if token["special"] else USER_DEFINED
         if vocabulary.get(token["id"], ("", NORMAL))[1] != UNKNOWN:
-            vocabulary[token["id"]] = (token["content"], CONTROL if token["special"] else USER_DEFINED)
+            spaced = model.get("byte_fallback") and kind == USER_DEFINED  # such as Gemma's runs of spaces
+            vocabulary[token["id"]] = (text.replace(sentencepiece_bpe.SPACE, " ") if spaced else text, kind)
     if vocabulary and max(vocabulary) >= rows:
         raise ConfigError(
             f"The tokenizer has {max(vocabulary) + 1:,} tokens, the network {rows:,} rows for them."

@@ -8,6 +8,7 @@ factors, eight scales and eight minima of 6 bits, and 256 numbers from 0 to 15. 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,8 +52,9 @@ def _blocks(values: Floats) -> Numbers:
     """Returns super-blocks, (B, 8, 32) -> (B, 144)."""
     weights = np.sqrt(np.mean(values**2, axis=-1, keepdims=True)) + np.abs(values)
     lines = _lines(values, weights)
-    factors = np.stack([line.max(axis=-1) for line in lines], axis=-1) / MOST_SCALE  # (B, 2)
-    factors = factors.astype(np.float16)
+    factors = (np.stack([line.max(axis=-1) for line in lines], axis=-1) / MOST_SCALE).astype(
+        np.float16
+    )  # (B, 2)
     scales, minima = (
         np.clip(np.rint(_ratio(line, factors[:, [place]])), 0, MOST_SCALE).astype(np.uint8)
         for place, line in enumerate(lines)
@@ -125,5 +127,5 @@ def _dot(one: Floats, other: Floats) -> Floats:
 
 def _ratio(one: Floats, other: Floats | NDArray[np.float16]) -> Floats:
     """Returns a quotient, 0 where the divisor is not above 0."""
-    wide = np.broadcast_to(other, one.shape)
+    wide: NDArray[Any] = np.broadcast_to(other, one.shape)
     return np.divide(one, wide, out=np.zeros_like(one), where=wide > 0)

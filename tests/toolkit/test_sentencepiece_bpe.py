@@ -14,6 +14,7 @@ from tests.support.corpus import TOPICS
 from tests.support.gguf_metadata import file_of
 from tests.support.llama_cpp import token_ids
 from tests.support.stored_networks import MLP, lively_network, store
+from toolkit import sentencepiece_bpe
 from toolkit.gguf_tokenizers import from_metadata, names_of_special, to_metadata
 
 LLAMA = {
@@ -67,6 +68,35 @@ def test_llama_cpp_has_the_same_ids(trained, core, tmp_path):  # noqa: F811
     assert done.code == 0, done.err
     for text, ids in zip(TEXTS, token_ids(tmp_path / "a.gguf", TEXTS), strict=True):
         assert ids == theirs.encode(text), text
+
+
+def test_runs_of_spaces_are_tokens_as_in_gemma(core, tmp_path):  # noqa: F811
+    """Added tokens of SentencePiece's spaces, which are merged before all others; llama.cpp finds them in the text."""
+    letters = ["▁", *"abn", "▁a", "ab", "▁ab", "\n"]
+    words = [
+        "<unk>",
+        "<bos>",
+        *sentencepiece_bpe.BYTES,
+        *letters,
+        *("▁" * size for size in range(2, 9)),
+        "\n\n",
+    ]
+    vocabulary = {word: number for number, word in enumerate(words)}
+    scores = [(piece, -float(place)) for place, piece in enumerate(letters)]
+    parts = sentencepiece_bpe.described(scores, vocabulary, "<unk>", prefix=False)
+    runs = sentencepiece_bpe.merges([(word, float(len(word))) for word in words if not word.strip("▁")])
+    parts["model"]["merges"] = [*map(list, runs), *parts["model"]["merges"]]
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    added = [{"id": vocabulary[word], "content": word, **plain, "special": word == "<bos>"} for word in ["<bos>", *words[-8:]]]  # fmt: skip
+    described = json.dumps({"version": "1.0", "added_tokens": added, **parts})
+    arguments = {**MLP, "n_embd": 64, "vocab_size": len(words)}
+    store(lively_network(Llama, arguments), arguments, tmp_path / "a.ckpt", tokenizer=described)
+    assert core("export", "--ckpt_path=a.ckpt", "--format=gguf", "--output=a.gguf").code == 0
+    texts = ["ab  ab", "   a\n\n\n b" + " " * 5 + "é", "a ab" + " " * 8]
+    ids = [Tokenizer.from_str(described).encode(text).ids for text in texts]
+    assert vocabulary["▁" * 5] in ids[1]
+    assert token_ids(tmp_path / "a.gguf", texts) == ids
+    assert PretrainedTokenizer(str(tmp_path / "a.gguf"), end_of_text="<bos>").encode_batch(texts) == ids
 
 
 def later(described):

@@ -150,6 +150,59 @@ def test_the_tokenizer_and_what_ends_a_text_come_back(exported, core, tmp_path):
     assert tokenizer.encode_batch(["The other"]) == [before.encode("The other").ids]
 
 
+# -- files in parts ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(exported, tmp_path):
+    """The file in three parts, as the writer of `gguf` makes them; returns their paths."""
+    whole = gguf.GGUFReader(tmp_path / "a.gguf")
+    writer = GGUFWriter(tmp_path / "parts" / "b.gguf", "llama", split_max_tensors=11)
+    for key, value in read_gguf(tmp_path / "a.gguf").metadata.items():
+        field = whole.fields[key].types
+        if key != "general.architecture":
+            writer.add_key_value(key, value, field[0], field[1] if len(field) > 1 else None)
+    for tensor in whole.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    (tmp_path / "parts").mkdir()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = sorted((tmp_path / "parts").iterdir())
+    assert [path.name for path in found] == [f"b-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    return found
+
+
+def test_parts_are_one_file_whichever_is_named(parts, tmp_path):
+    whole = read_gguf(tmp_path / "a.gguf")
+    for path in (parts[0], parts[2]):
+        found = read_gguf(path)
+        assert whole.metadata.items() <= found.metadata.items()
+        assert found.tensors.keys() == whole.tensors.keys()
+        assert all(torch.equal(found.tensors[name].read(), one.read()) for name, one in whole.tensors.items())
+    assert torch.equal(found.rows["blk.2.attn_q.weight"](5), whole.rows["blk.2.attn_q.weight"](5))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda parts: parts[1].unlink(), "b-00002-of-00003.gguf is missing: b-00001-of-00003.gguf is one of 3 parts"),
+        (lambda parts: shutil.copy(parts[1], parts[2]), "b-00003-of-00003.gguf says that it is part 1 of 3"),
+        (lambda parts: parts[0].rename(parts[0].with_name("c.gguf")), "would have to end in -00001-of-00003.gguf"),
+        (lambda parts: cut(parts[2]), "b-00003-of-00003.gguf is cut off"),
+    ],
+    ids=["missing", "twice", "name", "cut"],
+)  # fmt: skip
+def test_parts_that_are_none_are_named(change, words, parts, core):  # noqa: F811
+    change(parts)
+    [first] = [path for path in parts[0].parent.iterdir() if path.name in ("c.gguf", parts[0].name)]
+    done = core("import", str(first), "--output=b.ckpt")
+    assert done.code == 2, done.out
+    assert words in done.err
+    assert len(done.err.splitlines()) == 1
+
+
 # -- tokenizers --------------------------------------------------------------------------------------------------
 
 TEXTS = [

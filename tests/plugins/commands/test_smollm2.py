@@ -93,12 +93,12 @@ def test_llama_cpp_reads_an_export_with_the_same_tokens_and_perplexity(kind, imp
     assert float(their_loss.exp()) == pytest.approx(float(loss.exp()), rel=0.01)
     assert (ours.argmax(dim=-1) == theirs.argmax(dim=-1)).float().mean() > 0.93
 
-    prompt, new = tokenizer("Gravity is").input_ids, []
-    while len(new) < 16:
-        with torch.no_grad():
-            hidden = network({"input_ids": torch.tensor([prompt + new])})
-            new.append(int(network.logits(hidden[:, -1]).argmax()))
-    assert LlamaCpp(file).greedy(prompt, 16) == new
+    prompt = tokenizer("Gravity is").input_ids
+    new = LlamaCpp(file).greedy(prompt, 16)
+    with torch.no_grad():
+        logits = network.logits(network({"input_ids": torch.tensor([prompt + new])}))[0, len(prompt) - 1 : -1]
+    behind = logits.max(dim=-1).values - logits[range(16), new]
+    assert float(behind.max()) <= (0 if kind == "f16" else 0.3)  # that rounding decides between the nearest
 
 
 def test_training_goes_on_from_it(published, core, tmp_path):  # noqa: F811
