@@ -54,9 +54,9 @@ def import_(arguments: list[str]) -> int:
     if output.exists():
         raise ConfigError(f"{output} exists already: give another name.")
     if options.check:
-        drift.require_transformers(source.suffix == ".gguf")
         if PART.fullmatch(source.name):
             raise ConfigError("--check compares with transformers, which reads no GGUF file in parts.")
+        drift.require_transformers(source.suffix == ".gguf")
     with trusting(Trust(trusted)):
         found = open_foreign(source)
         state, tensors, unread = _converted(found, options.end_of_text)

@@ -5,6 +5,7 @@ import json
 import pytest
 import sentencepiece
 from tokenizers import Tokenizer
+from transformers import LlamaTokenizer
 
 from core.errors import ConfigError
 from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
@@ -58,6 +59,18 @@ def test_ids_are_sentencepieces_after_a_file_and_back(trained, tmp_path):
     assert Tokenizer.from_str(from_metadata(file)).encode("a b").ids == [1, *theirs.encode("a b")]
     again = to_metadata(from_metadata(file), 510, {"eos": 2})
     assert again == metadata
+
+
+def test_a_tokenizer_of_transformers_keeps_its_ids(trained, tmp_path):
+    """But of texts that begin with a space, in front of which SentencePiece and llama.cpp put another one."""
+    theirs, _ = trained
+    (tmp_path / "tokenizer.model").write_bytes(theirs.serialized_model_proto())
+    before = LlamaTokenizer.from_pretrained(tmp_path)
+    described = before.backend_tokenizer.to_str()
+    file_of(to_metadata(described, 510, {"eos": 2}), tmp_path / "a.gguf")
+    back = PretrainedTokenizer(str(tmp_path / "a.gguf"))
+    texts = [text for text in TEXTS if text[:1] not in (" ", "▁", "<")]
+    assert back.encode_batch(texts) == [before.encode(text, add_special_tokens=False) for text in texts]
 
 
 def test_llama_cpp_has_the_same_ids(trained, core, tmp_path):  # noqa: F811

@@ -174,7 +174,7 @@ def parts(exported, tmp_path):
     return found
 
 
-def test_parts_are_one_file_whichever_is_named(parts, tmp_path):
+def test_parts_are_one_file_whichever_is_named(parts, core, tmp_path):  # noqa: F811
     whole = read_gguf(tmp_path / "a.gguf")
     for path in (parts[0], parts[2]):
         found = read_gguf(path)
@@ -182,6 +182,10 @@ def test_parts_are_one_file_whichever_is_named(parts, tmp_path):
         assert found.tensors.keys() == whole.tensors.keys()
         assert all(torch.equal(found.tensors[name].read(), one.read()) for name, one in whole.tensors.items())
     assert torch.equal(found.rows["blk.2.attn_q.weight"](5), whole.rows["blk.2.attn_q.weight"](5))
+    assert core("import", str(parts[1]), "--output=b.ckpt").code == 0
+    done = core("import", str(parts[1]), "--output=c.ckpt", "--check")
+    assert (done.code, (tmp_path / "c.ckpt").exists()) == (2, False)
+    assert "transformers, which reads no GGUF file in parts" in done.err
 
 
 @pytest.mark.parametrize(
