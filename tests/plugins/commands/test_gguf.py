@@ -33,7 +33,7 @@ from tests.support.llama_cpp import LlamaCpp, token_ids
 from tests.support.reference_models import tokens
 from tests.support.stored_networks import MLP, PLAIN, ROTARY, SMALL, lively_network, store, tokenizer_json
 from toolkit.gguf_files import read_gguf
-from toolkit.gguf_tokenizers import SPLITS, _described, from_metadata, to_metadata
+from toolkit.gguf_tokenizers import SPLITS, _beginning, _described, from_metadata, to_metadata
 
 WIDE = {**MLP, "n_embd": 64}
 ODD = {**WIDE, "intermediate_size": 80}
@@ -241,6 +241,19 @@ def test_a_tokenizer_comes_back_and_its_split_has_the_right_name(split, tmp_path
     for text in TEXTS:
         assert found.encode(text).ids == own.encode(text).ids
     assert found.get_vocab() == own.get_vocab()
+
+
+def test_what_texts_begin_with_comes_back(tmp_path):
+    """A file of Llama 3 that does not say so begins texts with BOS, too, as llama.cpp does."""
+    found = json.loads(bpe("llama-bpe"))
+    assert to_metadata(json.dumps(found), 410, {"bos": 0})["tokenizer.ggml.add_bos_token"] is False
+    found["post_processor"] = _beginning(0, "<|end|>")
+    metadata = to_metadata(json.dumps(found), 410, {})
+    assert (metadata["tokenizer.ggml.add_bos_token"], metadata["tokenizer.ggml.bos_token_id"]) == (True, 0)
+    for number in range(2):
+        back = Tokenizer.from_str(from_metadata(file_of(metadata, tmp_path / f"{number}.gguf")))
+        assert back.encode("It's").ids == [0, *Tokenizer.from_str(json.dumps(found)).encode("It's").ids[1:]]
+        metadata.pop("tokenizer.ggml.add_bos_token", None)
 
 
 @pytest.mark.ci
