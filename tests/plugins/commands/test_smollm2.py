@@ -119,7 +119,7 @@ data:
     sequence_length: 48
     batch_size: 2
     tokenizer: {class_path: PretrainedTokenizer, init_args: {path: GGUF}}
-trainer: {max_steps: 4, log_every_n_steps: 1, limit_val_batches: 1, accelerator: cpu}
+trainer: {max_steps: 4, log_every_n_steps: 1, limit_val_batches: 1, accelerator: cpu, callbacks: []}
 """
     (tmp_path / "mine.yaml").write_text(config.replace("GGUF", str(published)))
     done = core("fit", "--config=mine", f"--model.weights={published}", "--trainer.default_root_dir=runs")
