@@ -28,7 +28,7 @@ from core.errors import ConfigError
 from toolkit.bounded import MOST_BYTES, open_inside, read_error
 from toolkit.safetensors_files import LazyTensor
 
-__all__ = ["PART", "GGUFFile", "read_gguf", "require_gguf"]
+__all__ = ["GGUFFile", "read_gguf", "require_gguf"]
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 

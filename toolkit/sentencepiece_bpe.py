@@ -11,7 +11,7 @@ from typing import Any
 
 from core.errors import ConfigError
 
-__all__ = ["BYTE", "described", "merges", "prefix_and_scores"]
+__all__ = ["merges"]
 
 SPACE, BYTE = "▁", 6
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
