@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import struct
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -55,7 +56,10 @@ QUANTISED = (
 )
 """Types that `gguf` dequantises."""
 
-MOST_DIMENSIONS = 4
+MOST_DIMENSIONS, MOST_PARTS = 4, 10_000
+
+PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+"""The name of a file that is one of several parts."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class GGUFFile:
     """What a file holds.
 
     Attributes:
-        path: The file.
+        path: The file, or one of its parts.
         metadata: Key -> number, string, or list of them. A float32 is the shortest decimal that rounds to it.
         tensors: Name -> tensor, the last dimension of which is contiguous as in torch. Quantised ones are float32.
         rows: Name -> function that reads one entry of dimension 0, without the others.
@@ -84,13 +88,19 @@ def require_gguf(what: str) -> None:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Opens a file; no tensor is read yet.
+    """Opens a file, with all parts if it is one of several; no tensor is read yet.
 
     Raises:
-        ConfigError: If it cannot be read, is cut off or damaged, a part of several, or has tensors of a type that is none
-            of `PLAIN` and `QUANTISED`.
+        ConfigError: If it cannot be read, is cut off or damaged, a part is missing, or it has tensors of a type that is
+            none of `PLAIN` and `QUANTISED`.
     """
     require_gguf(str(path))
+    one = _read_part(path)
+    count = one.metadata.get("split.count")
+    return _joined(path, count) if isinstance(count, int) and count > 1 else one
+
+
+def _read_part(path: Path) -> GGUFFile:
     try:
         with open_inside(path.parent, path.name) as file:
             size = os.fstat(file.fileno()).st_size
@@ -98,15 +108,41 @@ def read_gguf(path: Path) -> GGUFFile:
         metadata, described, start = _Header(content, size).read()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as GGUF: {read_error(error)}.") from error
-    if isinstance(parts := metadata.get("split.count"), int) and parts > 1:
-        raise ConfigError(
-            f"{path} is one of {parts} parts. Join them: llama-gguf-split --merge FIRST_PART OUTPUT"
-        )
     found: dict[str, LazyTensor] = {}
     rows: dict[str, Callable[[int], Tensor]] = {}
     for name, shape, kind, offset in described:
         found[name], rows[name] = _tensor(path, size, name, shape, kind, start + offset)
     return GGUFFile(path, metadata, found, rows)
+
+
+def _joined(path: Path, count: int) -> GGUFFile:
+    """Returns all parts as one file: the metadata of the first one, the tensors of all."""
+    name = PART.fullmatch(path.name)
+    if name is None or int(name["count"]) != count or count > MOST_PARTS:
+        raise ConfigError(
+            f"{path} is one of {count} parts; its name would have to end in -00001-of-{count:05}.gguf or alike."
+        )
+    paths = [path.with_name(f"{name['stem']}-{part:05}-of-{count:05}.gguf") for part in range(1, count + 1)]
+    for one in paths:
+        if not one.exists():
+            raise ConfigError(f"{one} is missing: {path.name} is one of {count} parts.")
+    parts = [_read_part(one) for one in paths]
+    tensors: dict[str, LazyTensor] = {}
+    rows: dict[str, Callable[[int], Tensor]] = {}
+    for number, part in enumerate(parts):
+        place = tuple(part.metadata.get(f"split.{key}") for key in ("no", "count"))
+        if place != (number, count):
+            raise ConfigError(f"{part.path} says that it is part {place[0]} of {place[1]}, counted from 0.")
+        if twice := tensors.keys() & part.tensors.keys():
+            raise ConfigError(f"{part.path}: {ascii(min(twice))[1:-1][:80]} is in another part, too.")
+        tensors |= part.tensors
+        rows |= part.rows
+    wanted = parts[0].metadata.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise ConfigError(
+            f"{paths[0]}: its {count} parts have {len(tensors)} tensors, not {wanted} as it says."
+        )
+    return GGUFFile(path, parts[0].metadata, tensors, rows)
 
 
 class _Header:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from toolkit.hugging_face import StoredTensor
     from toolkit.safetensors_files import LazyTensor
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1")
-"""Of the matrices in a GGUF file: those that the package `gguf` quantises."""
+TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k")
+"""Of the matrices in a GGUF file."""
 
 
 @technique(paper="safetensors, config.json and tokenizer.json of transformers; GGUF of llama.cpp")

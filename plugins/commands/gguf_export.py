@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +15,21 @@ from core.errors import ConfigError
 from plugins.checkpoints.gguf_families import family_of
 from plugins.checkpoints.gguf_metadata import to_metadata
 from plugins.checkpoints.gguf_tensors import to_tensors
-from plugins.commands import hf_folder
+from plugins.commands import gguf_q4k, hf_folder
 from toolkit import gguf_tokenizers
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from torch import Tensor
+
     from core.contracts import Network
     from toolkit.safetensors_files import LazyTensor
 
 _WHOLE = (".ffn_gate_inp.weight", "position_embd.weight")
 """Ends of names of matrices that stay float32, as llama.cpp's converter leaves them."""
+
+_FILE_TYPES = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_S"}
+"""Type of matrices -> gguf's name for such a file, where that is not MOSTLY_ and the type."""
 
 
 def write(
@@ -59,11 +66,14 @@ def write(
     if template := _chat_template(kept):
         metadata["tokenizer.chat_template"] = template
     plan = to_tensors(family, form, config, tensors)
+    types = {name: _type(name, tensor.shape, type_name.upper()) for name, tensor in plan.items()}
     try:
         with durable.replacing(output) as temporary:
-            _write(temporary, family.name, metadata, plan, type_name)
+            _write(temporary, family.name, metadata, plan, types, type_name.upper())
     except OSError as error:
         raise ConfigError(f"{output} cannot be written: {durable.write_error(error)}.") from error
+    if note := _note(types, type_name.upper()):
+        print(note)
 
 
 def _special_ids(kept: Mapping[str, str]) -> dict[str, int]:
@@ -81,7 +91,12 @@ def _chat_template(kept: Mapping[str, str]) -> str | None:
 
 
 def _write(
-    path: Path, name: str, metadata: Mapping[str, Any], plan: Mapping[str, LazyTensor], type_name: str
+    path: Path,
+    name: str,
+    metadata: Mapping[str, Any],
+    plan: Mapping[str, LazyTensor],
+    types: Mapping[str, str],
+    label: str,
 ) -> None:
     from gguf import (
         GGML_QUANT_SIZES,
@@ -90,14 +105,12 @@ def _write(
         GGUFValueType,
         GGUFWriter,
         LlamaFileType,
-        quantize,
     )
 
     writer = GGUFWriter(path, name)
     writer.add_type("model")
     writer.add_quantization_version(GGML_QUANT_VERSION)
-    label = type_name.upper()
-    writer.add_file_type(LlamaFileType[f"{'ALL' if label == 'F32' else 'MOSTLY'}_{label}"])
+    writer.add_file_type(LlamaFileType[_FILE_TYPES.get(label, f"MOSTLY_{label}")])
     for key, value in metadata.items():
         if isinstance(value, list):
             writer.add_array(key, value)
@@ -106,8 +119,8 @@ def _write(
         else:
             kinds = {bool: GGUFValueType.BOOL, float: GGUFValueType.FLOAT32, str: GGUFValueType.STRING}
             writer.add_key_value(key, value, kinds[type(value)])
-    kinds_of = {tensor: GGMLQuantizationType[_type(tensor, plan[tensor].shape, label)] for tensor in plan}
-    for tensor, kind in kinds_of.items():
+    for tensor, type_name in types.items():
+        kind = GGMLQuantizationType[type_name]
         block, width = GGML_QUANT_SIZES[kind]
         size = math.prod(plan[tensor].shape) // block * width
         writer.add_tensor_info(tensor, plan[tensor].shape, np.dtype(np.float32), size, raw_dtype=kind)
@@ -115,14 +128,36 @@ def _write(
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for tensor, kind in kinds_of.items():
-            writer.write_tensor_data(quantize(plan[tensor].read().float().contiguous().numpy(), kind))
+        for tensor, type_name in types.items():
+            writer.write_tensor_data(_quantised(plan[tensor].read(), type_name))
     finally:
         writer.close()
 
 
+def _quantised(tensor: Tensor, type_name: str) -> NDArray[Any]:
+    from gguf import GGMLQuantizationType, quantize
+
+    values = tensor.float().contiguous().numpy()
+    if type_name == "Q4_K":
+        return gguf_q4k.quantize(values)
+    found: NDArray[Any] = quantize(values, GGMLQuantizationType[type_name])
+    return found
+
+
 def _type(name: str, shape: tuple[int, ...], label: str) -> str:
-    """Returns the type of a tensor: rows that no block of 32 divides are float16 where others are quantised."""
+    """Returns the type of a tensor: where no block of the quantised one divides rows, Q8_0 or else float16."""
     if len(shape) == 1 or name.endswith(_WHOLE):
         return "F32"
+    if label == "Q4_K" and shape[-1] % gguf_q4k.BLOCK:
+        label = "Q8_0"
     return "F16" if label.startswith("Q") and shape[-1] % 32 else label
+
+
+def _note(types: Mapping[str, str], label: str) -> str:
+    """Returns a line about the matrices that have another type than the one that was asked for."""
+    others = {name: kind for name, kind in types.items() if kind not in ("F32", label)}
+    if not others:
+        return ""
+    counts = " and ".join(f"{count} are {kind.lower()}" for kind, count in Counter(others.values()).items())
+    block = gguf_q4k.BLOCK if label == "Q4_K" else 32
+    return f"{counts}, not {label.lower()}, as their rows are no multiple of {block}: {next(iter(others))}, for one."

@@ -29,7 +29,7 @@ def import_(arguments: list[str]) -> int:
     parser.add_argument(
         "source",
         metavar="DIR_OR_FILE",
-        help="a folder with config.json, a .safetensors beside one, or a .gguf",
+        help="a folder with config.json, a .safetensors beside one, or a .gguf (of parts: any)",
     )
     parser.add_argument(
         "--output", required=True, metavar="CHECKPOINT", help="the folder to write, such as base.ckpt"
@@ -46,6 +46,7 @@ def import_(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     from plugins.checkpoints.foreign import is_foreign, open_foreign
     from plugins.commands import drift
+    from toolkit.gguf_files import PART
 
     source, output = Path(options.source), Path(options.output)
     if not source.exists() or not is_foreign(source):
@@ -53,6 +54,8 @@ def import_(arguments: list[str]) -> int:
     if output.exists():
         raise ConfigError(f"{output} exists already: give another name.")
     if options.check:
+        if PART.fullmatch(source.name):
+            raise ConfigError("--check compares with transformers, which reads no GGUF file in parts.")
         drift.require_transformers(source.suffix == ".gguf")
     with trusting(Trust(trusted)):
         found = open_foreign(source)

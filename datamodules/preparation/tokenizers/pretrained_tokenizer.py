@@ -46,7 +46,7 @@ class PretrainedTokenizer(LibraryTokenizer):
     Args:
         path: A tokenizer.json; a vocab.json with merges.txt (or encoder.json with vocab.bpe) in the same folder;
             a SentencePiece model (BPE or Unigram, with the ids of sentencepiece 0.2.3); a file of tiktoken's ranks;
-            a folder that holds one of these; or a GGUF file with byte-level BPE.
+            a folder that holds one of these; or a GGUF file with BPE of bytes or of SentencePiece.
         end_of_text: The token that ends a document. None: the `eos_token` of a tokenizer_config.json in the same
             folder or of the GGUF file, else that of the SentencePiece model, else the first that exists of `<|endoftext|>`,
             `<|end_of_text|>`, `</s>`, `<eos>` and a few more.

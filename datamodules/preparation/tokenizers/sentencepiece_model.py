@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from toolkit.sentencepiece_bpe import merges
 
 SPACE = "▁"
 NEVER = -1000.0
@@ -239,14 +241,3 @@ def _bpe(model: SentencePieceModel, ignore_merges: bool = True) -> models.BPE:
             model.types[USER_DEFINED]
         ),  # user-defined pieces are split off first: no merges lead to them
     )
-
-
-def merges(pieces: Sequence[tuple[str, float]]) -> list[tuple[str, str]]:
-    """Returns all pairs of pieces that concatenate to a piece, highest score first."""
-    known = {piece for piece, _ in pieces}
-    return [
-        (piece[:cut], piece[cut:])
-        for piece, _ in sorted(pieces, key=lambda pair: -pair[1])
-        for cut in range(1, len(piece))
-        if piece[:cut] in known and piece[cut:] in known
-    ]

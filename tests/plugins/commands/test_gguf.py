@@ -28,11 +28,12 @@ from plugins.networks.qwen2 import Qwen2
 from plugins.networks.qwen3 import Qwen3
 from plugins.networks.qwen3_moe import Qwen3MoE
 from tests.support.cli_runs import core  # noqa: F401
-from tests.support.llama_cpp import LlamaCpp
+from tests.support.gguf_metadata import file_of
+from tests.support.llama_cpp import LlamaCpp, token_ids
 from tests.support.reference_models import tokens
 from tests.support.stored_networks import MLP, PLAIN, ROTARY, SMALL, lively_network, store, tokenizer_json
 from toolkit.gguf_files import read_gguf
-from toolkit.gguf_tokenizers import SPLITS, _described, from_metadata, to_metadata
+from toolkit.gguf_tokenizers import SPLITS, _beginning, _described, from_metadata, to_metadata
 
 WIDE = {**MLP, "n_embd": 64}
 ODD = {**WIDE, "intermediate_size": 80}
@@ -149,6 +150,63 @@ def test_the_tokenizer_and_what_ends_a_text_come_back(exported, core, tmp_path):
     assert tokenizer.encode_batch(["The other"]) == [before.encode("The other").ids]
 
 
+# -- files in parts ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def parts(exported, tmp_path):
+    """The file in three parts, as the writer of `gguf` makes them; returns their paths."""
+    whole = gguf.GGUFReader(tmp_path / "a.gguf")
+    writer = GGUFWriter(tmp_path / "parts" / "b.gguf", "llama", split_max_tensors=11)
+    for key, value in read_gguf(tmp_path / "a.gguf").metadata.items():
+        field = whole.fields[key].types
+        if key != "general.architecture":
+            writer.add_key_value(key, value, field[0], field[1] if len(field) > 1 else None)
+    for tensor in whole.tensors:
+        writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    (tmp_path / "parts").mkdir()
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found = sorted((tmp_path / "parts").iterdir())
+    assert [path.name for path in found] == [f"b-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
+    return found
+
+
+def test_parts_are_one_file_whichever_is_named(parts, core, tmp_path):  # noqa: F811
+    whole = read_gguf(tmp_path / "a.gguf")
+    for path in (parts[0], parts[2]):
+        found = read_gguf(path)
+        assert whole.metadata.items() <= found.metadata.items()
+        assert found.tensors.keys() == whole.tensors.keys()
+        assert all(torch.equal(found.tensors[name].read(), one.read()) for name, one in whole.tensors.items())
+    assert torch.equal(found.rows["blk.2.attn_q.weight"](5), whole.rows["blk.2.attn_q.weight"](5))
+    assert core("import", str(parts[1]), "--output=b.ckpt").code == 0
+    done = core("import", str(parts[1]), "--output=c.ckpt", "--check")
+    assert (done.code, (tmp_path / "c.ckpt").exists()) == (2, False)
+    assert "transformers, which reads no GGUF file in parts" in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda parts: parts[1].unlink(), "b-00002-of-00003.gguf is missing: b-00001-of-00003.gguf is one of 3 parts"),
+        (lambda parts: shutil.copy(parts[1], parts[2]), "b-00003-of-00003.gguf says that it is part 1 of 3"),
+        (lambda parts: parts[0].rename(parts[0].with_name("c.gguf")), "would have to end in -00001-of-00003.gguf"),
+        (lambda parts: cut(parts[2]), "b-00003-of-00003.gguf is cut off"),
+    ],
+    ids=["missing", "twice", "name", "cut"],
+)  # fmt: skip
+def test_parts_that_are_none_are_named(change, words, parts, core):  # noqa: F811
+    change(parts)
+    [first] = [path for path in parts[0].parent.iterdir() if path.name in ("c.gguf", parts[0].name)]
+    done = core("import", str(first), "--output=b.ckpt")
+    assert done.code == 2, done.out
+    assert words in done.err
+    assert len(done.err.splitlines()) == 1
+
+
 # -- tokenizers --------------------------------------------------------------------------------------------------
 
 TEXTS = [
@@ -160,7 +218,7 @@ TEXTS = [
 
 def bpe(split):
     """Returns a tokenizer.json of a small vocabulary, split in a known way."""
-    described = _described(split, split == "llama-bpe", ["a"], [1], [])
+    described = {"version": "1.0", **_described(split, split == "llama-bpe", [("a", 1)], [])}
     tokenizer = Tokenizer(models.BPE(ignore_merges=split == "llama-bpe"))
     shell = Tokenizer.from_str(json.dumps(described))
     tokenizer.pre_tokenizer, tokenizer.decoder = shell.pre_tokenizer, decoders.ByteLevel()
@@ -171,24 +229,6 @@ def bpe(split):
     )
     tokenizer.train_from_iterator(TEXTS * 3, trainer)
     return tokenizer.to_str()
-
-
-def file_of(metadata, path):
-    """Writes the metadata to a file without tensors, and opens it."""
-    writer = GGUFWriter(path, "llama")
-    for key, value in metadata.items():
-        kinds = {
-            list: writer.add_array,
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            str: writer.add_string,
-        }
-        kinds[type(value)](key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return read_gguf(path)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -203,16 +243,28 @@ def test_a_tokenizer_comes_back_and_its_split_has_the_right_name(split, tmp_path
     assert found.get_vocab() == own.get_vocab()
 
 
+def test_what_texts_begin_with_comes_back(tmp_path):
+    """A file of Llama 3 that does not say so begins texts with BOS, too, as llama.cpp does."""
+    found = json.loads(bpe("llama-bpe"))
+    assert to_metadata(json.dumps(found), 410, {"bos": 0})["tokenizer.ggml.add_bos_token"] is False
+    found["post_processor"] = _beginning(0, "<|end|>")
+    metadata = to_metadata(json.dumps(found), 410, {})
+    assert (metadata["tokenizer.ggml.add_bos_token"], metadata["tokenizer.ggml.bos_token_id"]) == (True, 0)
+    for number in range(2):
+        back = Tokenizer.from_str(from_metadata(file_of(metadata, tmp_path / f"{number}.gguf")))
+        assert back.encode("It's").ids == [0, *Tokenizer.from_str(json.dumps(found)).encode("It's").ids[1:]]
+        metadata.pop("tokenizer.ggml.add_bos_token", None)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("split", SPLITS)
 def test_llama_cpp_encodes_texts_to_the_same_ids(split, core, tmp_path):  # noqa: F811
     arguments = {**WIDE, "vocab_size": 410}
     store(lively_network(Llama, arguments), arguments, tmp_path / "a.ckpt", tokenizer=bpe(split))
     assert core("export", "--ckpt_path=a.ckpt", "--format=gguf", "--output=a.gguf").code == 0
-    own, theirs = Tokenizer.from_str(bpe(split)), LlamaCpp(tmp_path / "a.gguf")
+    own = Tokenizer.from_str(bpe(split))
     own.encode_special_tokens = True
-    for text in TEXTS:
-        assert theirs.encode(text) == own.encode(text).ids
+    assert token_ids(tmp_path / "a.gguf", TEXTS) == [own.encode(text).ids for text in TEXTS]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +372,7 @@ def test_bad_files_are_refused_in_a_line_or_two(what, exported, core, tmp_path):
         (Mistral, {**MLP, "sliding_window": 8}, "--output=a.gguf", "sliding_window=8 has no form in GGUF's llama"),
         (OLMoE, {**MOE}, "--output=a.gguf", "n_kv_head=2 has no form in GGUF's olmoe"),
         (Llama, MLP, "--output=a", "belong together"),
-        (Llama, MLP, "--output=a.gguf --type=q4_k", "q4_k"),
+        (Llama, MLP, "--output=a.gguf --type=q3_k", "q3_k"),
     ],
     ids=["activation", "window", "groups", "name", "type"],
 )  # fmt: skip
