@@ -97,6 +97,11 @@ class Decoder(Network):
         self._tables = [None if one.rope is None else self._ropes.index(one.rope) for one in layers]
         self.windows = [layer.window for layer in layers]
 
+    def new_attention(self, bias: bool, dropout: float, **options: Any) -> Attention:
+        """Returns attention of the network's sizes for one block; the arguments are those of :class:`Attention`."""
+        sizes = self.n_embd, self.n_head, self.n_kv_head
+        return Attention(*sizes, bias, dropout, head_dim=self.head_dim, **options)
+
     def build(
         self,
         new_block: Callable[[int], nn.Module],

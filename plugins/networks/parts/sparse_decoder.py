@@ -11,7 +11,7 @@ from torch import nn
 from core.errors import ConfigError
 from plugins.networks.parts.decoder import Decoder
 from plugins.networks.parts.initialisation import std_of
-from plugins.networks.parts.moe import Experts, Router
+from plugins.networks.parts.moe import Experts, Router, SparseMLP
 from toolkit.hugging_face import Rename
 
 EXPERTS = (
@@ -83,6 +83,19 @@ class SparseDecoder(Decoder):
                 if f"{mlp}.shared.down_proj" in plan:
                     plan[f"{mlp}.shared.down_proj"] = RowwiseParallel()
         return plan
+
+
+def new_sparse_mlp(
+    n_embd: int,
+    n_experts: int,
+    experts_per_token: int,
+    expert_size: int,
+    shared: nn.Module | None = None,
+    **routing: Any,
+) -> SparseMLP:
+    """Returns a mixture of gated experts with SiLU; `routing` are further arguments of :class:`Router`."""
+    router = Router(n_embd, n_experts, experts_per_token, **routing)
+    return SparseMLP(router, Experts(n_experts, n_embd, expert_size, "silu"), shared)
 
 
 def check_experts(
