@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,18 +27,14 @@ EXPERTS = (
 class SparseDecoder(Decoder):
     """A decoder of which some MLPs are mixtures of experts. Offers `toolkit.routing.RoutesTokens`."""
 
-    def build(
-        self,
-        new_block: Callable[[int], nn.Module],
-        new_norm: Callable[[], nn.Module],
-        tie_embeddings: bool,
-        dropout: float = 0.0,
-    ) -> None:
-        """As :meth:`Decoder.build`; of the experts those count that a token passes."""
-        super().build(new_block, new_norm, tie_embeddings, dropout)
-        for router, experts in zip(self.routers, self.expert_stacks, strict=True):
-            active = router.experts_per_token / len(router.weight)
-            self._matmul_parameters += round(active * sum(p.numel() for p in experts.parameters()))
+    def _count_weights(self, block: nn.Module) -> int:
+        """Of the experts those count that a token passes."""
+        found = super()._count_weights(block)
+        for mlp in block.modules():
+            if isinstance(mlp, SparseMLP):
+                active = mlp.router.experts_per_token / len(mlp.router.weight)
+                found += round(active * sum(p.numel() for p in mlp.experts.parameters()))
+        return found
 
     @torch.no_grad()
     def init_weights(self) -> None:
