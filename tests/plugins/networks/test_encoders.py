@@ -227,13 +227,17 @@ def _train_step_on_two_ranks(rank, file, plans):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     mesh = distributed.init_device_mesh("cpu", (2,))
-    found = {}
+    found, labels = {}, tokens(seed=1).masked_fill(torch.arange(50) % 3 > 0, -100)
+    labelled = {"labels": labels, LABEL_POSITIONS: label_positions(list(labels.numpy()), 50)}
     for kind, arguments, sequence, vocabulary in plans:
         arguments = {**arguments, "vocab_size": 62}
         whole, split = (lively(kind(**arguments)) for _ in range(2))
         apply(split, mesh, sequence=sequence, vocabulary=vocabulary)
         for network in (whole, split):
-            logits = network.logits(network(packed()))
+            hidden, _ = at_labels(
+                network(packed()), labelled if kind is BERT else {"labels": labelled["labels"]}
+            )
+            logits = network.logits(hidden)
             logits = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
             logits.logsumexp(-1).sum().backward()
         for (key, expected), actual in zip(whole.named_parameters(), split.parameters(), strict=True):
