@@ -120,8 +120,8 @@ class MultiTokenPrediction(Objective):
         for name in ("pipeline", "context"):
             if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
                 yield f"MultiTokenPrediction needs whole rows, and embedding and head on one rank: set {name} to 1"
-        inner = own.arguments.get("objective") or {}
-        if str(inner.get("class_path")).rpartition(".")[2] == "BalancedRouting":
+        inner = run.argument(f"{own.key}.objective.class_path")
+        if str(inner).rpartition(".")[2] == "BalancedRouting":
             yield (
                 "BalancedRouting sees no routers within MultiTokenPrediction, which runs the network itself: put "
                 "MultiTokenPrediction within BalancedRouting"

@@ -1,7 +1,5 @@
 """Multi-token prediction: the loss in closed form, what each prediction sees, and its parameters on ranks and in checkpoints."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -184,13 +182,13 @@ def test_routers_of_the_modules_are_balanced_as_layers():
     assert all(module.block.mlp.router.weight.grad.any() for module in inner.ahead)
 
 
-def test_what_balances_routers_goes_around_it():
-    arguments = {"objective": {"class_path": "plugins.objectives.balanced_routing.BalancedRouting"}}
-    own = Selected("model.objective", "", "", "", "", "", Declaration(""), arguments)
-    [said] = MultiTokenPrediction.preflight(Run([own]), own)
-    assert "put MultiTokenPrediction within BalancedRouting" in said
-    own = replace(own, arguments={"objective": {"class_path": "plugins.objectives.causal_lm.CausalLM"}})
-    assert not list(MultiTokenPrediction.preflight(Run([own]), own))
+@pytest.mark.parametrize(("inner", "refused"), [("BalancedRouting", True), ("CausalLM", False)])
+def test_what_balances_routers_goes_around_it(inner, refused):
+    own = Selected("model.objective", "", "", "", "", "", Declaration(""))
+    objective = {"init_args": {"objective": {"class_path": f"plugins.objectives.any.{inner}"}}}
+    run = Run([own], {"model": {"objective": {"class_path": "MultiTokenPrediction"} | objective}})
+    said = list(MultiTokenPrediction.preflight(run, own))
+    assert ["put MultiTokenPrediction within BalancedRouting" in one for one in said] == [True] * refused
 
 
 OVERLAY = {
