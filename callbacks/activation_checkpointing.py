@@ -14,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 from core.technique import technique
+from toolkit.further_blocks import further_blocks
 
 OPERATORS = {
     "matmul": ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
@@ -78,7 +79,7 @@ class ActivationCheckpointing(Callback):
             raise ConfigError(
                 f"ActivationCheckpointing: {type(network).__name__} has no blocks to checkpoint."
             )
-        for block in network.blocks[:: self.every_n_blocks]:
+        for block in [*network.blocks, *further_blocks(network)][:: self.every_n_blocks]:
             if self.memory_budget is None:
                 checkpoint_block(block, self._kept)
             else:

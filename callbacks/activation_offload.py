@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
+from toolkit.further_blocks import further_blocks
 
 Packed = tuple[torch.device, Tensor] | Tensor
 
@@ -51,7 +52,7 @@ class ActivationOffload(Callback):
         """Wraps the blocks' `forward`: modules and their names stay."""
         if not network.blocks:
             raise ConfigError(f"ActivationOffload: {type(network).__name__} has no blocks.")
-        for block in network.blocks:
+        for block in [*network.blocks, *further_blocks(network)]:
             offload_block(block, self.min_bytes)
 
 

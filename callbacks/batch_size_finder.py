@@ -172,9 +172,13 @@ class Attempt:
 
 
 def widened(batch: Mapping[str, Any], length: int) -> dict[str, Tensor]:
-    """Returns a batch with rows of full length: packings may pad them to less."""
-    columns = torch.arange(length) % batch["input_ids"].shape[1]
-    return {name: values[:, columns] for name, values in batch.items()}
+    """Returns a batch with rows of full length: packings may pad them to less. Other rows grow by the same factor."""
+    width = batch["input_ids"].shape[1]
+    sizes = {name: values.shape[1] for name, values in batch.items()}
+    return {
+        name: values[:, torch.arange(length * sizes[name] // width) % sizes[name]]
+        for name, values in batch.items()
+    }
 
 
 def divisors(number: int) -> list[int]:

@@ -12,7 +12,7 @@ from core.errors import ConfigError
 from core.lightning_compat import is_accumulating
 from core.technique import technique
 from core.training.loss_ranks import sum_over
-from toolkit.routing import RoutesTokens, count_loads
+from toolkit.routing import RoutesTokens, all_routers, count_loads
 
 
 @technique(
@@ -91,7 +91,7 @@ class BiasBalancing(Callback):
 def _biases(network: Any) -> list[Tensor]:
     if not isinstance(network, RoutesTokens):
         raise ConfigError(f"BiasBalancing: {type(network).__name__} has no experts; Dots1 has.")
-    found = [getattr(router, "e_score_correction_bias", None) for router in network.routers]
+    found = [getattr(router, "e_score_correction_bias", None) for router in all_routers(network)]
     if any(bias is None for bias in found):
         raise ConfigError(
             f"BiasBalancing: the routers of {type(network).__name__} choose without a bias; those of Dots1 have one.\n"

@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import sum_over
-from toolkit.routing import RoutesTokens, count_experts, count_loads
+from toolkit.routing import RoutesTokens, all_routers, count_experts, count_loads
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -58,7 +58,7 @@ class RoutingMonitor(Callback):
         network: Any = pl_module.network
         if not isinstance(network, RoutesTokens):
             raise ConfigError(f"RoutingMonitor: {type(network).__name__} has no experts; Mixtral has.")
-        layers, experts = len(network.routers), count_experts(network)
+        layers, experts = len(all_routers(network)), count_experts(network)
         self._counts = torch.zeros(layers, experts + 1, dtype=torch.int64, device=pl_module.device)
 
     def on_train_batch_start(

@@ -16,6 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from core.technique import technique
 from core.training.figures import log_figures
+from core.training.loss_ranks import dp_size
+from toolkit.flops import AddsFlops, CountsFlops
 
 
 class Peak(NamedTuple):
@@ -87,7 +89,9 @@ class Throughput(Callback):
     `throughput/median_tokens_per_second` in `trainer.callback_metrics`.
 
     MFU is tokens per second times `network.flops_per_token`, over the peak of all devices: model FLOPs
-    only, recomputed activations do not count. The peak is looked up by device name and precision in
+    only, recomputed activations do not count. Of BERT and T5, where few positions have a label, the FLOPs are those of
+    all positions of encoder and decoder, for batches of the shape of the last one; the modules of
+    MultiTokenPrediction count. The peak is looked up by device name and precision in
     `PEAKS`; a device that is not there gets no MFU. A CPU's peak is measured once, as the best of a few
     matrix products in the run's precision, and the figure is called `throughput/mfu_of_measured_cpu_peak`.
 
@@ -159,7 +163,8 @@ class Throughput(Callback):
             self._rates.append(rate)
             figures["throughput/tokens_per_second"] = rate
             figures["throughput/step_time_ms"] = 1e3 * seconds / (step - self._step)
-            figures |= self._utilisation(trainer, pl_module, rate, batch["input_ids"].shape[-1])
+            steps_per_second = (step - self._step) / seconds
+            figures |= self._utilisation(trainer, pl_module, rate, steps_per_second, batch)
         log_figures(trainer, figures)
         self._since, self._step, self._tokens = time.perf_counter(), step, tokens
 
@@ -169,13 +174,24 @@ class Throughput(Callback):
             value = torch.tensor(median(self._rates), dtype=torch.float64)
             trainer.callback_metrics["throughput/median_tokens_per_second"] = value
 
-    def _utilisation(self, trainer: Trainer, pl_module: Any, rate: float, length: int) -> dict[str, float]:
+    def _utilisation(
+        self, trainer: Trainer, pl_module: Any, rate: float, steps_per_second: float, batch: Any
+    ) -> dict[str, float]:
         if self._peak is None:
             self._peak = peak_flops(pl_module.device, str(trainer.precision))
         name, peak = self._peak
         if not peak:
             return {}
-        return {name: rate * pl_module.network.flops_per_token(length) / (trainer.world_size * peak)}
+        network, length = pl_module.network, batch["input_ids"].shape[-1]
+        if isinstance(network, CountsFlops):
+            batches = trainer.accumulate_grad_batches * dp_size(trainer)
+            flops = steps_per_second * batches * network.flops_of_batch(batch)
+        else:
+            flops = rate * network.flops_per_token(length)
+        for part in pl_module.objective.modules():
+            if isinstance(part, AddsFlops):
+                flops += rate * part.further_flops_per_token(network, length)
+        return {name: flops / (trainer.world_size * peak)}
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:

@@ -169,7 +169,7 @@ class PretrainDataModule(TokenDataModule):
         try:
             return self.packing.batches(self.preparer.split_folder(self.folder, split), **order)
         except ConfigError as error:
-            if "://" in self.source:  # a remote folder, whose errors say what to do
+            if "://" in self.source or " is missing or damaged: " not in str(error):  # others say what to do
                 raise
             mend = f"Delete {self.folder} and run again: it is written again."
             raise ConfigError(f"{error}\n{mend if self.prepared is None else _VERIFY}") from error

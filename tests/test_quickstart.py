@@ -48,11 +48,11 @@ def test_the_model_beats_the_unigram_entropy_of_the_same_text(quickstart):
     loss = figure(printed, "Validation loss")
     assert 6 < unigram < 7
     assert loss < unigram - 0.3
-    told = dict(
+    message = dict(
         re.findall(r"^(Validation loss|Unigram entropy).*perplexity ([\d.,]+)$", printed, re.MULTILINE)
     )
     for name, nats in (("Validation loss", loss), ("Unigram entropy", unigram)):
-        assert float(told[name].replace(",", "")) == pytest.approx(
+        assert float(message[name].replace(",", "")) == pytest.approx(
             math.exp(nats), rel=1e-3
         )  # of rounded nats
 
@@ -89,8 +89,8 @@ def test_the_two_lines_that_say_what_to_type_next_work(quickstart):
 def test_best_fit_leaves_less_than_one_per_cent_empty_and_says_so(quickstart):
     folder, _ = quickstart
     short = ["--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--model.lr_scheduler.warmup_steps=1"]
-    told = forked(folder, "fit", "--config", "quickstart", "--data.packing=BestFit", *short).stderr
-    [share] = re.findall(r"^Padding in rows of 256 tokens: ([\d.]+)%$", told, re.MULTILINE)
+    message = forked(folder, "fit", "--config", "quickstart", "--data.packing=BestFit", *short).stderr
+    [share] = re.findall(r"^Padding in rows of 256 tokens: ([\d.]+)%$", message, re.MULTILINE)
     [prepared] = (folder / "cache" / "leyden").iterdir()
     rows = BestFit().batches(prepared / "train", sequence_length=256, batch_size=1, pad=True)
     padding = 1 - len(rows.store) / (256 * len(rows))
@@ -103,6 +103,6 @@ def test_the_users_own_text_trains_with_the_same_config(tmp_path):
     for number in range(12):
         (tmp_path / "notes" / f"{number}.md").write_text(f"# Note {number}\n" + "words and words. " * 120)
     smaller = ["--data.sequence_length=32", "--trainer.max_steps=2", "--model.lr_scheduler.warmup_steps=1"]
-    told = forked(tmp_path, "fit", "--config", "quickstart", "--data.source=notes", *smaller).stderr
-    assert "24 documents" in told  # the end of each note is a document of the validation split
+    message = forked(tmp_path, "fit", "--config", "quickstart", "--data.source=notes", *smaller).stderr
+    assert "24 documents" in message  # the end of each note is a document of the validation split
     assert (tmp_path / "runs" / "quickstart" / "checkpoints" / "step-00000002.ckpt").exists()

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["RoutesTokens", "Routing", "count_experts", "count_loads", "recorded"]
+from toolkit.further_blocks import counterparts
+
+__all__ = ["RoutesTokens", "Routing", "all_routers", "count_experts", "count_loads", "recorded"]
 
 
 class Routing(NamedTuple):
@@ -55,6 +57,11 @@ class RoutesTokens(Protocol):
         """See above."""
 
 
+def all_routers(network: RoutesTokens) -> list[nn.Module]:
+    """Returns the routers of the network, then those of the copies of its last block; see `toolkit.further_blocks`."""
+    return [*network.routers, *counterparts(network, network.routers)]
+
+
 def count_experts(network: RoutesTokens) -> int:
     """Returns E, the number of experts of a layer."""
     weight: Any = network.routers[0].weight
@@ -81,9 +88,9 @@ def _listen(routers: Sequence[nn.Module], heard: Callable[[int, Routing], None])
 
 @contextmanager
 def recorded(network: RoutesTokens) -> Iterator[list[Routing]]:
-    """Collects what the routers return within the context, in the order of their calls."""
+    """Collects what :func:`all_routers` return within the context, in the order of their calls."""
     found: list[Routing] = []
-    handles = _listen(network.routers, lambda index, routing: found.append(routing))
+    handles = _listen(all_routers(network), lambda index, routing: found.append(routing))
     try:
         yield found
     finally:
@@ -97,14 +104,14 @@ def count_loads(network: RoutesTokens, loads: Tensor, dropped: Tensor) -> list[A
     What activation checkpointing computes again is not counted twice.
 
     Args:
-        network: Its routers are listened to.
+        network: Its L routers, those that :func:`all_routers` returns, are listened to.
         loads: (L, E) to add the choices to.
         dropped: (L,) to add those to that found no room.
 
     Returns:
         Handles of the hooks.
     """
-    routers = network.routers
+    routers = all_routers(network)
 
     def count(index: int, routing: Routing) -> None:
         if not routers[index].training or not torch.is_grad_enabled():

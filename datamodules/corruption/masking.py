@@ -11,6 +11,7 @@ import numpy as np
 from core.contracts import IGNORED_LABEL, Batch
 from datamodules.corruption.corrupted_batches import Corruption, Tokens, padded
 from datamodules.corruption.vocabulary import Vocabulary
+from toolkit.label_positions import LABEL_POSITIONS, label_positions
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,14 @@ class Masking(Corruption):
     def batch(
         self, rows: Sequence[Tokens], generators: Sequence[np.random.Generator], raw_length: int
     ) -> Batch:
-        """Returns inputs, and labels where a token was chosen."""
+        """Returns inputs, labels where a token was chosen, and where that is."""
         width = raw_length + 2 * (self.vocabulary.row_ends() is not None)
         whole = [self._with_ends(row, raw_length) for row in rows]
         pairs = [self.masks(row.ids, generator) for row, generator in zip(whole, generators, strict=True)]
         found = {
             "input_ids": padded([ids for ids, _ in pairs], width, 0),
             "labels": padded([labels for _, labels in pairs], width, IGNORED_LABEL),
+            LABEL_POSITIONS: label_positions([labels for _, labels in pairs], width),
         }
         if any(row.document_ids is not None or len(row.ids) < width for row in whole):
             documents = [_or(row.document_ids, np.zeros(len(row.ids), np.int64)) for row in whole]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -39,6 +40,29 @@ def export(arguments: list[str]) -> int:
         python -m core export --ckpt_path runs/big --format hf --output big-hf
     """
     trusted, arguments = take_option(arguments)
+    options = _parser().parse_args(arguments)
+    from plugins.checkpoints.finding import resolve
+    from plugins.commands import drift
+
+    output = Path(options.output)
+    _check(options, output)
+    path = resolve(options.ckpt_path, Path(options.root))
+    with trusting(Trust(trusted)):
+        if options.format == "hf":
+            _to_hugging_face(path, output, int(options.shard_gb * 1e9), options.template)
+        elif options.format == "gguf":
+            _to_gguf(path, output, options.type)
+        else:
+            _to_torch(path, output)
+        files = list(output.iterdir()) if output.is_dir() else [output]
+        size = sum(file.stat().st_size for file in files)
+        print(f"{path} -> {output} ({len(files)} files, {size:,} bytes)")
+        if options.check:
+            print(drift.report(path, output))
+    return 0
+
+
+def _parser() -> Parser:
     parser = Parser(prog="python -m core export", description=export.__doc__)
     parser.add_argument(
         "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
@@ -57,12 +81,14 @@ def export(arguments: list[str]) -> int:
     parser.add_argument(
         "--trust", metavar="MODULE", help="let the checkpoint's config import from a module; may be repeated"
     )
-    options = parser.parse_args(arguments)
-    from plugins.checkpoints.finding import resolve
+    return parser
+
+
+def _check(options: Namespace, output: Path) -> None:
+    """Raises a ConfigError if options do not belong together, or what they need is not there."""
     from plugins.commands import drift
     from toolkit.gguf_files import require_gguf
 
-    output = Path(options.output)
     if output.exists():
         raise ConfigError(f"{output} exists already: give another name.")
     if not options.shard_gb > 0:
@@ -77,20 +103,6 @@ def export(arguments: list[str]) -> int:
         raise ConfigError(f"--output {output}: a name that ends in .gguf and --format gguf belong together.")
     if options.check:
         drift.require_transformers(options.format == "gguf")
-    path = resolve(options.ckpt_path, Path(options.root))
-    with trusting(Trust(trusted)):
-        if options.format == "hf":
-            _to_hugging_face(path, output, int(options.shard_gb * 1e9), options.template)
-        elif options.format == "gguf":
-            _to_gguf(path, output, options.type)
-        else:
-            _to_torch(path, output)
-        files = list(output.iterdir()) if output.is_dir() else [output]
-        size = sum(file.stat().st_size for file in files)
-        print(f"{path} -> {output} ({len(files)} files, {size:,} bytes)")
-        if options.check:
-            print(drift.report(path, output))
-    return 0
 
 
 class _Opened:

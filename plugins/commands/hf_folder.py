@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from plugins.checkpoints.foreign import CONFIG, ForeignWeights, read_json, read_
 from plugins.checkpoints.stored_network import build_network
 from toolkit.bounded import parse_json
 from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm
+from toolkit.sizes import readable
 
 KEPT = "hugging_face"
 """Key of a checkpoint: file name -> its text, of files that an import keeps for an export."""
@@ -22,6 +24,9 @@ KEPT = "hugging_face"
 TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 COUNTED = ("n_layer", "n_decoder_layer", "n_experts")
 """Arguments of which a network has at least so many tensors; with others it would take for ever to build."""
+
+MOST_TABLE_BYTES = 1 << 36
+"""Of tables of positions: those for 100 million tokens of heads with 128 features are smaller."""
 
 KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
 
@@ -52,7 +57,8 @@ def network_config(found: ForeignWeights) -> dict[str, Any]:
                 raise ValueError(f"{key} is {count:,}, for {len(found.tensors)} tensors")
         init_args = form.init_args(found.config)
         with torch.device("meta"):
-            entry.load()(**init_args)
+            network = entry.load()(**init_args)
+        _check_tables(network, init_args, found.folder / CONFIG)
     except ConfigError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -61,6 +67,16 @@ def network_config(found: ForeignWeights) -> dict[str, Any]:
             f"{found.folder / CONFIG} has a value that is no size or of a wrong type: {said}."
         ) from error
     return {"class_path": entry.class_path, "init_args": init_args}
+
+
+def _check_tables(network: Network, init_args: Mapping[str, Any], path: Path) -> None:
+    """Raises a ConfigError if tables of positions, whose length no tensor bounds, would fill the memory."""
+    size = sum(buffer.nbytes for buffer in network.buffers())
+    if size > MOST_TABLE_BYTES:
+        raise ConfigError(
+            f"{path}: for {init_args['max_sequence_length']:,} positions the network would need tables of {readable(size, binary=True)}.\n"
+            f"Lower the number: the tables may take {readable(MOST_TABLE_BYTES, binary=True)}."
+        )
 
 
 def architectures() -> dict[str, tuple[catalog.Entry, HuggingFaceForm]]:

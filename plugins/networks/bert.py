@@ -19,6 +19,7 @@ from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.initialisation import Init
 from plugins.networks.parts.mlp import ACTIVATIONS, MLP
 from plugins.networks.parts.norms import new_norm
+from toolkit.label_positions import LABEL_POSITIONS
 
 
 class PredictionHead(nn.Module):
@@ -128,7 +129,7 @@ class BERT(Decoder):
             )
 
         self.build(new_block, norm, True, dropout)
-        self._matmul_parameters += n_embd**2 * head
+        self._head_weights += n_embd**2 * head
 
     def _add_modules(
         self,
@@ -188,6 +189,14 @@ class BERT(Decoder):
         """Turns what `forward` returned, (..., C), into logits (..., V)."""
         found = nn.functional.linear(hidden, self._head_weight)
         return found if self.head is None else found + _like(found, self.head.bias)
+
+    def flops_of_batch(self, batch: Mapping[str, Tensor]) -> float:
+        """Returns `flops_per_token` for all positions, with logits of those alone that `LABEL_POSITIONS` names."""
+        rows, length = batch["input_ids"].shape
+        positions = batch.get(LABEL_POSITIONS)
+        without = 0 if positions is None else length - positions.shape[1]
+        logits = 6.0 * self.vocab_size * self.n_embd
+        return rows * (length * self.flops_per_token(length) - without * logits)
 
     run_further_block = None  # type: ignore[assignment]  # a token sees those that it would predict
     attends_to_prefixes = False  # type: ignore[assignment]  # they are seen in both directions anyway

@@ -8,7 +8,7 @@ from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
+from plugins.networks.parts.arguments import check_even, check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Layer
 from plugins.networks.parts.deepseek import ARGUMENTS, new_mlps
@@ -168,37 +168,14 @@ class DeepSeekV3(SparseDecoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(DeepSeekV3, locals() | {"head_dim": qk_rope_head_dim})
+        size = qk_nope_head_dim + qk_rope_head_dim
+        sizes = check_sizes(DeepSeekV3, locals() | {"head_dim": size}, rotary=False)
         check_experts("DeepSeekV3", n_experts, experts_per_token, groups, groups_per_token)
         check_even("DeepSeekV3", qk_rope_head_dim, "qk_rope_head_dim")
-        size = qk_nope_head_dim + qk_rope_head_dim
-        super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_head,
-            head_dim=size,
-            value_dim=v_head_dim,
-            max_sequence_length=max_sequence_length,
-            layers=[Layer(Rope(qk_rope_head_dim, rope_theta, rope_scaling))] * n_layer,
-            init=init,
-            init_std=init_std,
-        )
+        new_mlp = new_mlps(locals())
+        rope = Rope(qk_rope_head_dim, rope_theta, rope_scaling)
+        super().__init__(**sizes, value_dim=v_head_dim, layers=[Layer(rope)] * n_layer)
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
-        new_mlp = new_mlps(
-            n_embd,
-            intermediate_size=intermediate_size,
-            n_experts=n_experts,
-            experts_per_token=experts_per_token,
-            expert_size=expert_size,
-            n_shared_experts=n_shared_experts,
-            dense_layers=dense_layers,
-            normalise=normalise_weights,
-            scale=routing_scale,
-            groups=groups,
-            groups_per_token=groups_per_token,
-            capacity_factor=capacity_factor,
-        )
         scaling = rope_scaling or {}
         weight = scaling.get("mscale_all_dim")
         more = yarn_mscale(scaling["factor"], weight) ** 2 if weight else 1.0

@@ -8,8 +8,7 @@ from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Layer
 from plugins.networks.parts.deepseek import ARGUMENTS, new_mlps
@@ -133,50 +132,16 @@ class Dots1(SparseDecoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(Dots1, locals())
+        sizes = check_sizes(Dots1, locals())
         check_experts("Dots1", n_experts, experts_per_token, groups, groups_per_token)
-        size = head_dim or n_embd // n_head
-        check_even("Dots1", size, "head_dim")
-        super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
-            layers=[Layer(Rope(size, rope_theta, rope_scaling))] * n_layer,
-            init=init,
-            init_std=init_std,
-        )
+        new_mlp = new_mlps(locals())
+        rope = Rope(sizes["head_dim"], rope_theta, rope_scaling)
+        super().__init__(**sizes, layers=[Layer(rope)] * n_layer)
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
         qk_norm = partial(new_norm, "rmsnorm", eps=norm_eps)
 
-        new_mlp = new_mlps(
-            n_embd,
-            intermediate_size=intermediate_size,
-            n_experts=n_experts,
-            experts_per_token=experts_per_token,
-            expert_size=expert_size,
-            n_shared_experts=n_shared_experts,
-            dense_layers=dense_layers,
-            normalise=normalise_weights,
-            scale=routing_scale,
-            groups=groups,
-            groups_per_token=groups_per_token,
-            capacity_factor=capacity_factor,
-        )
-
         def new_block(index: int) -> Block:
-            attention = Attention(
-                n_embd,
-                n_head,
-                n_kv_head or n_head,
-                bias,
-                attention_dropout,
-                head_dim=size,
-                qk_norm="head",
-                new_norm=qk_norm,
-            )
+            attention = self.new_attention(bias, attention_dropout, qk_norm="head", new_norm=qk_norm)
             return Block(attention, new_mlp(index), norm, "pre")
 
         self.build(new_block, norm, tie_embeddings)

@@ -9,8 +9,7 @@ from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.families import (
@@ -162,36 +161,23 @@ class Gemma3(Decoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(Gemma3, locals())
-        size = head_dim or n_embd // n_head
-        check_even("Gemma3", size, "head_dim")
-        local = Layer(Rope(size, local_rope_theta), sliding_window)
-        everywhere = Layer(Rope(size, rope_theta, rope_scaling))
+        sizes = check_sizes(Gemma3, locals())
+        local = Layer(Rope(sizes["head_dim"], local_rope_theta), sliding_window)
+        everywhere = Layer(Rope(sizes["head_dim"], rope_theta, rope_scaling))
         qk_norm = partial(new_norm, "gemma", eps=norm_eps)
-        scale = None if query_pre_attn_scalar == size else query_pre_attn_scalar**-0.5
+        scale = None if query_pre_attn_scalar == sizes["head_dim"] else query_pre_attn_scalar**-0.5
         super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
+            **sizes,
             layers=[local if (i + 1) % global_every else everywhere for i in range(n_layer)],
-            init=init,
-            init_std=init_std,
             embedding_scale=math.sqrt(n_embd),
             final_soft_cap=final_soft_cap,
         )
         norm = partial(new_norm, "gemma", n_embd, norm_eps)
 
         def new_block(index: int) -> Block:
-            attention = Attention(
-                n_embd,
-                n_head,
-                n_kv_head or n_head,
+            attention = self.new_attention(
                 False,
                 attention_dropout,
-                head_dim=size,
                 qk_norm="head",
                 new_norm=qk_norm,
                 query_scale=scale,

@@ -9,8 +9,7 @@ from torch import nn
 
 from core.errors import ConfigError, nearest
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.block_sparse import SparsePattern, sparse_attention
 from plugins.networks.parts.decoder import Layer
@@ -105,10 +104,8 @@ class Hybrid(HybridDecoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(Hybrid, locals())
-        kinds = _kinds(mixers, n_layer)
-        size = head_dim or n_embd // n_head
-        check_even("Hybrid", size, "head_dim")
+        sizes = check_sizes(Hybrid, locals())
+        size, kinds = sizes["head_dim"], _kinds(mixers, n_layer)
         if "mamba2" in kinds and 2 * n_embd % size:
             raise ConfigError(
                 f"Hybrid: head_dim={size} does not divide mamba2's width, 2 n_embd={2 * n_embd}."
@@ -121,15 +118,8 @@ class Hybrid(HybridDecoder):
         rope = Rope(size, rope_theta)
         windows = {"sliding_window": sliding_window}
         super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
+            **sizes,
             layers=[Layer() if kind in RECURRENT else Layer(rope, windows.get(kind)) for kind in kinds],
-            init=init,
-            init_std=init_std,
             recurrent=[kind in RECURRENT for kind in kinds],
             patterns=[patterns.get(kind) for kind in kinds],
         )
@@ -143,7 +133,7 @@ class Hybrid(HybridDecoder):
                 return GatedDeltaNet(n_embd, n_head, n_head, key, value, norm_eps)
             if kind == "mamba2":
                 return StateSpace(n_embd, 2 * n_embd // size, size, state_size, 1, norm_eps)
-            attention = Attention(n_embd, n_head, n_kv_head or n_head, False, 0.0, head_dim=size)
+            attention = self.new_attention(False, 0.0)
             if patterns.get(kind) is not None:
                 attention.attend = sparse_attention
             return attention

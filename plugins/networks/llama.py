@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.families import (
@@ -95,24 +94,13 @@ class Llama(Decoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(Llama, locals())
-        size = head_dim or n_embd // n_head
-        check_even("Llama", size, "head_dim")
-        super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
-            layers=[Layer(Rope(size, rope_theta, rope_scaling))] * n_layer,
-            init=init,
-            init_std=init_std,
-        )
+        sizes = check_sizes(Llama, locals())
+        rope = Rope(sizes["head_dim"], rope_theta, rope_scaling)
+        super().__init__(**sizes, layers=[Layer(rope)] * n_layer)
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
 
         def new_block(index: int) -> Block:
-            attention = Attention(n_embd, n_head, n_kv_head or n_head, bias, attention_dropout, head_dim=size)
+            attention = self.new_attention(bias, attention_dropout)
             mlp = MLP(n_embd, intermediate_size, "silu", mlp_bias, gated=True)
             return Block(attention, mlp, norm, "pre")
 

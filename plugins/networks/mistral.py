@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.families import DEFAULTS, ENDS, PRE_NORMS, SIZES, SWIGLU, to_arguments, to_config
@@ -85,26 +84,13 @@ class Mistral(Decoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(Mistral, locals())
-        size = head_dim or n_embd // n_head
-        check_even("Mistral", size, "head_dim")
-        super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
-            layers=[Layer(Rope(size, rope_theta, rope_scaling), sliding_window)] * n_layer,
-            init=init,
-            init_std=init_std,
-        )
+        sizes = check_sizes(Mistral, locals())
+        rope = Rope(sizes["head_dim"], rope_theta, rope_scaling)
+        super().__init__(**sizes, layers=[Layer(rope, sliding_window)] * n_layer)
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
 
         def new_block(index: int) -> Block:
-            attention = Attention(
-                n_embd, n_head, n_kv_head or n_head, False, attention_dropout, head_dim=size
-            )
+            attention = self.new_attention(False, attention_dropout)
             mlp = MLP(n_embd, intermediate_size, "silu", False, gated=True)
             return Block(attention, mlp, norm, "pre")
 

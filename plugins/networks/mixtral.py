@@ -6,16 +6,14 @@ from functools import partial
 from typing import Any
 
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Layer
 from plugins.networks.parts.families import DEFAULTS, ENDS, PRE_NORMS, SIZES, SWIGLU, to_arguments, to_config
 from plugins.networks.parts.initialisation import Init
-from plugins.networks.parts.moe import Experts, Router, SparseMLP
 from plugins.networks.parts.norms import new_norm
 from plugins.networks.parts.positions import Rope
-from plugins.networks.parts.sparse_decoder import SparseDecoder, check_experts
+from plugins.networks.parts.sparse_decoder import SparseDecoder, check_experts, new_sparse_mlp
 from toolkit.hugging_face import HuggingFaceForm, Rename
 
 EXPERTS = (
@@ -121,29 +119,17 @@ class Mixtral(SparseDecoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(Mixtral, locals())
+        sizes = check_sizes(Mixtral, locals())
         check_experts("Mixtral", n_experts, experts_per_token)
-        size = head_dim or n_embd // n_head
-        check_even("Mixtral", size, "head_dim")
-        super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
-            layers=[Layer(Rope(size, rope_theta, rope_scaling), sliding_window)] * n_layer,
-            init=init,
-            init_std=init_std,
-        )
+        rope = Rope(sizes["head_dim"], rope_theta, rope_scaling)
+        super().__init__(**sizes, layers=[Layer(rope, sliding_window)] * n_layer)
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
 
         def new_block(index: int) -> Block:
-            attention = Attention(
-                n_embd, n_head, n_kv_head or n_head, False, attention_dropout, head_dim=size
+            attention = self.new_attention(False, attention_dropout)
+            mlp = new_sparse_mlp(
+                n_embd, n_experts, experts_per_token, intermediate_size, capacity_factor=capacity_factor
             )
-            router = Router(n_embd, n_experts, experts_per_token, capacity_factor=capacity_factor)
-            mlp = SparseMLP(router, Experts(n_experts, n_embd, intermediate_size, "silu"))
             return Block(attention, mlp, norm, "pre")
 
         self.build(new_block, norm, tie_embeddings)

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.families import DEFAULTS, ENDS, SIZES, SWIGLU, to_arguments, to_config
@@ -89,34 +88,14 @@ class OLMo2(Decoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(OLMo2, locals())
-        size = head_dim or n_embd // n_head
-        check_even("OLMo2", size, "head_dim")
+        sizes = check_sizes(OLMo2, locals())
         qk_norm = partial(new_norm, "rmsnorm", eps=norm_eps)
-        super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
-            layers=[Layer(Rope(size, rope_theta, rope_scaling))] * n_layer,
-            init=init,
-            init_std=init_std,
-        )
+        rope = Rope(sizes["head_dim"], rope_theta, rope_scaling)
+        super().__init__(**sizes, layers=[Layer(rope)] * n_layer)
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
 
         def new_block(index: int) -> Block:
-            attention = Attention(
-                n_embd,
-                n_head,
-                n_kv_head or n_head,
-                bias,
-                attention_dropout,
-                head_dim=size,
-                qk_norm="all",
-                new_norm=qk_norm,
-            )
+            attention = self.new_attention(bias, attention_dropout, qk_norm="all", new_norm=qk_norm)
             mlp = MLP(n_embd, intermediate_size, "silu", False, gated=True)
             return Block(attention, mlp, norm, "after")
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Layer
 from plugins.networks.parts.families import DEFAULTS, ENDS, SIZES, SWIGLU, check_layer_types, read_rope
@@ -159,22 +158,12 @@ class OLMoHybrid(HybridDecoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(OLMoHybrid, locals())
-        size = n_embd // n_head
-        if rope_theta is not None:
-            check_even("OLMoHybrid", size, "n_embd / n_head")
-        layer = Layer(None if rope_theta is None else Rope(size, rope_theta))
+        sizes = check_sizes(OLMoHybrid, locals(), rotary=rope_theta is not None)
+        layer = Layer(None if rope_theta is None else Rope(sizes["head_dim"], rope_theta))
         recurrent = [kind == "linear_attention" for kind in _layer_types(n_layer, attention_every)]
         super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
+            **sizes,
             layers=[Layer() if state else layer for state in recurrent],
-            init=init,
-            init_std=init_std,
             recurrent=recurrent,
         )
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
@@ -194,9 +183,7 @@ class OLMoHybrid(HybridDecoder):
                     negative_eigenvalues,
                 )
                 return LinearAttentionBlock(mixer, mlp, norm(), norm())
-            attention = Attention(
-                n_embd, n_head, n_kv_head or n_head, False, 0.0, qk_norm="all", new_norm=qk_norm
-            )
+            attention = self.new_attention(False, 0.0, qk_norm="all", new_norm=qk_norm)
             return Block(attention, mlp, norm, "after")
 
         self.build(new_block, norm, tie_embeddings)

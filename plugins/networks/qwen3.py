@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from core.technique import technique
-from plugins.networks.parts.arguments import check_arguments, check_even
-from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.families import (
@@ -107,36 +106,17 @@ class Qwen3(Decoder):
         init: Init = "llama",
         init_std: dict[str, float] | None = None,
     ):
-        check_arguments(Qwen3, locals())
-        size = head_dim or n_embd // n_head
-        check_even("Qwen3", size, "head_dim")
-        rope = Rope(size, rope_theta, rope_scaling)
+        sizes = check_sizes(Qwen3, locals())
+        rope = Rope(sizes["head_dim"], rope_theta, rope_scaling)
         first = max_window_layers if sliding_window else n_layer
         qk_norm = partial(new_norm, "rmsnorm", eps=norm_eps)
         super().__init__(
-            vocab_size=vocab_size,
-            n_embd=n_embd,
-            n_head=n_head,
-            n_kv_head=n_kv_head or n_head,
-            head_dim=size,
-            max_sequence_length=max_sequence_length,
-            layers=[Layer(rope, sliding_window if i >= first else None) for i in range(n_layer)],
-            init=init,
-            init_std=init_std,
+            **sizes, layers=[Layer(rope, sliding_window if i >= first else None) for i in range(n_layer)]
         )
         norm = partial(new_norm, "rmsnorm", n_embd, norm_eps)
 
         def new_block(index: int) -> Block:
-            attention = Attention(
-                n_embd,
-                n_head,
-                n_kv_head or n_head,
-                bias,
-                attention_dropout,
-                head_dim=size,
-                qk_norm="head",
-                new_norm=qk_norm,
-            )
+            attention = self.new_attention(bias, attention_dropout, qk_norm="head", new_norm=qk_norm)
             mlp = MLP(n_embd, intermediate_size, "silu", False, gated=True)
             return Block(attention, mlp, norm, "pre")
 

@@ -120,6 +120,10 @@ class T5(Network):
             raise ConfigError(
                 f"T5: buckets={buckets} must be even and at least 4, and max_distance={max_distance} above its half."
             )
+        if decoder_start_id >= vocab_size:
+            raise ConfigError(
+                f"T5: decoder_start_id={decoder_start_id} is not below vocab_size={vocab_size}."
+            )
         super().__init__()
         self.vocab_size, self.n_layer, self.n_head, self.n_embd = vocab_size, n_layer, n_head, n_embd
         self.head_dim, self.decoder_start_id = head_dim or n_embd // n_head, decoder_start_id
@@ -154,11 +158,20 @@ class T5(Network):
             )
             self.norm = norm()
             self.lm_head = None if tie_embeddings else nn.Linear(n_embd, vocab_size, bias=False)
-        matrices = (weight for block in self.blocks for weight in block.parameters() if weight.ndim == 2)
-        self._matmul_parameters = sum(weight.numel() for weight in matrices) + vocab_size * n_embd
+        self._matmul_weights = self._count_weights()
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
+
+    def _count_weights(self) -> tuple[int, int]:
+        """Returns how many weights a token of the encoder is multiplied with, and one of the decoder."""
+        stacks = (self.encoder_layers, self.decoder_layers)
+        encoder, decoder = (
+            sum(one.numel() for one in stack.parameters() if one.ndim == 2) for stack in stacks
+        )
+        # keys and values of the attention to the encoder's states are of its tokens
+        states = 2 * self.n_decoder_layer * self.n_embd * self.n_head * self.head_dim
+        return encoder + states, decoder - states + self.vocab_size * self.n_embd
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -230,12 +243,20 @@ class T5(Network):
     def flops_per_token(self, sequence_length: int) -> float:
         """Returns 6 N + 12 H D T for each attention, forward and backward, where encoder and decoder read T tokens each.
 
-        N: weights of all projections and of the head. A batch whose decoder reads fewer tokens than the encoder takes fewer.
+        N: weights of all projections and of the head.
         """
-        attentions = self.n_layer + 2 * self.n_decoder_layer
-        return (
-            6.0 * self._matmul_parameters + 12.0 * attentions * self.n_head * self.head_dim * sequence_length
-        )
+        return self._row_flops(sequence_length, sequence_length) / sequence_length
+
+    def flops_of_batch(self, batch: Mapping[str, Tensor]) -> float:
+        """Returns the same where the decoder reads S tokens: those of the encoder and of the decoder by their numbers."""
+        rows, length = batch["input_ids"].shape
+        return rows * self._row_flops(length, batch.get("decoder_input_ids", batch["input_ids"]).shape[1])
+
+    def _row_flops(self, length: int, decoder_length: int) -> float:
+        of_encoder, of_decoder = self._matmul_weights
+        pairs = self.n_layer * length**2 + self.n_decoder_layer * decoder_length * (length + decoder_length)
+        weights = of_encoder * length + of_decoder * decoder_length
+        return 6.0 * weights + 12.0 * self.n_head * self.head_dim * pairs
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Shards heads, with their relative position bias, and MLP width."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.technique import Feature, technique
 from plugins.objectives.causal_lm import cross_entropy
+from toolkit.label_positions import at_labels
 
 
 @technique(
@@ -20,7 +21,8 @@ class MaskedLM(Objective):
     """Cross-entropy of the tokens that were masked, in nats, summed over those that have a label.
 
     The label of a position is the token that was there, and -100 where none was chosen: `MaskedDataModule` makes such
-    batches. Logits (B, T, V) are converted to float32 first. A network that guesses by the frequency of tokens has about the
+    batches, and says in them which positions have a label: logits are computed for these alone, (B, M, V), with M a few more than
+    a row has labels, and converted to float32. A network that guesses by the frequency of tokens has about the
     loss that `RunSummary` prints as that of frequencies.
 
     Example:
@@ -40,7 +42,7 @@ class MaskedLM(Objective):
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of label tokens."""
-        labels = batch["labels"].flatten()
-        logits = network.logits(network(batch)).flatten(0, 1)
-        total = cross_entropy(logits.float(), labels, 0.0, 0.0)[0]
+        hidden, labels = at_labels(network(batch), batch)
+        logits = network.logits(hidden).flatten(0, 1)
+        total = cross_entropy(logits.float(), labels.flatten(), 0.0, 0.0)[0]
         return TokenSum(total, (labels != IGNORED_LABEL).sum()), {}

@@ -13,7 +13,7 @@ from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.shards import full_tensor
-from toolkit.further_blocks import RunsFurtherBlocks
+from toolkit.further_blocks import RunsFurtherBlocks, set_further_blocks
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -45,12 +45,15 @@ class Ahead(nn.Module):
 
 
 class _Given:
-    """The network as an objective sees it whose hidden states are known: calling it returns them."""
+    """The network as an objective sees it whose hidden states are known: calling it returns them.
+
+    Its parameters are those of the part that made the states: a penalty on weights counts each of them once.
+    """
 
     logits = Network.logits
 
-    def __init__(self, network: Network, hidden: Tensor) -> None:
-        self._network, self._hidden = network, hidden
+    def __init__(self, network: Network, hidden: Tensor, part: nn.Module) -> None:
+        self._network, self._hidden, self.parameters = network, hidden, part.parameters
         vars(self)["logits"] = network.logits  # a strategy may have replaced it
 
     def __call__(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
@@ -73,7 +76,13 @@ class MultiTokenPrediction(Objective):
     to hidden states: RMSNorm of both, a projection to C, one more block, RMSNorm, and the network's embedding and head.
     They are sequential as in DeepSeek-V3 and not parallel as in arXiv:2404.19737: each prediction sees the tokens before it, and
     a module costs one block however large the vocabulary is. The loss is the objective's plus `weight` times the mean of
-    those of the modules, each over all label tokens.
+    those of the modules, each over all label tokens. A term for logits, such as CausalLM's `z_loss`, is part of each of them;
+    one for weights, `l2`, is over those of the network in the first and over a module's own in the others.
+
+    ActivationCheckpointing and ActivationOffload treat the modules' blocks as those of the network. In a mixture of experts their
+    routers count as layers: for BalancedRouting, which goes around this objective, BiasBalancing and RoutingMonitor.
+    StochasticDepth leaves out blocks of the network alone, and precisions with layers of their own leave those of the
+    modules as they are.
 
     The modules are parameters of the objective, saved with it. An export, and a run that starts from the weights, leaves them
     out. In validation only the objective counts. Logged: `train/task_loss`, the objective alone, and `train/ahead_1`...
@@ -107,10 +116,16 @@ class MultiTokenPrediction(Objective):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error where a strategy takes rows or network apart."""
+        """Yields an error where a strategy takes rows or network apart, or the objective listens to the network."""
         for name in ("pipeline", "context"):
             if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
                 yield f"MultiTokenPrediction needs whole rows, and embedding and head on one rank: set {name} to 1"
+        inner = run.argument(f"{own.key}.objective.class_path")
+        if str(inner).rpartition(".")[2] == "BalancedRouting":
+            yield (
+                "BalancedRouting sees no routers within MultiTokenPrediction, which runs the network itself: put "
+                "MultiTokenPrediction within BalancedRouting"
+            )
 
     def change_network(self, network: Network) -> None:
         """Makes the modules, of the size of a network that was just built; the network stays as it is."""
@@ -120,7 +135,10 @@ class MultiTokenPrediction(Objective):
                 f"MultiTokenPrediction: {type(network).__name__} returns logits, or runs no further blocks.\nTake a network such "
                 "as Llama, without final_soft_cap."
             )
-        self.ahead = nn.ModuleList(Ahead(network, weight.shape[1]) for _ in range(self.depth))
+        modules = [Ahead(network, weight.shape[1]) for _ in range(self.depth)]
+        self.ahead = nn.ModuleList(modules)
+        self._weights = 2 * weight.shape[1] ** 2 + weight.numel()  # of a projection, and of the head
+        set_further_blocks(network, (module.block for module in modules))
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the objective's sums, in training with those of the further tokens added."""
@@ -131,7 +149,7 @@ class MultiTokenPrediction(Objective):
                 "MultiTokenPrediction has no modules: call change_network(network) before training."
             )
         hidden = network(batch)
-        loss, figures = self._of(network, hidden, batch)
+        loss, figures = self._of(network, hidden, network, batch)
         figures = {**figures, "task_loss": TokenSum(loss.total.detach(), loss.tokens, loss.weight)}
         total = full_tensor(loss.total)
         module: Any
@@ -140,15 +158,21 @@ class MultiTokenPrediction(Objective):
                 {**batch, "input_ids": shifted(batch["input_ids"], k, 0)}, None, range(0)
             )
             hidden = module(network, batch, hidden, tokens)
-            further, _ = self._of(network, module.norm(hidden), {**batch, "labels": labels_ahead(batch, k)})
+            further, _ = self._of(
+                network, module.norm(hidden), module, {**batch, "labels": labels_ahead(batch, k)}
+            )
             total = total + self.weight / self.depth * full_tensor(further.total)
             figures[f"ahead_{k}"] = TokenSum(further.total.detach(), further.tokens, further.weight)
         return TokenSum(total, loss.tokens, loss.weight), figures
 
+    def further_flops_per_token(self, network: Any, sequence_length: int) -> float:
+        """Returns operations of the modules, forward and backward: 6 for each weight of projection and head, and their blocks."""
+        return self.depth * (network.further_block_flops(sequence_length) + 6.0 * self._weights)
+
     def _of(
-        self, network: Network, hidden: Tensor, batch: Mapping[str, Tensor]
+        self, network: Network, hidden: Tensor, part: nn.Module, batch: Mapping[str, Tensor]
     ) -> tuple[TokenSum, dict[str, TokenSum]]:
-        given: Any = _Given(network, hidden)
+        given: Any = _Given(network, hidden, part)
         return self.objective.loss(given, batch)
 
 

@@ -185,10 +185,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         poison = dict(POISONS[name])
         training.put_back(before)
         training.read, last = bad - 1, bad - 1 + poison.pop("steps")
-        told = []
+        trace = []
         while training.step < min(max(seen, bad + 2 * LOG_EVERY), steps):
-            told.append(training.advance(**(poison if training.step < last else {})))
-        found["poisoned"][name] = {"trace": told}
+            trace.append(training.advance(**(poison if training.step < last else {})))
+        found["poisoned"][name] = {"trace": trace}
         if job["unguarded"]:
             while training.step < steps:
                 training.advance(**(poison if training.step < last else {}))
@@ -243,9 +243,11 @@ def report(runs: list[dict[str, Any]], processes: int) -> None:
             for name in own[0]["poisoned"]
             if all("unguarded" in run["poisoned"].get(name, {}) for run in own)
         }
-        told = ", ".join(f"{name} {change:+.1%}" for name, change in unguarded.items()) or "not run"
+        message = ", ".join(f"{name} {change:+.1%}" for name, change in unguarded.items()) or "not run"
         clean, mean = statistics.fmean(run["clean"] for run in own), statistics.fmean(changes)
-        print(f"| {size} | {len(own)} | {clean:.4f} | {mean:+.2%} | {max(changes, key=abs):+.2%} | {told} |")
+        print(
+            f"| {size} | {len(own)} | {clean:.4f} | {mean:+.2%} | {max(changes, key=abs):+.2%} | {message} |"
+        )
     settings = list(itertools.product(WINDOWS, SIGMAS, RISES, ("either", "both")))
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         rows = pool.map(judge, [(setting, runs) for setting in settings], chunksize=4)

@@ -241,8 +241,10 @@ def measure(ways: Ways, tokens: int, rounds: int) -> None:
             print(f"{name:<18} {median:>6.2f}  {tokens / median / 1e6:>16.2f}  {ratio:>7.1%}")
     for name, of_encoding in shares.items():
         if of_encoding:
-            told = f"{statistics.median(of_encoding):.1%} ({min(of_encoding):.1%} to {max(of_encoding):.1%})"
-            print(f"of the CPU time of {name}, encode_batch_fast has {told}")
+            message = (
+                f"{statistics.median(of_encoding):.1%} ({min(of_encoding):.1%} to {max(of_encoding):.1%})"
+            )
+            print(f"of the CPU time of {name}, encode_batch_fast has {message}")
     print(f"{rounds} rounds, {time.perf_counter() - begin:.0f} s")
 
 

@@ -1,8 +1,9 @@
 """The search finds the largest divisor that fits, under a limit that allocations really meet."""
 
 import pytest
+import torch
 
-from callbacks.batch_size_finder import BatchSizeFinder, divisors, largest
+from callbacks.batch_size_finder import BatchSizeFinder, divisors, largest, widened
 from core.errors import ConfigError
 from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
 
@@ -111,6 +112,13 @@ def test_mistakes_in_a_run(parts, said):
 def test_two_owners_of_the_batch_are_refused():
     both = {"trainer": {"callbacks": [{"class_path": "BatchSizeRamp"}, *finder()["trainer"]["callbacks"]]}}
     assert "would both control the batch size" in fit(both, code=2).error_text
+
+
+def test_rows_of_a_decoder_grow_with_those_of_the_encoder():
+    batch = {"input_ids": torch.arange(8)[None], "decoder_input_ids": torch.arange(4)[None]}
+    found = widened(batch, 12)
+    assert found["input_ids"].tolist() == [[*range(8), *range(4)]]
+    assert found["decoder_input_ids"].tolist() == [[*range(4), 0, 1]]
 
 
 def test_the_limit_is_in_bytes():

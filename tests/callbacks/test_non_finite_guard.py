@@ -79,10 +79,10 @@ def test_module_step_and_direction_are_named(tmp_path, kind, named, options):
     bad = 8 * options.get(
         "accumulate_grad_batches", 1
     )  # the ninth step; the next that is logged is the twelfth
-    told, trained, _ = run(tmp_path, kind, bad, **options)
-    assert "in step 9 the loss is" in told
-    assert named.partition(",")[0] in told
-    assert len(told.splitlines()) <= 10
+    message, trained, _ = run(tmp_path, kind, bad, **options)
+    assert "in step 9 the loss is" in message
+    assert named.partition(",")[0] in message
+    assert len(message.splitlines()) <= 10
     assert all(p.isfinite().all() for p in trained.network.parameters())
 
 
@@ -93,11 +93,11 @@ def test_the_weights_are_those_before_the_step(tmp_path):
 
 
 def test_with_an_optimizer_that_cannot_drop_updates_the_weights_stay_finite(tmp_path):
-    told, trained, _ = run(
+    message, trained, _ = run(
         tmp_path, "backward", 7, lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     )
-    assert "in step 8" in told
-    assert "layers.1.mlp.up_proj" in told
+    assert "in step 8" in message
+    assert "layers.1.mlp.up_proj" in message
     assert all(p.isfinite().all() for p in trained.network.parameters())
 
 
@@ -116,8 +116,8 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path):
 
 
 def test_a_clean_run_is_the_run_without_it(tmp_path):
-    told, guarded, record = run(tmp_path, "forward", None)
-    assert told is None
+    message, guarded, record = run(tmp_path, "forward", None)
+    assert message is None
     plain = module(lambda: Mined("forward"), optimizer=AdamW)
     fit(tmp_path, plain, batches(12, None), [], max_steps=12, log_every_n_steps=6)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))

@@ -96,7 +96,7 @@ def test_plain_lines_show_speed_and_validation_loss(run):
 
 
 @pytest.mark.parametrize(
-    ("counts", "told"),
+    ("counts", "shown"),
     [
         (None, "epoch 1"),
         ({"text": 1.254}, "epoch 1.25"),
@@ -104,12 +104,12 @@ def test_plain_lines_show_speed_and_validation_loss(run):
     ],
 )
 def test_plain_lines_say_how_often_the_data_have_been_gone_through(
-    counts, told, fit, data, tmp_path, monkeypatch
+    counts, shown, fit, data, tmp_path, monkeypatch
 ):
     if counts:
         monkeypatch.setattr(data, "epochs", lambda self: counts, raising=False)
     run = fit(tmp_path, [ProgressBar()], max_steps=5, limit_val_batches=0)
-    assert f"  {told}  " in LINE.search(run.stdout).group()
+    assert f"  {shown}  " in LINE.search(run.stdout).group()
 
 
 def test_plain_lines_keep_their_distance(fit, tmp_path):
@@ -207,7 +207,7 @@ def test_an_exception_gives_the_terminal_back(exception, raises, on_terminal):
     assert text.endswith(SHOW)
     assert re.search(r"step 5/60 .*left\r\n", text)
     for thread in [thread for thread in threading.enumerate() if "Refresh" in type(thread).__name__]:
-        thread.join(120)  # it has been told to end
+        thread.join(120)  # it has been asked to end
         assert not thread.is_alive()
 
 

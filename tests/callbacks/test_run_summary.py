@@ -180,5 +180,7 @@ def test_a_run_that_a_signal_ends_before_its_first_checkpoint_can_be_resumed(ins
         new_trainer(run, callbacks, limit_val_batches=0).fit(language_module(), datamodule=Bytes())
     saved = folder / "step-00000003.ckpt"
     assert saved.exists()
-    told = capsys.readouterr().out
-    assert told.strip().endswith(f"resume it with: python -m core fit --ckpt_path {run if inside else saved}")
+    printed = capsys.readouterr().out
+    assert printed.strip().endswith(
+        f"resume it with: python -m core fit --ckpt_path {run if inside else saved}"
+    )

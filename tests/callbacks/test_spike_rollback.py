@@ -100,9 +100,9 @@ def train(tmp_path):
         guard = end["callbacks"].pop("SpikeRollback", {})
         end["callbacks"] = {name: state for name, state in end["callbacks"].items() if state}
         path = tmp_path / folder / "spike_rollbacks.json"
-        told = json.loads(path.read_text()) if path.exists() else []
+        events = json.loads(path.read_text()) if path.exists() else []
         return SimpleNamespace(
-            losses=steps.losses, rates=steps.rates, end=end, guard=guard, told=told, trainer=runner
+            losses=steps.losses, rates=steps.rates, end=end, guard=guard, events=events, trainer=runner
         )
 
     return run
@@ -183,14 +183,14 @@ def test_it_is_the_run_that_skips_the_same_data_by_itself(train, on_disk, at, re
     expected = train(*shaping(), then={to: skip}, first=None if to else skip, folder="by-itself")
     assert found.losses[seen:] == expected.losses[to:]
     assert same(found.end, expected.end)
-    [told] = found.told
-    assert (told["step"], told["seen_at_step"], told["rewound_to_step"]) == (at, seen, to)
-    assert told["batches_skipped"] == 6
+    [event] = found.events
+    assert (event["step"], event["seen_at_step"], event["rewound_to_step"]) == (at, seen, to)
+    assert event["batches_skipped"] == 6
     if at > 4:
-        assert told["gradient_norm"] > told["gradient_norm_limit"]
-        assert told["loss"] < told["loss_limit"]
+        assert event["gradient_norm"] > event["gradient_norm_limit"]
+        assert event["loss"] < event["loss_limit"]
     else:  # the window is not full
-        assert (told["gradient_norm"], told["gradient_norm_limit"], told["loss_limit"]) == (
+        assert (event["gradient_norm"], event["gradient_norm_limit"], event["loss_limit"]) == (
             "nan",
             "inf",
             "inf",
@@ -201,15 +201,15 @@ def test_without_a_spike_nothing_happens(train):
     plain, found = train(*shaping()), train(SpikeRollback(**SMALL), *shaping(), folder="guarded")
     assert found.losses == plain.losses
     assert same(found.end, plain.end)
-    assert not found.told
+    assert not found.events
 
 
 @pytest.mark.parametrize("gradient", [1e4, math.nan])
 def test_what_is_not_finite_is_a_spike_before_the_window_is_full(train, gradient):
     found = train(SpikeRollback(**SMALL | {"window": 100}), poison(5, gradient=gradient))
-    assert bool(found.told) == (not math.isfinite(gradient))
-    if found.told:
-        assert (found.told[0]["gradient_norm"], found.told[0]["rewound_to_step"]) == (str(gradient), 2)
+    assert bool(found.events) == (not math.isfinite(gradient))
+    if found.events:
+        assert (found.events[0]["gradient_norm"], found.events[0]["rewound_to_step"]) == (str(gradient), 2)
 
 
 def test_a_gradient_norm_of_the_long_tail_is_no_spike_and_one_of_many_times_the_mean_is(train):
@@ -217,9 +217,9 @@ def test_a_gradient_norm_of_the_long_tail_is_no_spike_and_one_of_many_times_the_
     options = SMALL | {"window": 6, "sigma": 8.0}
     for factor, gradient, steps in [(10.0, 5.0, []), (1.0, 5.0, [9]), (10.0, 50.0, [9])]:
         found = train(SpikeRollback(**options, norm_factor=factor), poison(9, gradient=gradient))
-        assert [told["step"] for told in found.told] == steps, factor
+        assert [event["step"] for event in found.events] == steps, factor
         if factor == 10.0 and steps:
-            assert found.told[0]["gradient_norm_limit"] * 4 < found.told[0]["gradient_norm"]
+            assert found.events[0]["gradient_norm_limit"] * 4 < found.events[0]["gradient_norm"]
 
 
 def test_gradients_that_overflow_in_fp16_are_no_spike(train):
@@ -233,7 +233,7 @@ def test_gradients_that_overflow_in_fp16_are_no_spike(train):
     found = train(SpikeRollback(**SMALL), Norms(), plugins=[precision], max_steps=60)
     assert not all(map(math.isfinite, norms[:20]))
     assert all(map(math.isfinite, norms[-5:]))
-    assert not found.told
+    assert not found.events
 
 
 @pytest.mark.parametrize(
@@ -243,13 +243,13 @@ def test_the_host_looks_before_a_checkpoint_and_the_end_of_the_run(train, tmp_pa
     """Figures are logged every 5 steps; else nothing is saved before a rollback that has seen the spike."""
     saver = [PeriodicCheckpoint(**save, dirpath=str(tmp_path / "checkpoints"))] if save else []
     found = train(SpikeRollback(**SMALL), poison(*steps), *saver, log_every_n_steps=5)
-    assert [told["seen_at_step"] for told in found.told] == [seen]
+    assert [event["seen_at_step"] for event in found.events] == [seen]
 
 
 def test_the_host_looks_before_a_validation(train):
     options = {"limit_val_batches": 1, "val_check_interval": 7, "check_val_every_n_epoch": None}
     found = train(SpikeRollback(**SMALL), poison(6), log_every_n_steps=5, **options)
-    assert [told["seen_at_step"] for told in found.told] == [7]
+    assert [event["seen_at_step"] for event in found.events] == [7]
 
 
 def test_tries_are_counted_in_one_trouble_and_begin_anew_behind_it(train):
@@ -257,9 +257,9 @@ def test_tries_are_counted_in_one_trouble_and_begin_anew_behind_it(train):
     found = train(
         guard, poison(7, 10), poison(26), max_steps=30
     )  # 9 and 10: what comes after the first rewind
-    assert [(told["step"], told["try"]) for told in found.told] == [(7, 1), (5, 2), (20, 1)]
+    assert [(event["step"], event["try"]) for event in found.events] == [(7, 1), (5, 2), (20, 1)]
     plain = train(folder="plain", max_steps=30)
-    step, waiting, last = 0, list(found.told), None
+    step, waiting, last = 0, list(found.events), None
     for rate in found.rates:
         step += 1
         troubled = last is not None and step <= last["step"] + 2
@@ -327,7 +327,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_did_not_stop(train, tmp_path, on_
         return [guard, poison(spike), saver, *shaping()]
 
     whole = train(*callbacks("whole"), folder="whole", plugins=[AtomicCheckpoint()])
-    assert len(whole.told) == 1
+    assert len(whole.events) == 1
     killed = train(*callbacks("killed"), folder="killed", then={stop: die}, plugins=[AtomicCheckpoint()])
     assert killed.losses == whole.losses[:stop]
     saved = sorted((tmp_path / "killed/checkpoints").glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns)
@@ -338,7 +338,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_did_not_stop(train, tmp_path, on_
     assert found.guard["rollbacks"] == whole.guard["rollbacks"]
     assert same(found.guard["window"], whole.guard["window"])
     if len(found.losses) > 10:
-        assert found.told == whole.told
+        assert found.events == whole.events
 
 
 def test_with_snapshots_on_disk_a_signal_after_a_spike_does_not_change_the_run(train, tmp_path):
@@ -355,7 +355,7 @@ def test_with_snapshots_on_disk_a_signal_after_a_spike_does_not_change_the_run(t
         train(*callbacks("ended"), folder="ended", then={9: end}, plugins=[AtomicCheckpoint()])
     saved = tmp_path / "ended/checkpoints/step-00000009.ckpt"
     found = train(*callbacks("ended"), folder="ended", ckpt_path=saved, plugins=[AtomicCheckpoint()])
-    assert found.told == whole.told  # seen at the same step, too
+    assert found.events == whole.events  # seen at the same step, too
     assert found.losses == whole.losses[9:]
     assert same(found.end, whole.end)
 
@@ -401,8 +401,8 @@ def test_steps_that_come_again_are_logged_saved_and_drawn_again(train, tmp_path)
     curve, logger = LossCurve(), MetricsCSV(str(tmp_path / "run"))
     guard = SpikeRollback(**SMALL | {"rewind_steps": 4})
     found = train(guard, poison(9), saver, curve, Throughput(), logger=[logger], plugins=[AtomicCheckpoint()])
-    [told] = found.told
-    assert (told["seen_at_step"], told["rewound_to_step"]) == (10, 4)
+    [event] = found.events
+    assert (event["seen_at_step"], event["rewound_to_step"]) == (10, 4)
     rows = list(csv.DictReader((tmp_path / "run/metrics.csv").open()))
     assert [int(row["step"]) for row in rows] == [2, 4, 6, 8, 10, 12, 14]
     assert [row["spike_rollback/rollbacks"] for row in rows] == ["0.0"] * 2 + ["1.0"] * 5

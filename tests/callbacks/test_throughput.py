@@ -10,6 +10,12 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from callbacks.throughput import Throughput, measured_peak, peak_flops, peak_memory
+from plugins.networks.llama import Llama
+from plugins.networks.t5 import T5
+from plugins.objectives.balanced_routing import BalancedRouting
+from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives.multi_token_prediction import MultiTokenPrediction
+from plugins.objectives.span_corruption import SpanCorruption
 
 TOKENS_PER_STEP = 8 * 32
 MFU = "throughput/mfu_of_measured_cpu_peak"
@@ -131,7 +137,35 @@ def test_mfu_counts_the_devices_of_all_ranks(run):
     throughput._peak = ("throughput/mfu", 1e6)
     two = SimpleNamespace(world_size=2)
     flops = run.module.network.flops_per_token(32)
-    assert throughput._utilisation(two, run.module, 10.0, 32) == {"throughput/mfu": 10 * flops / 2e6}
+    batch = {"input_ids": torch.zeros(1, 32, dtype=torch.int64)}
+    found = throughput._utilisation(two, run.module, 10.0, 1.0, batch)
+    assert found == {"throughput/mfu": 10 * flops / 2e6}
+
+
+def test_mfu_of_an_encoder_counts_all_positions_and_that_of_an_objective_its_modules(run, monkeypatch):
+    """Two steps a second of 3 micro-batches, in which 5 label tokens a second are predicted."""
+    throughput = Throughput()
+    throughput._peak = ("throughput/mfu", 1e6)
+    monkeypatch.setattr(run.trainer, "accumulate_grad_batches", 3)
+    network = T5(61, n_layer=1, n_head=2, n_embd=8, head_dim=4, intermediate_size=16)
+    batch = {
+        name: torch.zeros(2, size, dtype=torch.int64)
+        for name, size in (("input_ids", 20), ("decoder_input_ids", 5))
+    }
+    module = SimpleNamespace(network=network, objective=SpanCorruption())
+    found = throughput._utilisation(run.trainer, module, 5.0, 2.0, batch)
+    assert found == {"throughput/mfu": 2.0 * 3 * network.flops_of_batch(batch) / 1e6}
+    decoder = Llama(
+        61, n_layer=1, n_head=2, n_embd=8, n_kv_head=2, intermediate_size=16, max_sequence_length=32
+    )
+    objective = MultiTokenPrediction(CausalLM())
+    objective.change_network(decoder)
+    outer = BalancedRouting(objective)
+    flops = decoder.flops_per_token(20) + objective.further_flops_per_token(decoder, 20)
+    found = throughput._utilisation(
+        run.trainer, SimpleNamespace(network=decoder, objective=outer), 5.0, 2.0, batch
+    )
+    assert found == {"throughput/mfu": 5 * flops / 1e6}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +212,7 @@ def test_an_unknown_peak_is_said_and_gives_no_mfu(name, precision, monkeypatch, 
     throughput = Throughput()
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
         throughput._peak = peak_flops(torch.device("cuda:0"), precision)
-    assert throughput._utilisation(run.trainer, run.module, 10.0, 32) == {}
+    assert throughput._utilisation(run.trainer, run.module, 10.0, 1.0, {}) == {}
     assert f"the peak of {name} in precision {precision}" in caplog.text
 
 

@@ -20,6 +20,7 @@ from datamodules.preparation.token_preparation import TokenPreparation
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.transforms.normalise import Normalise
 from datamodules.preparation.writers.token_shards import TokenShards
+from plugins.cli.run_commands import build
 from tests.support.corpus import corpus, preparation, prepare
 from tests.support.strange_folders import sign
 from toolkit import positions, trials
@@ -113,6 +114,16 @@ def test_the_transforms_of_a_data_module(tmp_path):
         assert TokenPreparation.build(*parts, **options).options() == preparation(
             options["source"]
         ).options() | {"validation_fraction": 0.05}
+
+
+def test_the_warning_names_the_line_of_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    written = tmp_path / "mine.yaml"
+    written.write_text("base: quickstart\ndata:\n  init_args:\n    stages: [Normalise]\n")
+    with pytest.warns(DeprecationWarning, match=r"data\.stages is deprecated") as found:
+        build("fit", ["--config", str(written)])
+    [one] = [each for each in found if "data.stages" in str(each.message)]
+    assert (Path(one.filename).name, one.lineno) == ("mine.yaml", 4)
 
 
 def test_folders_that_were_prepared_with_the_former_name_are_found_and_read(tmp_path):

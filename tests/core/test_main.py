@@ -193,16 +193,16 @@ def test_a_reader_that_goes_away_is_no_error():
 
 @pytest.mark.parametrize("command", [["fit", "--config"], ["generate", "--ckpt_path"], ["plugins", "show"]])
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "expected"),
     [
         ("a\0b", r"'a\x00b' is no text: it has a NUL character, or is not UTF-8"),
         ("a\udcff", r"'a\udcff' is no text"),
         ("\ud800", "is not UTF-8"),
     ],
 )
-def test_words_that_are_no_text_end_with_2(command, word, told, capsys):
+def test_words_that_are_no_text_end_with_2(command, word, expected, capsys):
     assert main([*command, word]) == 2
-    assert told in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="bytes as arguments")

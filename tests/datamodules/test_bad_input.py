@@ -105,8 +105,8 @@ class Narrow(BPETokenizer):
 
 
 def test_a_tokenizer_with_ids_beyond_its_vocabulary(tmp_path, config, complaint):
-    told = {"class_path": f"{__name__}.Narrow", "init_args": {"vocab_size": 300}}
-    run = config(corpus(tmp_path / "source", documents=20), tokenizer=told)
+    narrow = {"class_path": f"{__name__}.Narrow", "init_args": {"vocab_size": 300}}
+    run = config(corpus(tmp_path / "source", documents=20), tokenizer=narrow)
     output = tmp_path / "out"
     for words in (["prepare", f"--config={run}", f"--output={output}"], ["fit", f"--config={run}"]):
         assert "with a vocab_size of 270" in complaint(*words)

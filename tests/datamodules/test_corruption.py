@@ -22,6 +22,7 @@ from datamodules.preparation.readers.text_documents import TextDocuments
 from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from datamodules.preparation.writers.token_shards import TokenShards
 from datamodules.span_corruption_datamodule import SpanCorruptionDataModule
+from toolkit.label_positions import LABEL_POSITIONS
 
 TEXT = [
     "the masked tokens of unmasked words, and of others; 1999 words (or more) were tokenised here.",
@@ -157,7 +158,9 @@ def train(data, count, cursor=None, **order):
 
 
 def joined(batches):
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+    """Returns the rows of batches, without where their labels are, which follows from the labels and may be wider."""
+    names = batches[0].keys() - {LABEL_POSITIONS}
+    return {name: torch.cat([batch[name] for batch in batches]) for name in names}
 
 
 def same(one, other):
@@ -217,7 +220,19 @@ def test_rows_begin_and_end_as_bert_expects_it(source):
     assert (batch["input_ids"][:, 0] == 2).all()
     assert (batch["input_ids"][:, -1] == 3).all()
     assert (batch["labels"][:, [0, -1]] == -100).all()
-    assert set(batch) == {"input_ids", "labels"}
+    assert set(batch) == {"input_ids", "labels", LABEL_POSITIONS}
+
+
+def test_a_batch_says_where_its_labels_are_and_most_have_the_same_shape(source):
+    data = build(MaskedDataModule, source, sequence_length=32, batch_size=8)
+    batches, _ = train(data, 20)
+    for batch in batches:
+        found = [[place for place in row if place >= 0] for row in batch[LABEL_POSITIONS].tolist()]
+        assert found == [torch.nonzero(row != -100).flatten().tolist() for row in batch["labels"]]
+    widths = [batch[LABEL_POSITIONS].shape[1] for batch in batches]
+    assert all(width % 4 == 0 for width in widths)
+    assert len(set(widths)) <= 4
+    assert max(widths) < 32
 
 
 def test_documents_are_kept_apart_and_padding_is_apart_from_them(source):

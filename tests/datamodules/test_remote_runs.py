@@ -87,25 +87,25 @@ def test_what_is_damaged_ends_the_run_in_a_few_lines(local, storage, config, cap
     key = f"ends-{workers}/train/chunk-0-1.bin"
     storage.put(key, storage.read(key)[:-4])
     assert main(["fit", f"--config={config(url, num_workers=workers, shuffle=False)}"]) == 2
-    told = capsys.readouterr().err
-    assert f"{url}/train/chunk-0-1.bin is damaged: it has " in told
-    assert "Traceback" not in told
-    assert len(told.splitlines()) <= 10
+    message = capsys.readouterr().err
+    assert f"{url}/train/chunk-0-1.bin is damaged: it has " in message
+    assert "Traceback" not in message
+    assert len(message.splitlines()) <= 10
 
 
 def test_a_network_that_is_too_small_for_it(local, storage, config, capsys):
     url = storage.upload(local, "vocabulary")
     assert main(["fit", f"--config={config(url)}", "--model.network.vocab_size=200"]) == 2
-    told = capsys.readouterr().err
-    assert "vocab_size is 200" in told
-    assert len(told.splitlines()) <= 10
+    message = capsys.readouterr().err
+    assert "vocab_size is 200" in message
+    assert len(message.splitlines()) <= 10
 
 
 def test_a_bucket_that_is_not_there(config, capsys):
     assert main(["fit", f"--config={config('s3://nowhere-at-all/corpus')}"]) == 2
-    told = capsys.readouterr().err
-    assert "s3://nowhere-at-all/corpus/manifest.json cannot be read" in told
-    assert len(told.splitlines()) <= 10
+    message = capsys.readouterr().err
+    assert "s3://nowhere-at-all/corpus/manifest.json cannot be read" in message
+    assert len(message.splitlines()) <= 10
 
 
 def test_commands_that_need_a_folder_here_say_so(capsys):
@@ -114,6 +114,6 @@ def test_commands_that_need_a_folder_here_say_so(capsys):
         assert "aws s3 sync s3://corpora/fit DIR" in capsys.readouterr().err
     words = ["prepare", "--config=data/text", "--output=s3://corpora/new"]
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert "the manifest last" in told
-    assert "aws s3 cp prepared/corpus/manifest.json s3://corpora/new/manifest.json" in told
+    message = capsys.readouterr().err
+    assert "the manifest last" in message
+    assert "aws s3 cp prepared/corpus/manifest.json s3://corpora/new/manifest.json" in message

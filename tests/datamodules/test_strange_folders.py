@@ -154,9 +154,9 @@ def test_folders_of_earlier_versions_are_read_and_it_is_said(folder, capsys):
         json.dumps({k: v for k, v in manifest.items() if k not in ("sha256", "extras")}, indent=2)
     )
     assert main(["verify-data", str(folder)]) == 0
-    told = capsys.readouterr().out
-    assert "is complete" in told
-    assert "has no checksum of its own" in told
+    printed = capsys.readouterr().out
+    assert "is complete" in printed
+    assert "has no checksum of its own" in printed
     assert complaint_of_a_run(folder) is None
 
 

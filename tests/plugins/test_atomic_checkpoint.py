@@ -62,10 +62,10 @@ def test_a_checkpoint_waits_in_memory_until_there_is_room(before, tmp_path, caps
         io.save_checkpoint(LARGE, path)
     assert defect(path) is None
     assert len(list(tmp_path.iterdir())) == 1 + before
-    told = capsys.readouterr().err.splitlines()
-    assert "step-2.ckpt could not be written: File too large" in told[0]
-    assert "The run waits, and keeps it in memory" in told[1]
-    assert told[-1] == "There is room again: the checkpoint is written."
+    message = capsys.readouterr().err.splitlines()
+    assert "step-2.ckpt could not be written: File too large" in message[0]
+    assert "The run waits, and keeps it in memory" in message[1]
+    assert message[-1] == "There is room again: the checkpoint is written."
 
 
 def test_ctrl_c_ends_the_wait(tmp_path):

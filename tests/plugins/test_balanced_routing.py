@@ -146,10 +146,20 @@ def test_figures_of_known_loads():
 NETWORK = {
     "class_path": "Dots1",
     "init_args": {
-        "vocab_size": 64, "n_layer": 2, "n_head": 2, "n_kv_head": 2, "n_embd": 16, "intermediate_size": 32, "n_experts": 4,
-        "experts_per_token": 2, "expert_size": 8, "dense_layers": 1, "max_sequence_length": 16, "init_std": {"*.router": 1.0},
+        "vocab_size": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_kv_head": 2,
+        "n_embd": 16,
+        "intermediate_size": 32,
+        "n_experts": 4,
+        "experts_per_token": 2,
+        "expert_size": 8,
+        "dense_layers": 1,
+        "max_sequence_length": 16,
+        "init_std": {"*.router": 1.0},
     },
-}  # fmt: skip
+}
 
 
 def logged(done):
@@ -190,11 +200,18 @@ def test_biases_follow_the_load_of_whole_steps_and_even_it_out():
 
 def test_loads_are_of_all_micro_batches_and_ranks():
     callbacks = [{"class_path": "BiasBalancing", "init_args": {"rate": 0.125}}, "RoutingMonitor"]
-    alone = fit(dots(callbacks), 1)
-    ranks = fit(dots(callbacks, strategy={"class_path": "DDP"}), 2)
+    ahead = {"class_path": "MultiTokenPrediction", "init_args": {"objective": {"class_path": "CausalLM"}}}
+    overlays = [dots(callbacks), dots(callbacks, strategy={"class_path": "DDP"})]
+    for overlay in overlays:
+        overlay["model"]["objective"] = ahead  # its router is the second
+    alone, ranks = fit(overlays[0], 1), fit(overlays[1], 2)
     assert (alone.code, ranks.code) == (0, 0), ranks.error_text
     one, other = alone.checkpoint()["state_dict"], ranks.checkpoint()["state_dict"]
-    name = "network.layers.1.mlp.router.e_score_correction_bias"
-    assert torch.equal(one[name], other[name])
+    names = [name for name in one if name.endswith("router.e_score_correction_bias")]
+    assert names == [
+        f"{part}.mlp.router.e_score_correction_bias"
+        for part in ("network.layers.1", "objective.ahead.0.block")
+    ]
+    assert all(torch.equal(one[name], other[name]) and one[name].any() for name in names)
     assert len(logged(alone)) == 6
     assert logged(ranks) == logged(alone)

@@ -4,18 +4,25 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
+from callbacks.activation_checkpointing import ActivationCheckpointing
 from conformance.runs import run
 from core.errors import ConfigError
+from core.technique import Declaration
 from plugins.networks.bert import BERT
 from plugins.networks.deepseek_v3 import DeepSeekV3
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.llama import Llama
+from plugins.objectives.balanced_routing import BalancedRouting, routing_sums
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.multi_token_prediction import MultiTokenPrediction
 from tests.support.reference_models import lively
 from tests.support.same_run import TOLERANCE, differences, fit, one_process
 from tests.support.small_networks import DENSE, LATENT, LENGTHS, packed
+from toolkit.routing import all_routers, recorded
+from toolkit.selection import Run, Selected
 
 
 def prepared(network_class=Llama, arguments=DENSE, depth=2, weight=0.3):
@@ -109,11 +116,89 @@ def test_modules_begin_as_the_last_block_and_every_parameter_has_a_gradient():
         MultiTokenPrediction(CausalLM(), depth=0)
 
 
+def test_a_penalty_on_weights_counts_each_of_them_once():
+    network, objective = prepared()
+    objective.objective = CausalLM(z_loss=0.2)
+    without, _ = objective.loss(network, packed())
+    objective.objective = CausalLM(z_loss=0.2, l2=0.1)
+    loss, figures = objective.loss(network, packed())
+    squares = [
+        sum(weight.square().sum().item() for weight in part.parameters() if weight.ndim > 1)
+        for part in (network, *objective.ahead)
+    ]
+    shares = [loss.tokens.item()] + [0.3 / 2 * figures[f"ahead_{k}"].tokens.item() for k in (1, 2)]
+    expected = sum(share * 0.1 / 2 * part for share, part in zip(shares, squares, strict=True))
+    assert (loss.total - without.total).item() == pytest.approx(expected, rel=1e-6)  # l2 is summed in float32
+
+
+def test_flops_of_the_modules_are_those_that_torch_counts():
+    network, objective = prepared(Llama, {**DENSE, "n_layer": 3})
+    ids = packed()["input_ids"]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        objective.loss(network, {"input_ids": ids, "labels": ids.roll(-1, 1)})[0].total.backward()
+    modules = objective.further_flops_per_token(network, 50)
+    assert counter.get_total_flops() == 2 * 50 * (network.flops_per_token(50) + modules)
+    block = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48
+    assert modules == 2 * (6 * (block + 2 * 32 * 32 + 61 * 32) + 12 * 32 * 50)
+
+
+@pytest.mark.parametrize(("every", "again"), [(1, [2, 2, 2, 2]), (3, [2, 1, 1, 2])])
+def test_checkpointing_computes_the_modules_blocks_again(every, again):
+    found = []
+    for callback in (None, ActivationCheckpointing(every)):
+        network, objective = prepared()
+        if callback is not None:
+            callback.change_network(network)
+        blocks = [*network.blocks, *(module.block for module in objective.ahead)]
+        calls = [0] * 4
+        for index, block in enumerate(blocks):
+
+            def count(*_, calls=calls, index=index):
+                calls[index] += 1
+
+            block.mlp.register_forward_pre_hook(count)
+        objective.loss(network, packed())[0].total.backward()
+        found.append([weight.grad for part in (network, objective) for weight in part.parameters()])
+        assert calls == ([1] * 4 if callback is None else again)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_routers_of_the_modules_are_balanced_as_layers():
+    arguments = {**LATENT, "dense_layers": 2}
+    network, inner = prepared(DeepSeekV3, arguments)
+    assert len(network.routers) == 1
+    assert len(all_routers(network)) == 3
+    loss, figures = BalancedRouting(inner, load_balancing=0.5).loss(network, packed())
+    alone, _ = inner.loss(network, packed())
+    assert loss.total.item() == pytest.approx(
+        alone.total.item() + 0.5 * figures["load_balancing"].total.item()
+    )
+    with recorded(network) as routings:
+        inner.loss(network, packed())
+    expected, _ = routing_sums(routings, packed()["labels"] != -100, False)
+    assert len(routings) == 3
+    assert figures["load_balancing"].total.item() == pytest.approx(expected.item())
+    (loss.total - alone.total).backward()
+    assert all(module.block.mlp.router.weight.grad.any() for module in inner.ahead)
+
+
+@pytest.mark.parametrize(("inner", "refused"), [("BalancedRouting", True), ("CausalLM", False)])
+def test_what_balances_routers_goes_around_it(inner, refused):
+    own = Selected("model.objective", "", "", "", "", "", Declaration(""))
+    objective = {"init_args": {"objective": {"class_path": f"plugins.objectives.any.{inner}"}}}
+    run = Run([own], {"model": {"objective": {"class_path": "MultiTokenPrediction"} | objective}})
+    said = list(MultiTokenPrediction.preflight(run, own))
+    assert ["put MultiTokenPrediction within BalancedRouting" in one for one in said] == [True] * refused
+
+
 OVERLAY = {
     "model": {
-        "objective": {"class_path": "MultiTokenPrediction", "init_args": {"objective": {"class_path": "CausalLM"}, "depth": 2}},
+        "objective": {
+            "class_path": "MultiTokenPrediction",
+            "init_args": {"objective": {"class_path": "CausalLM"}, "depth": 2},
+        },
     }
-}  # fmt: skip
+}
 
 
 @pytest.mark.ci

@@ -282,10 +282,10 @@ def test_an_error_in_the_background_is_raised_by_the_next_save_and_at_the_end(tm
 
 def test_the_end_says_how_long_checkpoints_held_the_run_up(save, capsys):
     save()
-    told = capsys.readouterr().out
-    assert re.search(r"interrupted training for \d+\.\d ms at most, \d+\.\d ms in all \(1 written\)", told), (
-        told
-    )
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"interrupted training for \d+\.\d ms at most, \d+\.\d ms in all \(1 written\)", printed
+    ), printed
 
 
 def test_of_the_files_that_a_rank_does_not_read_it_compares_the_sizes(save):

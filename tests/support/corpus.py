@@ -107,7 +107,7 @@ def rows_of(reader, rejects=None):
     """All rows of all tasks, and the tasks' number."""
     noted = rejects if rejects is not None else []
     tasks = json.loads(json.dumps(reader.tasks()))
-    read = [b for task in tasks for b in reader.read(task, lambda *told: noted.append(told))]
+    read = [b for task in tasks for b in reader.read(task, lambda *reject: noted.append(reject))]
     assert rejects is not None or not noted
     return [row for batch in read for row in batch.to_pylist()], len(tasks)
 

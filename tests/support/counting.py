@@ -30,7 +30,7 @@ class HookCalls(Callback):
 
 
 class BackwardHooks(Callback):
-    """Prints how often callbacks were told that a backward pass begins, and that it is over."""
+    """Prints how often callbacks were called at the beginning and the end of a backward pass."""
 
     before = after = 0
 

@@ -96,9 +96,9 @@ def rolled_back(name):
 
 
 def test_a_copy_of_spike_rollback_trains_as_ours():
-    (found, told), (expected, rollbacks) = map(rolled_back, ("AcmeRollback", "SpikeRollback"))
+    (found, events), (expected, rollbacks) = map(rolled_back, ("AcmeRollback", "SpikeRollback"))
     assert [(each["step"], each["rewound_to_step"]) for each in rollbacks] == [(5, 2)]
-    assert told == rollbacks
+    assert events == rollbacks
     assert_same(found, expected)
 
 

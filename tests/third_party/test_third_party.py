@@ -171,9 +171,9 @@ def test_a_run_that_names_a_broken_technique_is_told_which_and_what_to_do(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN.replace("GUARD", name))
     assert main(["fit", "--config", "run.yaml"]) == 2
-    told = capsys.readouterr().err
-    assert told == BROKEN[name]
-    assert len(told.splitlines()) <= 10
+    message = capsys.readouterr().err
+    assert message == BROKEN[name]
+    assert len(message.splitlines()) <= 10
     assert not (tmp_path / "run").exists()
 
 
@@ -194,7 +194,7 @@ def test_they_are_listed_broken_or_not(capsys):
 @pytest.mark.usefixtures("all_installed")
 def test_the_check_of_the_broken_package_shows_what_is_wrong(capsys):
     assert main(["plugins", "check", "acme-broken"]) == 1
-    told = capsys.readouterr().out
+    message = capsys.readouterr().out
     for name, found in {
         "Unwritten": "ModuleNotFoundError: No module named 'acme_broken.unwritten'",
         "DivergenceGuard": "registered 2 times (acme-broken 0.1.0, acme-guard 0.1.0)",
@@ -202,9 +202,9 @@ def test_the_check_of_the_broken_package_shows_what_is_wrong(capsys):
         "Unlicensed": "PermissionError: the licence server does not answer",
         "FromTomorrow": f"written for core API >=99,<100, this is {API_VERSION}: pip install --upgrade leyden",
     }.items():
-        [line] = [line for line in told.splitlines() if line.split()[1:2] == [name]]
+        [line] = [line for line in message.splitlines() if line.split()[1:2] == [name]]
         assert found in line
-    assert told.endswith("5 checked, 5 broken.\n")
+    assert message.endswith("5 checked, 5 broken.\n")
 
 
 @pytest.mark.parametrize("package", [pytest.param(name, marks=pytest.mark.slow) for name in SOUND])

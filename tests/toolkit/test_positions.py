@@ -76,12 +76,12 @@ def test_attention_is_all_that_mixes_positions_of_gpt(more, format):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [(Convolving, "mixes positions"), (Counting, "position_ids"), (Deaf, "does not call")],
 )
-def test_what_else_mixes_positions_is_found(kind, told):
+def test_what_else_mixes_positions_is_found(kind, message):
     network = kind(**SIZES)
-    assert told in explain_position_mixing(network)
+    assert message in explain_position_mixing(network)
     if kind is Convolving:
         assert not network.convolution.weight.any()
 

@@ -35,8 +35,8 @@ def test_only_the_step_that_is_dropped_changes_nothing(scales):
     weight, optimizer = fused_adam()
     assert drops_updates(optimizer)
     scaler = torch.amp.GradScaler("cpu") if scales else None
-    told = [None, True, None, False, True, True, None]
-    changed = [step(weight, optimizer, drop, scaler) for drop in told]
+    drops = [None, True, None, False, True, True, None]
+    changed = [step(weight, optimizer, drop, scaler) for drop in drops]
     assert changed == [True, False, True, True, False, False, True]
     assert not {"found_inf", "_drop"} & vars(optimizer).keys()
 

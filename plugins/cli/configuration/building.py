@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
 
@@ -40,6 +41,18 @@ def explain_build_error(target: Any, error: Exception, run: Run) -> str:
     places = [run.place(f"{item.key}.{name}") for _, name in named] or [run.place(f"{item.key}.class_path")]
     place = min(places, key=lambda place: not place.startswith("--"))  # what was typed last is changed first
     return f"{place}: {text}" if place else text
+
+
+@contextmanager
+def placed_warnings(run: Run) -> Iterator[None]:
+    """Shows a warning of an argument's former name, such as `data.stages`, at the line that has it."""
+    with warnings.catch_warnings(record=True) as found:
+        yield
+    for one in found:
+        said = str(one.message)
+        place = " is deprecated " in said and re.fullmatch(r"(.+):(\d+)", run.place(said.partition(" ")[0]))
+        file, line = (place[1], int(place[2])) if place else (one.filename, one.lineno)
+        warnings.warn_explicit(one.message, one.category, file, line)
 
 
 def make_trainer(options: Mapping[str, Any], run: Run, make: Callable[..., Any] = Trainer) -> Any:

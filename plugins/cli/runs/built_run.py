@@ -23,7 +23,13 @@ from core.language_module import LanguageModule
 from core.training.network_changes import apply_network_changes
 from plugins.cli import preflight
 from plugins.cli.configuration.builder import Builder
-from plugins.cli.configuration.building import devices_of, explain_build_error, hardware_of, make_trainer
+from plugins.cli.configuration.building import (
+    devices_of,
+    explain_build_error,
+    hardware_of,
+    make_trainer,
+    placed_warnings,
+)
 from plugins.cli.configuration.class_check import check_classes
 from plugins.cli.configuration.parsing import Parsed, as_text
 from plugins.cli.configuration.request import SECTIONS, Request, differences
@@ -180,7 +186,7 @@ class BuiltRun:
     def _build(self) -> None:
         """Builds trainer, model and data module; the network is built in :meth:`_check_parts`."""
         self.parsed.parser.add_instantiator(self.builder, object)
-        with self._building():
+        with self._building(), placed_warnings(self.run_known):
             built = self.parsed.parser.instantiate_classes(self.parsed.values)
             self.datamodule: LightningDataModule = built["data"]
             self.model: LanguageModule = built["model"]

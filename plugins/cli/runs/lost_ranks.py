@@ -69,7 +69,7 @@ class Watch:
                 if self._comes(_WHO):
                     self.who = self.store.get(_WHO).decode(errors="replace")
                     self.store.set(f"{_HEARD}/{self.rank}", "")
-        except Exception:
+        except RuntimeError:  # what torch's stores raise, as `DistError`
             self.store_is_gone = True  # with its process
 
     def _comes(self, key: str) -> bool:
@@ -163,7 +163,9 @@ def _who(store: Any, rank: int, ranks: int) -> str:
     # Rank 0 waits for the others, which read its store.
     known = _watch is not None and _watch.who and rank > 0
     if not known and (_watch is None or not _watch.store_is_gone):
-        with suppress(Exception):  # the store is gone; torch has then printed a C++ stack, so once is enough
+        with suppress(
+            RuntimeError
+        ):  # the store is gone; torch has then printed a C++ stack, so once is enough
             return _asked(store, rank, ranks)
     if _watch is not None:
         _watch.stop()

@@ -4,13 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 from core.errors import ConfigError, nearest
+from plugins.networks.parts.initialisation import Init
 from plugins.networks.parts.positions import check_scaling
 
 FROM_ZERO = {"max_window_layers", "dense_layers", "sinks"}
 """Integers that may be 0."""
+
+
+class Sizes(TypedDict):
+    """Those arguments of :class:`Decoder` that follow from what all families are given."""
+
+    vocab_size: int
+    n_embd: int
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    max_sequence_length: int
+    init: Init
+    init_std: Mapping[str, float] | None
+
+
+def check_sizes(cls: type, values: Mapping[str, Any], rotary: bool = True) -> Sizes:
+    """Checks the arguments of a decoder family as :func:`check_arguments` and returns those that :class:`Decoder` takes.
+
+    Args:
+        cls: The class, for its name and types.
+        values: Argument -> value; without `head_dim` it is C / H, without `n_kv_head` G is H.
+        rotary: Whether all features of a head are rotated, in pairs: then they must be even in number.
+    """
+    check_arguments(cls, values)
+    head_dim = values.get("head_dim") or values["n_embd"] // values["n_head"]
+    if rotary:
+        check_even(cls.__name__, head_dim, "head_dim")
+    return Sizes(
+        vocab_size=values["vocab_size"],
+        n_embd=values["n_embd"],
+        n_head=values["n_head"],
+        n_kv_head=values.get("n_kv_head") or values["n_head"],
+        head_dim=head_dim,
+        max_sequence_length=values["max_sequence_length"],
+        init=values["init"],
+        init_std=values["init_std"],
+    )
 
 
 def check_arguments(cls: type, values: Mapping[str, Any]) -> None:

@@ -97,6 +97,11 @@ class Decoder(Network):
         self._tables = [None if one.rope is None else self._ropes.index(one.rope) for one in layers]
         self.windows = [layer.window for layer in layers]
 
+    def new_attention(self, bias: bool, dropout: float, **options: Any) -> Attention:
+        """Returns attention of the network's sizes for one block; the arguments are those of :class:`Attention`."""
+        sizes = self.n_embd, self.n_head, self.n_kv_head
+        return Attention(*sizes, bias, dropout, head_dim=self.head_dim, **options)
+
     def build(
         self,
         new_block: Callable[[int], nn.Module],
@@ -120,8 +125,8 @@ class Decoder(Network):
         device = torch.get_default_device()
         with torch.device("meta"):  # skips the modules' own initialisation, which would draw random numbers
             self._add_modules(new_block, new_norm, tie_embeddings, dropout)
-        matrices = (weight for weight in self.layers.parameters() if weight.ndim == 2)
-        self._matmul_parameters = sum(weight.numel() for weight in matrices) + self.vocab_size * self.n_embd
+        self._matmul_weights = [self._count_weights(block) for block in self.layers]
+        self._head_weights = self.vocab_size * self.n_embd
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -142,6 +147,10 @@ class Decoder(Network):
         self.layers = nn.ModuleList(new_block(index) for index in range(self.n_layer))
         self.norm = new_norm()
         self.lm_head = None if tie_embeddings else nn.Linear(self.n_embd, self.vocab_size, bias=False)
+
+    def _count_weights(self, block: nn.Module) -> int:
+        """Returns how many weights of a block each token is multiplied with."""
+        return sum(weight.numel() for weight in block.parameters() if weight.ndim == 2)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -305,8 +314,17 @@ class Decoder(Network):
         N: weights of the blocks' projections and of the head, tied or not. Causal attention is not halved; in a layer
         with a window T is at most the window. Where values have V features and not D, 2 D is D + V.
         """
-        seen = sum(min(sequence_length, window or sequence_length) for window in self.windows)
-        return 6.0 * self._matmul_parameters + 6.0 * self.n_head * (self.head_dim + self.value_dim) * seen
+        blocks = (self._block_flops(index, sequence_length) for index in range(self.n_layer))
+        return 6.0 * self._head_weights + sum(blocks)
+
+    def further_block_flops(self, sequence_length: int) -> float:
+        """Returns those of :meth:`run_further_block`."""
+        return self._block_flops(self.n_layer - 1, sequence_length)
+
+    def _block_flops(self, index: int, sequence_length: int) -> float:
+        seen = min(sequence_length, self.windows[index] or sequence_length)
+        scores = 6.0 * self.n_head * (self.head_dim + self.value_dim) * seen
+        return 6.0 * self._matmul_weights[index] + scores
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Shards heads and MLP width; embeddings, norms and head stay replicated. The number of ranks must divide G."""

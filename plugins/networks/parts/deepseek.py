@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from torch import nn
 
 from plugins.networks.parts.mlp import MLP
-from plugins.networks.parts.moe import Experts, Router, SparseMLP
+from plugins.networks.parts.sparse_decoder import new_sparse_mlp
 
 ARGUMENTS = {
     "attention_bias": "bias",
@@ -26,28 +26,22 @@ ARGUMENTS = {
 """Keys of config.json -> arguments."""
 
 
-def new_mlps(
-    n_embd: int,
-    *,
-    intermediate_size: int,
-    n_experts: int,
-    experts_per_token: int,
-    expert_size: int,
-    n_shared_experts: int,
-    dense_layers: int,
-    **routing: Any,
-) -> Callable[[int], nn.Module]:
+def new_mlps(arguments: Mapping[str, Any]) -> Callable[[int], nn.Module]:
     """Returns what makes the MLP of a block, given its index: plain in the first `dense_layers`, then a mixture.
 
-    `routing` are further arguments of :class:`Router`.
+    Args:
+        arguments: Those of the network, argument -> value, as DeepSeekV3 and Dots1 have them; others are ignored.
     """
-    new_mlp = partial(MLP, activation="silu", bias=False, gated=True)
+    n_embd, expert_size = arguments["n_embd"], arguments["expert_size"]
+    sizes = n_embd, arguments["n_experts"], arguments["experts_per_token"], expert_size
+    routing = {name: arguments[name] for name in ("groups", "groups_per_token", "capacity_factor")}
+    routing |= {"normalise": arguments["normalise_weights"], "scale": arguments["routing_scale"]}
+    new_mlp = partial(MLP, n_embd, activation="silu", bias=False, gated=True)
 
     def new(index: int) -> nn.Module:
-        if index < dense_layers:
-            return new_mlp(n_embd, intermediate_size)
-        router = Router(n_embd, n_experts, experts_per_token, scores="sigmoid", biased=True, **routing)
-        shared = new_mlp(n_embd, n_shared_experts * expert_size)
-        return SparseMLP(router, Experts(n_experts, n_embd, expert_size, "silu"), shared)
+        if index < arguments["dense_layers"]:
+            return new_mlp(arguments["intermediate_size"])
+        shared = new_mlp(arguments["n_shared_experts"] * expert_size)
+        return new_sparse_mlp(*sizes, shared, scores="sigmoid", biased=True, **routing)
 
     return new

@@ -49,7 +49,10 @@ class HybridDecoder(Decoder):
     ) -> None:
         """As :meth:`Decoder.build`; counts the operations of recurrences, too."""
         super().build(new_block, new_norm, tie_embeddings, dropout)
-        self._recurrence_flops = sum(mixer.flops_per_token() for _, mixer in self._mixers())
+        mixers = [
+            [one for one in block.modules() if isinstance(one, RecurrentMixer)] for block in self.layers
+        ]
+        self._mixing_flops = [sum(mixer.flops_per_token() for mixer in some) for some in mixers]
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -111,13 +114,15 @@ class HybridDecoder(Decoder):
         6 (C (K + V) + 2 K V) a head with chunks of C tokens, keys of K features and values of V; with the delta rule
         6 (C (3 K + 2 V) + 3 K V).
         """
-        seen = sum(
-            pattern.seen(sequence_length) if pattern else min(sequence_length, window or sequence_length)
-            for recurrent, window, pattern in zip(self.recurrent, self.windows, self.patterns, strict=True)
-            if not recurrent
-        )
+        return super().flops_per_token(sequence_length)
+
+    def _block_flops(self, index: int, sequence_length: int) -> float:
+        window, pattern = self.windows[index], self.patterns[index]
+        seen = pattern.seen(sequence_length) if pattern else min(sequence_length, window or sequence_length)
         scores = 12.0 * self.n_head * self.head_dim * seen
-        return 6.0 * self._matmul_parameters + scores + self._recurrence_flops
+        return 6.0 * self._matmul_weights[index] + (
+            self._mixing_flops[index] if self.recurrent[index] else scores
+        )
 
     def tensor_parallel_plan(self) -> dict[str, Any]:
         """Shards heads of attention and MLP width; recurrent mixers are computed in full on each rank."""

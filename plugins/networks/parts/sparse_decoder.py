@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from core.errors import ConfigError
 from plugins.networks.parts.decoder import Decoder
 from plugins.networks.parts.initialisation import std_of
-from plugins.networks.parts.moe import Experts, Router
+from plugins.networks.parts.moe import Experts, Router, SparseMLP
 from toolkit.hugging_face import Rename
 
 EXPERTS = (
@@ -28,18 +27,14 @@ EXPERTS = (
 class SparseDecoder(Decoder):
     """A decoder of which some MLPs are mixtures of experts. Offers `toolkit.routing.RoutesTokens`."""
 
-    def build(
-        self,
-        new_block: Callable[[int], nn.Module],
-        new_norm: Callable[[], nn.Module],
-        tie_embeddings: bool,
-        dropout: float = 0.0,
-    ) -> None:
-        """As :meth:`Decoder.build`; of the experts those count that a token passes."""
-        super().build(new_block, new_norm, tie_embeddings, dropout)
-        for router, experts in zip(self.routers, self.expert_stacks, strict=True):
-            active = router.experts_per_token / len(router.weight)
-            self._matmul_parameters += round(active * sum(p.numel() for p in experts.parameters()))
+    def _count_weights(self, block: nn.Module) -> int:
+        """Of the experts those count that a token passes."""
+        found = super()._count_weights(block)
+        for mlp in block.modules():
+            if isinstance(mlp, SparseMLP):
+                active = mlp.router.experts_per_token / len(mlp.router.weight)
+                found += round(active * sum(p.numel() for p in mlp.experts.parameters()))
+        return found
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -83,6 +78,19 @@ class SparseDecoder(Decoder):
                 if f"{mlp}.shared.down_proj" in plan:
                     plan[f"{mlp}.shared.down_proj"] = RowwiseParallel()
         return plan
+
+
+def new_sparse_mlp(
+    n_embd: int,
+    n_experts: int,
+    experts_per_token: int,
+    expert_size: int,
+    shared: nn.Module | None = None,
+    **routing: Any,
+) -> SparseMLP:
+    """Returns a mixture of gated experts with SiLU; `routing` are further arguments of :class:`Router`."""
+    router = Router(n_embd, n_experts, experts_per_token, **routing)
+    return SparseMLP(router, Experts(n_experts, n_embd, expert_size, "silu"), shared)
 
 
 def check_experts(

@@ -1,5 +1,6 @@
 """Filling in the middle: the parts put back in order are the document, on every rank and after every resume."""
 
+import re
 from itertools import islice
 
 import numpy as np
@@ -7,10 +8,14 @@ import pytest
 import torch
 
 from core.errors import ConfigError
+from core.pretrain_datamodule import PretrainDataModule
 from datamodules.packing.best_fit import BestFit
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.fill_in_the_middle import FillInTheMiddle, Sentinels, rearranged
+from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
+from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.writers.token_shards import TokenShards
+from tests.support.corpus import corpus
 
 MARKS = Sentinels(prefix=1, suffix=2, middle=3, end_of_text=0)
 IDS = {"prefix": 1, "suffix": 2, "middle": 3, "end_of_text": 0}
@@ -109,6 +114,20 @@ def test_each_document_of_a_row_can_be_put_back(tmp_path):
                     found.add(tuple(restored(tokens)[0]))
     assert found
     assert found <= known
+
+
+def test_a_tokenizer_without_the_sentinels_is_no_reason_to_delete_the_data(tmp_path):
+    folder = corpus(tmp_path / "source", documents=30)
+    parts = JSONLinesDocuments, BPETokenizer(300), TokenShards()
+    for packing, said in (
+        (FillInTheMiddle(Concatenate()), "has no token '<|fim_prefix|>'"),
+        (FillInTheMiddle(Concatenate(), prefix=400, suffix=401, middle=399), "401 is no id of the tokenizer"),
+    ):
+        data = PretrainDataModule(*parts, packing, source=str(folder), cache_dir=str(tmp_path / "cache"))
+        data.setup()
+        with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+            data.train_dataloader()
+        assert "elete" not in str(caught.value)
 
 
 def test_unknown_tokens_and_wrong_rates_are_refused():

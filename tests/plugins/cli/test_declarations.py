@@ -32,9 +32,9 @@ BAD = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_wrong_declaration_is_refused_with_the_class(case):
-    arguments, told = BAD[case]
+    arguments, message = BAD[case]
     technique(**{"paper": "a test", **arguments})(Declared)
     with pytest.raises(ConfigError) as error:
         selection.describe("trainer.callbacks.0", Declared, f"{__name__}.Declared")
     assert str(error.value).startswith(f"@technique(...) of {__name__}.Declared: ")
-    assert told in str(error.value)
+    assert message in str(error.value)

@@ -67,8 +67,8 @@ def test_a_need_sees_the_run_and_takes_one_line_however_wordy():
 @pytest.mark.parametrize(("api", "behind"), [(">=2", "leyden"), ("<1", "acme")])
 def test_a_technique_for_another_core_says_what_to_upgrade(api, behind):
     lines = problems(chosen("A", api=api))
-    told = f"- A of acme 1.0 was written for core API {api}, this is 1.4: pip install --upgrade {behind}"
-    assert lines[1:] == [told]
+    expected = f"- A of acme 1.0 was written for core API {api}, this is 1.4: pip install --upgrade {behind}"
+    assert lines[1:] == [expected]
 
 
 def test_a_technique_for_this_core_passes():
@@ -189,7 +189,7 @@ def judging(body):
 
 
 @pytest.mark.parametrize(
-    ("declared", "told"),
+    ("declared", "expected"),
     [
         ({"needs": (Broken(),)}, "its needs failed with AttributeError: 'Run' object has no attribute"),
         ({"target": judging(lambda: None)}, "its preflight failed with TypeError: it returned None, where"),
@@ -197,9 +197,9 @@ def judging(body):
         ({"target": judging(lambda: 1 / 0)}, "its preflight failed with ZeroDivisionError: division by zero"),
     ],
 )
-def test_a_fault_of_a_techniques_own_is_told_as_its_own(declared, told):
+def test_a_fault_of_a_techniques_own_is_told_as_its_own(declared, expected):
     first, second = problems(chosen("A", **declared), chosen("B"))
-    assert first.startswith(f"A of acme 1.0: {told}")
+    assert first.startswith(f"A of acme 1.0: {expected}")
     assert second.endswith("repair or upgrade it, or take A out of the run.")
 
 

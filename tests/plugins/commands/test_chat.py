@@ -32,7 +32,7 @@ def checkpoint(tmp_path_factory):
 
 
 def piped(path, lines, *words, monkeypatch, capfd):
-    """Returns exit code, answers and what was told, of lines from a pipe."""
+    """Returns exit code, answers and messages, of lines from a pipe."""
     read, write = os.pipe()
     os.write(write, lines.encode())
     os.close(write)

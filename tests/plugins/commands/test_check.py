@@ -84,7 +84,7 @@ def place(name):
 
 @pytest.fixture
 def check(tiny, tmp_path, monkeypatch, capsys):
-    """Runs `check` in a folder of its own on the tiny run; returns (exit code, lines told, lines printed)."""
+    """Runs `check` in a folder of its own on the tiny run; returns (exit code, lines of errors, lines printed)."""
 
     def call(*names, words=(), **changes):
         for key, value in changes.items():
@@ -93,10 +93,10 @@ def check(tiny, tmp_path, monkeypatch, capsys):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny, sort_keys=False), encoding="utf-8")
         monkeypatch.chdir(tmp_path)
         code = main(["check", "--config=run.yaml", *words])
-        told = capsys.readouterr()
+        message = capsys.readouterr()
         assert os.listdir(tmp_path) == ["run.yaml"]
-        assert len(told.err.splitlines()) <= 10
-        return code, told.err.splitlines(), told.out.splitlines()
+        assert len(message.err.splitlines()) <= 10
+        return code, message.err.splitlines(), message.out.splitlines()
 
     return call
 
@@ -121,11 +121,11 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_what_is_missing_is_told_with_its_place(name, check, tmp_path):
-    code, told, _ = check(name)
+    code, message, _ = check(name)
     assert code == 2
-    assert told[0] == "This selection cannot run, 1 problem:"
-    assert told[1].startswith(f"- {name} ({line_of(name, tmp_path)}): {PROBLEMS[name]}")
-    assert len(told) == 2
+    assert message[0] == "This selection cannot run, 1 problem:"
+    assert message[1].startswith(f"- {name} ({line_of(name, tmp_path)}): {PROBLEMS[name]}")
+    assert len(message) == 2
 
 
 def test_what_the_options_of_the_trainer_give_is_not_missing(check):
@@ -133,20 +133,20 @@ def test_what_the_options_of_the_trainer_give_is_not_missing(check):
 
 
 def test_a_technique_for_another_core_is_refused(check, tmp_path):
-    code, told, _ = check("FromTomorrow")
+    code, message, _ = check("FromTomorrow")
     where = line_of("FromTomorrow", tmp_path)
-    assert (code, told[1:]) == (2, [
+    assert (code, message[1:]) == (2, [
         f"- FromTomorrow ({where}) was written for core API >=99,<100, this is 1.4: pip install --upgrade leyden"
     ])  # fmt: skip
 
 
 def test_a_conflict_is_told_with_both_places_and_the_way_out(check, tmp_path):
-    code, told, _ = check(words=[f"--trainer.callbacks+={place('Jealous')}"])
+    code, message, _ = check(words=[f"--trainer.callbacks+={place('Jealous')}"])
     both = (
         f"Jealous (--trainer.callbacks+) and PeriodicCheckpoint ({line_of('PeriodicCheckpoint', tmp_path)})"
     )
     assert code == 2
-    assert told[1:] == [
+    assert message[1:] == [
         f"- {both} exclude each other, keep one (--callbacks.-Jealous or --callbacks.-PeriodicCheckpoint): "
         "both write, at the same time"
     ]
@@ -156,11 +156,11 @@ def test_a_conflict_is_told_with_both_places_and_the_way_out(check, tmp_path):
 
 
 def test_a_conflict_with_what_a_word_of_the_trainer_means_is_told_too(check, tmp_path):
-    code, told, _ = check("Choosy", words=["--trainer.precision=bf16-mixed"], trainer_strategy="ddp")
+    code, message, _ = check("Choosy", words=["--trainer.precision=bf16-mixed"], trainer_strategy="ddp")
     choosy = f"Choosy ({line_of('Choosy', tmp_path)})"
     strategy = f"DDPStrategy ({line_of('strategy', tmp_path)})"
     assert code == 2
-    assert told[1:] == [
+    assert message[1:] == [
         f"- {choosy} and {strategy} exclude each other, keep one (--callbacks.-Choosy): it has hooks of its own",
         f"- {choosy} and MixedPrecision (--trainer.precision) exclude each other, keep one "
         "(--callbacks.-Choosy): too coarse",
@@ -168,37 +168,39 @@ def test_a_conflict_with_what_a_word_of_the_trainer_means_is_told_too(check, tmp
 
 
 def test_the_same_callback_twice_is_told_with_both_places(check, tmp_path):
-    code, told, _ = check("Owner", words=[f"--trainer.callbacks+={place('Owner')}"], model_lr_scheduler=None)
+    code, message, _ = check(
+        "Owner", words=[f"--trainer.callbacks+={place('Owner')}"], model_lr_scheduler=None
+    )
     where = f"({line_of('Owner', tmp_path)}, --trainer.callbacks+)"
     assert code == 2
-    assert told[1] == f"- Owner is 2 times in trainer.callbacks {where}; keep one."
+    assert message[1] == f"- Owner is 2 times in trainer.callbacks {where}; keep one."
 
 
 def test_two_owners_are_told_options_of_the_trainer_included(check, tmp_path):
-    code, told, _ = check("Owner", words=["--trainer.gradient_clip_val=1.0"])
+    code, message, _ = check("Owner", words=["--trainer.gradient_clip_val=1.0"])
     owner = f"Owner ({line_of('Owner', tmp_path)})"
     schedule = f"WarmupCosine ({line_of('lr_scheduler', tmp_path)})"
     clip = "trainer.gradient_clip_val (--trainer.gradient_clip_val; =null turns it off)"
     assert code == 2
-    assert told[1:] == [
+    assert message[1:] == [
         f"- {owner} and {clip} would both control the gradient clipping; keep one.",
         f"- {owner} and {schedule} would both control the learning rate; keep one.",
     ]
 
 
 def test_a_circle_is_told_before_anything_is_built(check, tmp_path):
-    code, told, _ = check("First", "Second")
+    code, message, _ = check("First", "Second")
     both = ", ".join(f"{name} ({line_of(name, tmp_path)})" for name in ("First", "Second"))
-    assert (code, told[1:]) == (2, [
+    assert (code, message[1:]) == (2, [
         f"- {both} ask to come before each other in a circle; take one out of trainer.callbacks."
     ])  # fmt: skip
 
 
 def test_too_many_processes_are_refused_before_they_fill_the_memory(check):
     many = max(8, os.cpu_count()) + 91
-    code, told, _ = check(words=[f"--trainer.devices={many}"])
+    code, message, _ = check(words=[f"--trainer.devices={many}"])
     assert code == 2
-    assert told[1].startswith(f"- {many} processes on {os.cpu_count()} cores would fill the memory")
+    assert message[1].startswith(f"- {many} processes on {os.cpu_count()} cores would fill the memory")
     assert check(words=["--trainer.devices=4"])[0] == 0
 
 
@@ -214,9 +216,9 @@ LAUNCHED = {
 def test_processes_that_were_launched_in_another_number_are_refused(launcher, check, monkeypatch):
     for name, value in LAUNCHED[launcher].items():
         monkeypatch.setenv(name, value)
-    code, told, _ = check()
+    code, message, _ = check()
     assert code == 2
-    assert told[1:] == [
+    assert message[1:] == [
         "- 2 processes were launched, --trainer.devices x --trainer.num_nodes is 1: "
         "give them the launcher's numbers, on one machine --trainer.devices=2"
     ]
@@ -226,8 +228,11 @@ def test_processes_that_were_launched_in_another_number_are_refused(launcher, ch
 def test_a_launcher_that_gives_no_number_is_refused(check, monkeypatch):
     for name, value in {**LAUNCHED["torchrun"], "WORLD_SIZE": "four"}.items():
         monkeypatch.setenv(name, value)
-    code, told, _ = check()
-    assert (code, told[1:]) == (2, ["- WORLD_SIZE is 'four' in the environment, not a number of processes"])
+    code, message, _ = check()
+    assert (code, message[1:]) == (
+        2,
+        ["- WORLD_SIZE is 'four' in the environment, not a number of processes"],
+    )
 
 
 @pytest.mark.parametrize(
@@ -243,13 +248,13 @@ def test_a_launcher_that_gives_no_number_is_refused(check, monkeypatch):
 def test_several_machines_need_a_launcher(environment, enough, check, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    code, told, _ = check(words=["--trainer.num_nodes=3"])
-    assert code == (0 if enough else 2), told
+    code, message, _ = check(words=["--trainer.num_nodes=3"])
+    assert code == (0 if enough else 2), message
     if not enough:
-        assert told[1].startswith(
+        assert message[1].startswith(
             "- trainer.num_nodes is 3, but nothing launched this run on other machines."
         )
-        assert "torchrun --nnodes=3 --nproc_per_node=1 " in told[1]
+        assert "torchrun --nnodes=3 --nproc_per_node=1 " in message[1]
 
 
 @pytest.mark.ci
@@ -285,10 +290,10 @@ def test_one_process_in_an_allocation_for_several_is_left_alone(check, monkeypat
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_go_together_are_refused(words, expected, check):
-    code, told, _ = check(words=words)
+    code, message, _ = check(words=words)
     assert code == 2
-    assert len(told) == 2
-    assert expected in told[1]
+    assert len(message) == 2
+    assert expected in message[1]
 
 
 @pytest.mark.parametrize(
@@ -319,17 +324,17 @@ def test_arguments_that_go_together_pass(words, check):
     ],
 )
 def test_data_that_does_not_fit_the_network_is_refused(words, expected, check):
-    code, told, _ = check(words=words)
-    assert (code, len(told)) == (2, 2)
-    assert expected in "\n".join(told)
+    code, message, _ = check(words=words)
+    assert (code, len(message)) == (2, 2)
+    assert expected in "\n".join(message)
 
 
 def test_the_tokenizer_of_a_data_module_is_held_against_the_network(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["check", "--config=quickstart", "--data.tokenizer.vocab_size=2049"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 2
-    assert "The data's tokenizer has 2,049 tokens, the network's vocab_size is 2,048." in told[0]
+    message = capsys.readouterr().err.splitlines()
+    assert len(message) == 2
+    assert "The data's tokenizer has 2,049 tokens, the network's vocab_size is 2,048." in message[0]
 
 
 @pytest.mark.parametrize(("size", "code"), [("longest=15", 2), ("ids=63", 2), ("longest=16", 0)])
@@ -347,10 +352,10 @@ def test_sizes_that_only_the_built_network_tells_are_checked_before_the_data_is_
     ],
 )  # fmt: skip
 def test_what_the_trainer_says_against_its_options_comes_with_the_rest(words, expected, check):
-    code, told, _ = check("LacksFeature", words=words)
-    assert (code, told[0]) == (2, "This selection cannot run, 2 problems:")
-    assert told[1].startswith(f"- {expected}")
-    assert "exact_resume" in told[2]
+    code, message, _ = check("LacksFeature", words=words)
+    assert (code, message[0]) == (2, "This selection cannot run, 2 problems:")
+    assert message[1].startswith(f"- {expected}")
+    assert "exact_resume" in message[2]
 
 
 ALL = ("LacksPackage", "LacksVersion", "LacksDevice", "LacksCompany", "LacksFeature", "FromTomorrow", "Jealous",

@@ -113,8 +113,8 @@ def test_a_run_without_throughput_and_validation_has_a_curve_over_tokens(make_ru
     assert [line.get_label() for line in finite] == ["measured (3.500)"]
     assert len(draw(runs[:1]).axes) == 1
     assert main(["compare", *names, "--output", str(tmp_path / "out")]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "No times, which the callback Throughput logs from the second logged step on: bare." in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "No times, which the callback Throughput logs from the second logged step on: bare." in output
 
 
 def test_the_picture_holds_the_curves_under_their_units(make_run):
@@ -261,10 +261,10 @@ def test_a_run_that_ended_before_its_first_logged_step_is_told_so(real, monkeypa
         words = [f"--trainer.default_root_dir=brief/{folder}", f"--trainer.limit_val_batches={validations}"]
         assert main([*brief, *words]) == 0
         assert main(["compare", f"brief/{folder}"]) == 2
-        told = capsys.readouterr().err
-        assert "the run ended before its first logged step." in told
-        assert "Its log_every_n_steps is 50 and its max_steps 8: train for longer" in told
-        assert "add the logger" not in told
+        output = capsys.readouterr().err
+        assert "the run ended before its first logged step." in output
+        assert "Its log_every_n_steps is 50 and its max_steps 8: train for longer" in output
+        assert "add the logger" not in output
 
 
 def test_runs_of_one_folder_name_are_told_apart(make_run):
@@ -273,7 +273,7 @@ def test_runs_of_one_folder_name_are_told_apart(make_run):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "expected"),
     [
         (["{tmp}/rum"], "There is no run folder {tmp}/rum. Did you mean {tmp}/run?"),
         (["{tmp}/run", "{tmp}/x/../run"], "A run is given twice"),
@@ -294,7 +294,7 @@ def test_runs_of_one_folder_name_are_told_apart(make_run):
         ([], "required: RUN_DIR"),
     ],
 )
-def test_what_cannot_be_compared_is_said(words, told, make_run, tmp_path, capsys):
+def test_what_cannot_be_compared_is_said(words, expected, make_run, tmp_path, capsys):
     make_run("run", MEASURED)
     (tmp_path / "x").mkdir()
     for name, text in {
@@ -313,5 +313,5 @@ def test_what_cannot_be_compared_is_said(words, told, make_run, tmp_path, capsys
     (tmp_path / "folder" / "metrics.csv").mkdir(parents=True)
     assert main(["compare", *(word.format(tmp=tmp_path) for word in words)]) == 2
     error = capsys.readouterr().err
-    assert told.format(tmp=tmp_path) in error
+    assert expected.format(tmp=tmp_path) in error
     assert len(error.splitlines()) <= 10

@@ -123,15 +123,15 @@ def test_the_command_writes_table_and_picture(corpora, tmp_path, capsys):
     assert {key: value for key, value in os.environ.items() if key in before} == before
     printed = capsys.readouterr().out
     written = (tmp_path / "out" / "compare-tokenizers.md").read_text(encoding="utf-8")
-    for told in (
+    for message in (
         "BPETokenizer:vocab_size=290",
         "WordPieceTokenizer:vocab_size=520",
         str(trained),
         "100.0%",
         "of 32 tokens",
     ):
-        assert told in printed
-        assert told in written
+        assert message in printed
+        assert message in written
     assert f"tokens/word, {corpora[1]}" in printed
     assert matplotlib.image.imread(tmp_path / "out" / "compare-tokenizers.png").shape[1] == 1650
 
@@ -153,7 +153,7 @@ def test_words_of_the_command_line_become_tokenizers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["BPETokeniser"], "Did you mean BPETokenizer?"),
         (["BPETokenizer:vocabsize=300"], "Did you mean vocab_size?"),
@@ -170,8 +170,8 @@ def test_words_of_the_command_line_become_tokenizers(tmp_path, monkeypatch):
         (["BPETokenizer", "--data", "no-such-text"], "no-such-text"),
     ],
 )
-def test_mistakes_are_explained(words, told, capsys):
+def test_mistakes_are_explained(words, message, capsys):
     assert run(*words) == 2
     complaint = capsys.readouterr().err
-    assert told in complaint
+    assert message in complaint
     assert len(complaint.splitlines()) <= 10

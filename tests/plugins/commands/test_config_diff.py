@@ -119,8 +119,8 @@ def test_a_checkpoint_counts_as_the_run_that_wrote_it(diff, as_json, runs):
 
 
 def test_json_holds_class_paths_arguments_and_both_sides(as_json, runs):
-    told = as_json(runs / "runs/two", runs / "runs/one")
-    assert told["techniques"] == [
+    found = as_json(runs / "runs/two", runs / "runs/one")
+    assert found["techniques"] == [
         {
             "key": "trainer.callbacks.Throughput",
             "change": "removed",
@@ -134,9 +134,9 @@ def test_json_holds_class_paths_arguments_and_both_sides(as_json, runs):
             "b": "plugins.optimizers.adamw.AdamW",
         },
     ]
-    assert {"key": "model.optimizer.betas", "change": "added", "b": [0.9, 0.95]} in told["values"]
-    assert {"key": "model.optimizer.momentum", "change": "removed", "a": 0.0} in told["values"]
-    assert {"key": "model.network.n_embd", "change": "replaced", "a": 8, "b": 16} in told["values"]
+    assert {"key": "model.optimizer.betas", "change": "added", "b": [0.9, 0.95]} in found["values"]
+    assert {"key": "model.optimizer.momentum", "change": "removed", "a": 0.0} in found["values"]
+    assert {"key": "model.network.n_embd", "change": "replaced", "a": 8, "b": 16} in found["values"]
 
 
 def flat_of(**sections):
@@ -181,7 +181,7 @@ def test_techniques_inside_techniques_and_lists_without_classes():
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         ("quickstrat", "no config file 'quickstrat'"),
         ("{runs}/runs/ones", "Did you mean {runs}/runs/one?"),
@@ -191,14 +191,14 @@ def test_techniques_inside_techniques_and_lists_without_classes():
         ("{runs}/broken.yaml", "broken.yaml:1: this is not YAML"),
     ],
 )
-def test_what_cannot_be_read_is_said(name, told, diff, runs):
+def test_what_cannot_be_read_is_said(name, expected, diff, runs):
     import torch
 
     (runs / "empty").mkdir(exist_ok=True)
     (runs / "broken.yaml").write_text("a: [")
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6"}, runs / "foreign.ckpt")
     error = diff(name.format(runs=runs), "quickstart", code=2)
-    assert told.format(runs=runs) in error
+    assert expected.format(runs=runs) in error
     assert len(error.splitlines()) <= 10
 
 

@@ -264,6 +264,7 @@ BAD = {
     "odd size": (config(hidden_size="many"), "no size or of a wrong type"),
     "many layers": (config(architectures=["Qwen3ForCausalLM"], num_hidden_layers=10**9), "is 1,000,000,000, for"),
     "many experts": (config(architectures=["MixtralForCausalLM"], num_local_experts=10**9), "is 1,000,000,000, for"),
+    "many positions": (config(max_position_embeddings=10**13), "for 10,000,000,000,000 positions"),
     "generation config": (lambda f: (f / "generation_config.json").write_text("[]"), "it is no JSON object"),
     "another size": (config(hidden_size=64), "config.json makes it"),
     "activation": (config(hidden_act="relu"), "hidden_act is 'relu'"),

@@ -18,9 +18,9 @@ def plot(tiny, tmp_path, monkeypatch, capsys):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(tiny, sort_keys=False), encoding="utf-8")
         monkeypatch.chdir(tmp_path)
         code = main(["plot-schedule", "--config=run.yaml", *words])
-        told, path = capsys.readouterr(), tmp_path / "runs" / "plot-schedule" / "schedule.csv"
+        output, path = capsys.readouterr(), tmp_path / "runs" / "plot-schedule" / "schedule.csv"
         rows = list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-        return code, told.out + told.err, rows
+        return code, output.out + output.err, rows
 
     return call
 
@@ -28,14 +28,14 @@ def plot(tiny, tmp_path, monkeypatch, capsys):
 def test_the_rows_are_what_the_run_does(plot, tmp_path, capsys):
     """A batch of the tiny run has 4 rows of 16 tokens."""
     logger = {"class_path": "MetricsCSV", "init_args": {"save_dir": "${run_folder}"}}
-    code, told, rows = plot(
+    code, output, rows = plot(
         "--trainer.accumulate_grad_batches=2",
         class_path="WarmupLinear",
         init_args={"warmup_tokens": 256, "total_tokens": 768, "min_lr_ratio": 0.1},
     )
     assert code == 0
-    assert "6 optimizer steps, 768 tokens. Nothing was started." in told
-    assert "Written: runs/plot-schedule/schedule.png and schedule.csv" in told
+    assert "6 optimizer steps, 768 tokens. Nothing was started." in output
+    assert "Written: runs/plot-schedule/schedule.png and schedule.csv" in output
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["plot-schedule"]
     assert [row["tokens"] for row in rows] == [str(128 * step) for step in range(1, 7)]
     assert {(row["tokens_per_step"], row["sequence_length"]) for row in rows} == {("128", "16")}
@@ -83,9 +83,9 @@ def test_an_optimizer_that_warms_up_by_itself(plot, tiny):
 
 
 def test_of_a_long_run_some_steps_are_kept(plot):
-    code, told, rows = plot("--trainer.max_steps=12000")
+    code, output, rows = plot("--trainer.max_steps=12000")
     assert code == 0
-    assert "12,000 optimizer steps, 768,000 tokens" in told
+    assert "12,000 optimizer steps, 768,000 tokens" in output
     assert 4000 <= len(rows) <= 5001
     assert (rows[0]["step"], rows[-1]["step"]) == ("1", "12000")
 
@@ -94,8 +94,8 @@ def test_of_a_long_run_some_steps_are_kept(plot):
                                                    ("HybridParallel --trainer.strategy.tensor=2", 1)])  # fmt: skip
 def test_the_rows_of_all_ranks_are_counted(plot, strategy, readers):
     words = f"--trainer.devices=2 --trainer.accelerator=cpu --trainer.strategy={strategy}".split()
-    code, told, rows = plot(*words)
-    assert code == 0, told
+    code, output, rows = plot(*words)
+    assert code == 0, output
     assert int(rows[0]["tokens_per_step"]) == readers * 4 * 16
 
 
@@ -110,7 +110,7 @@ def test_the_rows_of_all_ranks_are_counted(plot, strategy, readers):
     ],
 )
 def test_mistakes_end_with_code_2_and_what_to_do(plot, word, message):
-    code, told, rows = plot(word)
+    code, output, rows = plot(word)
     assert code == 2
-    assert message in told
+    assert message in output
     assert not rows

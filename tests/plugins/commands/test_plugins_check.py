@@ -70,7 +70,7 @@ MISTAKES = {
         "preflight returns None, where it has to yield a line for each problem",
     ),
     "without docstring": ('"""Guards.', '""; """', "no docstring"),
-    "argument not told": ("limit: The", "other: The", "`Args:` does not describe limit"),
+    "argument not described": ("limit: The", "other: The", "`Args:` does not describe limit"),
     "argument that is none": ("        limit:", "        other: X.\n        limit:", "no argument: other"),
     "without example": ("Example:", "See:", "no `Example:` section"),
     "example is no YAML": ("callbacks+:", "callbacks+: [", "the example:"),
@@ -87,11 +87,11 @@ MISTAKES = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_said(mistake, checked):
-    old, new, told = MISTAKES[mistake]
+    old, new, message = MISTAKES[mistake]
     assert old in SOUND
     code, lines = checked(SOUND.replace(old, new))
     assert code == 1
-    assert told in "\n".join(lines)
+    assert message in "\n".join(lines)
     assert lines[-1] == "1 checked, 1 broken."
 
 

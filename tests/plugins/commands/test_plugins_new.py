@@ -87,21 +87,21 @@ def passed(projects, site, *words):
 
 @pytest.mark.ci
 def test_the_tests_of_every_kind_pass(projects, site):
-    told = passed(projects, site)
+    output = passed(projects, site)
     for kind, name in NAMES.items():
         word = next((projects / name / "tests").glob("test_*.py")).name
-        assert f"{word}::test_" in told, kind
-    assert "skipped" not in told
+        assert f"{word}::test_" in output, kind
+    assert "skipped" not in output
 
 
 @pytest.mark.slow
 def test_the_conformance_kit_passes_for_every_kind(projects, site):
     """That plain `pytest` runs it is tested with the commands of CONTRIBUTING.md."""
     packages = [path.name.partition("-")[0] for path in site.glob("*.dist-info")]
-    told = passed(projects, site, *(word for name in packages for word in ("--leyden-package", name)))
+    output = passed(projects, site, *(word for name in packages for word in ("--leyden-package", name)))
     for kind, name in NAMES.items():
         proof = "is_documented" if kind == "commands" else "resumes_bitwise"
-        assert f"::{name}::{proof} PASSED" in told, kind
+        assert f"::{name}::{proof} PASSED" in output, kind
 
 
 @pytest.mark.ci
@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "told"),
+    ("name", "kind", "expected"),
     [
         ("spike-guard", "callbacks", "Did you mean SpikeGuard?"),
         ("spikeGuard", "callbacks", "Did you mean SpikeGuard?"),
@@ -252,9 +252,9 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path, capsys):
         ("Precision", "precision", "would hide what the template imports"),
     ],
 )
-def test_what_cannot_be_made_is_refused(name, kind, told, tmp_path, capsys):
+def test_what_cannot_be_made_is_refused(name, kind, expected, tmp_path, capsys):
     assert main(["plugins", "new", name, "--kind", kind, "--output", str(tmp_path / "x")]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert expected in error
     assert len(error.splitlines()) <= 10
     assert not (tmp_path / "x").exists()

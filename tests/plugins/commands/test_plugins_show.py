@@ -1,4 +1,4 @@
-"""`plugins show`: every technique is told whole, from docstring, signature and declaration."""
+"""`plugins show`: every technique is described in full, from docstring, signature and declaration."""
 
 import subprocess
 import sys
@@ -141,11 +141,11 @@ def test_a_declaration_is_shown_whole_and_a_missing_snippet_is_made(shown, packa
 
 
 def test_sections_end_where_prose_begins_again():
-    told = sections(
+    parts = sections(
         "First.\n\n    Args:\n        a: One\n            and a half.\n        b: Two.\n\n    More.\n"
     )
-    assert told == {"": "First.\n\nMore.", "Args": "a: One\n    and a half.\nb: Two."}
-    assert documented(told["Args"]) == {"a": "One and a half.", "b": "Two."}
+    assert parts == {"": "First.\n\nMore.", "Args": "a: One\n    and a half.\nb: Two."}
+    assert documented(parts["Args"]) == {"a": "One and a half.", "b": "Two."}
     assert sections(None) == {"": ""}
 
 
@@ -161,7 +161,7 @@ def test_a_broken_technique_is_one_message_that_names_its_package(packages, caps
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("words", "code", "expected"),
     [
         (
             ["plugins", "show", "WarmupCosin"],
@@ -177,7 +177,7 @@ def test_a_broken_technique_is_one_message_that_names_its_package(packages, caps
         (["config", "diff", "quickstrat", "quickstart"], 2, "Did you mean quickstart?"),
     ],
 )
-def test_help_and_mistakes_are_answered_without_torch(words, code, told):
+def test_help_and_mistakes_are_answered_without_torch(words, code, expected):
     source = (
         "import sys; from core.__main__ import main\n"
         "try: code = main(sys.argv[1:])\n"
@@ -187,5 +187,5 @@ def test_help_and_mistakes_are_answered_without_torch(words, code, told):
     )
     done = subprocess.run([sys.executable, "-c", source, *words], cwd=HOUSE, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
-    assert told in done.stderr
+    assert expected in done.stderr
     assert len(done.stderr.splitlines()) <= 10

@@ -328,8 +328,8 @@ def command(source, folder, *more):
 def test_without_space_it_says_so_and_with_space_it_goes_on(source, tmp_path, capsys):
     with small_disk(tmp_path / "disk", "150k") as disk:
         assert main(command(source, disk / "out")) == 2
-        told = capsys.readouterr().err.splitlines()
-        message = [line for line in told if not line.startswith(("Preparing", "tasks"))]
+        output = capsys.readouterr().err.splitlines()
+        message = [line for line in output if not line.startswith(("Preparing", "tasks"))]
         assert str(disk / "out") in message[0]
         assert "No space left on device" in message[0]
         assert "run the same again" in message[-1]
@@ -462,10 +462,10 @@ def run(*words, capsys):
 def test_the_shipped_config_prepares_and_verifies(source, tmp_path, capsys):
     words = ["--config=data/text", f"--data.source={source}", "--data.reader=JSONLinesDocuments"]
     words += [f"--output={tmp_path}/out", "--data.engine.workers=2", "--data.tokenizer.vocab_size=300"]
-    code, told = run(*words, capsys=capsys)
-    assert code == 0, told.err
-    assert "120 documents" in told.out
-    assert "tasks" in told.err
+    code, output = run(*words, capsys=capsys)
+    assert code == 0, output.err
+    assert "120 documents" in output.out
+    assert "tasks" in output.err
     assert main(["verify-data", str(tmp_path / "out")]) == 0
     assert "is complete" in capsys.readouterr().out
 
@@ -487,10 +487,10 @@ def test_the_shipped_config_prepares_and_verifies(source, tmp_path, capsys):
     ],
 )
 def test_mistakes_are_told_in_short(words, message, tmp_path, capsys):
-    code, told = run("--config=data/text", f"--output={tmp_path}/out", *words, capsys=capsys)
+    code, output = run("--config=data/text", f"--output={tmp_path}/out", *words, capsys=capsys)
     assert code == 2
-    assert message in told.err
-    assert len(told.err.splitlines()) <= 10
+    assert message in output.err
+    assert len(output.err.splitlines()) <= 10
 
 
 NEEDY = '''
@@ -506,10 +506,10 @@ class FarEngine(LocalEngine):
 def test_what_a_stage_needs_is_looked_for_first(tmp_path, capsys, packages, write_yaml):
     packages.add("acme", {"leyden.data": {"FarEngine": "acme:FarEngine"}}, NEEDY)
     path = write_yaml("far.yaml", "base: data/text\ndata:\n  init_args:\n    engine: FarEngine\n")
-    code, told = run(f"--config={path}", f"--output={tmp_path}/out", capsys=capsys)
+    code, output = run(f"--config={path}", f"--output={tmp_path}/out", capsys=capsys)
     assert code == 2
     place = f"FarEngine ({path}:4)"
-    assert f"{place}: no-such-package is not installed: pip install 'leyden[far]'" in told.err
+    assert f"{place}: no-such-package is not installed: pip install 'leyden[far]'" in output.err
     assert not (tmp_path / "out").exists()
 
 

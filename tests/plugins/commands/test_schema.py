@@ -232,11 +232,11 @@ def test_a_third_party_technique_is_in_it_and_a_broken_one_is_left_out(packages,
     packages.add("acme", {"leyden.callbacks": {"AcmeGuard": "acme:AcmeGuard"}}, ACME)
     packages.add("broken", {"leyden.callbacks": {"Broken": "broken:Broken"}}, "import no_such_module")
     assert main(["schema"]) == 0
-    told = capsys.readouterr()
-    assert told.err.splitlines() == [
+    output = capsys.readouterr()
+    assert output.err.splitlines() == [
         "Left out: Broken of broken 1.2 cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"
     ]
-    validator = Draft7Validator(json.loads(told.out))
+    validator = Draft7Validator(json.loads(output.out))
 
     def passes(text):
         return validator.is_valid(yaml.safe_load(f"trainer: {{callbacks+: [{text}]}}"))

@@ -26,9 +26,9 @@ def folder(whole, tmp_path):
 
 def complaint(folder, capsys):
     assert main(["verify-data", str(folder)]) == 2
-    told = capsys.readouterr().err
-    assert len(told.splitlines()) <= 10
-    return told
+    shown_text = capsys.readouterr().err
+    assert len(shown_text.splitlines()) <= 10
+    return shown_text
 
 
 def test_a_whole_folder_passes_without_its_report(folder, capsys):
@@ -56,10 +56,10 @@ def test_files_cut_off_missing_or_unknown(folder, capsys):
     first.write_bytes(first.read_bytes()[:-3])
     last.unlink()
     (folder / "train" / "chunk-99-0.bin").write_bytes(b"x")
-    told = complaint(folder, capsys)
-    assert f"{first}: {size - 3:,} bytes, the manifest says {size:,}" in told
-    assert f"{last}: No such file" in told
-    assert "chunk-99-0.bin: the manifest does not know this file" in told
+    shown_text = complaint(folder, capsys)
+    assert f"{first}: {size - 3:,} bytes, the manifest says {size:,}" in shown_text
+    assert f"{last}: No such file" in shown_text
+    assert "chunk-99-0.bin: the manifest does not know this file" in shown_text
 
 
 def test_wrong_counts_and_ids(folder, capsys):
@@ -108,19 +108,19 @@ def test_rows_are_shown_as_text_with_boundaries(whole, capsys):
     store = TokenStore(whole / "train")
     tokenizer = Tokenizer.from_file(str(whole / "tokenizer.json"))
     for index in (0, 5):
-        told = shown(whole, capsys, "--index", str(index), "--sequence_length", "300")
+        shown_text = shown(whole, capsys, "--index", str(index), "--sequence_length", "300")
         ids = store.read(300 * index, 300 * (index + 1))
         expected = tokenizer.decode(ids.tolist(), skip_special_tokens=False)
-        text = told.partition("\n")[2].replace("|", "").removesuffix("\n")
+        text = shown_text.partition("\n")[2].replace("|", "").removesuffix("\n")
         assert text == expected.replace("|", "")
         # one before the row, one behind each end of a document that is not the row's own
-        assert told.count("|") - 2 * told.count("<|endoftext|>") == 1 + int((ids[:-1] == 0).sum())
+        assert shown_text.count("|") - 2 * shown_text.count("<|endoftext|>") == 1 + int((ids[:-1] == 0).sum())
 
 
 @pytest.mark.parametrize("packing", ["PaddedDocuments", "BestFit"])
 def test_packed_rows_hold_whole_documents(whole, capsys, packing):
-    told = shown(whole, capsys, "--packing", packing, "--sequence_length", "512", "--batch_size", "3")
-    rows = told.split("row ")[1:]
+    shown_text = shown(whole, capsys, "--packing", packing, "--sequence_length", "512", "--batch_size", "3")
+    rows = shown_text.split("row ")[1:]
     assert len(rows) == 3
     known = set(texts(120))
     for row in rows:
@@ -135,10 +135,10 @@ def test_packed_rows_hold_whole_documents(whole, capsys, packing):
 def test_colours_tell_documents_and_masks_apart(whole, capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    told = shown(whole, capsys, "--sequence_length", "300", "--mask_documents")
-    assert "\x1b[36m" in told  # cyan, then yellow
-    assert "\x1b[33m" in told
-    assert "\x1b[2;4m" in told or "\x1b[4;2m" in told  # the ends of documents: dim, no label
+    shown_text = shown(whole, capsys, "--sequence_length", "300", "--mask_documents")
+    assert "\x1b[36m" in shown_text  # cyan, then yellow
+    assert "\x1b[33m" in shown_text
+    assert "\x1b[2;4m" in shown_text or "\x1b[4;2m" in shown_text  # the ends of documents: dim, no label
 
 
 def test_mistakes(whole, capsys):

@@ -187,9 +187,9 @@ def test_files_of_ours_are_read_by_transformers_and_theirs_by_us(name, tmp_path)
     (ours / "config.json").write_text(
         json.dumps(network_class.hugging_face.config(network_class, arguments)), encoding="utf-8"
     )
-    read, told = transformers.AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    read, info = transformers.AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     with torch.no_grad():
         assert torch.equal(read(ids).logits, expected)
 
@@ -314,22 +314,22 @@ def test_loads_are_counted_once_also_where_activations_are_computed_again():
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "message"),
     [
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; DeepSeekV3 is read with 'sigmoid'"),
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2; DeepSeekV3 is read with 4"),
         ({"rope_interleave": False}, "rope_interleave is False"),
     ],
 )
-def test_a_config_of_another_deepseek_is_refused(more, told):
+def test_a_config_of_another_deepseek_is_refused(more, message):
     config = DeepSeekV3.hugging_face.config(DeepSeekV3, LATENT)
     assert DeepSeekV3.hugging_face.init_args(config).items() >= LATENT.items()
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         DeepSeekV3.hugging_face.init_args(config | more)
 
 
 @pytest.mark.parametrize(
-    ("network_class", "arguments", "told"),
+    ("network_class", "arguments", "message"),
     [
         (Mixtral, {"experts_per_token": 7}, "experts_per_token=7 is above n_experts=6"),
         (Mixtral, {"capacity_factor": 0.0}, "capacity_factor=0.0 must be above 0"),
@@ -338,6 +338,6 @@ def test_a_config_of_another_deepseek_is_refused(more, told):
         (Dots1, {"groups_per_token": 2}, "groups_per_token=2 is above groups=1"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(network_class, arguments, told):
-    with pytest.raises(ConfigError, match=told):
+def test_sizes_that_do_not_fit_are_refused(network_class, arguments, message):
+    with pytest.raises(ConfigError, match=message):
         network_class(**SMALL | arguments)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from conformance.runs import on_ranks
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.gpt import GPT
 from plugins.networks.hybrid import Hybrid
@@ -15,6 +14,7 @@ from plugins.networks.olmo_hybrid import OLMoHybrid
 from plugins.networks.parts.recurrent_mixer import StateCache
 from plugins.networks.qwen2 import Qwen2
 from plugins.networks.qwen3 import Qwen3
+from tests.support.found_on_ranks import found_on_ranks
 from tests.support.reference_models import blocks_of, both, hidden_states, lively, renamed, tokens
 
 SMALL = {
@@ -185,6 +185,7 @@ def test_soft_caps_of_attention_are_those_of_transformers():
 
 
 def _train_step_on_two_ranks(rank, file, names, sequence):
+    """Returns how far gradients and, from a cache, hidden states are from those of one process."""
     from torch import distributed
 
     from plugins.strategies.tensor_parallel import apply
@@ -192,6 +193,7 @@ def _train_step_on_two_ranks(rank, file, names, sequence):
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
     mesh = distributed.init_device_mesh("cpu", (2,))
+    found = {}
     for name in names:
         network_class, arguments = HYBRIDS.get(name) or CASES[name]
         whole, split = (lively(network_class(**arguments)) for _ in range(2))
@@ -200,16 +202,25 @@ def _train_step_on_two_ranks(rank, file, names, sequence):
             network.logits(network({"input_ids": tokens()})).logsumexp(-1).sum().backward()
         for (key, expected), actual in zip(whole.named_parameters(), split.parameters(), strict=True):
             gradient = actual.grad.full_tensor() if hasattr(actual.grad, "full_tensor") else actual.grad
-            assert apart(gradient, expected.grad) < 1e-4, (name, key)
+            found[f"{name}: {key}"] = apart(gradient, expected.grad)
         if not sequence:
             cache = split.new_cache(2, 50)
             with torch.no_grad():
                 pieces = [split({"input_ids": ids}, cache) for ids in tokens().split((20, 1, 29), dim=1)]
-                assert apart(torch.cat(pieces, 1), whole({"input_ids": tokens()})) < 1e-5, name
+                found[f"{name}: cache"] = apart(torch.cat(pieces, 1), whole({"input_ids": tokens()}))
     distributed.destroy_process_group()
+    return found
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_parallel_plans_give_the_gradients_of_one_process(tmp_path, sequence):
     names = ["Llama-biases", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3-scaled", "Hybrid"]
-    on_ranks(_train_step_on_two_ranks, 2, tmp_path / "rendezvous", names, sequence)
+    folder = tmp_path / "found"
+    folder.mkdir()
+    for found in found_on_ranks(
+        _train_step_on_two_ranks, 2, folder, str(tmp_path / "rendezvous"), names, sequence
+    ):
+        cached = {name: found.pop(f"{name}: cache") for name in ([] if sequence else names)}
+        assert len(found) > 20 * len(names)
+        assert not {key: value for key, value in found.items() if not value < 1e-4}
+        assert not {name: value for name, value in cached.items() if not value < 1e-5}

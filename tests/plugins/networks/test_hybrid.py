@@ -227,13 +227,18 @@ def test_a_strong_gate_forgets_and_a_weak_one_keeps():
 
 @pytest.mark.parametrize("mixer", get_args(Mixer))
 def test_mixers_compute_in_half_precision_what_they_do_in_float64(mixer):
-    """bfloat16 has 8 bits: an operation is exact to 2^-9, and hidden states have a size of about 1."""
+    """bfloat16 has 8 bits: an operation is exact to 2^-9, and what 6 blocks make of that is 0.6% to 1.1% of all states.
+
+    The largest difference of a single one varies with the seed by more than mixers do.
+    """
+    torch.manual_seed(0)
     network = Hybrid(**{**SMALL, "head_dim": None, "mixers": [mixer]}).eval()
     batch = {"input_ids": torch.arange(40)[None]}
     with torch.no_grad():
         found = deepcopy(network).bfloat16()(batch)
         assert found.dtype == torch.bfloat16
-        torch.testing.assert_close(found.double(), network.double()(batch), atol=0.05, rtol=0)
+        exact = network.double()(batch)
+    assert (found.double() - exact).norm() < 0.015 * exact.norm()
 
 
 def test_heads_that_do_not_divide_the_width_of_a_mixer_that_is_not_used_are_taken():

@@ -70,9 +70,9 @@ def test_random_weights_are_the_models_initialisation(tmp_path):
     (tmp_path / "m" / "model.safetensors").unlink()
     torch.manual_seed(0)
     network = Pretrained(str(tmp_path / "m"), weights=False)
-    spread = network.model.gpt_neox.layers[0].mlp.dense_h_to_4h
-    assert float(spread.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
-    assert not spread.bias.detach().any()
+    layer = network.model.gpt_neox.layers[0].mlp.dense_h_to_4h
+    assert float(layer.weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+    assert not layer.bias.detach().any()
 
 
 def without_weights(folder):

@@ -77,9 +77,11 @@ def test_what_is_not_quantised_trains_and_the_rest_does_not(kind, tmp_path, caps
     assert {"embed_tokens.weight", "layers.0.mlp_norm.weight", "layers.1.mlp.up_proj.bias"} <= learning
     assert {p.dtype for p in trained2.network.parameters() if p.requires_grad} == {torch.float32}
     assert len(frozen_layers(trained2.network)) == 12
-    told = capsys.readouterr().out
-    assert f"12 linear layers are frozen in {kind} (6,144 weights); " in told
-    assert f"{sum(p.numel() for p in trained2.parameters() if p.requires_grad):,} parameters train." in told
+    printed = capsys.readouterr().out
+    assert f"12 linear layers are frozen in {kind} (6,144 weights); " in printed
+    assert (
+        f"{sum(p.numel() for p in trained2.parameters() if p.requires_grad):,} parameters train." in printed
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

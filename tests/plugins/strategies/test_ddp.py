@@ -51,6 +51,6 @@ def test_powersgd_is_refused_beside_what_goes_on_behind_gradients_that_are_not_f
 ):
     tiny["trainer"] |= compressed(compression="powersgd") | {"devices": 2} | more
     code = main(["check", "--config", str(write_yaml("run.yaml", tiny))])
-    told = capsys.readouterr().err
-    assert code == (2 if more else 0), told
-    assert not more or "compression=powersgd adds the error of gradients" in told
+    message = capsys.readouterr().err
+    assert code == (2 if more else 0), message
+    assert not more or "compression=powersgd adds the error of gradients" in message

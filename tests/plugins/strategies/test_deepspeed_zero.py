@@ -282,14 +282,14 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("overlay", "more", "told"), REFUSED, ids=lambda value: str(value)[-40:])
-def test_what_does_not_fit_is_refused_before_a_process_starts(overlay, more, told):
+@pytest.mark.parametrize(("overlay", "more", "messages"), REFUSED, ids=lambda value: str(value)[-40:])
+def test_what_does_not_fit_is_refused_before_a_process_starts(overlay, more, messages):
     values = merge(merge(deepcopy(CONFIG), deepcopy(overlay)), deepcopy(more))
     values["trainer"] |= {"devices": 2}
     found = run(["check", f"--config={write_config('refused', values)}"], workshop())
     assert found.code == 2
     errors = (workshop() / "output.0.err").read_text()
-    assert [line for line in told if line not in errors] == [], errors
+    assert [line for line in messages if line not in errors] == [], errors
     assert len(errors.splitlines()) <= 10
 
 

@@ -71,13 +71,13 @@ def hybrid(**init_args):
     return {"trainer": {"strategy": {"class_path": "HybridParallel", "init_args": init_args}}}
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "more", "told"), REFUSED, ids=lambda value: str(value)[:40])
-def test_what_does_not_fit_is_refused_before_a_process_starts(ranks, sizes, more, told):
+@pytest.mark.parametrize(("ranks", "sizes", "more", "message"), REFUSED, ids=lambda value: str(value)[:40])
+def test_what_does_not_fit_is_refused_before_a_process_starts(ranks, sizes, more, message):
     values = merge(merge(deepcopy(CONFIG), hybrid(**sizes)), deepcopy(more))
     merge(values, {"trainer": {"devices": ranks}})
     done = run(["check", f"--config={write_config('refused', values)}"], workshop())
     assert done.code == 2
-    assert told in done.error_text, done.error_text
+    assert message in done.error_text, done.error_text
 
 
 @pytest.mark.parametrize(

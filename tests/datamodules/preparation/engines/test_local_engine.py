@@ -16,7 +16,7 @@ from tests.support.corpus import HEAVY
 
 @dataclass
 class Work:
-    """Squares numbers, and comes to grief where it is told to, so many times."""
+    """Squares numbers, and fails where it is asked to, so many times."""
 
     folder: Path
     dies: dict

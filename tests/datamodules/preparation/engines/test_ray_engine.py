@@ -99,10 +99,10 @@ def processes(mark=MARK, name=b""):
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            told = (
+            message = (
                 mark.encode() in (path / "environ").read_bytes() and name in (path / "cmdline").read_bytes()
             )
-            if told and int(path.name) != os.getpid():
+            if message and int(path.name) != os.getpid():
                 found.append(int(path.name))
     return found
 

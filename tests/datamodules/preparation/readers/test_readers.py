@@ -97,8 +97,8 @@ def test_a_bad_line_is_rejected_alone(tmp_path, line, reason, details):
     path.write_bytes(b'{"text": "ab"}\n' + line + b'\n{"text": "c"}\n')
     rejects = []
     assert texts_of(JSONLinesDocuments(str(path)), rejects) == ["ab", "c"]
-    [(source, place, told, more)] = rejects
-    assert (source, place, told) == ("a", f"{path}:2", reason)
+    [(source, place, cause, more)] = rejects
+    assert (source, place, cause) == ("a", f"{path}:2", reason)
     assert details in more
 
 
@@ -113,7 +113,7 @@ def test_a_broken_member_is_rejected_from_the_broken_place_on(tmp_path, codec):
     found = texts_of(JSONLinesDocuments(str(path)), rejects)
     assert 0 < len(found) < len(many)
     assert found == many[: len(found)]
-    assert [told[1:3] for told in rejects] == [
+    assert [reject[1:3] for reject in rejects] == [
         (str(path), f"broken {'gzip' if codec == 'gz' else 'zstd'} file")
     ]
     assert texts_of(JSONLinesDocuments(str(path)), []) == found
@@ -142,7 +142,7 @@ def test_rows_without_text_and_sources_from_a_column(tmp_path):
     rejects = []
     rows, _ = rows_of(ParquetDocuments(str(path), source_column="origin"), rejects)
     assert [(row["text"], row["source"]) for row in rows] == [("x", "p"), ("y", "a")]
-    assert [told[1:3] for told in rejects] == [(f"{path}, row 1", 'the column "text" is empty')]
+    assert [reject[1:3] for reject in rejects] == [(f"{path}, row 1", 'the column "text" is empty')]
 
 
 def test_broken_parquet_is_rejected_by_file_or_row_group(tmp_path):
@@ -155,7 +155,7 @@ def test_broken_parquet_is_rejected_by_file_or_row_group(tmp_path):
     rejects = []
     found = texts_of(ParquetDocuments(str(tmp_path)), rejects)
     assert found == TEXTS + TEXTS[50:]
-    assert [told[1] for told in rejects] == [
+    assert [reject[1] for reject in rejects] == [
         str(tmp_path / "b.parquet"),
         f"{tmp_path}/c.parquet, row group 0",
     ]
@@ -206,7 +206,7 @@ def test_a_truncated_arrow_file_is_rejected_from_there_on(tmp_path):
     assert found[:100] == TEXTS[:100]
     assert found[-100:] == TEXTS[200:]
     assert 200 <= len(found) < 300
-    assert [told[1:3] for told in rejects] == [(str(path), "broken Arrow file")]
+    assert [reject[1:3] for reject in rejects] == [(str(path), "broken Arrow file")]
 
 
 def test_what_is_no_saved_dataset_is_told(tmp_path):

@@ -89,7 +89,7 @@ def test_a_damaged_byte_loses_what_is_behind_it(tmp_path):
     (tmp_path / "a.jsonl.gz").write_bytes(whole)
     rejects = []
     texts_of(JSONLinesDocuments(str(tmp_path / "a.jsonl.gz")), rejects)
-    assert all(told[4] < len(whole) for told in rejects if told[2] == "broken gzip file")
+    assert all(reject[4] < len(whole) for reject in rejects if reject[2] == "broken gzip file")
 
 
 @pytest.mark.parametrize("codec", PACK)
@@ -103,7 +103,7 @@ def test_compressed_text_files_are_documents(tmp_path, codec):
         ("naïve", tmp_path.name),
         ("# b", tmp_path.name),
     ]
-    assert [os.path.basename(told[1]) for told in rejects] == [f"c.txt.{codec}"]
+    assert [os.path.basename(reject[1]) for reject in rejects] == [f"c.txt.{codec}"]
 
 
 @pytest.mark.ci
@@ -116,9 +116,9 @@ def test_a_bomb_is_left_after_64_mib(tmp_path, monkeypatch, name, line):
     monkeypatch.setattr(compressed_files, "_RATIO", 100)  # gzip makes 1,032 bytes of one at most
     rejects = []
     assert set(texts_of(TextDocuments(str(tmp_path)), rejects)) <= {""}
-    [told] = rejects
-    assert "bomb" in told[2]
-    assert told[4] == len(data)
+    [reject] = rejects
+    assert "bomb" in reject[2]
+    assert reject[4] == len(data)
 
 
 # Long documents ---------------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_documents_that_are_too_long_are_rejected_alone(tmp_path, monkeypatch, c
     (tmp_path / f"c.jsonl{suffix}").write_bytes(pack(data))
     rejects = []
     assert texts_of(TextDocuments(str(tmp_path)), rejects) == ["short", "first", "last"]
-    assert [told[2] for told in rejects] == [text_documents.TOO_LONG, json_lines_documents.TOO_LONG]
+    assert [reject[2] for reject in rejects] == [text_documents.TOO_LONG, json_lines_documents.TOO_LONG]
     assert rejects[1][1].endswith("byte 18")
 
 
@@ -177,8 +177,8 @@ def test_a_file_that_has_become_a_pipe_is_not_waited_for(tmp_path, reader):
     path.unlink()
     os.mkfifo(path)
     rejects = []
-    assert [list(made.read(task, lambda *told: rejects.append(told))) for task in tasks] == [[]]
-    assert [told[2:4] for told in rejects] == [("cannot be read", "a named pipe")]
+    assert [list(made.read(task, lambda *reject: rejects.append(reject))) for task in tasks] == [[]]
+    assert [reject[2:4] for reject in rejects] == [("cannot be read", "a named pipe")]
 
 
 @pytest.mark.timeout(20)
@@ -204,12 +204,12 @@ def test_what_is_left_out_is_counted_in_the_report(folder, tmp_path, capsys):
     (folder / "y.PDF").write_bytes(b"%PDF")
     (folder / "Makefile").write_text("all:")
     out = prepare(folder, tmp_path / "out")
-    told = {
+    counts = {
         "a file of the kind .pdf": 2,
         "a file of the kind without a suffix": 1,
         "a symbolic link to a folder": 1,
     }
-    assert manifest_of(out)["left_out"] == told
+    assert manifest_of(out)["left_out"] == counts
     assert "| not read | a file of the kind .pdf | 2 |" in (out / "report.md").read_text()
     assert (
         "Not read: a file of the kind .pdf (2), a file of the kind without a suffix (1)"

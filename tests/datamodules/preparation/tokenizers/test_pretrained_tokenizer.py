@@ -129,8 +129,8 @@ def test_a_config_beside_it_says_what_ends_a_text(written):
     tokenizer.add_special_tokens(["<stop>", "<halt>"])
     tokenizer.save(str(written))
     assert PretrainedTokenizer(str(written)).end_of_text_id == 0
-    for told, expected in (("<stop>", 600), ({"content": "<halt>", "special": True}, 601), (None, 0)):
-        written.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": told}))
+    for token, expected in (("<stop>", 600), ({"content": "<halt>", "special": True}, 601), (None, 0)):
+        written.with_name("tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
         assert PretrainedTokenizer(str(written)).end_of_text_id == expected
         assert PretrainedTokenizer(str(written), "<stop>").end_of_text_id == 600
 
@@ -180,7 +180,7 @@ def test_a_trained_unigram_survives_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "message"),
     [
         ("tokenizer.json", "{", "cannot be read as a tokenizer"),
         ("tokenizer.json", "{}", "lacks the key 'model'"),
@@ -199,9 +199,9 @@ def test_a_trained_unigram_survives_the_file(tmp_path):
         ("vocab.json", "{}", "there is no merges.txt"),
     ],
 )
-def test_files_that_are_no_tokenizer_are_named(tmp_path, name, content, told):
+def test_files_that_are_no_tokenizer_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ConfigError, match=told) as error:
+    with pytest.raises(ConfigError, match=message) as error:
         PretrainedTokenizer(str(tmp_path / name))
     assert name in str(error.value)
     assert len(str(error.value).splitlines()) <= 4

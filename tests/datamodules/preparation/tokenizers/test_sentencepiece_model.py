@@ -145,14 +145,14 @@ def test_sizes_and_special_tokens_are_the_models(pair):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"model_type": "char", "vocab_size": 60, "hard_vocab_limit": False}, "words or characters"),
         ({"model_type": "bpe", "treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
     ],
 )
-def test_what_cannot_be_converted_is_refused(tmp_path, options, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_converted_is_refused(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
         PretrainedTokenizer(str(trained(tmp_path / "m", **options)))
 
 

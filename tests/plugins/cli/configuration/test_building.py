@@ -101,18 +101,20 @@ def test_weights_and_products_are_in_the_dtypes_that_a_word_promises(trainer, we
 
 def test_an_autocast_for_another_device_is_refused(fit):
     plugin = {"class_path": "lightning.pytorch.plugins.precision.MixedPrecision"}
-    code, dtypes, told = fit(plugins=[{**plugin, "init_args": {"precision": "bf16-mixed", "device": "cuda"}}])
+    code, dtypes, message = fit(
+        plugins=[{**plugin, "init_args": {"precision": "bf16-mixed", "device": "cuda"}}]
+    )
     assert code == 2
     assert not dtypes
-    assert "is set up for cuda, this run is on cpu and would train in float32. Set device to cpu" in told
+    assert "is set up for cuda, this run is on cpu and would train in float32. Set device to cpu" in message
     assert fit(plugins=[{**plugin, "init_args": {"precision": "bf16-mixed", "device": "cpu"}}])[0] == 0
 
 
 def test_a_word_and_a_plugin_for_precision_are_one_too_many(fit):
-    code, _, told = fit(precision="16-mixed", plugins=["FP16Mixed"])
+    code, _, message = fit(precision="16-mixed", plugins=["FP16Mixed"])
     assert code == 2
-    assert "precision" in told
-    assert len(told.splitlines()) <= 10
+    assert "precision" in message
+    assert len(message.splitlines()) <= 10
 
 
 class Noting(Callback):
@@ -146,12 +148,14 @@ def test_precision_then_callbacks_change_a_network_once_before_it_is_given_to_an
 
 
 def test_what_a_change_refuses_is_found_before_anything_is_prepared(fit):
-    code, dtypes, told = fit(plugins=[{"class_path": "Float8", "init_args": {"layers": ["layers.0.mlp.up"]}}])
+    code, dtypes, message = fit(
+        plugins=[{"class_path": "Float8", "init_args": {"layers": ["layers.0.mlp.up"]}}]
+    )
     assert code == 2
     assert not dtypes
     assert (
         "Float8: no linear layer of GPT is named 'layers.0.mlp.up'. Did you mean layers.0.mlp.up_proj?"
-        in told
+        in message
     )
 
 

@@ -12,9 +12,9 @@ COMMANDS = sorted(e.name for e in catalog.entries() if e.kind == "commands" and 
 def test_a_wrong_option_is_a_mistake_and_no_usage(command, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main([command, "--no-such-option=1"]) == 2
-    told = capsys.readouterr().err
-    assert "usage:" not in told
-    assert 1 <= len(told.splitlines()) <= 10
+    message = capsys.readouterr().err
+    assert "usage:" not in message
+    assert 1 <= len(message.splitlines()) <= 10
     assert not list(tmp_path.iterdir())
 
 

@@ -95,8 +95,8 @@ def test_two_ranks_of_a_train_script_find_the_projects_modules_and_ours(project)
         [sys.executable, "train.py", *options], cwd=project, capture_output=True, text=True, timeout=200
     )
     assert done.returncode == 0, done.stderr
-    told = {(project / f"rank-{rank}.txt").read_text() for rank in range(2)}
-    assert told == {"said GradientClip plugins.networks.mine datamodules.mine\n"}
+    written = {(project / f"rank-{rank}.txt").read_text() for rank in range(2)}
+    assert written == {"said GradientClip plugins.networks.mine datamodules.mine\n"}
 
 
 def test_a_spawned_process_finds_them_too(project):
@@ -171,7 +171,7 @@ def test_a_config_from_elsewhere_does_not_import_the_projects_modules(callbacks,
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "expected"),
     [
         (
             "callbacks.mien.Mine",
@@ -189,7 +189,7 @@ def test_a_config_from_elsewhere_does_not_import_the_projects_modules(callbacks,
         ("configs.helper.flat", "flat is no"),
     ],
 )
-def test_mistakes_say_which_file_was_meant(name, told, project, capsys):
+def test_mistakes_say_which_file_was_meant(name, expected, project, capsys):
     section = (
         {"data": {"class_path": name}}
         if name.startswith("datamodules")
@@ -199,5 +199,5 @@ def test_mistakes_say_which_file_was_meant(name, told, project, capsys):
     assert check("configs/mine.yaml", "--config", "wrong.yaml") == 2
     message = capsys.readouterr().err
     assert "wrong.yaml" in message
-    assert told.format(project) in message
+    assert expected.format(project) in message
     assert len(message.splitlines()) <= 10

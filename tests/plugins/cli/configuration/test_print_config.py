@@ -47,8 +47,8 @@ def test_every_option_of_the_quickstart_has_its_sentence_and_every_technique_its
 
 
 def test_what_is_printed_reads_back_with_and_without_comments(printed, tmp_path):
-    told = ["--config", "quickstart", "--trainer.callbacks+=LearningRateMonitor", "--data.source=a\n\n  b\n"]
-    commented, plain = printed(*told, "--print_config"), printed(*told, "--print_config=plain")
+    given = ["--config", "quickstart", "--trainer.callbacks+=LearningRateMonitor", "--data.source=a\n\n  b\n"]
+    commented, plain = printed(*given, "--print_config"), printed(*given, "--print_config=plain")
     assert yaml.safe_load(commented) == yaml.safe_load(plain)
     assert [line for line in plain.splitlines() if line.lstrip().startswith("#")] == plain.splitlines()[:1]
     assert [line for line in commented.splitlines() if not line.lstrip().startswith("#")] == [
@@ -69,23 +69,23 @@ def test_flags_of_jsonargparse_work_beside_ours(printed):
 
 def test_texts_of_several_lines_stay_what_they_are():
     text = 'ckpt_path: "one\n\n  # two"\nmodel:\n  decay_embeddings: |\n    # three\n      four\n  objective: x\n'
-    told = annotated(text)
-    assert yaml.safe_load(told) == yaml.safe_load(text)
-    assert told.count("\n") == text.count("\n") + 4  # ckpt_path, model, decay_embeddings, objective
+    commented = annotated(text)
+    assert yaml.safe_load(commented) == yaml.safe_load(text)
+    assert commented.count("\n") == text.count("\n") + 4  # ckpt_path, model, decay_embeddings, objective
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--print_config=plane"], "no flag 'plane'. Did you mean plain?"),
         (["--print_config=skip_default,x"], "There are plain, skip_default, skip_unset."),
         (["--model.network.n_layr=3", "--print_config=plain"], "Did you mean n_layer?"),
     ],
 )
-def test_a_mistake_prints_no_configuration(words, told, capsys):
+def test_a_mistake_prints_no_configuration(words, message, capsys):
     assert main(["fit", "--config", "quickstart", *words]) == 2
     said = capsys.readouterr()
-    assert told in said.err
+    assert message in said.err
     assert said.out == ""
 
 

@@ -25,17 +25,17 @@ def test_mean_and_variance_are_the_weighted_ones():
 def test_only_losses_in_a_row_end_the_run():
     guard = DivergenceGuard(sigma=3, patience=2, warmup=4)
     calm = [4.0, 4.2, 3.8, 4.1]
-    told = [guard.counts(loss) for loss in [*calm, 9.0, 4.0, math.nan, math.inf]]
-    assert told == [False] * 7 + [True]
+    counted = [guard.counts(loss) for loss in [*calm, 9.0, 4.0, math.nan, math.inf]]
+    assert counted == [False] * 7 + [True]
 
 
 def test_a_restored_guard_judges_like_the_one_that_was_saved():
     whole, stopped, resumed = (DivergenceGuard(sigma=1, patience=2, warmup=2) for _ in range(3))
     losses = [4.0, 3.0, 9.0, 8.0]
-    told = [whole.counts(loss) for loss in losses]
-    assert [stopped.counts(loss) for loss in losses[:3]] == told[:3]
+    counted = [whole.counts(loss) for loss in losses]
+    assert [stopped.counts(loss) for loss in losses[:3]] == counted[:3]
     resumed.load_state_dict(stopped.state_dict())
-    assert resumed.counts(losses[3]) is told[3] is True
+    assert resumed.counts(losses[3]) is counted[3] is True
 
 
 @pytest.mark.parametrize("options", [{"patience": 0}, {"warmup": 1}, {"sigma": 0.0}, {"weight": 1.0}])

@@ -35,7 +35,7 @@ def test_the_fingerprint_changes_with_text_and_column(table):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (b"", "Its columns: none"),
         (b"texts,id\na,1\n", "no column 'text'. Did you mean texts?"),
@@ -43,10 +43,10 @@ def test_the_fingerprint_changes_with_text_and_column(table):
         (b'text\n"a"b\n', "near line 2"),
     ],
 )
-def test_what_is_no_such_table_is_said(content, told, table):
+def test_what_is_no_such_table_is_said(content, message, table):
     with pytest.raises(ConfigError, match=r"table\.csv") as caught:
         list(CsvDocuments(table(content)).documents())
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_missing_file_is_said():
