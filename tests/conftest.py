@@ -2,8 +2,10 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -35,6 +37,11 @@ os.environ["LEYDEN_TRUST"] = (
 # The same examples in every run: what fails here fails for everybody. `--hypothesis-profile default` looks further.
 settings.register_profile("repeatable", derandomize=True, database=None)
 settings.load_profile("repeatable")
+
+# A checkpoint waits for the disk ten times, and there are thousands of them: in memory it does not wait.
+if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 * 2**30:
+    os.environ.setdefault("TMPDIR", "/dev/shm")
+    tempfile.tempdir = None
 
 # What our strategies import, above all DeepSpeed, a second in each rank; and what logs and draws.
 runs.PRELOADED += ["torch._inductor.compile_fx", "torch.distributed.pipelining"]

@@ -49,12 +49,9 @@ REFUSED = {
 }
 """Network and strategy that lack a plan -> what says so."""
 
-OF_EACH = ("sequence", "pipeline")
-"""Strategies that each family is trained under: they take its plan, that of tensor too, and cut it into stages."""
-
 
 def blocks_of(name):
-    """Returns what FSDP and ZeRO see of a family: the class that says what its blocks are, and whether they have experts."""
+    """Returns what FSDP, ZeRO and pipelines see of a family: the class that says what its blocks are, and whether they have experts."""
     target = FAMILIES[name].target
     return next(base for base in target.__mro__ if "blocks" in vars(base)), hasattr(target, "expert_stacks")
 
@@ -64,10 +61,14 @@ FIRST = {blocks_of(name): name for name in reversed(FAMILIES)}
 
 
 def is_needed(name, strategy):
-    """Returns whether a family's own code takes part in a strategy, so that another family's run does not hold for it."""
+    """Returns whether a family's own code takes part in a strategy, so that another family's run does not hold for it.
+
+    Its plan does under `sequence`, which takes that of `tensor` too. That its stages compute what forward does, the kit
+    proves bit by bit; how stages exchange what they compute is the same for all with the same `blocks`.
+    """
     if strategy == "tensor":
         return (name, "sequence") in REFUSED
-    return strategy in OF_EACH or FIRST[blocks_of(name)] == name
+    return strategy == "sequence" or FIRST[blocks_of(name)] == name
 
 
 def runs():

@@ -330,8 +330,13 @@ sys.exit(code)
 LARGE = {**MLP, "n_layer": 12, "n_embd": 1024, "intermediate_size": 2048, "vocab_size": 16384}
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("sharded", [False, True], ids=["file", "sharded"])
+@pytest.mark.parametrize(
+    "sharded",
+    [
+        pytest.param(False, id="file", marks=pytest.mark.ci),
+        pytest.param(True, id="sharded", marks=pytest.mark.slow),
+    ],
+)
 def test_memory_is_that_of_a_few_tensors_not_of_the_model(sharded, tmp_path):
     """Of 0.5 GB in tensors of up to 64 MiB; without the pages of files, which the system takes back."""
     torch.set_default_dtype(torch.float32)
