@@ -37,7 +37,7 @@ class PaddedCache(list[Cache]):
 
     def keep(self, length: int, max_length: int) -> bool:
         """Keeps the first `length` tokens of one row without padding, with room for `max_length`; False: it cannot."""
-        return self.visible is None and all([layer.keep(length, max_length) for layer in self])
+        return self.visible is None and all(layer.keep(length, max_length) for layer in self)
 
 
 def _visible(padding: Tensor, length: int) -> Tensor | None:

@@ -253,7 +253,9 @@ def test_weights_that_are_stored_for_single_rows_are_the_same_and_draw_the_same(
 
 def test_one_row_in_bfloat16_is_multiplied_without_onednn_and_no_worse():
     torch.manual_seed(0)
-    half = Llama(**SIZES | {"n_embd": 128, "vocab_size": 512}, **GROUPED | {"intermediate_size": 256}).bfloat16()
+    half = Llama(
+        **SIZES | {"n_embd": 128, "vocab_size": 512}, **GROUPED | {"intermediate_size": 256}
+    ).bfloat16()
     exact = copy.deepcopy(half).double()
     switches: list[bool] = []
     half.layers[0].register_forward_pre_hook(lambda *_: switches.append(torch.backends.mkldnn.enabled))
