@@ -1,13 +1,16 @@
 """Chat templates: messages to the text that a network was trained on, by a template in Jinja2.
 
 The text is that of `apply_chat_template` of transformers. A template comes with weights from anywhere: it runs in a sandbox,
-and sees plain JSON values alone.
+and sees plain JSON values alone, for a limited time.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from datetime import datetime
 from typing import Any
 
@@ -24,6 +27,12 @@ __all__ = ["FILES", "ChatTemplate", "special_tokens", "stored_template"]
 
 FILES = TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """Where a Hugging Face folder has its template."""
+
+MOST_SECONDS = 10.0
+"""Of rendering."""
+
+LARGEST = 1 << 20
+"""Of a product: a number, or a repeated text."""
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -45,7 +54,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, special: Mapping[str, str]) -> None:
         self.source, self.special = source, dict(special)
-        environment = ImmutableSandboxedEnvironment(
+        environment = _Sandbox(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
         )
         environment.filters["tojson"] = _to_json
@@ -77,16 +86,21 @@ class ChatTemplate:
             further: What else a template asks for, such as `enable_thinking`.
 
         Raises:
-            ConfigError: If the template refuses the messages.
+            ConfigError: If the template refuses the messages, or takes longer than `MOST_SECONDS`.
         """
         try:
-            return self._template.render(
-                messages=messages,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special, **further},
-            )
+            with _time_limit(MOST_SECONDS):
+                return self._template.render(
+                    messages=messages,
+                    tools=tools,
+                    documents=None,
+                    add_generation_prompt=add_generation_prompt,
+                    **{**self.special, **further},
+                )
+        except _TooLongError as error:
+            raise ConfigError(
+                f"The chat template takes longer than {MOST_SECONDS:g} s for these messages."
+            ) from error
         except Exception as error:  # a template is a program: it may raise anything
             raise ConfigError(f"The chat template refuses these messages: {_short(error)}") from error
 
@@ -138,6 +152,43 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Computes no product or power that would take all time or memory in a single step, which no limit could interrupt."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Returns left * right or left ** right."""
+        one, other = (
+            len(value) if isinstance(value, Sized) else abs(value) if isinstance(value, int | float) else 0
+            for value in (left, right)
+        )
+        if max(one, other) > 64 if operator == "**" else one * other > LARGEST:
+            raise jinja2.exceptions.SecurityError(f"a result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
+class _TooLongError(BaseException):
+    """No Exception: what a template calls may catch those."""
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raises a _TooLongError in the body, at the next line of Python in this thread, when its time is over."""
+    end, before = time.monotonic() + seconds, sys.gettrace()
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        if time.monotonic() > end:
+            raise _TooLongError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
 
 
 class _Generation(Extension):

@@ -43,11 +43,13 @@ def chat(arguments: list[str]) -> int:
     from plugins.checkpoints.finding import resolve
     from plugins.commands.chat_prompts import require_template
     from plugins.commands.generate_network import prepare
+    from toolkit.generation.single_rows import store_for_single_rows
     from toolkit.generation.texts import split_stops
 
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)):
         model = prepare(path, options)
+    store_for_single_rows(model.network)
     template = require_template(model, options.template, path)
     stops, stop_ids = split_stops(model.tokenizer, options.stop)
     talk = Conversation(options, model, template, stops, [*stop_ids, *model.stop_ids])
@@ -100,6 +102,7 @@ class Conversation:
     stop_ids: list[int]
     messages: list[dict[str, str]] = field(default_factory=list)
     answers: int = 0
+    last: Any = None
 
     def reset(self) -> None:
         """Forgets all but the system's message."""
@@ -138,8 +141,9 @@ class Conversation:
             sampling=self.options.sampling,
             seeds=[(self.options.seed + self.answers) % 2**64],
             stop_ids=self.stop_ids,
+            before=self.last,  # most of the conversation is in its cache
         )
-        self.answers += 1
+        self.last, self.answers = decoding, self.answers + 1
         stream = TextStream(self.model.tokenizer, ids[-8:], self.stops)
         try:
             for token in decoding:

@@ -117,12 +117,13 @@ class _Opened:
         tensors: Name -> tensor of the network.
         tokenizer: JSON of the tokenizer; None: it has none.
         end: The id that ends a text.
-        kept: What an import kept of a Hugging Face folder.
+        kept: What is kept of a Hugging Face folder.
     """
 
     def __init__(self, path: Path) -> None:
         from plugins.checkpoints import sharded
         from plugins.checkpoints.checkpoint import read_checkpoint, stored_config
+        from plugins.checkpoints.kept_files import KEPT
         from plugins.checkpoints.matching import open_own, stored_data
         from plugins.commands import hf_folder
 
@@ -142,7 +143,7 @@ class _Opened:
         content = sharded.state(path) if sharded.is_sharded(path) else read_checkpoint(path)
         data = stored_data(path)
         self.tokenizer, self.end = data.get("tokenizer"), data.get("end_of_text_id")
-        self.kept: dict[str, str] = dict(content.get(hf_folder.KEPT, {}))
+        self.kept: dict[str, str] = dict(content.get(KEPT, {}))
 
 
 def _shape(tensors: Mapping[str, LazyTensor], name: str) -> tuple[int, ...] | None:

@@ -20,7 +20,7 @@ class Loaded:
     Attributes:
         encoder: Of prompts.
         end: The id that ends a text; None: there is none.
-        files: File name -> text, of the configs that an import keeps of a Hugging Face folder.
+        files: File name -> text, of the configs that a checkpoint keeps of a Hugging Face folder.
     """
 
     network: Any
@@ -36,7 +36,7 @@ class Loaded:
     @property
     def stop_ids(self) -> list[int]:
         """The ids that end a text, those of a generation_config.json included."""
-        from plugins.commands.hf_folder import GENERATION
+        from plugins.checkpoints.kept_files import GENERATION
         from toolkit.bounded import parse_json
 
         try:
@@ -74,8 +74,8 @@ def load(path: Path, options: argparse.Namespace | None = None) -> Loaded:
     Raises:
         ConfigError: If weights and configuration do not belong together, or the tokenizer cannot be used.
     """
+    from plugins.checkpoints.kept_files import KEPT
     from plugins.cli.configuration.mistakes import main_reason
-    from plugins.commands.hf_folder import KEPT
 
     try:
         checkpoint, network, text, end = _read(path, options)

@@ -15,6 +15,7 @@ from core.errors import ConfigError
 from plugins.checkpoints.gguf_families import family_of
 from plugins.checkpoints.gguf_metadata import to_metadata
 from plugins.checkpoints.gguf_tensors import to_tensors
+from plugins.checkpoints.kept_files import GENERATION, TOKENIZER_CONFIG
 from plugins.commands import gguf_q4k, hf_folder
 from toolkit import gguf_tokenizers
 
@@ -78,7 +79,7 @@ def write(
 
 def _special_ids(kept: Mapping[str, str]) -> dict[str, int]:
     """Returns the ids of special tokens that an import kept."""
-    found = hf_folder.kept_object(kept, hf_folder.GENERATION)
+    found = hf_folder.kept_object(kept, GENERATION)
     ids = {key: found.get(f"{key}_token_id") for key in ("bos", "pad")}
     return {key: number for key, number in ids.items() if isinstance(number, int)}
 
@@ -86,7 +87,7 @@ def _special_ids(kept: Mapping[str, str]) -> dict[str, int]:
 def _chat_template(kept: Mapping[str, str]) -> str | None:
     if "chat_template.jinja" in kept:
         return kept["chat_template.jinja"]
-    found = hf_folder.kept_object(kept, hf_folder.TOKENIZER_CONFIG).get("chat_template")
+    found = hf_folder.kept_object(kept, TOKENIZER_CONFIG).get("chat_template")
     return found if isinstance(found, str) else None
 
 

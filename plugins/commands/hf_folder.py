@@ -12,23 +12,18 @@ import torch
 from core import catalog
 from core.contracts import Network
 from core.errors import ConfigError, nearest
-from plugins.checkpoints.foreign import CONFIG, ForeignWeights, read_json, read_text
+from plugins.checkpoints.foreign import CONFIG, ForeignWeights
+from plugins.checkpoints.kept_files import GENERATION, TOKENIZER, TOKENIZER_CONFIG
 from plugins.checkpoints.stored_network import build_network
 from toolkit.bounded import parse_json
 from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm
 from toolkit.sizes import readable
 
-KEPT = "hugging_face"
-"""Key of a checkpoint: file name -> its text, of files that an import keeps for an export."""
-
-TOKENIZER, TOKENIZER_CONFIG, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 COUNTED = ("n_layer", "n_decoder_layer", "n_experts")
 """Arguments of which a network has at least so many tensors; with others it would take for ever to build."""
 
 MOST_TABLE_BYTES = 1 << 36
 """Of tables of positions: those for 100 million tokens of heads with 128 features are smaller."""
-
-KEPT_FILES = (TOKENIZER, TOKENIZER_CONFIG, GENERATION, "special_tokens_map.json", "chat_template.jinja")
 
 
 def network_config(found: ForeignWeights) -> dict[str, Any]:
@@ -117,21 +112,6 @@ def exported_form(network: Network, arguments: Mapping[str, Any]) -> tuple[Huggi
         except ConfigError as error:
             reasons.append(str(error))
     raise ConfigError("\n".join([*reasons, "`export --format torch` writes the weights under our names."]))
-
-
-def kept_files(source: ForeignWeights) -> dict[str, str]:
-    """Returns the texts of the files of `KEPT_FILES` that came with weights.
-
-    Raises:
-        ConfigError: If a file cannot be read, or is no JSON object where it should be.
-    """
-    if source.files is not None:
-        return dict(source.files)
-    folder = source.folder
-    for name in (TOKENIZER_CONFIG, GENERATION):
-        if (folder / name).exists():
-            read_json(folder, name)
-    return {name: read_text(folder, name) for name in KEPT_FILES if (folder / name).exists()}
 
 
 def kept_object(kept: Mapping[str, str], name: str) -> dict[str, Any]:

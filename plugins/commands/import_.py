@@ -87,6 +87,7 @@ def _converted(
 
     from core import __version__
     from plugins.checkpoints.checkpoint import RECORD
+    from plugins.checkpoints.kept_files import KEPT, kept_files
     from plugins.checkpoints.matching import form_of, pieces_of
     from plugins.cli.configuration.validation_unit import UNIT
     from plugins.commands import hf_folder
@@ -112,7 +113,7 @@ def _converted(
         "optimizer_states": [],
         "lr_schedulers": [],
         RECORD: {"config": text, "version": __version__, "ranks": 1, UNIT: "steps"},
-        hf_folder.KEPT: hf_folder.kept_files(found),
+        KEPT: kept_files(found),
     }
     unread = sorted(name for name in found.tensors if name.startswith(form.left_out))
     return state | ({"PretrainDataModule": data} if data else {}), tensors, unread

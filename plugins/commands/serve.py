@@ -40,12 +40,15 @@ def serve(arguments: list[str]) -> int:
     from plugins.commands.serve_app import Server
     from plugins.commands.serve_jobs import Jobs
     from plugins.commands.serve_requests import Limits
+    from toolkit.generation.single_rows import store_for_single_rows
 
     path = resolve(options.ckpt_path, Path(options.root))
     listening = _listen(options.host, options.port)
     with listening:
         with trusting(Trust(trusted)):
             model = prepare(path, options)
+        if options.concurrency == 1:
+            store_for_single_rows(model.network)
         template = find_template(model, options.template)
         jobs = Jobs(options.concurrency, options.waiting, options.timeout)
         limits = Limits(options.max_new_tokens, options.max_texts)

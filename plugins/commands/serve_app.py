@@ -19,6 +19,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
 from core.errors import ConfigError
 from plugins.commands.generate_network import Loaded
@@ -29,6 +30,9 @@ from toolkit.chat_template import ChatTemplate
 
 MOST_BYTES = 4 << 20
 """Of a request's body."""
+
+FOR_THE_LAST = 2.0
+"""Seconds in which a client takes the error that its request took too long."""
 
 
 class Server:
@@ -106,7 +110,7 @@ class Server:
             if wanted.stream:
                 stream = _streamed(found, answer, self.jobs.leave)
                 first = await anext(stream)  # what fails before the first token has a status of its own
-                return StreamingResponse(_chained(first, stream), media_type="text/event-stream")
+                return _Stream(_chained(first, stream), self.jobs.timeout + FOR_THE_LAST)
             async with aclosing(found):
                 async for event in found:
                     answer.add(event)
@@ -150,6 +154,28 @@ async def _body(request: Request, seconds: float) -> Any:
 async def _gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+class _Stream(StreamingResponse):
+    """Server-sent events, which end where they take too long: a client that stops reading would hold its place.
+
+    Args:
+        pieces: Closed when it ends.
+        seconds: The most that it may take.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[str, None], seconds: float) -> None:
+        super().__init__(pieces, media_type="text/event-stream")
+        self._pieces, self._seconds = pieces, seconds
+
+    async def stream_response(self, send: Send) -> None:
+        """Sends them."""
+        try:
+            async with asyncio.timeout(self._seconds):
+                await super().stream_response(send)
+        except TimeoutError:
+            print("# A client did not read its answer.", file=sys.stderr, flush=True)
+            await self._pieces.aclose()
 
 
 async def _chained(first: str, rest: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -1,6 +1,7 @@
 """Rendered texts against those of transformers' apply_chat_template, on templates as published models have them."""
 
 import json
+import sys
 
 import pytest
 from tokenizers import Tokenizer
@@ -8,6 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from core.errors import ConfigError
 from tests.support.chat_checkpoint import CHATML, bytes_tokenizer
+from toolkit import chat_template
 from toolkit.chat_template import CONFIG, TEMPLATE, ChatTemplate, stored_template
 from toolkit.generation.prompts import PromptEncoder
 
@@ -106,13 +108,31 @@ def test_special_tokens_in_messages_are_text_and_those_of_the_template_are_not()
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ namespace(_x=1) }}", "namespace takes no name such as '_x'"),
         ("{{ nothing.at.all }}", "undefined"),
-        ("{% for i in range(10**9) %}{% endfor %}", "range"),
+        ("{% for i in range(9999999) %}{% endfor %}", "range"),
+        ("{{ 10 ** 10 ** 10 }}", "a result of ** is too large"),
+        ("{{ [1] * 99999999 }}", "a result of * is too large"),
     ],
 )
 def test_a_template_that_does_what_it_must_not_is_named(source, said):
     with pytest.raises(ConfigError, match="chat template") as caught:
         ChatTemplate(source, {}).render(CHAT)
     assert said in str(caught.value)
+
+
+LONG = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [LONG, f"{{% macro f() %}}{LONG}{{% endmacro %}}{{{{ [1] | map('string') | list }}}}{{{{ f() }}}}"],
+)
+def test_a_template_without_an_end_is_ended(source, monkeypatch):
+    monkeypatch.setattr(chat_template, "MOST_SECONDS", 0.2)
+    tracing = sys.gettrace()
+    with pytest.raises(ConfigError, match=r"chat template takes longer than 0\.2 s"):
+        ChatTemplate(source, {}).render(CHAT)
+    assert sys.gettrace() is tracing
+    assert ChatTemplate("{{ '-' * 40 }}{{ 2 ** 10 }}", {}).render(CHAT) == "-" * 40 + "1024"
 
 
 def test_where_a_folder_has_its_template():

@@ -55,6 +55,8 @@ class Decoding:
         log_probabilities: Whether tokens have theirs.
         likeliest: How many of the likeliest ids tokens have, if `log_probabilities`.
         cached: False computes each text again for each token: slow, and the same.
+        before: A decoding of one text that is over. One prompt that begins as that text did continues from its cache, if
+            the network offers :class:`toolkit.generation.rows.KeepsPrefix`.
 
     Raises:
         ConfigError: If a value is out of range; while iterating, if logits are not finite.
@@ -77,6 +79,7 @@ class Decoding:
         log_probabilities: bool = False,
         cached: bool = True,
         likeliest: int = 0,
+        before: Decoding | None = None,
     ):
         sampling = sampling or Sampling()
         check_prompts(network, prompts, max_new_tokens)
@@ -92,6 +95,7 @@ class Decoding:
         self._max_new_tokens, self._stop_ids, self._cached = max_new_tokens, frozenset(stop_ids), cached
         self._generators = [_generator(seed) for seed in seeds]
         self._finished: set[int] = set()
+        self._rows: Rows | None = None if before is None else before._rows
 
     def finish(self, row: int) -> None:
         """Ends a row: it gets no further token."""
@@ -102,7 +106,9 @@ class Decoding:
         if not self._max_new_tokens or not self._prompts:
             return
         with evaluating(self._network):
-            rows = Rows(self._network, self._prompts, self._max_new_tokens, self._cached)
+            with torch.inference_mode():
+                rows = Rows(self._network, self._prompts, self._max_new_tokens, self._cached, self._rows)
+            self._rows = rows
             active = [row for row in range(len(self._generators)) if row not in self._finished]
             parents = [row // self._samples for row in active]
             with torch.inference_mode():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.contracts import Network
 
-__all__ = ["PadsPrompts", "Rows", "evaluating"]
+__all__ = ["KeepsPrefix", "PadsPrompts", "Rows", "evaluating"]
 
 
 @runtime_checkable
@@ -38,6 +38,20 @@ class PadsPrompts(Protocol):
 
     def select_cache_rows(self, cache: Any, rows: Tensor) -> None:
         """Changes a cache of `new_padded_cache` to these of its rows, (b,) indexes; one may come several times."""
+
+
+@runtime_checkable
+class KeepsPrefix(Protocol):
+    """A network whose cache can go back to its first tokens, so that a text that begins with them need not compute them."""
+
+    def keep_cache_prefix(self, cache: Any, length: int, max_length: int) -> bool:
+        """Changes a cache of `new_padded_cache` to its first tokens; returns whether it could, otherwise it is of no use.
+
+        Args:
+            cache: Of one row without padding.
+            length: Tokens that stay, at least 1 and at most as many as there are.
+            max_length: Tokens that it has room for then.
+        """
 
 
 @contextmanager
@@ -63,24 +77,46 @@ class Rows:
         prompts: Token ids, at least one for each row.
         max_new_tokens: How many tokens a row gets at most.
         cached: False computes each text again for each token.
+        before: Rows that are no longer needed. If both are one row and the network offers :class:`KeepsPrefix`, the cache
+            of the tokens with which both begin is taken over.
     """
 
     def __init__(
-        self, network: Network, prompts: Sequence[Sequence[int]], max_new_tokens: int, cached: bool = True
+        self,
+        network: Network,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        cached: bool = True,
+        before: Rows | None = None,
     ):
         self._network, self._device = network, next(network.parameters()).device
         self.ids = [list(ids) for ids in prompts]
         longest = max(len(ids) for ids in self.ids)
         self._window = network.max_sequence_length or longest + max_new_tokens
         self._cache: _Shared | _Single | None = None
+        self._known = 0
         if cached and longest <= self._window:
             lengths = [min(len(ids) + max_new_tokens, self._window) for ids in self.ids]
             padding = [longest - len(ids) for ids in self.ids]
             self._cache = _new_cache(network, lengths, padding, self._window)
+            if before is not None and len(self.ids) == len(before.ids) == 1:
+                self._take_over(before, lengths[0])
+
+    def _take_over(self, before: Rows, max_length: int) -> None:
+        """Replaces the empty cache by that of other rows, as far as their tokens are the same."""
+        network, theirs, ids = self._network, before._cache, self.ids[0]
+        pairs = enumerate(zip(ids[:-1], before.ids[0], strict=False))  # the last token gives the first logits
+        shared = next((place for place, (own, other) in pairs if own != other), None)
+        length = min(len(ids) - 1, len(before.ids[0])) if shared is None else shared
+        if not (length and isinstance(theirs, _Shared) and isinstance(network, KeepsPrefix)):
+            return
+        if before._network is network and network.keep_cache_prefix(theirs.cache, length, max_length):
+            self._cache, self._known = theirs, length
+        before._cache = None
 
     def first(self) -> Tensor:
         """Returns the logits (B, V) of the first token after each prompt."""
-        return self._logits(self.ids)
+        return self._logits([ids[self._known :] for ids in self.ids])
 
     def step(self, parents: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Adds a token to each of some rows, which are the rows from now on; returns logits (B, V) of the next token.
@@ -101,7 +137,10 @@ class Rows:
 
     def _logits(self, new: Sequence[Sequence[int]]) -> Tensor:
         if self._cache is not None:
-            return self._network.logits(self._cache.hidden(new, self._device))
+            cache, self._cache = self._cache, None  # where it is interrupted, some layers have the new tokens
+            logits = self._network.logits(cache.hidden(new, self._device))
+            self._cache = cache
+            return logits
         windows = [ids[-self._window :] for ids in self.ids]
         # padding behind a causal network's last token changes nothing
         last = torch.tensor([len(ids) - 1 for ids in windows], device=self._device)
@@ -125,14 +164,14 @@ class _Shared:
     """One cache for all rows, whose prompts are padded in front."""
 
     def __init__(self, network: Any, cache: Any):
-        self._network, self._cache = network, cache
+        self._network, self.cache = network, cache
 
     def select(self, rows: Sequence[int]) -> None:
         device = next(self._network.parameters()).device
-        self._network.select_cache_rows(self._cache, torch.tensor(rows, device=device))
+        self._network.select_cache_rows(self.cache, torch.tensor(rows, device=device))
 
     def hidden(self, new: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-        return self._network({"input_ids": _rectangle(new, device)}, self._cache)[:, -1]
+        return self._network({"input_ids": _rectangle(new, device)}, self.cache)[:, -1]
 
 
 class _Single:

@@ -17,6 +17,7 @@ from core.errors import ConfigError
 from core.lightning_compat import set_root_dir
 from core.training import validation_steps
 from plugins.checkpoints.checkpoint import RECORD
+from plugins.checkpoints.kept_files import KEPT, kept_by_a_run
 from plugins.cli.configuration.validation_unit import UNIT
 from plugins.cli.runs import lost_ranks
 from plugins.cli.runs.run_folder import own
@@ -76,6 +77,7 @@ class RunRecord(Callback):
         self._hidden: list[Any] = []
         self._held: _HeldCalls | None = None
         self._notes: list[str] = []
+        self._kept: Mapping[str, str] = {}
 
     def hide_loggers(self, trainer: Trainer) -> None:
         """Takes the loggers from the trainer until `setup`: before it, Lightning has each create its files."""
@@ -90,6 +92,8 @@ class RunRecord(Callback):
         lost_ranks.watch()
         self._stage = str(getattr(stage, "value", stage))
         if self.checkpoint is None:
+            if self._stage == "fit" and (weights := getattr(pl_module, "weights", None)):
+                self._kept = kept_by_a_run(weights)
             self._write()
         else:
             trainer.loggers = self._hidden or trainer.loggers
@@ -113,6 +117,7 @@ class RunRecord(Callback):
         Raises:
             ConfigError: If it has none.
         """
+        self._kept = checkpoint.get(KEPT, {})
         if trainer.state.fn != "fit" or not trainer.strategy.lightning_restore_optimizer:
             return
         states = checkpoint.get("optimizer_states")
@@ -176,9 +181,11 @@ class RunRecord(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Stores the configuration in the checkpoint, so that it can be read without its folder."""
+        """Stores the configuration, so that the checkpoint can be read without its folder, and what came with weights."""
         record = {"config": self.config, "version": __version__, "ranks": trainer.world_size}
         checkpoint[RECORD] = record | {UNIT: "steps"}
+        if self._kept:
+            checkpoint[KEPT] = self._kept
 
 
 def _lost(optimizer: Mapping[str, Any]) -> bool:

@@ -294,6 +294,10 @@ class Decoder(Network):
         """Changes a cache to these of its rows, (b,) indexes."""
         cache.select(rows)
 
+    def keep_cache_prefix(self, cache: PaddedCache, length: int, max_length: int) -> bool:
+        """Changes a cache to its first tokens; see `KeepsPrefix`."""
+        return cache.keep(length, min(max_length, self.max_sequence_length))
+
     @property
     def blocks(self) -> nn.ModuleList:  # type: ignore[override]  # torch does not declare it a Sequence
         """The transformer blocks, in order."""

@@ -32,6 +32,12 @@ class KVCache:
         if self.length:
             self.keys, self.values = (selected(x, rows, self.length) for x in (self.keys, self.values))
 
+    def keep(self, length: int, max_length: int) -> bool:
+        """Keeps the first `length` tokens, at least 1, with room for `max_length`; True."""
+        self.length, self.max_length = length, max_length
+        self.keys, self.values = (_with_room(x, length, max_length) for x in (self.keys, self.values))
+        return True
+
 
 class SlidingKVCache:
     """The cache of a layer whose tokens see the last `window` tokens alone.
@@ -85,6 +91,25 @@ class SlidingKVCache:
         """Keeps these rows, (b,) indexes; one may come several times."""
         if self.length:
             self._keys, self._values = (selected(x, rows, self._end) for x in (self._keys, self._values))
+
+    def keep(self, length: int, max_length: int) -> bool:
+        """As :meth:`KVCache.keep`; False if tokens that the next one sees are no longer there."""
+        end = self._end - (self.length - length)
+        if end < min(self.window - 1, length):
+            return False
+        self._end, self.length, self.max_length = end, length, max_length
+        room = min(max_length, 2 * self.window)
+        self._keys, self._values = (_with_room(x, end, room) for x in (self._keys, self._values))
+        return True
+
+
+def _with_room(buffer: Tensor, length: int, max_length: int) -> Tensor:
+    """Returns a buffer (B, heads, at least `max_length`, D) with the first `length` tokens of another."""
+    if buffer.shape[2] >= max_length:
+        return buffer
+    larger = buffer.new_empty((*buffer.shape[:2], max_length, buffer.shape[3]))
+    larger[:, :, :length] = buffer[:, :, :length]
+    return larger
 
 
 def selected(buffer: Tensor, rows: Tensor, length: int) -> Tensor:

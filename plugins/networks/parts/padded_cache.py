@@ -35,6 +35,10 @@ class PaddedCache(list[Cache]):
         self.padding = self.padding[rows]
         self.visible = _visible(self.padding, self[0].max_length)
 
+    def keep(self, length: int, max_length: int) -> bool:
+        """Keeps the first `length` tokens of one row without padding, with room for `max_length`; False: it cannot."""
+        return self.visible is None and all(layer.keep(length, max_length) for layer in self)
+
 
 def _visible(padding: Tensor, length: int) -> Tensor | None:
     """Returns which of all tokens are none of padding, (B, length); None: all of them."""

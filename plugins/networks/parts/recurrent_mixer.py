@@ -38,6 +38,11 @@ class StateCache:
         self.tails = {name: tail[rows] for name, tail in self.tails.items()}
         self.segment = None if self.segment is None else self.segment[rows]
 
+    def keep(self, length: int, max_length: int) -> bool:
+        """Makes room for `max_length` tokens; returns whether `length` are all: a state cannot go back."""
+        self.max_length = max_length
+        return length == self.length
+
 
 class ShortConvolution(nn.Conv1d):
     """A causal convolution of each feature by itself, over the last `taps` tokens, and SiLU; its weight is (features, 1, taps)."""

@@ -14,7 +14,7 @@ from core.errors import ConfigError
 from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
-from tests.support.cli_runs import checkpoint, core, finished, state, trained  # noqa: F401
+from tests.support.cli_runs import RUN, checkpoint, core, finished, state, trained  # noqa: F401
 from tests.support.reference_models import tokens
 from tests.support.stored_networks import (
     LINEAR,
@@ -137,6 +137,8 @@ def test_validate_takes_them_too(llama, core):  # noqa: F811
 
 
 def test_a_resumed_run_does_not_read_them_again(llama, core, tmp_path):  # noqa: F811
+    (tmp_path / "hf" / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [0, 5]}')
     whole = core("fit", "--config=tiny", "--model.weights=hf")
     assert whole.code == 0, whole.err
     expected = state(checkpoint(6))["state_dict"]
@@ -147,6 +149,16 @@ def test_a_resumed_run_does_not_read_them_again(llama, core, tmp_path):  # noqa:
     assert "tensors from" not in done.err
     found = state(checkpoint(6))["state_dict"]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+    kept = state(checkpoint(6))[
+        "hugging_face"
+    ]  # what came with the weights goes on; the tokenizer is that of the data
+    assert {"chat_template.jinja", "generation_config.json"} <= kept.keys()
+    assert "tokenizer.json" not in kept
+    assert core("export", f"--ckpt_path={checkpoint(6)}", "--output=out").code == 0
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == "{{ messages[0].content }}!"
+    again = core("fit", "--config=tiny", f"--model.weights={checkpoint(6)}", "--trainer.max_steps=1")
+    assert again.code == 0, again.err
+    assert state(checkpoint(1, RUN.with_name("tiny-2")))["hugging_face"] == kept
 
 
 def test_a_checkpoint_without_an_optimizer_says_how_to_start_from_it(llama, core):  # noqa: F811

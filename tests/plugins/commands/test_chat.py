@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from core.__main__ import main
 from plugins.commands.chat_prompts import encode_messages, find_template
 from plugins.commands.generate_network import load
+from plugins.networks.llama import Llama
 from tests.conftest import HOUSE
 from tests.support.chat_checkpoint import CHATML, store_chat
 from toolkit.generation.decoding import Decoding
@@ -77,15 +78,31 @@ def clean(text):
     return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
 
 
-def test_answers_follow_the_template_and_the_history(talk, checkpoint):
+def test_answers_follow_the_template_and_the_history(talk, checkpoint, monkeypatch):
+    computed, forward = [], Llama.forward
+
+    def counted(self, batch, cache=None):
+        computed.append(batch["input_ids"].shape[1])
+        return forward(self, batch, cache)
+
+    monkeypatch.setattr(Llama, "forward", counted)
     words = ["--max_new_tokens=9", "--seed=3", "--temperature=1.5", "--top_k=40", "--system=be brief"]
     messages = ["hello", "a <|im_end|> é 🙂"]
     code, out, err = talk("\n".join([*messages, "/reset", "hello", "/exit", "never"]), *words)
     assert code == 0, err
+    monkeypatch.undo()
     system = [{"role": "system", "content": "be brief"}]
     first, second = expected(checkpoint, system, messages, 3, temperature=1.5, top_k=40)
     [again] = expected(checkpoint, system, messages[:1], 5, temperature=1.5, top_k=40)
     assert out == clean(f"{first}\n{second}\n{again}\n")
+    so_far = [*system, *({"role": "user", "content": one} for one in messages)]
+    so_far.insert(2, {"role": "assistant", "content": first})
+    model = load(checkpoint)
+    lengths = [len(encode_messages(model, find_template(model, None), so_far[:end])) for end in (2, 4)]
+    prompts = [count for count in computed if count > 1]  # that after /reset is known but for its last token
+    assert prompts[0] == lengths[0]
+    assert len(prompts) == 2
+    assert prompts[1] <= lengths[1] - lengths[0]
     assert "# forgotten" in err
 
 

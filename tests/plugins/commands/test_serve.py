@@ -368,6 +368,35 @@ def test_a_request_that_takes_too_long_is_ended(tmp_path):
 
 
 @pytest.mark.ci
+def test_a_client_that_stops_reading_gives_its_place_back(tmp_path):
+    path = store_chat(tmp_path / "endless.ckpt", window=None)
+    server = Served(path, "--max_new_tokens=1000000", "--timeout=2", "--waiting=0")
+    try:
+        with socket.socket() as stalled:
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536
+            )  # else the system buffers megabytes
+            stalled.connect(("127.0.0.1", server.port))
+            body = json.dumps(
+                {"prompt": "ab", "stream": True, "n": 16, "logprobs": 5, **LONG, "temperature": 1}
+            )
+            head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+            stalled.sendall(f"POST /v1/completions HTTP/1.1\r\n{head}\r\n\r\n{body}".encode())
+            assert stalled.recv(100).startswith(b"HTTP/1.1 200")
+            assert server.post({"prompt": "a", "max_tokens": 1})[0] == 429
+            end = time.monotonic() + 30
+            while (status := server.post({"prompt": "a", "max_tokens": 1})[0]) == 429:
+                assert time.monotonic() < end, "it holds its place"
+                time.sleep(0.2)
+            assert status == 200
+    finally:
+        assert server.end() == 143
+    assert "did not read" in server.said
+    assert "Traceback" not in server.said
+
+
+@pytest.mark.ci
 def test_a_signal_ends_a_server_that_is_busy(narrow):
     found = []
 

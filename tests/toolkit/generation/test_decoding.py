@@ -1,5 +1,6 @@
 """Batches, caches and seeds: a text is the same however it is computed."""
 
+import copy
 import functools
 
 import pytest
@@ -141,7 +142,7 @@ def test_a_sliding_cache_is_not_copied_for_each_token(name):
     rows = Rows(network(name), [[1, 2, 3]], 40)
     with evaluating(network(name)), torch.inference_mode():
         rows.first()
-        layer = rows._cache._cache[network(name).windows.index(8)]
+        layer = rows._cache.cache[network(name).windows.index(8)]
         places = set()
         for token in range(40):
             rows.step([0], [token])
@@ -155,6 +156,40 @@ class OneLength(GPT):
     """A network that knows no padding: each row has a cache of its own."""
 
     new_padded_cache = None
+
+
+@pytest.mark.parametrize("name", ["GPT", "Mistral", "Hybrid"])
+def test_a_text_that_begins_as_another_continues_from_its_cache(name):
+    """A window and a state cannot go back far: then the text is computed again."""
+    one, [prompt], computed = network(name), PROMPTS[:1], []
+    options = {"max_new_tokens": 6, "sampling": Sampling(0), "seeds": [0]}
+    hook = one.register_forward_pre_hook(lambda _, args: computed.append(args[0]["input_ids"].shape[1]))
+    first = Decoding(one, [prompt], **options)
+    answer = [token.id for token in first]
+    all_of_it, edited = [*prompt, *answer[:5], 9, 8, 7], [*prompt, *answer[:2], (answer[2] + 1) % 61, 5]
+    for ids, known in ((all_of_it, 17), (edited, 14), (edited, 15), (PROMPTS[1], 0)):
+        computed.clear()
+        second = Decoding(one, [ids], **options, before=first)
+        found = [token.id for token in second]
+        goes_back = name == "GPT" or ids is all_of_it
+        assert computed[0] == len(ids) - (known if goes_back else 0)
+        assert found == [token.id for token in Decoding(one, [ids], **options)]
+        first = second
+    hook.remove()
+
+
+def test_an_interrupted_text_hands_over_no_cache():
+    one, [prompt] = network("GPT"), PROMPTS[:1]
+    options = {"max_new_tokens": 6, "sampling": Sampling(0), "seeds": [0]}
+    first = Decoding(one, [prompt], **options)
+    tokens = iter(first)
+    next(tokens)
+    hook = one.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(tokens)
+    hook.remove()
+    found = list(Decoding(one, [[*prompt, 3]], **options, before=first))
+    assert found == list(Decoding(one, [[*prompt, 3]], **options))
 
 
 def test_networks_that_know_no_padding_generate_the_same():
@@ -214,6 +249,29 @@ def test_weights_that_are_stored_for_single_rows_are_the_same_and_draw_the_same(
     for sampling in (Sampling(0), SAMPLED):
         seeds = [4, 5, 6, 7]
         assert texts(other, PROMPTS, sampling, seeds) == texts(network("Llama"), PROMPTS, sampling, seeds)
-    half = network_class(**SIZES, **arguments).bfloat16()
+
+
+def test_one_row_in_bfloat16_is_multiplied_without_onednn_and_no_worse():
+    torch.manual_seed(0)
+    half = Llama(
+        **SIZES | {"n_embd": 128, "vocab_size": 512}, **GROUPED | {"intermediate_size": 256}
+    ).bfloat16()
+    exact = copy.deepcopy(half).double()
+    switches: list[bool] = []
+    half.layers[0].register_forward_pre_hook(lambda *_: switches.append(torch.backends.mkldnn.enabled))
+    batches = [{"input_ids": torch.arange(count)[None]} for count in (1, 7)]
+
+    def logits(network):
+        return [network.logits(network(batch)).double() for batch in batches]
+
+    expected, before = logits(exact), logits(half)
     store_for_single_rows(half)
     assert all(parameter.is_contiguous() for parameter in half.parameters())
+    after = logits(half)
+    assert switches == [True, True, False, True]
+    assert torch.equal(after[1], before[1])
+    errors = [(found[0] - expected[0]).norm() for found in (before, after)]
+    assert errors[1] < 1.1 * errors[0]  # both round each product to bfloat16 once
+    with pytest.raises(ConfigError, match="longer"):
+        half({"input_ids": torch.zeros(1, 65, dtype=torch.long)})
+    assert torch.backends.mkldnn.enabled
