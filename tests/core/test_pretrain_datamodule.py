@@ -2,7 +2,6 @@ import json
 import math
 import os
 import random
-import signal
 import time
 from collections import Counter
 from itertools import pairwise
@@ -211,7 +210,7 @@ def test_after_kills_the_data_is_the_same_as_without(tmp_path, corpus):
             (path / landmark).exists() for path in set(cache_dir.glob("*")) - before
         ):
             time.sleep(0.0005)
-        os.kill(process.pid, signal.SIGKILL)
+        process.kill()
         process.join(240)
         for finished in set(cache_dir.glob("*")) - set(cache_dir.glob("preparing-*")):
             assert contents(finished) == undisturbed
