@@ -144,8 +144,7 @@ def _save(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         # With a GPU in reach, the writer would ask for tensors ahead of those that it writes.
-        ahead = {} if read is None else {"per_thread_copy_ahead": 0}
-        writer = _Writer(folder, **ahead)
+        writer = _Writer(folder) if read is None else _Writer(folder, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 
