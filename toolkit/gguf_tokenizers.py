@@ -55,6 +55,9 @@ LONG = r"\S{256}|\s{256}"
 SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Name of transformers -> of GGUF."""
 
+MOST_LETTERS = 512
+"""Of a token of SentencePiece, which has 16 unless asked for more: each of its cuts is looked up."""
+
 SENTENCEPIECE = {"bos": 1, "eos": 2, "unk": 0}
 """Ids in a file of SentencePiece that does not name them."""
 
@@ -252,6 +255,8 @@ def _sentencepiece(file: GGUFFile, tokens: list[tuple[str, int]], found: Mapping
     if missing := [byte for byte in sentencepiece_bpe.BYTES if byte not in bytes_there]:
         raise ConfigError(f"{file.path}: its tokenizer has no token {missing[0]} for a byte.")
     pieces = [(token, score) for (token, kind), score in zip(tokens, scores, strict=True) if kind == NORMAL]
+    if long := next((token for token, _ in pieces if len(token) > MOST_LETTERS), None):
+        raise ConfigError(f"{file.path}: a token has {len(long):,} characters; {MOST_LETTERS} can be read.")
     vocabulary = {token: number for number, (token, kind) in enumerate(tokens) if kind != UNUSED}
     unknown = next((token for token, kind in tokens if kind == UNKNOWN), None)
     return sentencepiece_bpe.described(pieces, vocabulary, unknown, bool(found.get("add_space_prefix", True)))

@@ -143,7 +143,8 @@ def _save(
     planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        writer = _Writer(folder)
+        # With a GPU in reach, the writer would ask for tensors ahead of those that it writes.
+        writer = _Writer(folder) if read is None else _Writer(folder, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
 
 

@@ -131,7 +131,7 @@ class Conversation:
         self.messages.append({"role": "user", "content": message})
         try:
             ids, room = self._fitted()
-        except ConfigError:
+        except BaseException:  # Ctrl-C, too: two messages of the user in a row are refused by many templates
             self.messages = before
             raise
         decoding = Decoding(

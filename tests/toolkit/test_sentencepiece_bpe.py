@@ -140,3 +140,11 @@ def test_what_scores_cannot_say_is_refused(trained, change, words):
     change(found)
     with pytest.raises(ConfigError, match=words):
         to_metadata(json.dumps(found), 510, {})
+
+
+def test_a_piece_that_would_take_hours_to_cut_is_refused(trained, tmp_path):
+    metadata = to_metadata(trained[1], 510, {"eos": 2})
+    place = metadata["tokenizer.ggml.token_type"].index(1)
+    metadata["tokenizer.ggml.tokens"][place] = "x" * 5000
+    with pytest.raises(ConfigError, match="a token has 5,000 characters"):
+        from_metadata(file_of(metadata, tmp_path / "a.gguf"))

@@ -20,6 +20,7 @@ from plugins.commands.generate_network import load
 from plugins.networks.llama import Llama
 from tests.conftest import HOUSE
 from tests.support.chat_checkpoint import CHATML, store_chat
+from toolkit.chat_template import ChatTemplate
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
 from toolkit.generation.texts import TextStream
@@ -104,6 +105,21 @@ def test_answers_follow_the_template_and_the_history(talk, checkpoint, monkeypat
     assert len(prompts) == 2
     assert prompts[1] <= lengths[1] - lengths[0]
     assert "# forgotten" in err
+
+
+def test_ctrl_c_before_an_answer_begins_takes_the_message_back(talk, monkeypatch):
+    rendered, render = [], ChatTemplate.render
+
+    def interrupted(self, messages, *arguments, **options):
+        rendered.append([one["content"] for one in messages])
+        if messages[-1]["content"] == "lost":
+            raise KeyboardInterrupt
+        return render(self, messages, *arguments, **options)
+
+    monkeypatch.setattr(ChatTemplate, "render", interrupted)
+    code, _, err = talk("lost\nhello", "--max_new_tokens=2")
+    assert code == 0, err
+    assert rendered[1:] == [["lost"], ["hello"]]
 
 
 def test_what_no_longer_fits_is_forgotten_and_a_long_message_is_refused(talk, tmp_path):

@@ -10,6 +10,7 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint import filesystem
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from plugins.checkpoints.checkpoint import read_checkpoint
@@ -305,6 +306,18 @@ def test_what_is_there_is_not_replaced(llama, core, tmp_path):  # noqa: F811
         done = core(*words)
         assert done.code == 2
         assert "exists already" in done.err
+
+
+def test_an_import_is_the_same_on_a_machine_with_a_gpu(llama, core, tmp_path, monkeypatch):  # noqa: F811
+    """torch's writer copies tensors to the CPU ahead of writing there; here the CPU stands in for the GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(filesystem, "_get_available_device_type", lambda: "cpu")
+    monkeypatch.setattr(torch.cpu.Stream, "synchronize", lambda stream: None, raising=False)
+    done = core("import", "hf", "--output=b.ckpt")
+    assert done.code == 0, done.err
+    before, back = (open_own(tmp_path / name) for name in ("a.ckpt", "b.ckpt"))
+    for name, tensor in before.items():
+        assert torch.equal(tensor.read(), back[name].read()), name
 
 
 # -- memory ------------------------------------------------------------------------------------------------------
