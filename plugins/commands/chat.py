@@ -54,7 +54,7 @@ def chat(arguments: list[str]) -> int:
     stops, stop_ids = split_stops(model.tokenizer, options.stop)
     talk = Conversation(options, model, template, stops, [*stop_ids, *model.stop_ids])
     talk.reset()
-    talk.ids()  # a template that cannot be used is told of before the first message
+    talk.ids()  # an unusable template is reported before the first message
     print(f"# {path}, seed {options.seed}; /help", file=sys.stderr)
     for message in _lines():
         _handle(talk, message)

@@ -18,7 +18,7 @@ class TextStream:
     is held back.
 
     Args:
-        tokenizer: Of the `tokenizers` library.
+        tokenizer: A tokenizer of the library `tokenizers`.
         after: The tokens before the first.
         stops: The text ends before the first occurrence of one of these.
 
