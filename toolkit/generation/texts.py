@@ -7,7 +7,7 @@ from typing import Any
 
 from core.errors import ConfigError
 
-__all__ = ["TextStream", "split_stops", "texts"]
+__all__ = ["TextStream", "printable", "split_stops", "texts"]
 
 
 class TextStream:
@@ -97,3 +97,8 @@ def split_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[list[str], list[i
         else:
             strings.append(stop)
     return strings, ids
+
+
+def printable(text: str) -> str:
+    """Replaces control characters, which a terminal might interpret."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
