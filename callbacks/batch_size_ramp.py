@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
-from core.errors import ConfigError
+from core.errors import ConfigError, deprecated
 from core.technique import technique
 from toolkit.batch_shapes import Shape, ShapeSchedule
 
@@ -31,8 +31,9 @@ class BatchSizeRamp(ShapeSchedule):
         start: Share of the configured batch to begin with, above 0 and at most 1.
         tokens_until_full: Positions of all ranks, padding included, until the batch is full.
         growth: "linear", or "doubling": the batch doubles, each size for as many tokens as the others.
-        scale_rate: Whether the learning rate of a step is that of the schedule times the square root of the share
+        scale_lr: Whether the learning rate of a step is that of the schedule times the square root of the share
             of the batch, so that it grows by sqrt(2) with each doubling.
+        scale_rate: Deprecated: `scale_lr`, if given.
 
     Raises:
         ConfigError: If an argument is out of range.
@@ -41,7 +42,7 @@ class BatchSizeRamp(ShapeSchedule):
         trainer:
           callbacks+:
             - class_path: BatchSizeRamp
-              init_args: {start: 0.25, tokens_until_full: 200000, growth: doubling, scale_rate: true}
+              init_args: {start: 0.25, tokens_until_full: 200000, growth: doubling, scale_lr: true}
     """
 
     def __init__(
@@ -49,16 +50,20 @@ class BatchSizeRamp(ShapeSchedule):
         start: float = 0.01,
         tokens_until_full: int = 4_000_000_000,
         growth: Literal["linear", "doubling"] = "linear",
-        scale_rate: bool = False,
+        scale_lr: bool = False,
+        scale_rate: bool | None = None,
     ) -> None:
         super().__init__()
+        if scale_rate is not None:
+            deprecated("BatchSizeRamp(scale_rate=...)", "scale_lr")
+            scale_lr = scale_rate
         if not 0 < start <= 1 or tokens_until_full < 0:
             raise ConfigError(
                 "BatchSizeRamp takes start above 0 and at most 1 and tokens_until_full >= 0, not "
                 f"{start} and {tokens_until_full}."
             )
         self.start, self.tokens_until_full, self.growth = start, tokens_until_full, growth
-        self.scale_rate = scale_rate
+        self.scale_lr = scale_lr
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -92,5 +97,5 @@ class BatchSizeRamp(ShapeSchedule):
         return Shape(full.sequence_length, min(-(-rows // accumulated), full.batch_size), accumulated)
 
     def lr_factor(self, tokens: int) -> float:
-        """Returns the square root of the share of the batch, if rates are scaled."""
-        return math.sqrt(self.share(tokens)) if self.scale_rate else 1.0
+        """Returns the square root of the share of the batch with `scale_lr`, else 1."""
+        return math.sqrt(self.share(tokens)) if self.scale_lr else 1.0

@@ -34,8 +34,8 @@ class GradientClip(Callback):
     does not wait for the device. `train/grad_norm` is the norm before clipping.
 
     Args:
-        method: See above.
-        limit: Largest norm, or value; in "adaptive" an additional largest norm, or None.
+        method: "norm", "value" or "adaptive", see above.
+        limit: Largest 2-norm, or largest absolute value of an element; in "adaptive" an additional largest norm, or None.
         alpha: In "adaptive", how much of mean and variance is kept in each step.
         z: In "adaptive", deviations above the mean from which on a norm is clipped.
         warmup_steps: In "adaptive", steps whose norms make the first mean and variance; no outlier is looked for.

@@ -161,7 +161,8 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
         axes.plot(*line[:, 1:].T, ".-", color="tab:red", alpha=0.7, linewidth=0.8, markersize=3, label=label)
     steps, tokens, losses = points[stays].T
     axes.plot(tokens, losses, color="tab:blue", alpha=0.35, linewidth=0.8)
-    axes.plot(tokens, running_mean(losses), color="tab:blue", linewidth=1.8, label="training (running mean)")
+    mean = pictures.running_mean(losses)
+    axes.plot(tokens, mean, color="tab:blue", linewidth=1.8, label="training (running mean)")
     if validation:
         _, at, values = _that_count(validation).T
         label = f"validation (last {values[-1]:.3f}, perplexity {np.exp(values[-1]):.1f})"
@@ -207,15 +208,3 @@ def _add_steps(axes: Axes, steps: np.ndarray, tokens: np.ndarray) -> None:
             upper.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         upper.xaxis.set_major_formatter("{x:,.0f}")
         upper.set_xlabel("optimizer steps")
-
-
-def running_mean(values: np.ndarray) -> np.ndarray:
-    """Returns the mean over a twentieth of the points around each.
-
-    The window is narrower at the beginning, where the loss falls fast, and one-sided at the end.
-    """
-    index = np.arange(len(values))
-    before = np.minimum(len(values) // 40, index // 4)
-    after = np.minimum(before, index[::-1])
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return (sums[index + after + 1] - sums[index - before]) / (before + after + 1)

@@ -62,8 +62,8 @@ class LRFinder(Callback):
     rate as if it had been configured. A resumed run continues at the rate found.
 
     Args:
-        min_lr: Rate of the first step.
-        max_lr: Rate of the last step.
+        min_lr: Learning rate of the first step.
+        max_lr: Learning rate of the last step.
         num_steps: Optimizer steps, at least 8; no more than an epoch of the data has.
         sweep: How the rate rises, "exponential" or "linear".
         pick: Which suggestion counts, "steepest" or "minimum/10".

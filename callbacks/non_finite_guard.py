@@ -39,6 +39,9 @@ class NonFiniteGuard(Callback):
     Before that it costs the gradient norm, which clipping and logging need too, and keeps the batches since the
     last logged step. With fp16 gradients may overflow while the loss scale is being found: only the loss counts.
 
+    Raises:
+        ConfigError: In a run, if a loss or gradient norm is not finite; names the step and the module.
+
     Example:
         trainer:
           callbacks+:

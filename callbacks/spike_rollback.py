@@ -198,7 +198,7 @@ class SpikeRollback(Callback):
         """Looks whether there was a spike, where the host waits anyway."""
         if is_accumulating(trainer):
             return
-        if self._host_looks(trainer, pl_module.logging_step):
+        if self._is_checked_on_host(trainer, pl_module.logging_step):
             step = trainer.global_step
             if (spike := self._find_spike(trainer, pl_module)) is not None:
                 self._roll_back(trainer, spike)
@@ -212,7 +212,7 @@ class SpikeRollback(Callback):
         """Keeps the files of the snapshots that the checkpoint knows of."""
         self._ring.hold()
 
-    def _host_looks(self, trainer: Trainer, logging_step: bool) -> bool:
+    def _is_checked_on_host(self, trainer: Trainer, logging_step: bool) -> bool:
         """Returns whether the host reads the flag after this step, the same on all ranks."""
         if logging_step or trainer.global_step == trainer.max_steps:
             return True

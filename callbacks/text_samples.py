@@ -21,6 +21,7 @@ from core.technique import technique
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
 from toolkit.generation.prompts import leading_ids
+from toolkit.generation.texts import printable
 from toolkit.sampling import fault
 
 if TYPE_CHECKING:
@@ -163,7 +164,7 @@ class TextSamples(Callback):
         console = Console(highlight=False)
         console.print(f"\nSamples at step {trainer.global_step:,}", style="bold")
         for prompt, continuation in samples:
-            console.print(Text.assemble((prompt, "dim"), _printable(continuation)), soft_wrap=True)
+            console.print(Text.assemble((prompt, "dim"), printable(continuation)), soft_wrap=True)
             console.print()
 
     def _append(self, trainer: Trainer, samples: list[Sample]) -> None:
@@ -194,11 +195,6 @@ def _continue(
         (prompt, tokenizer.decode(ids + more).removeprefix(tokenizer.decode(ids)))
         for prompt, ids, more in zip(prompts, encoded, new, strict=True)
     ]
-
-
-def _printable(text: str) -> str:
-    """Replaces control characters, which a terminal might interpret."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _is_sharded(trainer: Trainer, network: torch.nn.Module) -> bool:

@@ -93,8 +93,8 @@ def _answer(case: Case) -> Any:
 def is_for_this_api(case: Case) -> None:
     """It is written for this version of the core's API."""
     wanted = getattr(declaration_of(case.target), "api", None) or ""
-    mend = catalog.upgrade(wanted, API_VERSION, case.entry.package)
-    require(mend is None, f"written for core API {wanted}, this is {API_VERSION}: {mend}")
+    advice = catalog.upgrade(wanted, API_VERSION, case.entry.package)
+    require(advice is None, f"written for core API {wanted}, this is {API_VERSION}: {advice}")
 
 
 @proof(runs=False)

@@ -38,7 +38,7 @@ FLOPS_FACTOR = 3.0
 attention halved or not, the embedding's weights counted or not)."""
 
 TOLERANCE = 1e-5
-"""Of float32 logits, relative to the largest: products of a few hundred terms in another order."""
+"""Tolerance of float32 logits, relative to the largest: products of a few hundred terms in another order."""
 
 
 def build(case: Case, perturbed: bool = True) -> Network:

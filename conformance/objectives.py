@@ -12,7 +12,7 @@ from core.contracts import IGNORED_LABEL, ChangesNetwork, Network, Objective, To
 
 ROWS, LENGTH = 4, 12
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""Of a sum of some hundred terms of this type, relative."""
+"""Relative tolerance of a sum of some hundred terms of this type."""
 
 Batch = dict[str, Tensor]
 Sums = dict[str, TokenSum]

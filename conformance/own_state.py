@@ -33,7 +33,7 @@ from plugins.cli.configuration.config_files import merge
 STATEFUL = ("callbacks", "loggers", "objectives", "optimizers", "precision", "schedules", "strategies")
 """Kinds that may keep or log something of their own; what a data module keeps is its position."""
 
-SPREAD = ("callbacks", "objectives", "optimizers", "precision", "schedules")
+TRAINED_ON_RANKS = ("callbacks", "objectives", "optimizers", "precision", "schedules")
 """Those of them whose figures are of all ranks, and that may be wrong under accumulation."""
 
 LONG, LATE, LOGGED = 364, (200, 240, 280, 320, 360), 40
@@ -120,7 +120,7 @@ def _state_lines(case: Case, found: Run, expected: Run, tolerance: float = 0.0) 
         yield from differences(one, other, "state", tolerance)
 
 
-@proof(*SPREAD)
+@proof(*TRAINED_ON_RANKS)
 def its_figures_agree_on_two_ranks(case: Case) -> None:
     """What it logs, and its state, is the same on two ranks as in one process."""
     if case.ranks > 1:
@@ -138,7 +138,7 @@ def its_figures_agree_on_two_ranks(case: Case) -> None:
     )
 
 
-@proof(*SPREAD, "strategies")
+@proof(*TRAINED_ON_RANKS, "strategies")
 def accumulation_changes_nothing(case: Case) -> None:
     """Two micro-batches of half the rows make the step that one batch makes: figures, state and what it logs."""
     declared = declaration_of(case.target)

@@ -1,4 +1,4 @@
-"""The small core of leyden: contracts, the catalogue of techniques, the command line.
+"""The kernel of leyden: contracts, the catalogue of techniques, training. The command line is `plugins.cli`.
 
 Importing this package imports neither torch nor lightning, so that cheap commands stay cheap.
 """

@@ -87,11 +87,11 @@ class Entry:
         except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             api = str(self.declared("api") or "")
-            mend = upgrade(api, API_VERSION, self.package)
+            advice = upgrade(api, API_VERSION, self.package)
             raise ConfigError(
                 f"{self.name} of {self.origin} cannot be imported: {what}\n"
                 f"It is registered as {self.module}:{self.attribute} in the group leyden.{self.kind}.\n"
-                + (f"It was written for core API {api}, this is {API_VERSION}: {mend}\n" if mend else "")
+                + (f"It was written for core API {api}, this is {API_VERSION}: {advice}\n" if advice else "")
                 + f"Reinstall or repair {self.package}, or take {self.name} out of the run."
             ) from error
 
@@ -106,9 +106,9 @@ class Entry:
                 needed = Requirement(line)
                 if needed.name.lower() != "leyden" or (needed.marker and not needed.marker.evaluate()):
                     continue
-                if mend := upgrade(wanted := str(needed.specifier), __version__, self.package):
+                if advice := upgrade(wanted := str(needed.specifier), __version__, self.package):
                     raise ConfigError(
-                        f"{self.name} of {self.origin} requires leyden{wanted}, {__version__} is installed: {mend}"
+                        f"{self.name} of {self.origin} requires leyden{wanted}, {__version__} is installed: {advice}"
                     )
 
     def summary(self) -> str:

@@ -120,7 +120,7 @@ def is_last_batch(trainer: Trainer) -> bool:
 
 
 def validates_after_batch(trainer: Trainer) -> bool:
-    """Returns whether a validation follows the batch of now: the loop decides it behind the hooks, and says it to nobody."""
+    """Returns whether a validation follows the batch of now: the loop decides it after the hooks, and offers no method to ask."""
     loop = trainer.fit_loop
     fetcher = loop._data_fetcher
     assert fetcher is not None

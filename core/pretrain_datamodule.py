@@ -40,7 +40,7 @@ class PretrainDataModule(TokenDataModule):
         batch_size: Rows in a micro-batch, on each rank.
         validation_fraction: Share of the documents that is held out, between 0 and 1.
         shuffle: Whether each epoch takes the training rows in a new order.
-        seed: Of these orders.
+        seed: Seed of these orders.
         num_workers: Processes that read ahead, on each rank; 0 is fastest for files on this machine.
         transforms: What is done with documents before they are encoded, in this order.
         max_reject_fraction: Share of the documents that may be unusable; they are left out, and listed in
@@ -48,7 +48,7 @@ class PretrainDataModule(TokenDataModule):
         engine: Where documents are prepared; None: in this process.
         cache_bytes: Most bytes of shards of remote folders to keep in `cache_dir`; None: three quarters of what is
             free on its disk.
-        storage_options: Of a remote folder's client, such as {endpoint_url: ..., region_name: ...} of boto3's. They
+        storage_options: Options of a remote folder's client, such as {endpoint_url: ..., region_name: ...} of boto3's. They
             are written to config.yaml: leave secrets to the environment, where the client looks for them.
         stages: Deprecated: `transforms`.
 
@@ -171,5 +171,5 @@ class PretrainDataModule(TokenDataModule):
         except ConfigError as error:
             if "://" in self.source or " is missing or damaged: " not in str(error):  # others say what to do
                 raise
-            mend = f"Delete {self.folder} and run again: it is written again."
-            raise ConfigError(f"{error}\n{mend if self.prepared is None else _VERIFY}") from error
+            advice = f"Delete {self.folder} and run again: it is written again."
+            raise ConfigError(f"{error}\n{advice if self.prepared is None else _VERIFY}") from error

@@ -1,1 +1,1 @@
-"""What several callbacks share: trial steps, snapshots of training, limits of memory, outliers of a window."""
+"""What several techniques share: trial steps, snapshots of training, text generation, pictures, files of other programs."""

@@ -20,18 +20,18 @@ __all__ = [
 ]
 
 MOST_BYTES = 1 << 28
-"""Of a file that is read completely: enough for an index or manifest of some million shards."""
+"""Limit of a file that is read completely: enough for an index or manifest of some million shards."""
 
 _PIECE_BYTES = 1 << 20
 
 MOST_VALUES = 1 << 24
-"""In JSON: a few bytes of it can become some hundred in memory."""
+"""Limit of values in JSON: a few bytes of it can become some hundred in memory."""
 
 MOST_TABLE_BYTES = 1 << 30
-"""Of a table of a run's figures, which grows by a row each time that something is logged."""
+"""Limit of a table of a run's figures, which grows by a row each time that something is logged."""
 
 DEPTH = 64
-"""Of nested lists and objects."""
+"""Limit of nested lists and objects in JSON."""
 
 _KINDS = {
     stat.S_IFDIR: "a folder",

@@ -29,10 +29,10 @@ FILES = TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """Where a Hugging Face folder has its template."""
 
 MOST_SECONDS = 10.0
-"""Of rendering."""
+"""Time limit of rendering one conversation."""
 
 LARGEST = 1 << 20
-"""Of a product: a number, or a repeated text."""
+"""Largest result of a product: a number, or characters of a repeated text."""
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 

@@ -22,7 +22,7 @@ class RunsFurtherBlocks(Protocol):
         Args:
             block: Called as the last block is.
             batch: As for `forward`.
-            hidden: What the block is given.
+            hidden: Input of the block (B, T, C).
         """
 
     def further_block_flops(self, sequence_length: int) -> float:

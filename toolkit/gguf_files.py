@@ -150,7 +150,7 @@ class _Header:
 
     Args:
         content: The file.
-        size: Of the file, in bytes.
+        size: Size of the file in bytes.
     """
 
     def __init__(self, content: mmap.mmap, size: int) -> None:

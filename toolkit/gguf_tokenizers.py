@@ -44,7 +44,7 @@ SAME = {
     "smaug-bpe": "llama-bpe",
     "stablelm2": "qwen2",
 }
-"""Further names that split alike."""
+"""Other names for the same splits."""
 
 WHOLE_WORDS = ("llama-bpe", "llama3", "llama-v3")
 """Names where a word that is a token is not merged from its parts."""

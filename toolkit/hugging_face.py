@@ -178,7 +178,7 @@ class HuggingFaceForm:
 
         Args:
             network: Its class, for the defaults of arguments that are not given.
-            arguments: Of its constructor.
+            arguments: Arguments of its constructor.
 
         Raises:
             ConfigError: If it has no form in transformers; names the argument.

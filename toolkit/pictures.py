@@ -6,6 +6,8 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from core import durable
 
 if TYPE_CHECKING:
@@ -30,6 +32,18 @@ def tidy(axes: Axes, grid: bool = True) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     if grid:
         axes.grid(alpha=0.25)
+
+
+def running_mean(values: np.ndarray) -> np.ndarray:
+    """Returns the mean over a twentieth of the points around each, (n,).
+
+    The window is narrower at the beginning, where the loss falls fast, and one-sided at the end.
+    """
+    index = np.arange(len(values))
+    before = np.minimum(len(values) // 40, index // 4)
+    after = np.minimum(before, index[::-1])
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[index + after + 1] - sums[index - before]) / (before + after + 1)
 
 
 def as_png(figure: Figure) -> bytes:

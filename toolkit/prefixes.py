@@ -22,4 +22,4 @@ class AttendsToPrefixes(Protocol):
 
     @property
     def attends_to_prefixes(self) -> bool:
-        """See above."""
+        """See the class."""

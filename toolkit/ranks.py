@@ -7,7 +7,7 @@ import os
 __all__ = ["launched_rank"]
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Of torchrun, Lightning's own launcher, SLURM and LSF; the first that is set counts."""
+"""Variables of torchrun, Lightning's own launcher, SLURM and LSF; the first that is set counts."""
 
 
 def launched_rank() -> int | None:

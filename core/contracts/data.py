@@ -141,7 +141,7 @@ def raise_reject(source: str, place: str, reason: str, details: str, lost: int =
 
 
 FORMER_NAMES = {"surveys": "needs_all_documents", "survey": "map", "conclude": "reduce", "learn": "load"}
-"""Of `Transform`, up to core API 1.3."""
+"""Names of methods and attributes of `Transform` up to core API 1.3."""
 
 
 class Transform(ABC):
@@ -332,7 +332,7 @@ class Packing(ABC):
             world_size: Number of data-parallel ranks; the global order of rows depends on
                 `batch_size * world_size` only.
             shuffle: Whether an epoch's order is drawn from (seed, epoch), or the stored one.
-            seed: Of the permutations; at least 0.
+            seed: Seed of the permutations; at least 0.
             pad: Whether the last, shorter row and the last, smaller global batch are filled up with
                 labels that are ignored, or left out.
 

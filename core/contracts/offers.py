@@ -214,7 +214,7 @@ class SavesBySteps(Protocol):
     """A checkpoint callback that saves at multiples of a number of optimizer steps.
 
     Attributes:
-        every_n_steps: That number.
+        every_n_steps: Optimizer steps from one checkpoint to the next.
     """
 
     every_n_steps: int

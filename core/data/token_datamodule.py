@@ -35,7 +35,7 @@ class TokenDataModule(LightningDataModule):
         sequence_length: Tokens in a row.
         batch_size: Rows in a micro-batch, on each rank.
         shuffle: Whether each epoch takes the training rows in a new order.
-        seed: Of these orders.
+        seed: Seed of these orders.
         num_workers: Processes that read ahead, on each rank.
 
     Attributes:

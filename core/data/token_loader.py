@@ -22,7 +22,7 @@ class TokenLoader:
     Padded batches, as for validation, begin from the first token in each pass.
 
     Args:
-        batches: What is handed out.
+        batches: The packed batches of this rank.
         num_workers: Worker processes that read ahead; the batches and their order do not depend on it.
         pin_memory: Whether batches lie in page-locked memory, for faster copies to a CUDA device.
         repeat: Whether each pass begins from the first token, as padded ones do.

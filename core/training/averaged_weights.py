@@ -14,7 +14,7 @@ from core.training.weights import EXTRA_STATE
 
 
 class AveragedWeights(LightningModule):
-    """Shows the average wherever results are looked at, and trains on as if nobody had looked.
+    """Uses the average in validation, test and checkpoints; training continues with the weights in training.
 
     For optimizers that offer `core.contracts.AveragesWeights`: schedule-free ones. A checkpoint's weights are the average; those in training are
     saved beside it.

@@ -12,7 +12,7 @@ __all__ = ["log_figures"]
 
 
 def log_figures(trainer: Trainer, figures: Mapping[str, float]) -> None:
-    """Hands figures to all loggers, and leaves them in `trainer.callback_metrics`.
+    """Passes figures to all loggers, and puts them into `trainer.callback_metrics`.
 
     The step is the optimizer step that is being made, or, between two, the one that was made last. Micro-batches and
     `batch_idx` have no part in it. For steps in which `pl_module.logging_step` is true, and after validation: a figure

@@ -17,7 +17,7 @@ def apply_network_changes(network: Network, trainer: Trainer, weights: str | Non
 
     Args:
         network: On the meta device no weights are read; names and shapes are compared.
-        trainer: Of the run.
+        trainer: The trainer of the run.
         weights: What is read into the network before that; see `LanguageModule`.
     """
     if weights:

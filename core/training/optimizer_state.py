@@ -52,7 +52,7 @@ def prefer_written(
 
     Args:
         optimizer: Has been loaded from the checkpoint.
-        scheduler: Of the run.
+        scheduler: The learning-rate schedule of the run.
         written: The groups of the optimizer as it was built, of :func:`written_settings`.
         before: The same of the run that wrote the checkpoint; None where it did not say: arguments are then taken
             as written, all else as state.

@@ -1,4 +1,4 @@
-"""Figures as sums over tokens on the device, until somebody wants their means."""
+"""Figures as sums over tokens, kept on the device until their means are logged."""
 
 from __future__ import annotations
 

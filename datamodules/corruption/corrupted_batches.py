@@ -58,8 +58,8 @@ class CorruptedBatches(Prefetching):
 
     Args:
         parts: The rows, as the packing makes them.
-        corruption: What changes them.
-        seed: Of the generators.
+        corruption: Changes each row.
+        seed: Seed of the generators.
     """
 
     def __init__(self, parts: PackedBatches, corruption: Corruption, seed: int) -> None:

@@ -20,8 +20,8 @@ class Masking(Corruption):
 
     Args:
         vocabulary: The tokens.
-        mask_id: Of the mask.
-        share: Of the tokens that are chosen.
+        mask_id: Token id of the mask.
+        share: Share of the tokens that are chosen, from 0 to 1.
         masked: Share of the chosen ones that become the mask.
         random: Share of the chosen ones that become any token that is not special; the rest stay.
         whole_words: Whether all pieces of a word are chosen together, or each by itself.

@@ -15,14 +15,14 @@ from datamodules.corruption.corrupted_batches import Corruption, Tokens, padded
 
 @dataclass(frozen=True)
 class Spans(Corruption):
-    """Replaces spans by sentinels; the target has each sentinel with what it stands for.
+    """Replaces spans by sentinels; the target has each sentinel, followed by the tokens that it replaced.
 
     Args:
         sentinels: Ids, in the order in which they are used in a row.
-        end_id: Behind inputs and target.
+        end_id: Token id that ends inputs and target.
         noise_density: Share of the tokens that are taken out.
         mean_span_length: Tokens in a span, on average.
-        start_id: What the decoder reads before the target.
+        start_id: Token id that the decoder reads before the target.
     """
 
     sentinels: np.ndarray

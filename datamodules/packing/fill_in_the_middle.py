@@ -44,8 +44,8 @@ def rearranged(
         tokens: (n,); the last one may be the end-of-text id, which stays there.
         marks: The ids of the sentinels.
         rate: Probability of being rearranged.
-        spm_rate: Of these, those with the suffix first.
-        seed: Of the random numbers.
+        spm_rate: Share of these that have the suffix first.
+        seed: Seed of the random numbers.
     """
     end = len(tokens) - int(len(tokens) > 0 and tokens[-1] == marks.end_of_text)
     body = tokens[3:end]
@@ -168,8 +168,8 @@ class FillInTheMiddle(Packing):
     Args:
         packing: Makes the rows.
         prefix: The token before the prefix: its text in the tokenizer, or its id.
-        suffix: That before the suffix.
-        middle: That before the middle.
+        suffix: The token before the suffix: its text, or its id.
+        middle: The token before the middle: its text, or its id.
         rate: Share of the documents that are rearranged.
         spm_rate: Share of these that have the suffix first.
         end_of_text: The id that ends documents; None: that of the prepared folder.

@@ -29,7 +29,7 @@ class TokenIndex:
     tokens. An item is a document.
 
     Args:
-        dtype: Of a token.
+        dtype: Data type of a token.
         names: File name of each chunk.
         sizes: Bytes of each chunk.
         items: Documents in each chunk.

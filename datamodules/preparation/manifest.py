@@ -209,7 +209,7 @@ def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
 
     Args:
         train: How often each token id occurs in the training split, (vocab_size,).
-        validation: The same of the validation split.
+        validation: The same for the validation split.
 
     Returns:
         Nats per token: the loss of a model that only knows the token frequencies.

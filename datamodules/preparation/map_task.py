@@ -45,7 +45,7 @@ def map_reduce(
     for index, transform in enumerate(pipeline.transforms):
         if not transform.needs_all_documents:
             continue
-        folder = parts / f"survey-{index}"
+        folder = parts / f"map-{index}"
         folder.mkdir(exist_ok=True)
         conclusion = folder / "conclusion"
         if not conclusion.exists():

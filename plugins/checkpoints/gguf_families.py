@@ -33,14 +33,14 @@ NAMES = {
     "blk.*.ffn_up_exps": "model.layers.*.mlp.experts.*.up_proj",
     "blk.*.ffn_down_exps": "model.layers.*.mlp.experts.*.down_proj",
 }
-"""Of Llama's kind."""
+"""Names of tensors in families like Llama."""
 
 AFTER = {
     **{name: theirs for name, theirs in NAMES.items() if name not in ("blk.*.attn_norm", "blk.*.ffn_norm")},
     "blk.*.post_attention_norm": "model.layers.*.post_attention_layernorm",
     "blk.*.post_ffw_norm": "model.layers.*.post_feedforward_layernorm",
 }
-"""With norms after attention and MLP."""
+"""The same for families with norms after attention and MLP."""
 
 MIXTRAL = NAMES | {
     "blk.*.ffn_gate_inp": "model.layers.*.block_sparse_moe.gate",

@@ -81,7 +81,7 @@ class InitialWeights:
         if launched_rank() in (None, 0):
             rows = f"; new rows in {', '.join(grown)} are the mean of the old ones" if grown else ""
             new = [name for name in own if name not in found]
-            rows += f"; {', '.join(new)} are not there and begin anew" if new else ""
+            rows += f"; {', '.join(new)} are not there and are initialised" if new else ""
             print(
                 f"Weights: {len(own) - len(new)} tensors from {self.path}{rows}", file=sys.stderr, flush=True
             )

@@ -69,9 +69,9 @@ def pieces_of(
     """Returns the tensors of a network of ours, each a part of one that is stored.
 
     Args:
-        found: What is stored.
+        found: The stored weights.
         form: How its names and ours belong together.
-        shapes: Of our tensors. How many rows each has matters only where one of theirs holds several.
+        shapes: Shapes of our tensors. How many rows each has matters only where one of theirs holds several.
 
     Raises:
         ConfigError: If one is missing, or one is left over; names the nearest.

@@ -37,7 +37,7 @@ def report(error: Exception, debug: bool) -> int:
     """Prints what went wrong in at most 10 lines; returns the exit code of the process.
 
     Args:
-        error: What a command raised.
+        error: The exception that a command raised.
         debug: Whether the error is raised again, for its traceback.
     """
     if isinstance(error, BrokenPipeError):  # the reader of our output (head, less) has gone

@@ -67,9 +67,9 @@ def check(run: Run, *faults: str) -> None:
 def _versions(run: Run) -> Iterator[str]:
     for item in run.selected:
         wanted = item.declaration.api or ""
-        if wanted and (mend := catalog.upgrade(wanted, API_VERSION, item.package)):
+        if wanted and (advice := catalog.upgrade(wanted, API_VERSION, item.package)):
             who = run.named(item) + (f" of {item.package} {item.version}" if item.kind != "-" else "")
-            yield f"{who} was written for core API {wanted}, this is {API_VERSION}: {mend}"
+            yield f"{who} was written for core API {wanted}, this is {API_VERSION}: {advice}"
 
 
 def _needs(run: Run) -> Iterator[str]:

@@ -118,7 +118,7 @@ def describe_parts(used: Iterable[tuple[str, Any]], selected: Sequence[Selected]
     return [
         describe(key, kind, f"{kind.__module__}.{kind.__qualname__}")
         for kind, key in kinds.items()
-        if not kind.__module__.startswith("plugins.cli.")  # the record of the run, which nobody selects
+        if not kind.__module__.startswith("plugins.cli.")  # the record of the run, which no config selects
     ]
 
 

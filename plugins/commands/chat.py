@@ -19,6 +19,7 @@ from plugins.commands.generate_options import (
     check_seed,
     sampling_faults,
 )
+from toolkit.generation.texts import printable
 
 HELP = """/reset  forget the conversation
 /exit   leave, as Ctrl-D does
@@ -54,7 +55,7 @@ def chat(arguments: list[str]) -> int:
     stops, stop_ids = split_stops(model.tokenizer, options.stop)
     talk = Conversation(options, model, template, stops, [*stop_ids, *model.stop_ids])
     talk.reset()
-    talk.ids()  # a template that cannot be used is told of before the first message
+    talk.ids()  # an unusable template is reported before the first message
     print(f"# {path}, seed {options.seed}; /help", file=sys.stderr)
     for message in _lines():
         _handle(talk, message)
@@ -186,7 +187,7 @@ def _handle(talk: Conversation, message: str) -> None:
     answer = talk.answer(message.removeprefix("/"))
     try:
         for piece in answer:
-            sys.stdout.write(_printable(piece))
+            sys.stdout.write(printable(piece))
             sys.stdout.flush()
     except KeyboardInterrupt:
         answer.close()  # what came so far is the answer
@@ -219,8 +220,3 @@ def _lines() -> Iterator[str]:
             return
         if message:
             yield message
-
-
-def _printable(text: str) -> str:
-    """Replaces control characters, which a terminal would interpret."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -103,17 +103,8 @@ def _plot(axes: Axes, x: np.ndarray, losses: np.ndarray, index: int, label: str)
     x, losses = x[np.isfinite(losses)], losses[np.isfinite(losses)]
     if len(losses) >= 40:
         axes.plot(x, losses, alpha=0.25, linewidth=0.6, **look)
-        losses = running_mean(losses)
+        losses = pictures.running_mean(losses)
     axes.plot(x, losses, linewidth=1.5, label=label, marker="o" if len(x) < 30 else "", markersize=3, **look)
-
-
-def running_mean(losses: np.ndarray) -> np.ndarray:
-    """Returns the mean over a twentieth of the points around each, over fewer at both ends, (n,)."""
-    index = np.arange(len(losses))
-    half = np.minimum(len(losses) // 40, index // 4)  # narrow where the loss falls fast
-    first, end = index - half, np.minimum(index + half + 1, len(losses))
-    sums = np.concatenate([[0.0], np.cumsum(losses)])
-    return (sums[end] - sums[first]) / (end - first)
 
 
 def _cut_beginning(axes: Axes, curves: Sequence[Curve]) -> None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from toolkit.safetensors_files import LazyTensor
 
 TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q4_k")
-"""Of the matrices in a GGUF file."""
+"""Types of the matrices in a GGUF file."""
 
 
 @technique(paper="safetensors, config.json and tokenizer.json of transformers; GGUF of llama.cpp")

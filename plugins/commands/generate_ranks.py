@@ -21,7 +21,7 @@ GRACE_SECONDS = 0.5
 
 
 NO_READER = 141
-"""What a rank sends where nobody reads its output anymore, as behind `| head`."""
+"""What a rank sends where its output is no longer read, as behind `| head`."""
 
 
 def is_launched() -> bool:

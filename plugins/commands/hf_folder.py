@@ -23,7 +23,7 @@ COUNTED = ("n_layer", "n_decoder_layer", "n_experts")
 """Arguments of which a network has at least so many tensors; with others it would take for ever to build."""
 
 MOST_TABLE_BYTES = 1 << 36
-"""Of tables of positions: those for 100 million tokens of heads with 128 features are smaller."""
+"""Limit of tables of positions: those for 100 million tokens of heads with 128 features are smaller."""
 
 
 def network_config(found: ForeignWeights) -> dict[str, Any]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_ROWS = 5000
-"""Of longer runs every so many steps are kept, and always the first and the last."""
+"""Longer runs are drawn with every n-th step, the first and the last included."""
 MAX_STEPS = 10_000_000
 """Optimizer steps that are gone through: some minutes."""
 

@@ -56,7 +56,7 @@ def new(
         package = Package(into)
         source, test = (_filled(text, name, word, kind, package.module) for text in _texts(template))
         written = package.add(kind, name, _attribute(name, kind), word, (source, test))
-        _tell([*map(str, written)], name, into, package.name)
+        _print_next_steps([*map(str, written)], name, into, package.name)
         return 0
     files = project(name, word, kind, template)
     folder = Path(output or f"leyden-{word.replace('_', '-')}")
@@ -69,7 +69,7 @@ def new(
     return 0
 
 
-def _tell(written: list[str], name: str, folder: str, package: str) -> None:
+def _print_next_steps(written: list[str], name: str, folder: str, package: str) -> None:
     source, test, metadata = written
     print(f"{source}, {test} and a line in {metadata}; {name} is a small technique that works. Next:\n")
     print(f"  cd {folder}\n  pip install -e .\n  python -m pytest --leyden-package {package}\n")

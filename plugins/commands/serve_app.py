@@ -29,7 +29,7 @@ from toolkit.bounded import parse_json
 from toolkit.chat_template import ChatTemplate
 
 MOST_BYTES = 4 << 20
-"""Of a request's body."""
+"""Limit of a request's body."""
 
 FOR_THE_LAST = 2.0
 """Seconds in which a client takes the error that its request took too long."""

@@ -1,4 +1,4 @@
-"""Requests in their turn: each generates in a thread, and stops when nobody waits for it anymore."""
+"""The queue of requests: each generates in a thread, and stops when its client has left."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Jobs:
 
 
 class ClientGone(Exception):
-    """Nobody reads the answer anymore."""
+    """The client has left before its answer was complete."""
 
 
 def _pump(

@@ -53,7 +53,7 @@ KNOWN = {
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 MOST_TOKENS = 1 << 17
-"""Of a prompt, where the network has no largest sequence: a body of 4 MiB would fill the memory."""
+"""Limit of a prompt in tokens, where the network has no largest sequence: a body of 4 MiB would fill the memory."""
 
 
 class RequestError(Exception):

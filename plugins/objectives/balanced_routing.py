@@ -38,7 +38,7 @@ class BalancedRouting(Objective):
     coefficients. In validation only the objective counts.
 
     Args:
-        objective: What is minimised beside it.
+        objective: The objective to which the losses of routing are added.
         load_balancing: Coefficient of the balancing loss; 0.01 in Switch Transformer and OLMoE, 0.001 in Mixtral's config.
         z_loss: Coefficient of the mean of (log sum_e exp(logit_e))^2 over tokens and layers; 0.001 in ST-MoE.
         over: What f and P are taken over: "batch", the rows that are computed at a time, or "sequence", each row.
@@ -117,7 +117,7 @@ def routing_sums(routings: Sequence[Routing], seen: Tensor, per_row: bool) -> tu
     """Returns balancing losses times their tokens, and squares of log-sum-exps, summed over tokens, of the mean layer.
 
     Args:
-        routings: Of each layer.
+        routings: The routing of each layer.
         seen: Which tokens count, (B, T).
         per_row: Whether each row is balanced by itself.
     """

@@ -88,9 +88,9 @@ class MultiTokenPrediction(Objective):
     out. In validation only the objective counts. Logged: `train/task_loss`, the objective alone, and `train/ahead_1`...
 
     Args:
-        objective: What is minimised for each token.
+        objective: The objective of the network and of each module.
         depth: D, the number of modules.
-        weight: Of their mean loss; 0.3 and at last 0.1 in DeepSeek-V3.
+        weight: Weight of the mean loss of the modules; 0.3 in DeepSeek-V3, at its end 0.1.
 
     Raises:
         ConfigError: If a number is out of range, or the network has no embedding, block and head to share.

@@ -29,10 +29,10 @@ class PrefixLM(Objective):
     them a row is one.
 
     Args:
-        objective: What is minimised on the remaining labels.
+        objective: The objective of the remaining labels.
         min_fraction: Least share of a document that is its prefix.
         max_fraction: Largest share; at least one token remains.
-        seed: Of the hash.
+        seed: Seed of the hash that gives the length of a prefix.
 
     Raises:
         ConfigError: If the shares are not in order within [0, 1], or the network only attends to tokens before.

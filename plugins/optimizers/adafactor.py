@@ -23,7 +23,7 @@ class Adafactor(torch.optim.Adafactor):
 
     Args:
         params: Parameters or parameter groups.
-        lr: Largest step relative to the size of the weights.
+        lr: Largest step, relative to the root mean square of the weights.
         beta2_decay: The second moments' decay rate in step t is 1 - t to this power.
         d: Updates are scaled down to a root mean square of at most this.
         weight_decay: Decoupled decay per step, times the learning rate.

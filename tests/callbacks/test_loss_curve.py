@@ -7,8 +7,9 @@ import pytest
 from lightning.pytorch.callbacks import Callback
 
 from callbacks import loss_curve
-from callbacks.loss_curve import MAX_POINTS, LossCurve, draw, running_mean
+from callbacks.loss_curve import MAX_POINTS, LossCurve, draw
 from core.errors import ConfigError
+from toolkit import pictures
 
 
 def test_a_run_leaves_a_picture_and_nothing_else(run):
@@ -149,7 +150,7 @@ def test_running_mean_is_the_mean_of_its_window():
     for i in range(200):
         before = min(5, i // 4)
         expected.append(values[i - before : i + min(before, 199 - i) + 1].mean())
-    np.testing.assert_allclose(running_mean(values), expected, rtol=1e-10)
+    np.testing.assert_allclose(pictures.running_mean(values), expected, rtol=1e-10)
 
 
 def test_wrong_arguments_are_named():

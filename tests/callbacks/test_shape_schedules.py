@@ -123,7 +123,7 @@ def test_the_ramp_is_gpt3s():
 
 def test_doubling_goes_with_the_square_root_of_two():
     ramp, full = (
-        BatchSizeRamp(start=0.125, tokens_until_full=600, growth="doubling", scale_rate=True),
+        BatchSizeRamp(start=0.125, tokens_until_full=600, growth="doubling", scale_lr=True),
         Shape(16, 4, 4),
     )
     found = [ramp.shape(0, tokens, -1, full) for tokens in (0, 199, 200, 399, 400, 599, 600)]
@@ -138,7 +138,7 @@ def test_doubling_goes_with_the_square_root_of_two():
 GROWING = ["--trainer.callbacks+=SequenceLengthSchedule", "--trainer.callbacks.start=4", "--trainer.callbacks.duration=8",
            "--trainer.callbacks.multiple=4"]  # fmt: skip
 RAMP = ["--trainer.callbacks+=BatchSizeRamp", "--trainer.callbacks.start=0.1", "--trainer.callbacks.tokens_until_full=900",
-        "--trainer.callbacks.scale_rate=true", "--trainer.accumulate_grad_batches=4"]  # fmt: skip
+        "--trainer.callbacks.scale_lr=true", "--trainer.accumulate_grad_batches=4"]  # fmt: skip
 CASES = {
     "growing": [*GROWING, "--trainer.callbacks.intermittent_short=0.5"],
     "growing, as many rows": [*GROWING, "--trainer.callbacks.keep=batch"],

@@ -8,8 +8,9 @@ from lightning.pytorch.callbacks import Callback
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tokenizers import Tokenizer
 
-from callbacks.text_samples import TextSamples, _printable
+from callbacks.text_samples import TextSamples
 from core.errors import ConfigError
+from toolkit.generation.texts import printable
 from toolkit.sampling import generate
 
 
@@ -105,7 +106,7 @@ def test_a_network_that_no_rank_holds_whole_is_left_out(run, tmp_path, caplog):
 
 
 def test_control_characters_do_not_reach_the_terminal():
-    assert _printable("a\x1b[31m\x07b\n\tc\u202ed é") == "a\ufffd[31m\ufffdb\n\tc\ufffdd é"
+    assert printable("a\x1b[31m\x07b\n\tc\u202ed é") == "a\ufffd[31m\ufffdb\n\tc\ufffdd é"
 
 
 @pytest.mark.parametrize(

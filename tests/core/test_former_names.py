@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from callbacks.batch_size_ramp import BatchSizeRamp
 from callbacks.lr_finder import LRFinder
 from callbacks.spike_rollback import SpikeRollback
 from core import catalog, contracts
@@ -102,6 +103,8 @@ def test_an_option_of_a_stored_configuration():
     with pytest.warns(DeprecationWarning, match="min_lr and max_lr"):
         finder = LRFinder(min_rate=0.1, max_lr=0.5)
     assert (finder.min_lr, finder.max_lr) == (0.1, 0.5)
+    with pytest.warns(DeprecationWarning, match="scale_lr"):
+        assert BatchSizeRamp(scale_rate=True).scale_lr
 
 
 def test_the_transforms_of_a_data_module(tmp_path):

@@ -66,7 +66,7 @@ def beam_search(
         num_beams: K, at least 1.
         length_penalty: Above 0 favours long texts, below 0 short ones.
         repetition_penalty: As in :class:`toolkit.generation.filters.Sampling`, of log-probabilities.
-        stop_ids: They end a text.
+        stop_ids: Token ids that end a text.
         cached: False computes each text again for each token.
 
     Raises:

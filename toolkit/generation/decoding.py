@@ -24,7 +24,7 @@ class Token(NamedTuple):
     """A token that was drawn.
 
     Attributes:
-        row: Of which text.
+        row: Index of the text, from 0.
         id: Its id.
         log_probability: Natural logarithm of its probability by the network, before any filter; None: not asked for.
         likeliest: The ids that were likeliest in its place and their log-probabilities, as many as were asked for.
@@ -51,7 +51,7 @@ class Decoding:
         seeds: For each row. The same seed draws the same from the same logits on every device, as it is used on the
             CPU; None takes one from the operating system. A generator is used, and advanced, as it is.
         samples: Rows of each prompt: row i continues prompt i // samples.
-        stop_ids: They end a row.
+        stop_ids: Token ids that end a row.
         log_probabilities: Whether tokens have theirs.
         likeliest: How many of the likeliest ids tokens have, if `log_probabilities`.
         cached: False computes each text again for each token: slow, and the same.

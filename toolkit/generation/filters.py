@@ -66,7 +66,7 @@ def next_token_probabilities(
     """Returns the distribution ([B,] V) from which the next token is drawn, given its `logits` ([B,] V).
 
     Args:
-        logits: Of any floating type and device.
+        logits: Logits of any floating type and device.
         temperature: As in :class:`Sampling`, like the others; 0 puts all probability on the largest.
         top_k: Applied first.
         top_p: Applied to what top-k has left.

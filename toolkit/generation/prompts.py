@@ -1,4 +1,4 @@
-"""Prompts as token ids: what stands in front of a text, and texts that spell special tokens."""
+"""Prompts as token ids: what begins a text, and texts that spell special tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def leading_ids(tokenizer: Any) -> list[int]:
     What it puts behind a text is no part of a beginning, and is not returned.
 
     Args:
-        tokenizer: Of the `tokenizers` library.
+        tokenizer: A tokenizer of the library `tokenizers`.
     """
     if not tokenizer.num_special_tokens_to_add(False):
         return []
@@ -88,7 +88,7 @@ class PromptEncoder:
         """Returns the ids of a text; unless marked, special tokens in it are read as such.
 
         Args:
-            text: It may have marks.
+            text: The prompt; it may contain marks.
             leading: Whether the tokens that begin a text stand in front.
         """
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids

@@ -48,7 +48,7 @@ class KeepsPrefix(Protocol):
         """Changes a cache of `new_padded_cache` to its first tokens; returns whether it could, otherwise it is of no use.
 
         Args:
-            cache: Of one row without padding.
+            cache: The cache of one row without padding.
             length: Tokens that stay, at least 1 and at most as many as there are.
             max_length: Tokens that it has room for then.
         """

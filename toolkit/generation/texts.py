@@ -7,7 +7,7 @@ from typing import Any
 
 from core.errors import ConfigError
 
-__all__ = ["TextStream", "split_stops", "texts"]
+__all__ = ["TextStream", "printable", "split_stops", "texts"]
 
 
 class TextStream:
@@ -18,7 +18,7 @@ class TextStream:
     is held back.
 
     Args:
-        tokenizer: Of the `tokenizers` library.
+        tokenizer: A tokenizer of the library `tokenizers`.
         after: The tokens before the first.
         stops: The text ends before the first occurrence of one of these.
 
@@ -97,3 +97,8 @@ def split_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[list[str], list[i
         else:
             strings.append(stop)
     return strings, ids
+
+
+def printable(text: str) -> str:
+    """Replaces control characters, which a terminal might interpret."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

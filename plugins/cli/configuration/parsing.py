@@ -76,7 +76,7 @@ class Parsed:
 
     Args:
         command: fit, validate, test or predict.
-        request: What the user asked for.
+        request: The composed configuration and its origin.
 
     Attributes:
         parser: The parser, which builds the classes.

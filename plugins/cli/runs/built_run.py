@@ -54,7 +54,7 @@ class BuiltRun:
 
     Attributes:
         trainer: The trainer, its callbacks in the order in which they act.
-        model: What is trained.
+        model: The LanguageModule that is trained.
         datamodule: The data.
         network_summary: The class of the network, and how many parameters it has.
 
@@ -74,7 +74,7 @@ class BuiltRun:
             self.folder = self._choose_folder(Path(self.config["trainer"]["default_root_dir"]))
             self._build()
             self._check_parts()
-            self._say()
+            self._print_selection()
 
     @contextmanager
     def _releasing(self, done: bool) -> Iterator[None]:
@@ -236,7 +236,7 @@ class BuiltRun:
             if self.model.build_lr_scheduler is not None:
                 self.model.build_lr_scheduler(optimizer)
 
-    def _say(self) -> None:
+    def _print_selection(self) -> None:
         """Prints the selected techniques, and differences from the configuration in the checkpoint."""
         if launched_rank() not in (None, 0):
             return
@@ -255,7 +255,7 @@ class BuiltRun:
             try:
                 if self.request.job and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
                     restarts.use_store_per_restart()
-                lightning_compat.before_all_are_killed(lost_ranks.say_of_started)
+                lightning_compat.before_all_are_killed(lost_ranks.report_dead_ranks)
                 self.record.hide_loggers(self.trainer)
                 method = predict if self.only == "predict" else getattr(Trainer, self.only)
                 method(self.trainer, model=self.model, datamodule=self.datamodule, **self.arguments)

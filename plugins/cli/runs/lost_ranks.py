@@ -136,7 +136,7 @@ def _world() -> tuple[int, int, Any]:
     return distributed.get_rank(), distributed.get_world_size(), store
 
 
-def say_of_started(dead: list[tuple[int, int]]) -> None:
+def report_dead_ranks(dead: list[tuple[int, int]]) -> None:
     """Prints which of the ranks that this process has started died, before the launcher kills the others.
 
     Args:

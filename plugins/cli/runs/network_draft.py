@@ -25,7 +25,7 @@ class NetworkDraft:
 
     Args:
         build: Builds the network.
-        trainer: Of the run.
+        trainer: The trainer of the run.
 
     Attributes:
         network: The network on the meta device; None once it has its weights or is not needed any more.

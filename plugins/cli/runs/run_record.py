@@ -100,7 +100,7 @@ class RunRecord(Callback):
             self._held = _HeldCalls(trainer.loggers)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """The run is over: nobody is lost any more."""
+        """The run is over: a rank that ends from now on is not lost."""
         lost_ranks.stop_watching()
 
     @rank_zero_only
@@ -136,7 +136,7 @@ class RunRecord(Callback):
         validation_steps.check_epoch(trainer)
         self._accept()
         if trainer.is_global_zero:
-            _say_padding(getattr(trainer, "datamodule", None))
+            _print_padding(getattr(trainer, "datamodule", None))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Writes the record in `validate`; in `fit`, `on_train_start` does."""
@@ -194,7 +194,7 @@ def _lost(optimizer: Mapping[str, Any]) -> bool:
     return keeps and not optimizer["state"]
 
 
-def _say_padding(data: Any) -> None:
+def _print_padding(data: Any) -> None:
     """Prints what share of the training rows is padding, where there is any."""
     loader = data.training_loader if isinstance(data, TokenDataModule) else None
     if loader is not None and (shares := loader.batches.padding()):

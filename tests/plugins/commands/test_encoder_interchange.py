@@ -117,7 +117,7 @@ def test_all_minilm_is_imported_trained_on_with_a_new_head_and_exported(core, tm
     done = core("fit", *words)
     assert done.code == 0, done.err
     assert "head.dense.weight, head.dense.bias" in done.err
-    assert "are not there and begin anew" in done.err
+    assert "are not there and are initialised" in done.err
     done = core("export", "--ckpt_path=run", "--output=hf", "--check")
     assert done.code == 0, done.err
     model, notes = transformers.BertForMaskedLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
