@@ -7,6 +7,7 @@ SentencePiece, tokens and scores.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -248,7 +249,7 @@ def _sentencepiece(file: GGUFFile, tokens: list[tuple[str, int]], found: Mapping
     if (
         not isinstance(scores, list)
         or len(scores) != len(tokens)
-        or not all(isinstance(one, float) for one in scores)
+        or not all(isinstance(one, float) and math.isfinite(one) for one in scores)
     ):
         raise ConfigError(f"{file.path}: its scores are no list of a number for each token.")
     bytes_there = {token for token, kind in tokens if kind == sentencepiece_bpe.BYTE}

@@ -148,3 +148,10 @@ def test_a_piece_that_would_take_hours_to_cut_is_refused(trained, tmp_path):
     metadata["tokenizer.ggml.tokens"][place] = "x" * 5000
     with pytest.raises(ConfigError, match="a token has 5,000 characters"):
         from_metadata(file_of(metadata, tmp_path / "a.gguf"))
+
+
+def test_a_score_that_is_no_number_is_refused(trained, tmp_path):
+    metadata = to_metadata(trained[1], 510, {"eos": 2})
+    metadata["tokenizer.ggml.scores"][9] = float("nan")
+    with pytest.raises(ConfigError, match="its scores are no list of a number for each token"):
+        from_metadata(file_of(metadata, tmp_path / "a.gguf"))
