@@ -76,16 +76,12 @@ class Replace(ast.NodeTransformer):
         return super().generic_visit(node)
 
 
-def mutants(text: str) -> list[tuple[str, ast.Module]]:
-    """Returns each mutant of a module: its line with what was and what is there, and its tree."""
-    count = len([node for node, _ in _candidates(ast.parse(text))])
-    found = []
-    for index in range(count):
-        tree = ast.parse(text)
-        node, new = list(_candidates(tree))[index]
-        label = f"{node.lineno}: {ast.unparse(node)[:60]} -> {ast.unparse(new)[:60]}"
-        found.append((label.replace("\n", " "), Replace(node, new).visit(tree)))
-    return found
+def mutant(text: str, index: int) -> tuple[str, ast.Module]:
+    """Returns one of the mutants of a module: its line with what was and what is there, and its tree."""
+    tree = ast.parse(text)
+    node, new = list(_candidates(tree))[index]
+    label = f"{node.lineno}: {ast.unparse(node)[:60]} -> {ast.unparse(new)[:60]}"
+    return label.replace("\n", " "), Replace(node, new).visit(tree)
 
 
 def _candidates(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, ast.AST]]:
@@ -136,8 +132,8 @@ class Tries:
         ]
         assert session.items, "no test passes without a change"
         noticing: list[set[str]] = []
-        every = mutants(text)
-        for label, tree in random.Random(0).sample(every, len(every)):
+        every = len(list(_candidates(ast.parse(text))))
+        for label, tree in (mutant(text, index) for index in random.Random(0).sample(range(every), every)):
             if len(noticing) == self.count or time.monotonic() > end:
                 break
             path.write_text(ast.unparse(tree), encoding="utf-8")
