@@ -2,8 +2,10 @@
 
     python -m tests.support.mutants callbacks/gradient_clip.py tests/callbacks/test_gradient_clip.py --count 20
 
-It works on a copy of the repository. Each mutant is tried in a process that is forked from one that has imported torch
-and Lightning. Tests that a mark leaves out by default are left out here, too; `-m` chooses others.
+It works on a copy of the repository. Tests are collected once; each mutant is tried in a process forked from there, in
+which the functions of the file get the code of the mutant, so that a mutant costs what its tests cost. The file in the
+copy is the mutant's as well, for processes that tests start. What a function did while modules were imported stays.
+Tests that a mark leaves out by default are left out here, too; `-m` chooses others.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from __future__ import annotations
 import argparse
 import ast
 import copy
-import importlib
+import gc
+import importlib.util
 import json
 import os
 import random
@@ -20,13 +23,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import pytest
 
-IMPORTED = ("torch", "lightning.pytorch", "jsonargparse", "torch._inductor.compile_fx", "transformers")
 SECONDS = 240
 """After so long a mutant counts as noticed by no test in particular: it hangs."""
 
@@ -73,16 +76,12 @@ class Replace(ast.NodeTransformer):
         return super().generic_visit(node)
 
 
-def mutants(text: str) -> list[tuple[str, str]]:
-    """Returns each mutant of a module: its line with what was and what is there, and its source."""
-    count = len([node for node, _ in _candidates(ast.parse(text))])
-    found = []
-    for index in range(count):
-        tree = ast.parse(text)
-        node, new = list(_candidates(tree))[index]
-        label = f"{node.lineno}: {ast.unparse(node)[:60]} -> {ast.unparse(new)[:60]}"
-        found.append((label.replace("\n", " "), ast.unparse(Replace(node, new).visit(tree))))
-    return found
+def mutant(text: str, index: int) -> tuple[str, ast.Module]:
+    """Returns one of the mutants of a module: its line with what was and what is there, and its tree."""
+    tree = ast.parse(text)
+    node, new = list(_candidates(tree))[index]
+    label = f"{node.lineno}: {ast.unparse(node)[:60]} -> {ast.unparse(new)[:60]}"
+    return label.replace("\n", " "), Replace(node, new).visit(tree)
 
 
 def _candidates(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, ast.AST]]:
@@ -93,38 +92,99 @@ def _candidates(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, ast.AST
                     yield from ((node, new) for new in changes(node))  # type: ignore[misc]
 
 
-class Failed:
-    """Notes which tests failed."""
+def exchange(path: Path, tree: ast.Module) -> bool:
+    """Gives the functions of a file that is imported the code of a mutant; returns whether all could be given it."""
+    codes, left = {}, [compile(tree, path, "exec")]
+    while left:
+        code = left.pop()
+        codes[code.co_qualname, code.co_firstlineno] = code
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+    for each in gc.get_objects():
+        if isinstance(each, FunctionType) and each.__code__.co_filename == str(path):
+            new = codes[each.__code__.co_qualname, each.__code__.co_firstlineno]
+            if new.co_freevars != each.__code__.co_freevars:  # such as `super()`, left out
+                return False
+            each.__code__ = new
+    return True
 
-    def __init__(self) -> None:
-        self.names: set[str] = set()
-        self.all: set[str] = set()
+
+class Tries:
+    """Runs the tests that were collected with each mutant, in place of running them once."""
+
+    def __init__(self, file: str, count: int, seconds: float) -> None:
+        self.file, self.count, self.seconds = file, count, seconds
+        self.failed: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Notes a test."""
-        self.all.add(report.nodeid)
+        """Notes a test that failed."""
         if report.failed:
-            self.names.add(report.nodeid)
+            self.failed.add(report.nodeid)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Notes a file that cannot be collected."""
-        if report.failed:
-            self.names.add(report.nodeid)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Tries the mutants, and prints who notices."""
+        path, end = Path(self.file).resolve(), time.monotonic() + self.seconds
+        text = path.read_text(encoding="utf-8")
+        failing, costs = noticed(session, self) or ([], {})
+        for name in failing:  # it may depend on where the repository lies
+            print(f"{name} is left out: it fails without a change")
+        session.items = [
+            item for item in session.items if item.nodeid in costs and item.nodeid not in failing
+        ]
+        assert session.items, "no test passes without a change"
+        noticing: list[set[str]] = []
+        every = len(list(_candidates(ast.parse(text))))
+        for label, tree in (mutant(text, index) for index in random.Random(0).sample(range(every), every)):
+            if len(noticing) == self.count or time.monotonic() > end:
+                break
+            path.write_text(ast.unparse(tree), encoding="utf-8")
+            Path(importlib.util.cache_from_source(str(path))).unlink(
+                missing_ok=True
+            )  # perhaps the last mutant's
+            found = noticed(session, self, lambda tree=tree: exchange(path, tree))  # type: ignore[misc]
+            path.write_text(text, encoding="utf-8")
+            if found and not found[1]:
+                print(f"{self.file}:{label}: left out, as functions that are there cannot take its code")
+                continue
+            failed = set(found[0]) if found else set()
+            noticing.append(failed)
+            who = f"{len(failed)} tests" if len(failed) != 1 else next(iter(failed))
+            print(f"{self.file}:{label}: {who if failed else 'NOBODY' if found else 'a hang'}", flush=True)
+        print("\ntest | CPU seconds | mutants noticed | alone | needed beside the others")
+        needed = cover(noticing)
+        for name in sorted((item.nodeid for item in session.items), key=lambda name: (name in needed, name)):
+            alone = sum(failed == {name} for failed in noticing)
+            count = sum(name in failed for failed in noticing)
+            print(f"{name} | {costs[name]:.2f} | {count} | {alone} | {name in needed}")
+        return True
 
 
-def noticed(words: list[str]) -> tuple[set[str], set[str]] | None:
-    """Runs tests in a forked process; returns those that failed, and all; None if they hang."""
+def noticed(
+    session: pytest.Session, failed: Tries, change: Callable[[], bool] = lambda: True
+) -> tuple[list[str], dict[str, float]] | None:
+    """Runs tests in a forked process; returns those that failed, and the CPU seconds of each; None if they hang.
+
+    Args:
+        session: The tests.
+        failed: Who is told of failed tests.
+        change: What is done before; where it returns false, no test is run.
+    """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
+        sys.stdout.flush()
         process = os.fork()
         if not process:
             os.setsid()
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.dup2(1, 2)
-            found = Failed()
+            costs: dict[str, float] = {}
             with suppress(BaseException):
-                pytest.main(["-q", "-n0", "-p", "no:cacheprovider", "--tb=no", *words], plugins=[found])
-            answer.write_text(json.dumps([sorted(found.names), sorted(found.all)]))
+                for item, following in (
+                    zip(session.items, [*session.items[1:], None], strict=True) if change() else ()
+                ):
+                    before = sum(os.times()[:4])
+                    item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+                    costs[item.nodeid] = sum(os.times()[:4]) - before
+            answer.write_text(json.dumps([sorted(failed.failed), costs]))
             os._exit(0)
         end = time.monotonic() + SECONDS
         while time.monotonic() < end and not os.waitpid(process, os.WNOHANG)[0]:
@@ -134,10 +194,7 @@ def noticed(words: list[str]) -> tuple[set[str], set[str]] | None:
         ):  # it is over, though its own children may not be
             os.killpg(process, 9)
             os.waitpid(process, 0)
-        if not answer.exists():
-            return None
-        failed, every = json.loads(answer.read_text())
-        return set(failed), set(every)
+        return json.loads(answer.read_text()) if answer.exists() else None
 
 
 def copied(folder: Path) -> None:
@@ -161,44 +218,12 @@ def main() -> None:
     parser.add_argument("file")
     parser.add_argument("tests", nargs="+", help="tests, and further arguments of pytest")
     parser.add_argument("--count", type=int, default=20)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="then no further mutant is begun")
     options, more = parser.parse_known_args()
-    words = [*options.tests, *more]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    for name in IMPORTED:
-        with suppress(ImportError):
-            importlib.import_module(name)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copied(Path(folder))
-        path, text = Path(options.file), Path(options.file).read_text(encoding="utf-8")
-        usual = noticed(words)
-        assert usual is not None
-        for name in sorted(usual[0]):  # it may depend on where the repository lies
-            print(f"{name} is left out: it fails without a change")
-        working = usual[1] - usual[0]
-        assert working, f"no test of {' '.join(words)} passes without a change"
-        noticing: list[set[str]] = []
-        every = mutants(text)
-        for label, source in random.Random(0).sample(every, min(options.count, len(every))):
-            path.write_text(source, encoding="utf-8")
-            found = noticed(words)
-            failed = found[0] & working if found else set()
-            noticing.append(failed)
-            who = f"{len(failed)} tests" if len(failed) != 1 else next(iter(failed))
-            said = (
-                who
-                if failed
-                else "all, as none starts"
-                if found and found[0]
-                else "NOBODY"
-                if found
-                else "a hang"
-            )
-            print(f"{options.file}:{label}: {said}", flush=True)
-    print("\ntest | mutants noticed | alone | needed beside the others")
-    needed = cover(noticing)
-    for name in sorted(working, key=lambda name: (name in needed, name)):
-        alone = sum(failed == {name} for failed in noticing)
-        print(f"{name} | {sum(name in failed for failed in noticing)} | {alone} | {name in needed}")
+        copied(Path(folder).resolve())
+        words = ["-q", "-n0", "-p", "no:cacheprovider", "--capture=no", "--tb=no", *options.tests, *more]
+        pytest.main(words, plugins=[Tries(options.file, options.count, options.seconds)])
 
 
 def cover(noticing: list[set[str]]) -> set[str]:

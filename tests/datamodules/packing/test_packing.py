@@ -137,8 +137,7 @@ def test_groups_count_alike_and_a_change_of_length_counts_nothing_twice(kind, st
 
 
 @pytest.mark.parametrize("kind", PACKINGS)
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "workers"), [(2, 0), (1, 1), (3, 2)])
 def test_ranks_and_workers_only_slice_the_same_global_batches(kind, workers, world_size, store):
     expected = list(islice(TokenLoader(batches(kind, store, batch_size=6)), 20))
     loaders = [
@@ -373,7 +372,7 @@ def test_a_change_of_length_packs_once_and_changes_no_position(kind, tmp_path, m
             return super().pack(pieces, length, random)
 
     data, expected = Counted(store, 64, 4, shuffle=True), kind(store, 64, 4, shuffle=True)
-    cursor, lengths = data.cursor, [64, 40, 24, 40] * 12
+    cursor, lengths = data.cursor, [64, 40, 24, 40] * 4
     for number, length in enumerate(lengths):
         data.sequence_length = expected.sequence_length = length
         taken = tuple(map(tuple, cursor["taken"]))

@@ -148,18 +148,41 @@ def test_steps_of_growing_size_are_placed_by_their_tokens(kind, options, closed_
 
 
 @ALL
-@pytest.mark.parametrize("stop", [0, 1, 9, 10, 55, 99])
 @pytest.mark.parametrize("unit", ["steps", "tokens"])
-def test_a_resumed_schedule_goes_on_bitwise(kind, options, closed_form, stop, unit):
+def test_a_resumed_schedule_goes_on_bitwise(kind, options, closed_form, unit):
     options = {**options, "warmup_steps": W} if unit == "steps" else in_tokens(kind, options, 512)
-    whole = run(*build(kind, **options), [512] * T)
-    first = build(kind, **options)
-    run(*first, [512] * stop)
-    second = build(kind, **options)
-    second[0].load_state_dict(first[0].state_dict())
-    second[1].load_state_dict(first[1].state_dict())
-    second[1].bind(T)
-    assert (run(*second, [512] * (T - stop)) == whole[stop:]).all()
+    whole, first, last = run(*build(kind, **options), [512] * T), build(kind, **options), 0
+    for stop in (0, W - 1, 55):
+        run(*first, [512] * (stop - last))
+        second, last = build(kind, **options), stop
+        second[0].load_state_dict(first[0].state_dict())
+        second[1].load_state_dict(first[1].state_dict())
+        second[1].bind(T)
+        assert (run(*second, [512] * (T - stop)) == whole[stop:]).all()
+
+
+def test_a_resumed_run_takes_length_and_peak_from_the_user():
+    optimizer, schedule = build(WarmupCosine, 40, warmup_steps=5, min_lr_ratio=0.1)
+    run(optimizer, schedule, [1] * 20)
+    state = schedule.state_dict()
+    assert set(state) == {"last_epoch", "_step_count", "tokens"}  # a position, no settings
+    optimizer, schedule = build(WarmupCosine, 80, warmup_steps=5, min_lr_ratio=R)
+    schedule.load_state_dict(state)
+    schedule.bind(80)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    expected = falling(SHAPES["cosine"])(21.0, 5, 80)
+    assert schedule.get_last_lr() == rates == pytest.approx([peak * expected for peak in PEAKS], rel=1e-14)
+
+
+def test_phases_may_be_a_step_long():
+    for warmup, total in ((1, 50), (99, 100), (10, 11)):
+        found = run(*build(WarmupCosine, total, warmup_steps=warmup, min_lr_ratio=R), [1] * total)[:, 0]
+        expected = falling(SHAPES["cosine"])(np.arange(1.0, total + 1), warmup, total)
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
+    assert run(*build(WarmupCosine, 1, warmup_steps=0), [1])[0, 0] == 1.0
+    assert (
+        run(*build(WarmupCosine, 1, warmup_steps=100), [1])[0, 0] == 1 / 100
+    )  # there is no room for another
 
 
 def test_without_warm_up_the_first_step_has_the_peak():
@@ -209,10 +232,11 @@ def test_a_run_that_resumes_in_tokens_is_the_one_that_did_not_stop(tmp_path):
 
 
 REFUSED = [
-    (WarmupLinear, {"warmup_steps": -1}, "warmup_steps is -1"),
+    (WarmupLinear, {"warmup_steps": -1}, "WarmupLinear: warmup_steps is -1"),
     (WarmupLinear, {"warmup_steps": math.nan}, "warmup_steps is nan"),
     (WarmupLinear, {"warmup_steps": 1.5}, "a number of steps is an integer"),
     (WarmupLinear, {"min_lr_ratio": 1.1}, "min_lr_ratio from 0 to 1"),
+    (WarmupLinear, {"min_lr_ratio": math.nan}, "min_lr_ratio from 0 to 1"),
     (WarmupLinear, {"total_steps": 0}, "total_steps is 0"),
     (WarmupLinear, {"warmup_tokens": 10}, "no total_tokens"),
     (WarmupLinear, {"total_tokens": 1000}, "warmup_steps is 100, but the schedule counts tokens"),
@@ -264,6 +288,19 @@ def test_what_is_too_long_is_refused_before_the_run(kind, options, message):
     config["trainer"]["max_steps"] = 1000
     too_long_itself = options.get("warmup_tokens", 0) >= options.get("total_tokens", math.inf)
     assert bool(list(kind.preflight(Run((own,), config), own))) == too_long_itself
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({"warmup_steps": 30}, "WarmupCosine: warmup_steps is 30, and the schedule has only 30 steps"),
+        ({"warmup_steps": 5, "total_steps": 5}, "less than 5, or train for longer"),
+        ({"warmup_steps": 5, "total_steps": 31}, "total_steps is 31, and the run has only 30 steps"),
+    ],
+)
+def test_what_is_too_long_is_refused_as_the_run_begins(lengths, message):
+    with pytest.raises(ConfigError, match=message):
+        build(WarmupCosine, 30, **lengths)
 
 
 class Ragged(ToyData):
