@@ -55,18 +55,13 @@ def serve(arguments: list[str]) -> int:
         server = Server(model, options.name or path.stem, template, limits, jobs, options.special_tokens)
         host, port = listening.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(
-            f"# {path}, {'chat and completions' if template else 'completions; no chat template'}",
-            file=sys.stderr,
-        )
-        print(f"# {server.name} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+        said = [f"# {path}, {'chat and completions' if template else 'completions; no chat template'}"]
         local = ipaddress.ip_address(host).is_loopback
         if not local:
-            print(
-                "# Whoever reaches this address can use it: it asks for no key.", file=sys.stderr, flush=True
-            )
+            said.append("# Everybody who reaches this address can use it: it asks for no key.")
+        said.append(f"# {server.name} at http://{shown}:{port}/v1")
         hosts = ["localhost", "127.0.0.1", "[::1]", options.host] if local else ["*"]
-        return _run(server.app(hosts), jobs, listening)
+        return _run(server.app(hosts), jobs, listening, "\n".join(said))
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -120,12 +115,23 @@ def _listen(host: str, port: int) -> socket.socket:
     return found
 
 
-def _run(app: Any, jobs: Any, listening: socket.socket) -> int:
-    """Serves until a signal; returns the exit code."""
+def _run(app: Any, jobs: Any, listening: socket.socket, said: str) -> int:
+    """Serves until a signal; returns the exit code.
+
+    Args:
+        app: The ASGI application.
+        jobs: What computes answers.
+        listening: The socket.
+        said: What is printed once signals are handled and requests answered.
+    """
     import uvicorn
 
     class Stoppable(uvicorn.Server):
         ended_by = 0
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets=sockets)
+            print(said, file=sys.stderr, flush=True)
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             """Ends requests that run; the second signal does not wait for them."""

@@ -201,7 +201,8 @@ def test_biases_follow_the_load_of_whole_steps_and_even_it_out():
 def test_loads_are_of_all_micro_batches_and_ranks():
     callbacks = [{"class_path": "BiasBalancing", "init_args": {"rate": 0.125}}, "RoutingMonitor"]
     ahead = {"class_path": "MultiTokenPrediction", "init_args": {"objective": {"class_path": "CausalLM"}}}
-    overlays = [dots(callbacks), dots(callbacks, strategy={"class_path": "DDP"})]
+    # In an odd number of steps a bias that goes up and down is not 0 again.
+    overlays = [dots(callbacks, max_steps=5), dots(callbacks, max_steps=5, strategy={"class_path": "DDP"})]
     for overlay in overlays:
         overlay["model"]["objective"] = ahead  # its router is the second
     alone, ranks = fit(overlays[0], 1), fit(overlays[1], 2)
@@ -213,5 +214,5 @@ def test_loads_are_of_all_micro_batches_and_ranks():
         for part in ("network.layers.1", "objective.ahead.0.block")
     ]
     assert all(torch.equal(one[name], other[name]) and one[name].any() for name in names)
-    assert len(logged(alone)) == 6
+    assert len(logged(alone)) == 5
     assert logged(ranks) == logged(alone)
