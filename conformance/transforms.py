@@ -64,13 +64,23 @@ def applied(transform: Transform, learned: Path | None, size: int = SIZES[-1]) -
     dropped: Counter[str] = Counter()
     left: list[Row] = []
     for batch in (batch for piece in pieces(size) for batch in piece):
-        found = transform.apply(batch, lambda reason, number: dropped.update({reason: number}))
+        found = transform.apply(batch, lambda reason, rows: dropped.update({reason: _number(rows, batch)}))  # noqa: B023
         require(
             found.schema.names == COLUMNS,
             f"a batch has the columns {', '.join(found.schema.names)}, not {', '.join(COLUMNS)}",
         )
         left += zip(*(found[name].to_pylist() for name in COLUMNS), strict=True)
     return left, +dropped
+
+
+def _number(rows: int | Sequence[int], batch: pyarrow.RecordBatch) -> int:
+    if isinstance(rows, int):
+        return rows
+    require(
+        len(set(rows)) == len(rows) and all(0 <= row < len(batch) for row in rows),
+        f"`drop` was called with the rows {list(rows)[:5]} of a batch of {len(batch)}",
+    )
+    return len(rows)
 
 
 def apply_to_all(transform: Transform) -> Result:

@@ -171,12 +171,13 @@ class Transform(ABC):
         """Returns the options that decide the result, as JSON values."""
 
     @abstractmethod
-    def apply(self, batch: pyarrow.RecordBatch, drop: Callable[[str, int], None]) -> pyarrow.RecordBatch:
+    def apply(self, batch: pyarrow.RecordBatch, drop: Callable[..., None]) -> pyarrow.RecordBatch:
         """Returns the batch without the rows that are dropped, the others changed or not, in their order.
 
         Args:
             batch: Columns `text`, `source` and `id`.
-            drop: Called with a reason (one of few) and the number of rows dropped for it.
+            drop: Called with a reason (one of few) and the rows dropped for it: their indices in the batch, of which
+                the report shows examples, or their number.
         """
 
     def map(self, batches: Iterator[pyarrow.RecordBatch], findings: Path) -> None:

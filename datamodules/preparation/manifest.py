@@ -14,7 +14,7 @@ import numpy as np
 from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
-from datamodules.preparation.pipeline import SPLITS
+from datamodules.preparation.pipeline import SPLITS, Example, merged
 from datamodules.preparation.preparation_report import FILES as REPORT
 from datamodules.preparation.preparation_report import write_report
 from datamodules.preparation.preparation_task import COUNTS, REJECTS, file_digest, read_record
@@ -46,6 +46,7 @@ class Totals:
         self.rejected: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
+        self.examples: list[dict[str, list[Example]]] = [{} for _ in range(transforms)]
         self.blank = 0
         self.example = ""
 
@@ -60,6 +61,9 @@ class Totals:
         self.lengths.update(record["lengths"])
         for mine, counts in zip(self.dropped, record["dropped"], strict=True):
             mine.update(counts)
+        for kept, found in zip(self.examples, record.get("examples", self.examples), strict=True):
+            for reason, some in found.items():
+                kept[reason] = merged(kept.get(reason, []), some)
         self.blank += record["blank"]
         for line in record["first_rejected"] if not self.example else ():
             self.example = f"{line['place']}: {line['reason']}"
@@ -130,8 +134,8 @@ def write_manifest(
     totals.check_rejects(limit, final=True)
     frequencies = sum(np.load(part / COUNTS) for part in finished)
     transforms = [
-        transform | {"dropped": dict(sorted(n.items()))}
-        for transform, n in zip(head["transforms"], totals.dropped, strict=True)
+        transform | {"dropped": dict(sorted(n.items())), "examples": dict(sorted(examples.items()))}
+        for transform, n, examples in zip(head["transforms"], totals.dropped, totals.examples, strict=True)
     ]
     manifest = {**head, "transforms": transforms}
     for split, counts in totals.splits.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,13 +12,31 @@ from typing import Any
 import pyarrow
 
 from core.contracts import Reader, Transform, raise_reject
-from datamodules.preparation.arrow_columns import flags
 from datamodules.preparation.readers.opened_files import printable
+from toolkit.arrow_columns import flags
 
 SPLITS = ("train", "validation")
 
 MOST_LISTED = 10_000
 """Most rejected documents of a task that are listed; all are counted."""
+
+
+Example = tuple[str, str, str]
+"""A hash of a document's id and text, its id, and how its text begins."""
+
+_EXAMPLES, _SHOWN = 5, 400
+"""Documents that are kept as examples of what was dropped for a reason, and characters of each."""
+
+
+def example(text: str, name: str) -> Example:
+    """Returns a document as an example."""
+    digest = hashlib.blake2b(f"{name}\0{text}".encode(), digest_size=8).hexdigest()
+    return digest, printable(name), text[:_SHOWN]
+
+
+def merged(some: Sequence[Example], others: Sequence[Example]) -> list[Example]:
+    """Returns the examples with the smallest hashes: the same ones whatever the tasks and their order."""
+    return sorted({tuple(one) for one in (*some, *others)})[:_EXAMPLES]  # type: ignore[arg-type]
 
 
 @dataclass
@@ -48,7 +67,7 @@ class Pipeline:
             kept = _without_blanks(batch, tally)
             for index, transform in enumerate(transforms):
                 if len(kept):
-                    kept = transform.apply(kept, tally.drop(index))
+                    kept = transform.apply(kept, tally.drop(index, kept))
             if len(kept):
                 yield kept
 
@@ -70,6 +89,7 @@ class Tally:
         self.lost_bytes = 0
         self.blank = 0
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
+        self.examples: list[dict[str, list[Example]]] = [defaultdict(list) for _ in range(transforms)]
         self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.lengths: Counter[int] = Counter()
@@ -87,11 +107,17 @@ class Tally:
             }
             self.rejects.append(line)
 
-    def drop(self, transform: int) -> Callable[[str, int], None]:
-        """Returns a function that counts the documents dropped by a transform."""
+    def drop(self, transform: int, batch: pyarrow.RecordBatch) -> Callable[[str, int | Sequence[int]], None]:
+        """Returns a function that counts the documents that a transform drops of a batch, and keeps some of them."""
 
-        def count(reason: str, number: int) -> None:
-            self.dropped[transform][reason] += number
+        def count(reason: str, rows: int | Sequence[int]) -> None:
+            if isinstance(rows, int):
+                self.dropped[transform][reason] += rows
+                return
+            self.dropped[transform][reason] += len(rows)
+            texts, names = batch["text"], batch["id"]
+            found = [example(texts[row].as_py(), names[row].as_py()) for row in rows]
+            self.examples[transform][reason] = merged(self.examples[transform][reason], found)
 
         return count
 
@@ -112,4 +138,5 @@ class Tally:
             "lost_bytes": self.lost_bytes,
             "blank": self.blank,
             "dropped": self.dropped,
+            "examples": self.examples,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,16 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     names += ["vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank"]
     # Manifests of earlier versions have the former name.
     transforms = manifest["transforms"] if "transforms" in manifest else manifest["stages"]
-    dropped = {transform["name"]: transform["dropped"] for transform in transforms}
+    labels = [f"{number}. {transform['name']}" for number, transform in enumerate(transforms, 1)]
+    dropped = {label: transform["dropped"] for label, transform in zip(labels, transforms, strict=True)}
+    examples = {
+        label: transform.get("examples", {}) for label, transform in zip(labels, transforms, strict=True)
+    }
     tokens = manifest["train_tokens"] + manifest["validation_tokens"]
     names += [name for name in ("left_out", "validation_tails_from_bytes") if name in manifest]
     return {name: manifest[name] for name in names} | {
         "dropped": dropped,
+        "dropped_examples": examples,
         "bytes_per_token": manifest["text_bytes"] / tokens,
     }
 
@@ -74,7 +80,18 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
     left_out += [("not read", reason, n) for reason, n in values.get("left_out", {}).items()]
     lines += [f"| {who} | {reason} | {n:,} |" for who, reason, n in left_out or [("nothing", "", 0)]]
     lines += ["", "![Documents by length in tokens](lengths.png)", ""]
+    for who, reasons in values["dropped_examples"].items():
+        for reason, examples in reasons.items():
+            lines += [f"## Dropped by {who}: {reason}", ""]
+            lines += [f"- {code(name)}: {code(' '.join(text.split()))}" for _, name, text in examples]
+            lines.append("")
     return "\n".join(lines)
+
+
+def code(text: str) -> str:
+    """Returns a text as code in Markdown, whatever it holds."""
+    fence = "`" * (max((len(run) for run in re.findall("`+", text)), default=0) + 1)
+    return f"{fence} {''.join(c if c.isprintable() else '�' for c in text)} {fence}"
 
 
 def _picture(lengths: Mapping[str, int]) -> bytes:

@@ -16,6 +16,7 @@ GUIDES = (
     "your-own-text",
     "mix-and-compare",
     "data-preparation",
+    "cleaning",
     "cluster",
     "stability",
     "write-a-technique",

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow
 
 from core.contracts import DocumentSource, Reader, Reject
-from datamodules.preparation.arrow_columns import strings
 from datamodules.preparation.readers.source_files import Piece, SourceFiles
+from toolkit.arrow_columns import strings
 
 BATCH_BYTES, BATCH_DOCUMENTS = 1 << 20, 512
 

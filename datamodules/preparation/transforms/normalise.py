@@ -11,7 +11,7 @@ import pyarrow
 
 from core.contracts import Transform
 from core.technique import technique
-from datamodules.preparation.arrow_columns import flags, strings
+from toolkit.arrow_columns import flags, strings
 
 _LINE_ENDS = re.compile(r"\r\n?|[\v\f\x85\u2028\u2029]")
 _SPACES = re.compile(r"[\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
@@ -59,13 +59,13 @@ class Normalise(Transform):
         """Returns the options and the version of the Unicode tables, which determine the forms."""
         return vars(self) | {"unicode": unicodedata.unidata_version}
 
-    def apply(self, batch: pyarrow.RecordBatch, drop: Callable[[str, int], None]) -> pyarrow.RecordBatch:
+    def apply(self, batch: pyarrow.RecordBatch, drop: Callable[..., None]) -> pyarrow.RecordBatch:
         """Normalises each text; drops the empty ones."""
         texts = [self.normalised(text) for text in batch["text"].to_pylist()]
         column = strings(texts)
         batch = batch.set_column(batch.schema.get_field_index("text"), "text", column)
         if "" in texts:
-            drop("empty", texts.count(""))
+            drop("empty", [row for row, text in enumerate(texts) if not text])
             batch = batch.filter(flags([bool(text) for text in texts]))
         return batch
 

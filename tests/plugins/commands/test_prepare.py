@@ -3,6 +3,7 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from tests.support.corpus import (
     write_lines,
 )
 from tests.support.full_disk import small_disk
+from toolkit.document_filter import DocumentFilter
 
 
 @pytest.fixture(autouse=True)
@@ -275,6 +277,37 @@ def test_a_stage_may_look_at_all_documents_first(source, tmp_path, engine):
     assert Counter(text.split()[0] for text in kept) == dict.fromkeys(words, 1)
     [stage] = manifest_of(folder)["transforms"]
     assert stage["dropped"] == {"seen before": 120 - len(words)}
+
+
+class NoQuick(DocumentFilter):
+    """Drops a document that has a word."""
+
+    def __init__(self, word):
+        self.word = word
+
+    def reason(self, text):
+        return f"has {self.word}" if self.word in text.split() else None
+
+
+def test_examples_of_what_was_dropped_do_not_depend_on_the_tasks(source, tmp_path):
+    """Two filters of one class are told apart, and each example is a document that it dropped."""
+    word, other = texts(120)[3].split()[0], "``|<b>"
+    more = tmp_path / "more"
+    shutil.copytree(source, more)
+    (more / "last.jsonl").write_text(json.dumps({"text": f"{other} at the end"}) + "\n")
+    found = []
+    for engine in (None, LocalEngine(2)):
+        filters = [NoQuick(word), NoQuick(other)]
+        folder = prepare(more, tmp_path / f"out-{len(found)}", transforms=filters, engine=engine)
+        found.append(json.loads((folder / "report.json").read_text())["dropped_examples"])
+        text = (folder / "report.md").read_text()
+        assert f"## Dropped by 2. NoQuick: has {other}" in text
+        assert f"``` {other} at the end ```" in text
+    assert found[0] == found[1]
+    assert list(found[0]) == ["1. NoQuick", "2. NoQuick"]
+    shown = found[0]["1. NoQuick"][f"has {word}"]
+    assert 1 <= len(shown) <= 5
+    assert all(word in text.split() for _, _, text in shown)
 
 
 # Interruptions ------------------------------------------------------------------------------------------

@@ -64,6 +64,6 @@ def test_empty_documents_are_dropped_and_counted():
     texts = ["a ", "\x00", " \n", "b"]
     batch = pyarrow.record_batch({"text": texts, "source": ["s"] * 4, "id": list("1234")})
     dropped = Counter()
-    kept = Normalise().apply(batch, lambda reason, number: dropped.update({reason: number}))
+    kept = Normalise().apply(batch, lambda reason, rows: dropped.update({reason: len(rows)}))
     assert kept.to_pydict() == {"text": ["a", "b"], "source": ["s", "s"], "id": ["1", "4"]}
     assert dropped == {"empty": 2}
