@@ -37,9 +37,11 @@ def start(ranks: int, command: Callable[[list[str]], int], arguments: Sequence[s
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["plugins.commands.generate_shards", "plugins.commands.generate_job"])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    # Bound until the end, so that no other process gets the port before rank 0 listens on it, which SO_REUSEADDR permits.
+    keeping = socket.socket()
+    keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeping.bind(("127.0.0.1", 0))
+    port = keeping.getsockname()[1]
     processes, errors = [], []
     try:
         for rank in range(ranks):
@@ -55,6 +57,7 @@ def start(ranks: int, command: Callable[[list[str]], int], arguments: Sequence[s
         for process in processes:
             process.kill()
             process.join()
+        keeping.close()
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from lightning.pytorch import Callback
@@ -31,12 +32,27 @@ class SlowData(UnevenData):
         return loader
 
 
+IN = ("backward", "on_before_backward")
+"""Where each rank is then: rank 0 waits for the other's gradients."""
+
+
+def stacks_of(folder):
+    return [Path(folder, f"stacks.rank{rank}.txt") for rank in (0, 1)]
+
+
 class StandStill(Callback):
-    """Rank 1 sleeps in the middle of a step."""
+    """Rank 1 stands still in the middle of a step, until the stacks of both are written."""
 
     def on_before_backward(self, trainer, pl_module, loss):
         if trainer.global_rank == 1 and trainer.global_step == 2:
-            time.sleep(6)
+            end = time.monotonic() + 100
+            while (
+                not all(map(self.written, stacks_of(trainer.default_root_dir), IN)) and time.monotonic() < end
+            ):
+                time.sleep(0.1)
+
+    def written(self, path, function):
+        return path.exists() and f"in {function}" in path.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
@@ -69,10 +85,10 @@ def test_a_run_that_stands_still_leaves_the_stacks_of_all_ranks(tmp_path):
     words += ["--trainer.callbacks+=tests.callbacks.test_heartbeat.StandStill", "--trainer.max_steps=4"]
     done = forked(2, tmp_path, *words)
     assert done.code == 0, done.error_text
-    stacks = [(tmp_path / "run" / f"stacks.rank{rank}.txt").read_text(encoding="utf-8") for rank in (0, 1)]
-    assert "Timeout (0:00:02)!" in stacks[0]
-    assert "in backward" in stacks[0]  # it waits for the other's gradients
-    assert "in on_before_backward" in stacks[1]
+    stacks = [path.read_text(encoding="utf-8") for path in stacks_of(tmp_path / "run")]
+    for text, function in zip(stacks, IN, strict=True):
+        assert "Timeout (0:00:02)!" in text
+        assert f"in {function}" in text
     assert "test_heartbeat.py" in stacks[1]
 
 

@@ -23,8 +23,8 @@ def ended(how, name=None):
         {"class_path": "PeriodicCheckpoint", "init_args": arguments},
         {"class_path": "tests.support.endings.Ends", "init_args": {"step": 3, "how": how}},
     ]
-    trainer = {"strategy": "FSDP", "plugins": ["ShardedCheckpoint"], "callbacks": callbacks}
-    done = fit({"trainer": trainer}, 2, name=name)
+    trainer = {"strategy": "FSDP", "plugins": ["ShardedCheckpoint"], "callbacks": callbacks, "max_steps": 6}
+    done = fit({"trainer": trainer}, 2, name=name)  # the other checkpoint is written before it ends
     folder = workshop() / name / "periodic"
     return done, folder
 

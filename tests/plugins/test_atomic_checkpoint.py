@@ -58,7 +58,7 @@ def test_a_checkpoint_waits_in_memory_until_there_is_room(before, tmp_path, caps
     io, path = AtomicCheckpoint(), tmp_path / "step-2.ckpt"
     if before:
         io.save_checkpoint(SMALL, tmp_path / "step-1.ckpt")
-    with full_disk.file_size_limit(LIMIT), full_disk.room_after(1.5):
+    with full_disk.file_size_limit(LIMIT), full_disk.room_once_it_waits():
         io.save_checkpoint(LARGE, path)
     assert defect(path) is None
     assert len(list(tmp_path.iterdir())) == 1 + before

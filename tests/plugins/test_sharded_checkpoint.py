@@ -21,7 +21,7 @@ from plugins.checkpoints.consolidate import consolidate
 from plugins.checkpoints.finding import newest, resolve
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from tests.conftest import Malicious
-from tests.support.full_disk import room_after, signalled
+from tests.support.full_disk import room_once_it_waits, signalled
 from tests.support.same_run import same_bits
 
 LIMIT = 1_000_000
@@ -262,7 +262,7 @@ def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(asynchr
 def test_a_checkpoint_waits_in_memory_until_there_is_room(asynchronous, tmp_path, capsys):
     io = ShardedCheckpoint(asynchronous)
     large = {"state_dict": {"w": torch.zeros(LIMIT)}, "pytorch-lightning_version": "2.6.6"}
-    with file_size_limit(), room_after(1.5):
+    with file_size_limit(), room_once_it_waits():
         io.save_checkpoint(large, tmp_path / "step-2.ckpt")
         io.teardown()
     assert newest(tmp_path).name == "step-2.ckpt"

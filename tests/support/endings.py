@@ -6,9 +6,13 @@ import os
 import resource
 import signal
 import threading
+import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+
+from tests.support.full_disk import is_waited_for
 
 
 class Ends(Callback):
@@ -16,8 +20,8 @@ class Ends(Callback):
 
     Args:
         step: Optimizer steps that are done by then.
-        how: An exception on each rank, SIGTERM to rank 1, or no room for files above 4 kB on rank 1, for 4 seconds or
-            for good.
+        how: An exception on each rank, SIGTERM to rank 1, or no room for files above 4 kB on rank 1, until it
+            waits for that, or for good: it gets Ctrl-C in the wait.
     """
 
     def __init__(self, step: int, how: Literal["exception", "sigterm", "full", "full for good"]) -> None:
@@ -34,9 +38,18 @@ class Ends(Callback):
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
             if self.how == "full":
-                threading.Timer(4.0, resource.setrlimit, (resource.RLIMIT_FSIZE, (hard, hard))).start()
+                _once_it_waits(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)))
             else:
                 signal.signal(
                     signal.SIGINT, signal.default_int_handler
                 )  # background jobs of a shell ignore it
-                threading.Timer(4.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+                _once_it_waits(lambda: os.kill(os.getpid(), signal.SIGINT))
+
+
+def _once_it_waits(act: Callable[[], None]) -> None:
+    def watch() -> None:
+        while not is_waited_for():
+            time.sleep(0.02)
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()

@@ -6,12 +6,27 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+
+from plugins.checkpoints.patience import Patience
+
+
+def is_waited_for() -> bool:
+    """Returns whether a thread of this process waits for room."""
+    frames = list(sys._current_frames().values())
+    while frames:
+        frame = frames.pop()
+        if frame.f_code is Patience.wait.__code__:
+            return True
+        if frame.f_back is not None:
+            frames.append(frame.f_back)
+    return False
 
 
 @contextmanager
@@ -26,28 +41,37 @@ def file_size_limit(most: int) -> Iterator[None]:
 
 
 @contextmanager
-def room_after(seconds: float) -> Iterator[None]:
-    """Takes the limit away while the body runs."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    timer = threading.Timer(seconds, resource.setrlimit, (resource.RLIMIT_FSIZE, (hard, hard)))
-    timer.start()
+def room_once_it_waits() -> Iterator[None]:
+    """Takes the limit away as soon as the body waits for that."""
+    over, hard = threading.Event(), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+
+    def make_room() -> None:
+        while not over.wait(0.01):
+            if is_waited_for():
+                resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+                return
+
+    thread = threading.Thread(target=make_room)
+    thread.start()
     try:
         yield
     finally:
-        timer.join()
+        over.set()
+        thread.join()
 
 
 @contextmanager
-def signalled(number: int = signal.SIGTERM, every: float = 0.3) -> Iterator[None]:
-    """Sends this process a signal again and again while the body runs; SIGTERM has no effect of its own."""
+def signalled(number: int = signal.SIGTERM) -> Iterator[None]:
+    """Sends this process a signal again and again while the body waits for room; SIGTERM has no effect of its own."""
     over = threading.Event()
     before = signal.getsignal(number)
     if number == signal.SIGTERM:
         signal.signal(number, lambda *_: None)
 
     def send() -> None:
-        while not over.wait(every):
-            os.kill(os.getpid(), number)
+        while not over.wait(0.1):
+            if is_waited_for():
+                os.kill(os.getpid(), number)
 
     thread = threading.Thread(target=send)
     thread.start()

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import boto3
 
+from conformance.runs import free_port
+
 KEYS = {"aws_access_key_id": "anybody", "aws_secret_access_key": "secret", "region_name": "us-east-1"}
 
 
@@ -17,20 +19,21 @@ class Storage:
     bucket = "corpora"
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.options = {"endpoint_url": self.url, **KEYS}
         self.log = folder / "requests.log"
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        for _ in range(600):
+        end = time.monotonic() + 300
+        while True:
             try:
                 socket.create_connection(("127.0.0.1", port), 1).close()
                 break
             except OSError:
+                assert self.process.poll() is None, self.log.read_text()
+                assert time.monotonic() < end, "the server does not begin"
                 time.sleep(0.1)
         self.client = boto3.client("s3", **self.options)
         self.client.create_bucket(Bucket=self.bucket)

@@ -20,7 +20,7 @@ from plugins.cli.configuration.request import differences, prepare
 from plugins.cli.runs import run_folder
 from tests.conftest import HOUSE, TINY, run_core
 from tests.support.cli_runs import RUN, checkpoint, state
-from tests.support.full_disk import file_size_limit, room_after, signalled
+from tests.support.full_disk import file_size_limit, room_once_it_waits, signalled
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_a_folder_that_looks_like_a_number_is_a_folder(core, write_yaml):
 def test_a_full_disk_at_the_last_checkpoint_loses_no_run(core, tmp_path):
     """It is the first one, too."""
     words = ["fit", "--config", "tiny", "--callbacks.PeriodicCheckpoint.every_n_steps=100"]
-    with file_size_limit(30_000), room_after(3.0):  # config.yaml is smaller, a checkpoint larger
+    with file_size_limit(30_000), room_once_it_waits():  # config.yaml is smaller, a checkpoint larger
         done = core(*words)
     assert done.code == 0
     assert "step-00000006.ckpt could not be written: File too large" in done.err.splitlines()[0]
@@ -226,7 +226,7 @@ def test_a_full_disk_at_the_last_checkpoint_loses_no_run(core, tmp_path):
 
 
 def test_a_run_that_is_ended_on_a_full_disk_says_what_to_do_and_leaves_no_debris(core):
-    with file_size_limit(30_000), signalled(every=2.0):
+    with file_size_limit(30_000), signalled():
         done = core("fit", "--config", "tiny")
     assert done.code == 2
     assert "start the run again as you did" in done.err

@@ -38,8 +38,10 @@ def test_a_living_process_keeps_its_folder(tmp_path, sleeper):
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["over", "a zombie"])
 def test_the_claim_of_a_dead_process_is_taken_over(reaped, tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", "pass"])
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     holder = Holder(None, myself().host, process.pid, claims.start_of(process.pid), myself().space)
+    process.stdin.write(b"\n")
+    process.stdin.close()
     deadline = time.monotonic() + 240
     while claims.start_of(process.pid) != "-" and time.monotonic() < deadline:
         time.sleep(0.01)
