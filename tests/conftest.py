@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from conformance import runs
@@ -35,7 +35,10 @@ os.environ["LEYDEN_TRUST"] = (
 )
 
 # The same examples in every run: what fails here fails for everybody. `--hypothesis-profile default` looks further.
-settings.register_profile("repeatable", derandomize=True, database=None)
+# No limit of time either: that of an example, or of drawing it, depends on what else the machine does.
+settings.register_profile(
+    "repeatable", derandomize=True, database=None, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("repeatable")
 
 # A checkpoint waits for the disk ten times, and there are thousands of them: in memory it does not wait.
@@ -46,6 +49,10 @@ if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 * 2**30:
 # What our strategies import, above all DeepSpeed, a second in each rank; and what logs and draws.
 runs.PRELOADED += ["torch._inductor.compile_fx", "torch.distributed.pipelining"]
 runs.PRELOADED += ["torch.utils.tensorboard", "matplotlib.backends.backend_agg", "matplotlib.figure"]
+if not os.path.exists(
+    "/dev/nvidiactl"
+):  # it asks CUDA for devices, which a forked process could not do again
+    runs.PRELOADED += ["deepspeed"]
 # What tiny runs name themselves: a tenth of their time.
 runs.PRELOADED += [
     "torch.distributed.algorithms.join",

@@ -136,22 +136,22 @@ def text(tmp_path_factory):
 @pytest.mark.ci
 def test_a_poisoned_run_diverges_without_it_and_with_it_ends_as_the_clean_one(text, tmp_path):
     folder, by_frequencies = text
-    poisoned = {"first": 150 * 512, "last": 160 * 512, "rate": 100.0, "garbage": True}
-    guard = SpikeRollback(window=64, rewind_steps=20, skip_batches=60, snapshot_every_n_steps=10)
+    poisoned = {"first": 100 * 512, "last": 106 * 512, "rate": 100.0, "garbage": True}
+    guard = SpikeRollback(window=32, rewind_steps=10, skip_batches=30, snapshot_every_n_steps=5)
 
     def validation_loss(*callbacks):
         torch.manual_seed(0)
         network = {"position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}
         trained = module(
-            lambda: GPT(256, max_sequence_length=64, n_layer=2, n_head=2, n_embd=64, **network),
-            optimizer=lambda groups: AdamW(groups, lr=3e-3),
+            lambda: GPT(256, max_sequence_length=64, n_layer=1, n_head=2, n_embd=32, **network),
+            optimizer=lambda groups: AdamW(groups, lr=6e-3),
             lr_scheduler=lambda o: WarmupCosine(o, warmup_steps=20),
         )
         data = StoredTokens(str(folder), 64, 8, shuffle=True)
         data.vocab_size, data.train_tokens = 256, 440_000
-        # in float64: 300 steps are the same on every processor
+        # in float64: 200 steps are the same on every processor
         options = {
-            "max_steps": 300,
+            "max_steps": 200,
             "log_every_n_steps": 5,
             "use_distributed_sampler": False,
             "precision": "64-true",
@@ -161,12 +161,12 @@ def test_a_poisoned_run_diverges_without_it_and_with_it_ends_as_the_clean_one(te
         return figures["val/loss"]
 
     clean = validation_loss()
-    assert clean < 0.7 * by_frequencies
+    assert clean < 0.8 * by_frequencies
     assert validation_loss(Poison(**poisoned)) > by_frequencies  # all is lost that was learnt
     assert validation_loss(Poison(**poisoned), guard) == pytest.approx(clean, rel=0.01)
     [rollback] = guard.rollbacks
-    assert rollback["step"] == 151
-    assert rollback["rewound_to_step"] == 130
+    assert rollback["step"] == 101
+    assert rollback["rewound_to_step"] == 90
 
 
 # -- what a rollback does -------------------------------------------------------------------------

@@ -23,12 +23,9 @@ LAUNCHES = {
 }  # fmt: skip
 """How users start two ranks; with strategies of ours too, which here import what they need by themselves."""
 
-HOW_OFTEN = {
-    "torchrun": [pytest.mark.ci],
-    "lightning": [pytest.mark.ci],
-    "FSDP": [pytest.mark.ci],
-    "pipeline": [pytest.mark.slow],
-}
+HOW_OFTEN = {name: pytest.mark.ci if name == "FSDP" else pytest.mark.slow for name in LAUNCHES}
+"""CI has Lightning's launcher with a strategy of ours. torchrun starts the job of test_elastic.py, whose forked run
+without a launcher it repeats bit by bit; that two ranks of DDP are one process is below, started as Slurm does."""
 
 
 def launched(command, folder):
@@ -56,7 +53,7 @@ def one(tmp_path_factory):
     return results(folder)
 
 
-@pytest.mark.parametrize("launch", [pytest.param(name, marks=HOW_OFTEN.get(name, [])) for name in LAUNCHES])
+@pytest.mark.parametrize("launch", [pytest.param(name, marks=HOW_OFTEN[name]) for name in LAUNCHES])
 def test_two_ranks_with_uneven_labels_are_one_process(one, launch, tmp_path):
     assert_same_run(launched(LAUNCHES[launch], tmp_path), one)
 

@@ -11,6 +11,8 @@ from plugins.cli.configuration.config_files import merge
 from tests.support import exchanging
 from tests.support.same_run import (
     CONFIG,
+    SAVED,
+    STEPS,
     TOLERANCE,
     differences,
     fit,
@@ -22,14 +24,14 @@ from tests.support.same_run import (
 NETWORK = {
     "class_path": "Mixtral",
     "init_args": {
-        "vocab_size": 64, "n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "intermediate_size": 24, "n_experts": 4,
+        "vocab_size": 64, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "intermediate_size": 24, "n_experts": 4,
         "experts_per_token": 2, "max_sequence_length": 16, "tie_embeddings": True, "init_std": {"*.router": 0.5},
     },
 }  # fmt: skip
 DOTS = {
     "class_path": "Dots1",
     "init_args": {
-        "vocab_size": 64, "n_layer": 4, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "intermediate_size": 24, "n_experts": 8,
+        "vocab_size": 64, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "intermediate_size": 24, "n_experts": 8,
         "experts_per_token": 2, "expert_size": 12, "dense_layers": 1, "max_sequence_length": 16,
         "init_std": {"*.router": 0.5},
     },
@@ -105,7 +107,7 @@ def test_shared_experts_and_biases_are_the_same_on_several_ranks():
     expected = one_process(mixture(network=DOTS, callbacks=balancing))
     found = fit(mixture({"expert": 2}, network=DOTS, callbacks=balancing), 2)
     assert_same(found, expected)
-    name = "network.layers.2.mlp.router.e_score_correction_bias"
+    name = "network.layers.1.mlp.router.e_score_correction_bias"
     biases = [one.checkpoint()["state_dict"][name] for one in (found, expected)]
     assert torch.equal(*biases)
     assert biases[0].abs().max() > 0
@@ -146,7 +148,7 @@ ADAM = {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}
 
 def resumed(source, overlay, ranks, name):
     """Returns the run that goes on from the checkpoint of another one in the middle."""
-    path = source.folder / "checkpoints" / "step-4.ckpt"
+    path = source.folder / "checkpoints" / f"step-{SAVED}.ckpt"
     done = fit(overlay, ranks, f"--ckpt_path={path}", name=name)
     assert done.code == 0, done.error_text
     return done
@@ -174,7 +176,7 @@ def test_resumed_it_is_bitwise_the_same(plugin):
     if plugin == "ShardedCheckpoint":  # in another layout, too
         overlay["trainer"]["strategy"]["init_args"] = {"expert": 2, "data_shard": 1}
         fewer = resumed(whole, overlay, 2, "experts-on-fewer")
-        figures = [one.record["figures"]["6"]["train/loss"] for one in (fewer, whole)]
+        figures = [one.record["figures"][str(STEPS)]["train/loss"] for one in (fewer, whole)]
         assert figures[0] == pytest.approx(figures[1], rel=1e-4)  # Adam makes 1e-7 larger
 
 

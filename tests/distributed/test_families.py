@@ -32,8 +32,8 @@ STRATEGIES = {
 WHOLE_BATCH = ("tensor", "sequence", "pipeline")
 """Both ranks read the same rows."""
 
-STEPS = 4
-"""Each is an update by gradients of all ranks. More steps repeat that."""
+STEPS = 2
+"""An update by gradients of all ranks, and losses and gradients behind it. More steps repeat that."""
 
 TOLERANCE = 1e-5
 """Of losses and gradient norms over these steps."""

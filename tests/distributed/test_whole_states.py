@@ -5,7 +5,7 @@ import torch
 
 from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.checkpoints.shared_memory import separate
-from tests.support.same_run import STEPS, TOLERANCE, fit, one_process, same_bits, weights_apart
+from tests.support.same_run import SAVED, STEPS, TOLERANCE, fit, one_process, same_bits, weights_apart
 
 # eps far above the noise of sums in another order, which would decide on the sign of Adam's updates
 ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.1, "eps": 0.1}}}}
@@ -38,9 +38,9 @@ def case(name, strategy, ranks, *marks):
 def test_one_process_goes_on_from_it_as_if_it_had_been_alone(strategy, ranks):
     source = fit({"trainer": {"strategy": strategy}} | ADAM, ranks)
     assert source.code == 0, source.error_text
-    path = source.folder / "checkpoints" / "step-4.ckpt"
+    path = source.folder / "checkpoints" / f"step-{SAVED}.ckpt"
     [state] = read_checkpoint(path)["optimizer_states"]
-    assert {float(values["step"]) for values in state["state"].values()} == {4.0}
+    assert {float(values["step"]) for values in state["state"].values()} == {float(SAVED)}
     assert separate(state) == 0
     found = fit(ALONE | ADAM, 1, f"--ckpt_path={path}", name=f"{source.folder.name} alone")
     assert found.code == 0, found.error_text
@@ -54,12 +54,12 @@ def test_one_process_goes_on_from_it_as_if_it_had_been_alone(strategy, ranks):
 def test_a_checkpoint_whose_parameters_share_a_count_of_steps_is_gone_on_from(tmp_path):
     """As DeepSpeedZero wrote them once."""
     expected = one_process(ADAM)
-    checkpoint = read_checkpoint(expected.folder / "checkpoints" / "step-4.ckpt")
+    checkpoint = read_checkpoint(expected.folder / "checkpoints" / f"step-{SAVED}.ckpt")
     [state] = checkpoint["optimizer_states"]
     for values in state["state"].values():
         values["step"] = state["state"][0]["step"]
-    torch.save(checkpoint, tmp_path / "step-4.ckpt")
-    found = fit(ADAM, 1, f"--ckpt_path={tmp_path / 'step-4.ckpt'}", name="shared step")
+    torch.save(checkpoint, tmp_path / "shared.ckpt")
+    found = fit(ADAM, 1, f"--ckpt_path={tmp_path / 'shared.ckpt'}", name="shared step")
     assert found.code == 0, found.error_text
     assert weights_apart(found, expected) == 0
 
@@ -81,13 +81,13 @@ def test_what_an_optimizer_keeps_in_its_groups_goes_on(optimizer, strategy, plug
     }
     whole = fit(overlay, ranks)
     assert whole.code == 0, whole.error_text
-    path = whole.folder / "checkpoints" / "step-4.ckpt"
+    path = whole.folder / "checkpoints" / f"step-{SAVED}.ckpt"
     resumed = fit(overlay, ranks, f"--ckpt_path={path}", name=f"{whole.folder.name} resumed")
     assert resumed.code == 0, resumed.error_text
     found, expected = resumed.checkpoint(), whole.checkpoint()
     assert {group.get("k", group.get("step")) for group in found["optimizer_states"][0]["param_groups"]} <= {
-        6,
-        7,
+        STEPS,
+        STEPS + 1,
     }
     for part in ("state_dict", "optimizer_states"):
         assert same_bits(found[part], expected[part])

@@ -19,7 +19,7 @@ from plugins.objectives.balanced_routing import BalancedRouting, routing_sums
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.multi_token_prediction import MultiTokenPrediction
 from tests.support.reference_models import lively
-from tests.support.same_run import TOLERANCE, differences, fit, one_process
+from tests.support.same_run import SAVED, TOLERANCE, differences, fit, one_process
 from tests.support.small_networks import DENSE, LATENT, LENGTHS, packed
 from toolkit.routing import all_routers, recorded
 from toolkit.selection import Run, Selected
@@ -216,7 +216,7 @@ def test_modules_train_on_ranks_as_in_one_process_and_are_in_the_checkpoint(stra
     apart = differences(found, expected)
     assert max(apart.values()) < TOLERANCE, apart
     output = expected.folder / f"exported-{strategy['class_path']}"
-    path = expected.folder / "checkpoints" / "step-4.ckpt"
+    path = expected.folder / "checkpoints" / f"step-{SAVED}.ckpt"
     done = run(["export", f"--ckpt_path={path}", f"--output={output}"], expected.folder)
     assert done.code == 0, done.error_text
     exported = load_file(output / "model.safetensors")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
+
+from plugins.cli.configuration.config_files import merge
+from tests.support.same_run import FOUR_BLOCKS
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ LLAMA = {
         }
     }
 }
+DEEP_LLAMA = merge(deepcopy(LLAMA), FOUR_BLOCKS)
 POST_NORM = {"model": {"network": {"init_args": {"norm_position": "post"}}}}
 DOCUMENTS = {"data": {"init_args": {"documents": True}}}
 ULYSSES = {"context": 2, "context_method": "ulysses"}
@@ -151,10 +156,16 @@ COMBINATIONS = [
     Combination("HybridParallel", "tensor 4", 4, {"tensor": 4}),
     Combination("HybridParallel", "pipeline 2, 1F1B", 2, {"pipeline": 2}),
     Combination("HybridParallel", "pipeline 2, GPipe, 4 micro-batches", 2, pipeline("GPipe", 4)),
-    Combination("HybridParallel", "pipeline 2, Interleaved1F1B", 2, pipeline("Interleaved1F1B"), LLAMA),
-    Combination("HybridParallel", "pipeline 2, InterleavedZeroBubble", 2, pipeline("InterleavedZeroBubble")),
-    Combination("HybridParallel", "pipeline 2, ZBVZeroBubble", 2, pipeline("ZBVZeroBubble")),
-    Combination("HybridParallel", "pipeline 2, DualPipeV", 2, pipeline("DualPipeV")),
+    Combination("HybridParallel", "pipeline 2, Interleaved1F1B", 2, pipeline("Interleaved1F1B"), DEEP_LLAMA),
+    Combination(
+        "HybridParallel",
+        "pipeline 2, InterleavedZeroBubble",
+        2,
+        pipeline("InterleavedZeroBubble"),
+        FOUR_BLOCKS,
+    ),
+    Combination("HybridParallel", "pipeline 2, ZBVZeroBubble", 2, pipeline("ZBVZeroBubble"), FOUR_BLOCKS),
+    Combination("HybridParallel", "pipeline 2, DualPipeV", 2, pipeline("DualPipeV"), FOUR_BLOCKS),
     Combination("HybridParallel", "data_shard 2, pipeline 2, 1F1B", 4, {"pipeline": 2}),
     Combination("HybridParallel", "data_shard 2, pipeline 2, GPipe", 4, pipeline("GPipe"), LLAMA),
     Combination(
@@ -162,12 +173,14 @@ COMBINATIONS = [
         "data_shard 2, pipeline 2, Interleaved1F1B",
         4,
         pipeline("Interleaved1F1B"),
+        FOUR_BLOCKS,
     ),
     Combination(
         "HybridParallel",
         "data_replicate 2, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", data_replicate=2),
+        FOUR_BLOCKS,
     ),
     Combination("HybridParallel", "tensor 2, pipeline 2, 1F1B", 4, pipeline("1F1B", tensor=2)),
     Combination(
@@ -175,18 +188,21 @@ COMBINATIONS = [
         "tensor 2, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", tensor=2),
+        FOUR_BLOCKS,
     ),
     Combination(
         "HybridParallel",
         "tensor 2, pipeline 2, DualPipeV, full head",
         4,
         pipeline("DualPipeV", tensor=2, loss_parallel=False),
+        FOUR_BLOCKS,
     ),
     Combination(
         "HybridParallel",
         "tensor 2, sequence 2, pipeline 2, ZBVZeroBubble, full head",
         4,
         pipeline("ZBVZeroBubble", tensor=2, sequence=2, loss_parallel=False),
+        FOUR_BLOCKS,
     ),
     Combination(
         "HybridParallel",
@@ -199,11 +215,12 @@ COMBINATIONS = [
         "tensor 2, sequence 2, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", tensor=2, sequence=2),
+        FOUR_BLOCKS,
     ),
     Combination(
         "HybridParallel", "data_shard 2, tensor 2, pipeline 2, 1F1B", 8, {"tensor": 2, "pipeline": 2}
     ),
-    Combination("HybridParallel", "pipeline 4, 1F1B", 4, {"pipeline": 4}),
+    Combination("HybridParallel", "pipeline 4, 1F1B", 4, {"pipeline": 4}, FOUR_BLOCKS),
     Combination("HybridParallel", "context 2, ring", 2, {"context": 2}),
     Combination("HybridParallel", "context 2, ring, documents", 2, {"context": 2}, LLAMA | DOCUMENTS),
     Combination("HybridParallel", "context 2, ulysses, documents", 2, ULYSSES, LLAMA | DOCUMENTS),
@@ -217,6 +234,6 @@ COMBINATIONS = [
         "context 2, ring, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", context=2),
-        LLAMA,
+        DEEP_LLAMA,
     ),
 ]

@@ -18,18 +18,20 @@ from conformance.runs import Run, run
 from conformance.workshop import workshop, write_config
 from plugins.cli.configuration.config_files import merge
 
-STEPS, CLIP = 6, 0.25
+STEPS, SAVED, CLIP = 4, 2, 0.25
+"""Optimizer steps; behind which a checkpoint is written; the limit of the gradient norm. More steps repeat these."""
+
 TOLERANCE = 1e-5
-"""Relative, in float32: sums of a few hundred terms in another order (6e-8 each), which 6 steps let grow."""
+"""Relative, in float32: sums of a few hundred terms in another order (6e-8 each), which the steps let grow."""
 
 CONFIG: dict[str, Any] = {
     "trainer": {
         "accelerator": "cpu",
         "max_steps": STEPS,
         "log_every_n_steps": 1,
-        "val_check_interval": 3,
+        "val_check_interval": 2,
         "check_val_every_n_epoch": None,
-        "limit_val_batches": 4,
+        "limit_val_batches": 2,
         "num_sanity_val_steps": 0,
         "accumulate_grad_batches": 2,
         "gradient_clip_val": CLIP,
@@ -44,7 +46,7 @@ CONFIG: dict[str, Any] = {
             "class_path": "GPT",
             "init_args": {
                 "vocab_size": 64,
-                "n_layer": 4,
+                "n_layer": 2,
                 "n_head": 4,
                 "n_embd": 16,
                 "max_sequence_length": 16,
@@ -57,9 +59,17 @@ CONFIG: dict[str, Any] = {
     "data": {"class_path": "tests.support.uneven.UnevenData"},
 }
 
+FOUR_BLOCKS: dict[str, Any] = {"model": {"network": {"init_args": {"n_layer": 4}}}}
+"""For schedules with two stages on each of two ranks, and for four ranks."""
+
 
 def fit(
-    overlay: Mapping[str, Any], ranks: int, *words: str, kill_at: int | None = None, name: str = ""
+    overlay: Mapping[str, Any],
+    ranks: int,
+    *words: str,
+    kill_at: int | None = None,
+    name: str = "",
+    save_at: int = SAVED,
 ) -> Run:
     """Trains; the label of the folder follows from the configuration unless there is a name."""
     values = merge(deepcopy(CONFIG), deepcopy(dict(overlay)))
@@ -69,7 +79,10 @@ def fit(
     callbacks = [
         {"class_path": "conformance.recorder.Recorder", "init_args": recorder},
         *values["trainer"].pop("callbacks", []),
-        {"class_path": "conformance.recorder.Saver", "init_args": {"folder": str(folder), "save_at": 4}},
+        {
+            "class_path": "conformance.recorder.Saver",
+            "init_args": {"folder": str(folder), "save_at": save_at},
+        },
     ]
     merge(values, {"trainer": {"devices": ranks, "default_root_dir": str(folder), "callbacks": callbacks}})
     return run(["fit", f"--config={write_config(label, values)}", *words], folder, ranks=ranks)

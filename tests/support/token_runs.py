@@ -36,7 +36,8 @@ def overlay(*parts: dict[str, Any]) -> dict[str, Any]:
         "vocab_size": 64,
     }
     values: dict[str, Any] = {
-        "data": {"class_path": "tests.support.tokens.StoredTokens", "init_args": init_args}
+        "trainer": {"max_steps": 6, "val_check_interval": 3, "limit_val_batches": 4},
+        "data": {"class_path": "tests.support.tokens.StoredTokens", "init_args": init_args},
     }
     for part in parts:
         values = {**values, "data": {}} if "class_path" in part.get("data", {}) else values
@@ -48,7 +49,7 @@ def fit(
     *parts: dict[str, Any], ranks: int = 1, words: tuple[str, ...] = (), code: int = 0, **how: Any
 ) -> Run:
     """Trains; see :func:`tests.support.same_run.fit`."""
-    done = same_run.fit(overlay(*parts), ranks, *words, **how)
+    done = same_run.fit(overlay(*parts), ranks, *words, save_at=4, **how)
     assert done.code == code, done.error_text
     return done
 

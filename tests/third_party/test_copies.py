@@ -11,7 +11,7 @@ from conformance.runs import run
 from conformance.workshop import workshop, write_config
 from core import catalog
 from tests.support.installing import copied, install
-from tests.support.same_run import TOLERANCE, differences, one_process, same_bits, weights_apart
+from tests.support.same_run import SAVED, TOLERANCE, differences, one_process, same_bits, weights_apart
 from tests.support.same_run import fit as fit_same
 
 HERE = Path(__file__).resolve().parent
@@ -121,7 +121,7 @@ def test_the_copy_of_fsdp_saves_and_resumes_parts_bitwise():
     }
     found = fit_same(copy, 2, name="acme-parts")
     assert found.code == 0, found.error_text
-    path = found.folder / "checkpoints" / "step-4.ckpt"
+    path = found.folder / "checkpoints" / f"step-{SAVED}.ckpt"
     assert len(list(path.glob("__*.distcp"))) == 2
     again = fit_same(copy, 2, f"--ckpt_path={path}", name="acme-parts-resumed")
     assert_same_end(again, found)
@@ -133,7 +133,7 @@ def test_the_copy_of_fsdp_saves_and_resumes_parts_bitwise():
 def test_checkpoints_of_the_copy_of_fsdp_are_those_of_one_process():
     copy = {"trainer": {"strategy": {"class_path": "AcmeFSDP", "init_args": {"stage": 3}}}}
     found = fit_same(copy, 2)
-    path = f"--ckpt_path={found.folder / 'checkpoints' / 'step-4.ckpt'}"
+    path = f"--ckpt_path={found.folder / 'checkpoints' / f'step-{SAVED}.ckpt'}"
     again = fit_same(copy, 2, path, name="acme-resumed")
     assert again.code == 0, again.error_text
     assert same_bits(again.checkpoint()["state_dict"], found.checkpoint()["state_dict"])

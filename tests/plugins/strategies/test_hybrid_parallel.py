@@ -9,7 +9,16 @@ from conformance.runs import run
 from conformance.workshop import workshop, write_config
 from core.__main__ import main
 from plugins.cli.configuration.config_files import merge
-from tests.support.same_run import CONFIG, TOLERANCE, fit, one_process, same_bits, weights_apart
+from tests.support.same_run import (
+    CONFIG,
+    FOUR_BLOCKS,
+    SAVED,
+    TOLERANCE,
+    fit,
+    one_process,
+    same_bits,
+    weights_apart,
+)
 
 ROWS = {
     "data": {"class_path": "tests.support.toy.ToyData", "init_args": {"sequence_length": 64, "batch_size": 8}}
@@ -36,8 +45,8 @@ REFUSED = [
     (2, {"tensor": 2, "sequence": 3}, {}, "sequence is 3; it is 1, or 2 as tensor"),
     (3, {"tensor": 3}, {}, "tensor is 3, which does not divide the 4 attention heads of GPT"),
     (3, {"tensor": 3}, {}, "does not divide the vocabulary of 64: set --model.network.vocab_size=66"),
-    (8, {"pipeline": 8}, {}, "pipeline is 8, which makes 8 stages of 1F1B for 4 blocks"),
-    (4, {"pipeline": 4, "schedule": "ZBVZeroBubble"}, {}, "makes 8 stages of ZBVZeroBubble for 4 blocks"),
+    (8, {"pipeline": 8}, {}, "pipeline is 8, which makes 8 stages of 1F1B for 2 blocks"),
+    (4, {"pipeline": 4, "schedule": "ZBVZeroBubble"}, {}, "makes 8 stages of ZBVZeroBubble for 2 blocks"),
     (2, {"pipeline": 2, "microbatches": 1}, {}, "microbatches is 1; 1F1B takes at least one for each of 2"),
     (2, {"pipeline": 2, "microbatches": 3}, TOY, "microbatches is 3, which does not divide data.batch_size 4"),
     (
@@ -132,13 +141,13 @@ def test_an_unknown_schedule_is_told_with_the_known_ones():
     assert "1F1B" in done.error_text
 
 
-PIPELINE = hybrid(pipeline=2, schedule="Interleaved1F1B")
-ALONE = {"trainer": {"strategy": "auto"}}  # what is not written is taken from the checkpoint
+PIPELINE = hybrid(pipeline=2, schedule="Interleaved1F1B") | FOUR_BLOCKS
+ALONE = {"trainer": {"strategy": "auto"}} | FOUR_BLOCKS  # what is not written is taken from the checkpoint
 
 
 def resumed(source, overlay, ranks, name):
     """Returns the run that goes on from the checkpoint of another one in the middle."""
-    path = source.folder / "checkpoints" / "step-4.ckpt"
+    path = source.folder / "checkpoints" / f"step-{SAVED}.ckpt"
     done = fit(overlay, ranks, f"--ckpt_path={path}", name=name)
     assert done.code == 0, done.error_text
     return done
@@ -146,7 +155,7 @@ def resumed(source, overlay, ranks, name):
 
 @pytest.mark.ci
 def test_one_process_goes_on_from_a_pipeline_and_the_other_way_round():
-    expected, staged = one_process({}), fit(PIPELINE, 2)
+    expected, staged = one_process(FOUR_BLOCKS), fit(PIPELINE, 2)
     assert weights_apart(resumed(staged, ALONE, 1, "pipeline-to-one"), expected) < TOLERANCE
     assert weights_apart(resumed(expected, PIPELINE, 2, "one-to-pipeline"), expected) < TOLERANCE
     states = staged.checkpoint()["optimizer_states"][0], expected.checkpoint()["optimizer_states"][0]
@@ -180,7 +189,7 @@ def test_resumed_it_is_bitwise_the_same(sizes):
 def test_a_v_shape_is_refused_where_torch_greets_a_ranks_own_stages(schedule, code, monkeypatch, capsys):
     monkeypatch.setattr(PipelineStage, "_get_init_p2p_neighbors_ops", None, raising=False)
     monkeypatch.delattr(PipelineStage, "_warmup_forward_vote", raising=False)
-    values = merge(deepcopy(CONFIG), hybrid(pipeline=2, schedule=schedule))
+    values = merge(merge(deepcopy(CONFIG), hybrid(pipeline=2, schedule=schedule)), FOUR_BLOCKS)
     merge(values, {"trainer": {"devices": 2}})
     assert main(["check", f"--config={write_config('v-shape', values)}"]) == code
     assert ("which gloo cannot send: take InterleavedZeroBubble" in capsys.readouterr().err) == (code == 2)
