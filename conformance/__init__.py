@@ -33,8 +33,8 @@ The cases of a technique take the place of its example. In a test of your own:
     def test_each_promise(proof):
         proof(Case("SpikeGuard", {"window": 3}))
 
-Runs are real: `python -m core fit` in processes of their own, one killed by SIGKILL, two joined by gloo, one with
-twice the micro-batches. They take about half a second each, because they are forked from one process that has imported
+Runs are real: `python -m core fit` in processes of their own, one from the files that a SIGKILL would have left, two
+joined by gloo, one with twice the micro-batches. They take about half a second each, because they are forked from one process that has imported
 torch, and the proofs of a case share them. What a technique logs and saves of its own is compared between them, but for
 figures whose names end in a unit of time, memory or energy (`_ms`, `_gib`, `_per_second`), and what differs between two
 runs of the same.

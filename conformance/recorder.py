@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 import signal
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 
+from conformance.runs import LEFT
 from conformance.waits import Waits
 from core import durable
 
@@ -28,10 +31,13 @@ class Recorder(Callback):
     Args:
         folder: Where to write.
         kill_at: The optimizer step after which to send SIGKILL to this process; None: none.
+        copy_at: The optimizer step after which rank 0 copies `folder` to one that is named with `LEFT` in addition: what a
+            SIGKILL leaves there; None: none.
         watch: Optimizer steps in which waits for the device are counted: from the start of the step's batch to
             the start of the next, so that every callback's hooks are in it, whatever their order; a validation in
             between, and what comes after it, do not count.
         weigh: Optimizer steps after which Python's objects are counted.
+        enough: The training ends where, between two neighbours of `weigh`, a step has added fewer objects; None: never.
         keep: Whether losses and inputs are kept.
     """
 
@@ -39,12 +45,14 @@ class Recorder(Callback):
         self,
         folder: str,
         kill_at: int | None = None,
+        copy_at: int | None = None,
         watch: Sequence[int] = (),
         weigh: Sequence[int] = (),
+        enough: float | None = None,
         keep: bool = True,
     ) -> None:
-        self.folder, self.kill_at, self.watch = Path(folder), kill_at, list(watch)
-        self.weigh, self.keep = list(weigh), keep
+        self.folder, self.kill_at, self.copy_at, self.watch = Path(folder), kill_at, copy_at, list(watch)
+        self.weigh, self.enough, self.keep = list(weigh), enough, keep
         self._objects: dict[str, int] = {}
         self._first = 0
         self._state: list[tuple[str, torch.Tensor, torch.Tensor]] | None = None
@@ -66,14 +74,14 @@ class Recorder(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Dies if it is time; begins or ends the counting of waits."""
+        """Dies if it is time, or copies what is left then; begins or ends the counting of waits."""
         if trainer.global_step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         self._waits.stop()
+        if trainer.global_step == self.copy_at and trainer.is_global_zero:
+            self._copy()
         if trainer.global_step in self.weigh and str(trainer.global_step) not in self._objects:
-            kept = _kept()
-            self._first = self._first or kept
-            self._objects[str(trainer.global_step)] = kept - self._first
+            self._weigh(trainer)
         if trainer.global_step + 1 in self.watch:
             self._waits.start(trainer.optimizers)
 
@@ -118,6 +126,22 @@ class Recorder(Callback):
             "live": [path for path, tensor, copy in self._state or [] if not _same(tensor, copy)],
         }
         durable.write(self.folder / f"record.{trainer.global_rank}.json", json.dumps(record))
+
+    def _copy(self) -> None:
+        """Copies the folder, the first time that the step is reached."""
+        target = self.folder.with_name(self.folder.name + LEFT)
+        if not target.exists():
+            shutil.copytree(self.folder, target, symlinks=True, copy_function=_copy_if_there)
+
+    def _weigh(self, trainer: Trainer) -> None:
+        """Counts objects, and ends the training where there are hardly more than the last time."""
+        kept, step = _kept(), trainer.global_step
+        self._first = self._first or kept
+        if self._objects and self.enough is not None:
+            before, count = list(self._objects.items())[-1]
+            if kept - self._first - count < self.enough * (step - int(before)):
+                trainer.should_stop = True
+        self._objects[str(step)] = kept - self._first
 
     def _note(self, trainer: Trainer, prefix: str) -> None:
         """Notes figures that follow from data and weights alone; others may be times."""
@@ -208,6 +232,12 @@ class Saver(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         self._saved = trainer.global_step
         trainer.save_checkpoint(self.folder / "checkpoints" / f"step-{trainer.global_step}.ckpt")
+
+
+def _copy_if_there(source: str, target: str) -> None:
+    """Copies a file, unless a thread has renamed or deleted it since the folder was listed."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 def _plain(callback: Callback) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import os
 import signal
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -48,10 +49,17 @@ PRELOADED = [
 A name that cannot be imported is passed over in silence by the fork server: a test holds that there is none.
 """
 
+LEFT = "-left"
+"""Ends the name of the folder with what a kill would have left of a run's folder."""
+
 STREAMS = ("out", "err")
 TIMEOUT_SECONDS = 120.0
 GRACE_SECONDS = 30.0
 """Seconds that a rank may continue after another has failed: it may wait for that one without a limit."""
+
+
+_kept: deque[socket.socket] = deque(maxlen=64)
+"""What keeps ports free until they are used, seconds later; of earlier ones nobody waits for."""
 
 
 @dataclass(frozen=True)
@@ -187,10 +195,15 @@ def on_ranks(function: Callable[..., Any], ranks: int, *arguments: Any) -> None:
 
 
 def free_port() -> int:
-    """Returns a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Returns a port on which a server of this machine can listen, and which the system gives to nobody else meanwhile.
+
+    It is bound here, but not listened on: a server that sets SO_REUSEADDR, as torch's store does, may bind it too.
+    """
+    keeping = socket.socket()
+    keeping.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    keeping.bind(("127.0.0.1", 0))
+    _kept.append(keeping)
+    return int(keeping.getsockname()[1])
 
 
 def _end(output: Path) -> str:

@@ -7,20 +7,21 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import islice
 from typing import Any
 
 from conformance.case import Case
 from conformance.proof import NotProvable, proof, require
-from conformance.runs import Run, run
+from conformance.runs import LEFT, Run, run
 from conformance.workshop import workshop, write_config
 from core.catalog import KINDS
 from core.training.every_step import BATCH_HOOKS
 from plugins.cli.configuration.config_files import merge
 
 STEPS, SAVED, KILLED = 8, 4, 6
-"""Steps of a run; after which the checkpoint is saved from which a killed run resumes."""
+"""Steps of a run; after which the checkpoint is saved from which a run resumes; after which a kill would have ended it."""
 
 WATCHED = (2, 7)
 """Steps in which nothing is logged, saved or validated."""
@@ -72,7 +73,7 @@ def trains(case: Case) -> None:
 
 @proof(*RUNNABLE)
 def resumes_bitwise(case: Case) -> None:
-    """A run that is killed and resumed is bitwise the run that was not: losses, figures, weights."""
+    """A run that is cut off as by SIGKILL and resumed is bitwise the whole run: losses, figures, weights."""
     expected, found = run_with(case), resumed(case)
     for name in ("losses", "figures"):
         _bitwise(case, found, expected, differences(found.record[name], expected.record[name], name))
@@ -175,7 +176,7 @@ def _does_nothing(function: Any) -> bool:
 
 @cache
 def _whole(case: Case) -> Run:
-    return fit(case, "whole", ranks=case.ranks)
+    return fit(case, "whole", ranks=case.ranks, copy_at=KILLED)
 
 
 def run_with(case: Case) -> Run:
@@ -205,25 +206,27 @@ def again(case: Case) -> Run:
 
 
 @cache
-def _killed(case: Case) -> Run:
-    return fit(case, "killed", ranks=case.ranks, kill_at=KILLED)
-
-
-@cache
 def _resumed(case: Case) -> Run:
-    return fit(case, "killed", "--ckpt_path=last", ranks=case.ranks)
+    """Goes on, in the path of the whole run, with the files that were there after step `KILLED`."""
+    whole = run_with(case).folder
+    left, aside = (whole.with_name(whole.name + end) for end in (LEFT, "-aside"))
+    require(left.is_dir(), f"the run has no step {KILLED + 1}, before which it could be killed")
+    whole.rename(aside)
+    left.rename(whole)
+    try:
+        found = fit(case, "whole", "--ckpt_path=last", ranks=case.ranks)
+    finally:
+        whole.rename(left)
+        aside.rename(whole)
+    return replace(found, folder=left)
 
 
 def resumed(case: Case) -> Run:
-    """Returns the run that was killed and gone on with.
+    """Returns the run that goes on with what a SIGKILL in the whole run would have left on disk.
 
     Raises:
-        AssertionError: If it was not, or failed.
+        AssertionError: If it failed.
     """
-    killed = _killed(case)
-    require(
-        killed.code == -9, f"the run that was to be killed ended with {killed.code}:\n{killed.error_text}"
-    )
     return _resumed(case).succeeded("the resumed run")
 
 
@@ -250,9 +253,9 @@ def run_without(case: Case) -> Run:
     return _plain(json.dumps(case.plain_values)).succeeded("without it, `fit`")
 
 
-def fit(case: Case, name: str, *words: str, ranks: int = 1, kill_at: int | None = None) -> Run:
+def fit(case: Case, name: str, *words: str, ranks: int = 1, copy_at: int | None = None) -> Run:
     """Trains with the technique; `words` are further arguments."""
-    return run_fit(on_ranks(case.values, ranks), _label(case, name), *words, ranks=ranks, kill_at=kill_at)
+    return run_fit(on_ranks(case.values, ranks), _label(case, name), *words, ranks=ranks, copy_at=copy_at)
 
 
 def run_fit(
@@ -260,8 +263,9 @@ def run_fit(
     label: str,
     *words: str,
     ranks: int = 1,
-    kill_at: int | None = None,
+    copy_at: int | None = None,
     weigh: Sequence[int] = WEIGHED,
+    enough: float | None = None,
     keep: bool = True,
 ) -> Run:
     """Trains between the recorder and the saver.
@@ -271,13 +275,14 @@ def run_fit(
         label: Name of the run's folder.
         words: Further arguments.
         ranks: Number of processes.
-        kill_at: See :class:`conformance.recorder.Recorder`, as of `weigh` and `keep`.
+        copy_at: See :class:`conformance.recorder.Recorder`, as of `weigh`, `enough` and `keep`.
         weigh: See there.
+        enough: See there.
         keep: See there.
     """
     folder = workshop() / label
     watch = list(WATCHED) if keep else []
-    noted = {"watch": watch, "kill_at": kill_at, "weigh": list(weigh), "keep": keep}
+    noted = {"watch": watch, "copy_at": copy_at, "weigh": list(weigh), "enough": enough, "keep": keep}
     first = _callback("Recorder", folder=str(folder), **noted)
     last = _callback("Saver", folder=str(folder), save_at=SAVED)
     callbacks = [first, *_listed(values["trainer"].get("callbacks")), last]

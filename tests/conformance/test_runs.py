@@ -22,6 +22,8 @@ import os, sys, time
 def hang(arguments):
     print("here", os.getpid(), flush=True)
     if os.environ.get("RANK") == "1":
+        while "here" not in open("output.0.out").read():
+            time.sleep(0.01)
         print("rank 1 gives up", file=sys.stderr, flush=True)
         return 3
     time.sleep(600)
@@ -42,11 +44,15 @@ def gone(pid):
 
 
 @pytest.mark.usefixtures("hang")
-def test_what_hangs_is_killed_and_what_it_wrote_is_told():
+def test_what_hangs_is_killed_and_what_it_wrote_is_told(monkeypatch):
+    def clock():  # goes on when the process has begun
+        return float("here" in (workshop() / "output.0.out").read_text())
+
+    monkeypatch.setattr(runs, "monotonic", clock)
     with pytest.raises(
-        AssertionError, match=r"`hang` was not done after 2 s. It wrote:\nhere (\d+)"
+        AssertionError, match=r"`hang` was not done after 1 s. It wrote:\nhere (\d+)"
     ) as caught:
-        runs.run(["hang"], workshop(), timeout=2)
+        runs.run(["hang"], workshop(), timeout=1)
     assert gone(int(str(caught.value).split()[-1]))
 
 
@@ -215,6 +221,6 @@ COUNTED = {  # objects after steps 200, 240, ..., 360; per step at least
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_leak_is_what_grows_in_every_interval(name, tmp_path):
     counts, least = COUNTED[name]
-    objects = dict(zip(map(str, LATE), counts, strict=True))
+    objects = dict(zip(map(str, LATE[-5:]), counts, strict=True))
     (tmp_path / "record.0.json").write_text(json.dumps({"objects": objects}), encoding="utf-8")
-    assert steady_growth(runs.Run(tmp_path, 0, "", "", ""), LATE) == least
+    assert steady_growth(runs.Run(tmp_path, 0, "", "", ""), LATE[-5:]) == least
