@@ -10,8 +10,8 @@ from tests.support.token_runs import callback, ended_alike, fit, state_of, strat
 
 ENDLESS = 2_000_000_000
 MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}}}}
-SQUEEZE = {"limit": 10_000_000, "step": 2}
-"""8 rows of 96 tokens need 13 million bytes, 4 rows less than 8."""
+SQUEEZE = {"limit": 70_000_000, "step": 2}
+"""8 rows need 80 million bytes and what the CPU's kernels take; 4 rows half of both, at most 56 million."""
 
 
 def shape(batch_size, accumulated, **trainer):
@@ -65,8 +65,7 @@ DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}}}}
 
 
 def test_a_resumed_run_goes_on_in_parts():
-    # With dropout's masks 8 rows need 30 million bytes, and the heap grows by 7 million in a run.
-    usual = MODEL, DROPOUT, shape(8, 2), squeezed(step=1, limit=22_000_000)
+    usual = MODEL, DROPOUT, shape(8, 2), squeezed(step=1)
     whole = fit(*usual)
     assert state_of(whole, "OOMGuard") == {"parts": 2}
     fit(*usual, code=-9, kill_at=5, name="oom-guard-killed")

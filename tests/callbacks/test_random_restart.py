@@ -21,21 +21,28 @@ def seed(number):
     return {"seed_everything": number}
 
 
+def restarted(*parts, restart=RESTART):
+    """Returns a run that went on with another seed than its own, and its own; which is best depends on the CPU."""
+    for first in range(5, 15):
+        found = fit(*parts, seed(first), restart)
+        if state_of(found, "RandomRestart")["seed"] != first:
+            return found, first
+    raise AssertionError("none of ten runs went on with another seed than its own")
+
+
 def losses_of(found):
     with (found.folder / "random_restart.csv").open() as file:
         header, *rows = list(csv.reader(file))
     return header, np.array(rows, dtype=float)
 
 
-@pytest.mark.parametrize("first", [pytest.param(0, marks=pytest.mark.slow), 5])
-def test_the_run_is_that_of_the_best_seed(first):
-    found = fit(DROPOUT, seed(first), RESTART)
+def test_the_run_is_that_of_the_best_seed():
+    found, first = restarted(DROPOUT)
     header, table = losses_of(found)
     assert header == ["step", *(f"loss of seed {first + k} (nats/token)" for k in range(4))]
     assert table[:, 0].tolist() == [1, 2, 3]
     best = state_of(found, "RandomRestart")["seed"]
     assert best == first + int(np.argmin(table[-1, 1:]))
-    assert first == 0 or best != first
     expected = fit(DROPOUT, seed(best))
     ended_alike(found, expected)
     figures = expected.record["figures"].values()
@@ -45,9 +52,8 @@ def test_the_run_is_that_of_the_best_seed(first):
 
 
 def test_a_resumed_run_goes_on_with_the_seed():
-    usual = DROPOUT, seed(5), RESTART
-    whole = fit(*usual)
-    assert state_of(whole, "RandomRestart")["seed"] != 5  # from which dropout would draw otherwise
+    whole, first = restarted(DROPOUT)  # from which dropout would draw otherwise
+    usual = DROPOUT, seed(first), RESTART
     fit(*usual, code=-9, kill_at=5, name="random-restart-killed")
     ended_alike(fit(*usual, words=("--ckpt_path=last",), name="random-restart-killed"), whole)
 
@@ -56,16 +62,16 @@ SHUFFLED = {"data": {"init_args": {"shuffle": True, "seed": 6}}}
 
 
 def test_the_data_come_in_another_order_for_each_seed_and_a_resumed_run_has_that_of_the_best():
-    usual = DROPOUT, seed(4), SHUFFLED, callback("RandomRestart", seeds=4, num_steps=3, shuffle_data=True)
-    found = fit(*usual)
+    shuffling = callback("RandomRestart", seeds=4, num_steps=3, shuffle_data=True)
+    found, first = restarted(DROPOUT, SHUFFLED, restart=shuffling)
+    usual = DROPOUT, seed(first), SHUFFLED, shuffling
     best = state_of(found, "RandomRestart")["seed"]
-    assert best != 4
-    own = {"data": {"init_args": {"shuffle": True, "seed": 6 + best - 4}}}
+    own = {"data": {"init_args": {"shuffle": True, "seed": 6 + best - first}}}
     expected = fit(DROPOUT, seed(best), own)
     ended_alike(found, expected)
     table = losses_of(found)[1]
     figures = [figure["train/loss"] for figure in expected.record["figures"].values()]
-    assert figures[:3] == table[:, 1 + best - 4].tolist()
+    assert figures[:3] == table[:, 1 + best - first].tolist()
     fit(*usual, code=-9, kill_at=5, name="random-restart-shuffled")
     ended_alike(fit(*usual, words=("--ckpt_path=last",), name="random-restart-shuffled"), found)
 
@@ -100,12 +106,12 @@ def test_others_begin_with_the_best_seed():
         callback("ExponentialMovingAverage"),
         callback("LRFinder", num_steps=12, min_lr=1e-3, then="use"),
     )
-    found = fit(seed(5), callbacks(average, finder, RESTART))  # in any order
+    found, first = restarted(restart=callbacks(average, finder, RESTART))  # in any order
     best, rate = state_of(found, "RandomRestart")["seed"], state_of(found, "LRFinder")["rate"]
     expected = fit(seed(best), average, {"model": {"optimizer": {"init_args": {"lr": rate}}}})
     ended_alike(found, expected)
     name = "ExponentialMovingAverage"
-    assert best != 5
+    assert best != first
     assert same_bits(state_of(found, name), state_of(expected, name))
 
 

@@ -6,6 +6,7 @@ import ctypes
 import resource
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback
 
 from toolkit import memory_limits
@@ -14,11 +15,36 @@ M_MMAP_THRESHOLD = -3
 """Of mallopt: from so many bytes on an allocation is mapped, and unmapped when it is given up."""
 
 
+BYTES_PER_ROW = 10_000_000
+"""What each row of a batch takes beside its activations: these need 0.6 to 4 MB a row, by the CPU's kernels."""
+
+
+class _Activation(torch.autograd.Function):
+    """The identity, which keeps memory for backward as an activation does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.new_empty(len(x) * BYTES_PER_ROW, dtype=torch.uint8))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class Counted(Callback):
-    """Maps tensors each by itself: room in the heap, which other tests of this process have left, would not count."""
+    """Makes each row need 10 MB, mapped: room in the heap, which earlier tensors have left, would not count."""
 
     def __init__(self) -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Adds what each row needs, where there is a backward."""
+
+        def keep(network: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> Any:
+            return _Activation.apply(logits) if logits.requires_grad else logits
+
+        pl_module.network.register_forward_hook(keep)
 
 
 class Less(Counted):
@@ -35,6 +61,7 @@ class Less(Counted):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Sets the limit."""
+        super().on_fit_start(trainer, pl_module)
         self.before = resource.getrlimit(resource.RLIMIT_DATA)
         if trainer.global_rank == self.rank:
             most = memory_limits.ceiling(self.limit)
