@@ -38,7 +38,7 @@ class PretrainDataModule(TokenDataModule):
         cache_dir: Folder of the prepared data; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
         sequence_length: Tokens in a row.
         batch_size: Rows in a micro-batch, on each rank.
-        validation_fraction: Share of the documents that is held out, between 0 and 1.
+        validation_fraction: Share of the text that is held out for validation, between 0 and 1.
         shuffle: Whether each epoch takes the training rows in a new order.
         seed: Seed of these orders.
         num_workers: Processes that read ahead, on each rank; 0 is fastest for files on this machine.
@@ -51,6 +51,7 @@ class PretrainDataModule(TokenDataModule):
         storage_options: Options of a remote folder's client, such as {endpoint_url: ..., region_name: ...} of boto3's. They
             are written to config.yaml: leave secrets to the environment, where the client looks for them.
         stages: Deprecated: `transforms`.
+        test_fraction: Share of the text that is held out for `test`, of other documents; 0: `test` takes the validation split.
 
     Batches from a remote folder are those from a copy of it here. A shard is downloaded when a row needs it, or
     ahead of that, is held against its SHA-256, and stays until others need its room; all ranks and workers of a
@@ -102,17 +103,19 @@ class PretrainDataModule(TokenDataModule):
         cache_bytes: int | None = None,
         storage_options: dict[str, Any] | None = None,
         stages: Sequence[contracts.Transform] = (),
+        test_fraction: float = 0.0,
     ) -> None:
         super().__init__(sequence_length, batch_size, shuffle, seed, num_workers)
         self.reader, self.tokenizer, self.writer, self.source = reader, tokenizer, writer, source
-        self.packing, self.engine, self.transforms = packing, engine, [*stages, *transforms]
+        self.packing, self.transforms = packing, [*stages, *transforms]
         if stages:
             deprecated("data.stages", "data.transforms")
-        self.max_reject_fraction = max_reject_fraction
+        shares = {"validation_fraction": validation_fraction, "max_reject_fraction": max_reject_fraction}
+        shares |= {"test_fraction": test_fraction} if test_fraction else {}
+        self.options = shares | {"transforms": self.transforms, "engine": engine}
         self.cache_dir = Path(os.path.expanduser(cache_dir or default_cache_dir()))
-        self.validation_fraction = validation_fraction
         self.preparer: type[contracts.TokenPreparer] = catalog.offering("token_preparation", "data").load()
-        self.preparer.check_shares(validation_fraction, max_reject_fraction)
+        self.preparer.check_shares(**shares)
         self.prepared = self.preparer.find(source, self.cache_dir, cache_bytes, storage_options)
         if self.prepared is not None:
             self.vocab_size = self.preparer.vocab_size_of(str(self.prepared)) or 0
@@ -127,15 +130,8 @@ class PretrainDataModule(TokenDataModule):
             self.folder = self.prepared
             return
         prepare: Any = self.preparer
-        self.folder = prepare(
-            self.reader(self.source),
-            self.tokenizer,
-            self.writer,
-            validation_fraction=self.validation_fraction,
-            transforms=self.transforms,
-            max_reject_fraction=self.max_reject_fraction,
-            engine=self.engine,
-        ).cached(self.cache_dir, label=self.source)
+        preparation = prepare(self.reader(self.source), self.tokenizer, self.writer, **self.options)
+        self.folder = preparation.cached(self.cache_dir, label=self.source)
 
     def setup(self, stage: str | None = None) -> None:
         """Finds the prepared folder and reads its manifest: the same on every rank.
@@ -162,6 +158,7 @@ class PretrainDataModule(TokenDataModule):
         self.vocab_size, self.train_tokens = found.vocab_size, found.train_tokens
         self.unigram_loss, self.end_of_text_id = found.unigram_loss, found.end_of_text_id
         self.tokenizer_json = found.tokenizer_json
+        self.test_split = "test" if found.test_tokens else "validation"
 
     def packed(self, split: str, **order: Any) -> contracts.PackedBatches:
         """Returns the batches of a split."""

@@ -18,6 +18,7 @@ from toolkit.prepared import (
     read_manifest,
     read_tokenizer,
     split_folder,
+    splits_of,
 )
 
 
@@ -30,7 +31,8 @@ class MixtureDataModule(TokenDataModule):
     """Rows of several prepared folders, mixed in shares that may change over the run.
 
     The source of a row is not drawn at random: after n rows each source has given its share to within one row. Each
-    source has its own epochs. Validation reads the validation splits of all sources, one after the other.
+    source has its own epochs. Validation reads the validation splits of all sources, one after the other; `test`
+    their test splits, if all have one.
 
     Args:
         sources: Name -> a folder that `python -m core prepare` wrote, local or on s3://, gs://, azure:// or hf://
@@ -105,6 +107,8 @@ class MixtureDataModule(TokenDataModule):
                 "with the same one\n(tokenizer: {class_path: PretrainedTokenizer, init_args: {path: .../tokenizer.json}})."
             )
         [(self.tokenizer_json, self.end_of_text_id)] = found
+        everywhere = all("test" in splits_of(read_manifest(folder)) for folder in self.folders.values())
+        self.test_split = "test" if everywhere else "validation"
 
     def packed(self, split: str, **order: Any) -> PackedBatches:
         """Returns the mixed batches of a split."""

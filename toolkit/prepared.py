@@ -23,6 +23,7 @@ __all__ = [
     "read_manifest",
     "read_tokenizer",
     "split_folder",
+    "splits_of",
     "stored_vocab_size",
 ]
 
@@ -130,6 +131,11 @@ def split_folder(folder: Path, split: str) -> Path:
     except ValueError as error:
         raise ConfigError(f"{folder / split}: {error}") from error
     return folder / split
+
+
+def splits_of(manifest: Mapping[str, Any]) -> list[str]:
+    """Returns the splits of a prepared folder: "train", "validation" and, where some text was held out for it, "test"."""
+    return ["train", "validation"] + (["test"] if "test_tokens" in manifest else [])
 
 
 def read_tokenizer(folder: Path, manifest: Mapping[str, Any]) -> str:

@@ -238,6 +238,7 @@ class TokenFolder(NamedTuple):
         train_tokens: Tokens of the training split.
         unigram_loss: Nats per validation token under the training tokens' frequencies.
         tokenizer_json: The tokenizer, for `tokenizers.Tokenizer.from_str`.
+        test_tokens: Tokens of the test split; 0: there is none.
     """
 
     vocab_size: int
@@ -245,6 +246,7 @@ class TokenFolder(NamedTuple):
     train_tokens: int
     unigram_loss: float
     tokenizer_json: str
+    test_tokens: int = 0
 
 
 class TokenPreparer(ABC):
@@ -252,7 +254,7 @@ class TokenPreparer(ABC):
 
     `PretrainDataModule` takes the one whose technique declares `offers=("token_preparation",)`, and builds it with the
     documents, the tokenizer, the writer and, by keyword, its own arguments `validation_fraction`, `transforms`,
-    `max_reject_fraction` and `engine`.
+    `max_reject_fraction` and `engine`, and `test_fraction` where it is not 0.
     """
 
     @staticmethod
@@ -288,7 +290,7 @@ class TokenPreparer(ABC):
     @staticmethod
     @abstractmethod
     def split_folder(folder: Path, split: str) -> Path:
-        """Returns the folder of the tokens of "train" or "validation".
+        """Returns the folder of the tokens of "train", "validation" or "test".
 
         Raises:
             ConfigError: If it is outside of the finished folder.

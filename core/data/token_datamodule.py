@@ -45,6 +45,7 @@ class TokenDataModule(LightningDataModule):
         end_of_text_id: The id that ends every document.
         train_tokens: Tokens of the training split.
         training_loader: The training batches, with their position; None before training.
+        test_split: What `test` reads: "test", or "validation" where there is no such split.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -54,6 +55,7 @@ class TokenDataModule(LightningDataModule):
     vocab_size: int
     end_of_text_id: int
     train_tokens: int
+    test_split: str = "validation"
 
     def __init__(
         self, sequence_length: int, batch_size: int, shuffle: bool, seed: int, num_workers: int
@@ -76,7 +78,7 @@ class TokenDataModule(LightningDataModule):
 
     @abstractmethod
     def packed(self, split: str, **order: Any) -> PackedBatches:
-        """Returns the batches of "train" or "validation"; `order` is what :class:`core.contracts.Packing` takes.
+        """Returns the batches of "train", "validation" or "test"; `order` is what :class:`core.contracts.Packing` takes.
 
         Raises:
             ConfigError: If the data is damaged.
@@ -158,8 +160,8 @@ class TokenDataModule(LightningDataModule):
         return self._loader("validation", pad=True)
 
     def test_dataloader(self) -> TokenLoader:
-        """Returns the validation batches: there is no third split."""
-        return self.val_dataloader()
+        """Returns the test batches, or the validation batches where no text was held out for tests."""
+        return self._loader(self.test_split, pad=True)
 
     def predict_dataloader(self) -> TokenLoader:
         """Returns the validation batches."""

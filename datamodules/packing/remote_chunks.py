@@ -48,7 +48,7 @@ class RemoteChunks:
 
     Args:
         remote: The folder.
-        split: "train" or "validation".
+        split: "train", "validation" or "test".
         index: The content of index.json.
 
     Attributes:

@@ -53,7 +53,7 @@ class Totals:
     def add(self, record: Mapping[str, Any]) -> None:
         """Adds the counts of a task."""
         for split in SPLITS:
-            self.splits[split].update(record["splits"][split])
+            self.splits[split].update(record["splits"].get(split, {}))  # earlier versions knew no third
         for source, counts in record["sources"].items():
             self.sources[source].update(counts)
         self.rejected.update(record["rejected"])
@@ -80,8 +80,8 @@ class Totals:
 
     @property
     def shares(self) -> str:
-        """The tokens of both splits, for messages."""
-        return shares(*(self.splits[split]["tokens"] for split in SPLITS))
+        """The tokens of the splits, for messages."""
+        return shares({split: counts["tokens"] for split, counts in self.splits.items()})
 
     @property
     def text_bytes(self) -> int:
@@ -138,7 +138,8 @@ def write_manifest(
         for transform, n, examples in zip(head["transforms"], totals.dropped, totals.examples, strict=True)
     ]
     manifest = {**head, "transforms": transforms}
-    for split, counts in totals.splits.items():
+    for split in present(totals.splits):
+        counts = totals.splits[split]
         manifest |= {f"{split}_documents": counts["documents"], f"{split}_tokens": counts["tokens"]}
     manifest |= {
         "text_bytes": totals.text_bytes,
@@ -160,9 +161,16 @@ def write_manifest(
     return totals
 
 
-def shares(train: int, validation: int) -> str:
-    """Returns the sizes of both splits in tokens, for messages."""
-    return f"training {train:,}, validation {validation:,}: {validation / (train + validation):.1%}"
+def present(splits: Mapping[str, Mapping[str, int]]) -> tuple[str, ...]:
+    """Returns the names of the splits of a folder, of the counts of all: "test" only where it has documents."""
+    return tuple(split for split in SPLITS if split != "test" or splits["test"]["documents"])
+
+
+def shares(tokens: Mapping[str, int]) -> str:
+    """Returns the sizes of the splits in tokens, for messages."""
+    train, validation, test = (tokens.get(split, 0) for split in SPLITS)
+    text = f"training {train:,}, validation {validation:,}: {validation / (train + validation + test):.1%}"
+    return f"{text}, test {test:,}" if test else text
 
 
 def source_bytes(tasks: Sequence[Mapping[str, Any]]) -> int:
@@ -179,7 +187,7 @@ def _left_out(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWriter) -> dict[str, Any]:
-    """Joins both splits; returns size and SHA-256 of each file but the manifest."""
+    """Joins the splits; returns size and SHA-256 of each file but the manifest."""
     files: dict[str, Any] = {}
     recorded = {
         part / name: digest
@@ -188,6 +196,8 @@ def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWrit
     }
     for split in SPLITS:
         of_split = [part / split for part in parts if (part / split).is_dir()]
+        if not of_split:
+            continue
         moved = writer.join(of_split, folder / split)
         files |= {f"{split}/{name}": recorded[old] for name, old in moved.items()}
         durable.sync(folder / split)

@@ -15,7 +15,8 @@ from core.contracts import Reader, Transform, raise_reject
 from datamodules.preparation.readers.opened_files import printable
 from toolkit.arrow_columns import flags
 
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation", "test")
+"""In the order of :meth:`datamodules.preparation.split.Split.parts`; without `data.test_fraction` nothing is in the last."""
 
 MOST_LISTED = 10_000
 """Most rejected documents of a task that are listed; all are counted."""

@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from datamodules.preparation.pipeline import SPLITS
 from toolkit.sizes import readable
 
 _LINE_EVERY_S = 30.0
@@ -61,8 +60,8 @@ class _Speed:
         if record.get("found"):
             return
         self.fresh += 1
-        self.documents += sum(record["splits"][split]["documents"] for split in SPLITS)
-        self.tokens += sum(record["splits"][split]["tokens"] for split in SPLITS)
+        self.documents += sum(counts["documents"] for counts in record["splits"].values())
+        self.tokens += sum(counts["tokens"] for counts in record["splits"].values())
         self.bytes += sum(counts["bytes"] for counts in record["sources"].values())
 
     def __str__(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from core import durable
 from toolkit import pictures
-from toolkit.prepared import read_manifest
+from toolkit.prepared import read_manifest, splits_of
 
 FILES = ("report.md", "report.json", "lengths.png")
 _MOST_SOURCES = 100
@@ -34,8 +34,8 @@ def write_report(folder: Path, manifest: Mapping[str, Any] | None = None) -> Non
 
 def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the figures of the report."""
-    names = ["train_documents", "train_tokens", "validation_documents", "validation_tokens", "text_bytes"]
-    names += ["vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank"]
+    names = [f"{split}_{what}" for split in splits_of(manifest) for what in ("documents", "tokens")]
+    names += ["text_bytes", "vocab_size", "unigram_loss", "sources", "lengths", "rejected", "blank"]
     # Manifests of earlier versions have the former name.
     transforms = manifest["transforms"] if "transforms" in manifest else manifest["stages"]
     labels = [f"{number}. {transform['name']}" for number, transform in enumerate(transforms, 1)]
@@ -43,7 +43,7 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     examples = {
         label: transform.get("examples", {}) for label, transform in zip(labels, transforms, strict=True)
     }
-    tokens = manifest["train_tokens"] + manifest["validation_tokens"]
+    tokens = sum(manifest[f"{split}_tokens"] for split in splits_of(manifest))
     names += [name for name in ("left_out", "validation_tails_from_bytes") if name in manifest]
     return {name: manifest[name] for name in names} | {
         "dropped": dropped,
@@ -56,7 +56,7 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
     """Returns the report as Markdown."""
     values = figures(manifest)
     lines = [f"# {manifest['source']}", "", "| split | documents | tokens |", "| --- | ---: | ---: |"]
-    for split in ("train", "validation"):
+    for split in splits_of(values):
         lines.append(f"| {split} | {values[f'{split}_documents']:,} | {values[f'{split}_tokens']:,} |")
     lines += [
         "",
@@ -66,7 +66,7 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
         "| source | documents | tokens | share of tokens | bytes per token |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    total = values["train_tokens"] + values["validation_tokens"]
+    total = sum(values[f"{split}_tokens"] for split in splits_of(values))
     largest = sorted(values["sources"].items(), key=lambda item: -item[1]["tokens"])
     for name, n in largest[:_MOST_SOURCES]:
         cells = f"{n['documents']:,} | {n['tokens']:,} | {n['tokens'] / total:.2%} | {n['bytes'] / n['tokens']:.3f}"

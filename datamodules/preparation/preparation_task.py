@@ -38,7 +38,7 @@ class PreparationTask:
         writer: Stores the ids.
         vocab_size: Number of ids.
         end_of_text_id: Appended to each document.
-        split: Decides what is held out for validation.
+        split: Decides what is held out for validation and tests.
         parts: Parent of the tasks' folders.
         leading: Ids that begin each document, such as that of a BOS token.
     """
@@ -76,13 +76,15 @@ class PreparationTask:
 
     def _write(self, task: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir()
-        tally, held_out = Tally(len(self.pipeline.transforms)), list[np.ndarray]()
-        counts = np.zeros((2, self.vocab_size), np.int64)
+        tally = Tally(len(self.pipeline.transforms))
+        held_out: list[list[np.ndarray]] = [[] for _ in SPLITS[1:]]
+        counts = np.zeros((2, self.vocab_size), np.int64)  # of training and validation
         training = self._training(task, tally, counts, held_out)
         if (first := next(training, None)) is not None:
             self._store(chain([first], training), folder / "train")
-        if held_out:
-            self._store(held_out, folder / "validation")
+        for split, documents in zip(SPLITS[1:], held_out, strict=True):
+            if documents:
+                self._store(documents, folder / split)
         record = tally.record() | {"files": _digests(folder)}
         np.save(folder / COUNTS, counts)
         lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in tally.rejects]
@@ -94,24 +96,25 @@ class PreparationTask:
         self.writer.write(documents, folder, self.vocab_size)  # type: ignore[arg-type]
 
     def _training(
-        self, task: Mapping[str, Any], tally: Tally, counts: np.ndarray, held_out: list[np.ndarray]
+        self, task: Mapping[str, Any], tally: Tally, counts: np.ndarray, held_out: list[list[np.ndarray]]
     ) -> Iterator[np.ndarray]:
-        """Yields the ids of training documents, appends held-out ones to `held_out`, and counts all tokens."""
+        """Yields the ids of training documents, appends those of the other splits to `held_out`, and counts tokens."""
         for batch in self.pipeline.batches(task, tally):
             cut = [
                 (split, part, source)
                 for text, source in zip(batch["text"].to_pylist(), batch["source"].to_pylist(), strict=True)
                 for split, part in self.split.parts(text)
             ]
-            found: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+            found: list[list[np.ndarray]] = [[] for _ in SPLITS]
             encodings = self.encode([part for _, part, _ in cut])
             for (split, part, source), encoded in zip(cut, encodings, strict=True):
                 found[split].append(ids := self._stored(encoded))
                 tally.add(SPLITS[split], source, len(part.encode()), len(ids))
-            for frequencies, group in zip(counts, found, strict=True):
+            for frequencies, group in zip(counts, found[: len(counts)], strict=True):
                 if group:
                     frequencies += np.bincount(np.concatenate(group), minlength=len(frequencies))
-            held_out += found[1]
+            for documents, more in zip(held_out, found[1:], strict=True):
+                documents += more
             yield from found[0]
 
     def _stored(self, encoded: list[int]) -> np.ndarray:

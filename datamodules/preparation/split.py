@@ -1,4 +1,4 @@
-"""Splits documents into training and validation."""
+"""Splits documents into training, validation and test."""
 
 from __future__ import annotations
 
@@ -20,71 +20,102 @@ class Split:
     """Splits by a hash of the document's text; if documents are few or very unequal, by the tails of long ones.
 
     Args:
-        bound: Documents with a hash below it are held out; see :func:`text_hash`.
-        fraction: Share of a long document that is held out.
+        bound: Documents with a hash below it are held out for validation; see :func:`text_hash`.
+        fraction: Share of a long document that is held out for validation.
         tails_from: Least size of a long document, in bytes; None: documents are not cut.
+        test_bound: Documents with a hash from `bound` up to, not including it are held out for tests; 0: none.
+        test_fraction: Share of a long document that is held out for tests, behind that for validation.
     """
 
     bound: int
     fraction: float = 0.0
     tails_from: int | None = None
+    test_bound: int = 0
+    test_fraction: float = 0.0
 
     def parts(self, text: str) -> list[tuple[int, str]]:
-        """Returns (0 for training or 1 for validation, text) of a document's parts."""
+        """Returns (0 for training, 1 for validation or 2 for tests, text) of a document's parts."""
         raw = text.encode()
-        if self.tails_from is not None and len(raw) >= self.tails_from and (cut := self._cut(text)):
-            return [(0, text[:cut]), (1, text[cut:])]
-        return [(int(text_hash(raw) < self.bound), text)]
+        if self.tails_from is not None and len(raw) >= self.tails_from and (tails := self._tails(text)):
+            return tails
+        return [(self.side(text_hash(raw)), text)]
 
-    def _cut(self, text: str) -> int:
-        """Returns where the tail begins, after a line or a word; 0 if one of the parts would be blank."""
-        cut = int(len(text) * (1 - self.fraction))
-        most = cut + (len(text) - cut) // 4
-        for end in ("\n", " "):
-            if (found := text.find(end, cut, most)) >= 0:
-                cut = found + 1
-                break
-        return cut if text[:cut].strip() and text[cut:].strip() else 0
+    def side(self, place: int) -> int:
+        """Returns where a document with this hash belongs if it is not cut: 0, 1 or 2."""
+        return 1 if place < self.bound else 2 if place < self.test_bound else 0
+
+    def _tails(self, text: str) -> list[tuple[int, str]]:
+        """Returns the parts of a long document; none if one of them would be blank."""
+        held_out = self.fraction + self.test_fraction
+        cut = _cut(text, held_out)
+        head, tail = text[:cut], text[cut:]
+        if not cut or not self.test_fraction:
+            return [(0, head), (1, tail)] if cut else []
+        cut = _cut(tail, self.test_fraction / held_out)
+        return [(0, head), (1, tail[:cut]), (2, tail[cut:])] if cut else []
 
 
-def chosen_split(texts: Iterable[str], fraction: float, label: str) -> Split:
+def _cut(text: str, fraction: float) -> int:
+    """Returns where the tail begins, after a line or a word; 0 if one of the parts would be blank."""
+    cut = int(len(text) * (1 - fraction))
+    most = cut + (len(text) - cut) // 4
+    for end in ("\n", " "):
+        if (found := text.find(end, cut, most)) >= 0:
+            cut = found + 1
+            break
+    return cut if text[:cut].strip() and text[cut:].strip() else 0
+
+
+def chosen_split(texts: Iterable[str], fraction: float, label: str, test_fraction: float = 0.0) -> Split:
     """Returns the split: by hash, unless it holds out less than half of what is wanted, or more than twice.
 
-    No split is empty: if necessary, the smallest hash is held out and the largest is trained on.
+    No split is empty: if necessary, the smallest hashes are held out and the largest is trained on.
 
     Args:
         texts: All documents, in any order; read until the split is decided.
-        fraction: Share of the text to hold out.
+        fraction: Share of the text to hold out for validation.
         label: Name of the source, for messages.
+        test_fraction: Share of the text to hold out for tests, of other documents.
 
     Raises:
         ConfigError: If there is no text, or too little to split.
     """
-    bound = int(fraction * 2**64)
-    least, most, total, held, longest = 2**64, -1, 0, 0, ""
+    wanted = {1: fraction} | ({2: test_fraction} if test_fraction else {})
+    bound, test_bound = int(fraction * 2**64), int((fraction + test_fraction) * 2**64) if test_fraction else 0
+    split = Split(bound, test_bound=test_bound)
+    held, smallest, most, longest = [0, 0, 0], list[int](), -1, ""
     for text in texts:
         raw = text.encode()
         place = text_hash(raw)
-        least, most, total = min(least, place), max(most, place), total + len(raw)
-        held += len(raw) if place < bound else 0
+        smallest, most = sorted({*smallest, place})[:2], max(most, place)
+        held[split.side(place)] += len(raw)
         longest = max(longest, text, key=len)
-        if total > _SEEN_BYTES and least < bound <= most:
-            return Split(bound)
+        if sum(held) > _SEEN_BYTES and all(held[side] for side in (0, *wanted)):
+            return split
     if most == -1:
         raise ConfigError(
             f"{label}: there is no text: all documents are blank, unusable, or dropped by a transform."
         )
-    if least < bound <= most and fraction / 2 <= held / total <= fraction * 2:
-        return Split(bound)
-    tails = Split(bound, fraction, max(_LEAST_BYTES, total // _PARTS))
-    if len(tails.parts(longest)) == 2:
+    total = sum(held)
+    if held[0] and all(share / 2 <= held[side] / total <= share * 2 for side, share in wanted.items()):
+        return split
+    tails = Split(bound, fraction, max(_LEAST_BYTES, total // _PARTS), test_bound, test_fraction)
+    if len(tails.parts(longest)) == 1 + len(wanted):
         return tails
-    if least == most:
-        raise ConfigError(
-            "data.source holds a single document: training and validation need different ones.\n"
-            'Cut the text into several files, or into the lines of a .jsonl file: {"text": "..."}.'
-        )
-    return Split(min(max(bound, least + 1), most))
+    least = [*smallest, most] if test_fraction else [smallest[0], most]
+    if sorted({*least}) != least:
+        raise ConfigError(_too_few(len({*smallest, most}), test_fraction))
+    bound = min(max(bound, least[0] + 1), least[1])
+    return Split(bound, test_bound=min(max(test_bound, least[1] + 1), most) if test_fraction else 0)
+
+
+def _too_few(documents: int, test_fraction: float) -> str:
+    found = "a single document" if documents == 1 else f"{documents} different documents"
+    splits = "training, validation and test" if test_fraction else "training and validation"
+    return (
+        f"data.source holds {found}: {splits} need different ones.\n"
+        'Cut the text into several files, or into the lines of a .jsonl file: {"text": "..."}.'
+    )
 
 
 def text_hash(text: bytes) -> int:

@@ -48,6 +48,7 @@ from toolkit.prepared import (
     read_manifest,
     read_tokenizer,
     split_folder,
+    splits_of,
     stored_vocab_size,
 )
 
@@ -68,7 +69,7 @@ Watch = Callable[[Iterator[dict[str, Any]], int], Iterator[dict[str, Any]]]
 class TokenPreparation(TokenPreparer):
     """Turns documents into a folder of tokens: for `prepare`, and for a run without prepared data.
 
-    The folder holds train/ and validation/ (the writer's output), tokenizer.json and manifest.json, which is
+    The folder holds train/, validation/ and, with a `test_fraction`, test/ (the writer's output), tokenizer.json and manifest.json, which is
     written last. The source is cut into tasks, each of which writes its own shards: the result depends neither on the
     engine nor on interruptions.
 
@@ -80,10 +81,11 @@ class TokenPreparation(TokenPreparer):
         documents: The source of the text.
         tokenizer: Trained on the training documents (of about 1 GiB of a larger source), then used on all.
         writer: Stores the token ids of a split.
-        validation_fraction: Share of the text that is held out.
+        validation_fraction: Share of the text that is held out for validation.
         transforms: Transforms that are applied to documents before they are encoded, in this order.
         max_reject_fraction: Share of the source's documents that may be unusable; 0: the first one is an error.
         engine: Runs the tasks; None: this process.
+        test_fraction: Share of the text that is held out for `test`, of other documents; 0: no such split.
 
     Raises:
         ConfigError: If a share is out of range.
@@ -107,15 +109,23 @@ class TokenPreparation(TokenPreparer):
     transforms: Sequence[Transform] = ()
     max_reject_fraction: float = 0.0
     engine: Engine | None = None
+    test_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        self.check_shares(self.validation_fraction, self.max_reject_fraction)
+        self.check_shares(self.validation_fraction, self.max_reject_fraction, self.test_fraction)
 
     @staticmethod
-    def check_shares(validation_fraction: float, max_reject_fraction: float) -> None:
+    def check_shares(
+        validation_fraction: float, max_reject_fraction: float, test_fraction: float = 0.0
+    ) -> None:
         """Raises a ConfigError if one of the shares that `data` takes is out of range."""
         if not 0 < validation_fraction < 1:
             raise ConfigError(f"data.validation_fraction is {validation_fraction}; it is between 0 and 1.")
+        if not 0 <= test_fraction < 1 - validation_fraction:
+            raise ConfigError(
+                f"data.test_fraction is {test_fraction}; it is at least 0, and below 1 - data.validation_fraction = "
+                f"{1 - validation_fraction:g}."
+            )
         if not 0 <= max_reject_fraction < 1:
             raise ConfigError(
                 f"data.max_reject_fraction is {max_reject_fraction}; it is at least 0 and below 1."
@@ -153,11 +163,12 @@ class TokenPreparation(TokenPreparer):
             manifest["train_tokens"],
             manifest["unigram_loss"],
             read_tokenizer(folder, manifest),
+            manifest.get("test_tokens", 0),
         )
 
     @staticmethod
     def split_folder(folder: Path, split: str) -> Path:
-        """Returns the folder of the tokens of "train" or "validation".
+        """Returns the folder of the tokens of "train", "validation" or "test".
 
         Raises:
             ConfigError: If it is a symbolic link that leads out of the prepared folder.
@@ -172,7 +183,7 @@ class TokenPreparation(TokenPreparer):
             label: Names the text to people.
 
         Returns:
-            The figures, and under "shares" the sizes of both splits as text.
+            The figures, and under "shares" the sizes of the splits as text.
         """
         from datamodules.preparation.preparation_progress import watched
 
@@ -180,7 +191,7 @@ class TokenPreparation(TokenPreparer):
             self.run(folder, label, watched)
         write_report(folder)
         found = figures(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
-        return found | {"shares": shares(found["train_tokens"], found["validation_tokens"])}
+        return found | {"shares": shares({split: found[f"{split}_tokens"] for split in splits_of(found)})}
 
     @staticmethod
     def build(
@@ -193,6 +204,7 @@ class TokenPreparation(TokenPreparer):
         max_reject_fraction: float = 0.0,
         engine: Engine | None = None,
         stages: Sequence[Transform] = (),
+        test_fraction: float = 0.0,
     ) -> TokenPreparation:
         """Returns what the options of `PretrainDataModule` of these names describe, with `LocalEngine` by default.
 
@@ -201,13 +213,20 @@ class TokenPreparation(TokenPreparer):
         Raises:
             ConfigError: If a share is out of range, or there is no such source.
         """
-        TokenPreparation.check_shares(validation_fraction, max_reject_fraction)
+        TokenPreparation.check_shares(validation_fraction, max_reject_fraction, test_fraction)
         engine = engine or catalog.find("LocalEngine", "data").load()()
         if stages:
             deprecated("data.stages", "data.transforms")
         transforms = [*stages, *transforms]
         return TokenPreparation(
-            reader(source), tokenizer, writer, validation_fraction, transforms, max_reject_fraction, engine
+            reader(source),
+            tokenizer,
+            writer,
+            validation_fraction,
+            transforms,
+            max_reject_fraction,
+            engine,
+            test_fraction,
         )
 
     def cached(self, cache_dir: Path, label: str) -> Path:
@@ -265,7 +284,8 @@ class TokenPreparation(TokenPreparer):
         over = partial(over_tasks, self.engine, parts)
         reduced = map_reduce(self._pipeline({}), self.tasks, parts, over)
         pipeline = self._pipeline(reduced)
-        split = chosen_split(self._texts(pipeline, self.tasks), self.validation_fraction, self._label())
+        texts = self._texts(pipeline, self.tasks)
+        split = chosen_split(texts, self.validation_fraction, self._label(), self.test_fraction)
         vocabulary, trained = self._train_tokenizer(pipeline, split, folder)
         in_process = trained and self.engine is None  # then encoding uses all cores
         in_text = isinstance(self.tokenizer, LibraryTokenizer) and self.tokenizer.special_tokens_in_text
@@ -301,7 +321,7 @@ class TokenPreparation(TokenPreparer):
             "tokenizer": {"class": _class(self.tokenizer), **self.tokenizer.fingerprint()},
             "writer": {"class": _class(self.writer), **vars(self.writer)},
             "validation_fraction": self.validation_fraction,
-        }
+        } | ({"test_fraction": self.test_fraction} if self.test_fraction else {})
 
     @cached_property
     def tasks(self) -> list[dict[str, Any]]:

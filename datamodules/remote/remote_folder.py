@@ -26,7 +26,10 @@ from toolkit.prepared import MANIFEST, SCHEMES, is_edited
 from toolkit.ranks import launched_rank
 from toolkit.sizes import readable
 
-_FIRST = ("tokenizer.json", "train/index.json", "validation/index.json")
+_INDICES = ("train/index.json", "validation/index.json", "test/index.json")
+_FIRST = ("tokenizer.json", *_INDICES[:2])
+"""What every folder has, and is downloaded at once, with the index of a test split where there is one."""
+
 _PACKAGES = {"gs://": "google-cloud-storage", "azure://": "azure-storage-blob", "hf://": "huggingface_hub"}
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MORE = 1 << 20
@@ -52,7 +55,7 @@ def open_remote(
         storage_options: Options of the storage's client, such as `endpoint_url`.
 
     Returns:
-        The local copy, which holds manifest.json, tokenizer.json and both index.json.
+        The local copy, which holds manifest.json, tokenizer.json and the index.json of each split.
 
     Raises:
         ConfigError: If it cannot be read, is not a prepared folder, or the cache cannot be written.
@@ -65,18 +68,19 @@ def open_remote(
     remote.get(MANIFEST, _AtMost(content, MOST_BYTES))
     remote.files = _listed(remote.url, content.getvalue())
     remote.folder = root / hashlib.sha256(content.getvalue()).hexdigest()[:16]
+    first = dict.fromkeys((*_FIRST, *(name for name in _INDICES if name in remote.files)))
     with _writing(root):
-        for split in ("train", "validation"):
-            (remote.folder / split).mkdir(parents=True, exist_ok=True)
+        for name in first:
+            (remote.folder / name).parent.mkdir(parents=True, exist_ok=True)
         with claimed(remote.folder / MANIFEST) as stream:
             stream.write(content.getvalue())
             publish(stream, remote.folder / MANIFEST)
         kept = sum(size for _, size, _ in _cached(root))
         remote.limit = cache_bytes or (shutil.disk_usage(root).free + kept) * 3 // 4
-    for name in _FIRST:
+    for name in first:
         remote.fetch(name)
     _opened[remote.folder] = remote
-    size = sum(expected["bytes"] for name, expected in remote.files.items() if name not in _FIRST)
+    size = sum(expected["bytes"] for name, expected in remote.files.items() if name not in first)
     if size > remote.limit and launched_rank() in (None, 0):
         print(
             f"{remote.url} has {readable(size)} of shards, the cache {readable(remote.limit)} "

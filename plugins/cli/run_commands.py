@@ -38,7 +38,7 @@ def validate(arguments: list[str]) -> int:
 
 @technique(paper=_SOURCE)
 def test(arguments: list[str]) -> int:
-    """Computes loss and perplexity of a checkpoint on the test data."""
+    """Computes loss and perplexity of a checkpoint on the test split (data.test_fraction), else on the validation data."""
     return _run("test", arguments)
 
 

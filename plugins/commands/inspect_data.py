@@ -18,6 +18,7 @@ from toolkit.prepared import (
     read_manifest,
     read_tokenizer,
     split_folder,
+    splits_of,
 )
 
 _COLOURS = ("cyan", "yellow", "green", "magenta")
@@ -36,6 +37,8 @@ def inspect_data(arguments: list[str]) -> int:
     options = _options(arguments)
     folder = finished_folder(options.folder)
     manifest = read_manifest(folder)
+    if options.split not in (splits := splits_of(manifest)):
+        raise ConfigError(f"--split is {options.split}; {folder} has {' and '.join(splits)}.")
     from rich.console import Console
 
     from core import catalog
@@ -56,7 +59,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m core inspect-data", description=inspect_data.__doc__)
     parser.add_argument("folder", metavar="DIR", help="the folder that prepare wrote")
     parser.add_argument("--index", type=int, default=0, help="of the batch, in the stored order")
-    parser.add_argument("--split", choices=("train", "validation"), default="train")
+    parser.add_argument("--split", choices=("train", "validation", "test"), default="train")
     parser.add_argument("--sequence_length", type=int, default=256, help="tokens in a row")
     parser.add_argument("--batch_size", type=int, default=1, help="rows in a batch")
     parser.add_argument("--packing", default="Concatenate", help="how documents are put into rows")

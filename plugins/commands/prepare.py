@@ -28,6 +28,7 @@ _OURS = (
     "tokenizer.json",
     "train",
     "validation",
+    "test",
     "parts",
 )
 """What a prepared folder holds besides plan.json; the manifest first: without it the folder counts as unfinished."""

@@ -23,13 +23,12 @@ from toolkit.prepared import (
     load_tokenizer,
     read_tokenizer,
     split_folder,
+    splits_of,
     unverified_manifest,
 )
 
-_SPLITS = ("train", "validation")
 _SHOWN = 7
 _STEP = 1 << 22
-_FIGURES = ("files", *(f"{split}_{what}" for split in _SPLITS for what in ("tokens", "documents")))
 
 
 @technique(paper="SHA-256, FIPS 180-4; the chunk format is litdata's")
@@ -45,12 +44,13 @@ def verify_data(arguments: list[str]) -> int:
     parser.add_argument("folder", metavar="DIR", help="the folder that prepare wrote")
     folder = finished_folder(parser.parse_args(arguments).folder)
     manifest = unverified_manifest(folder)
-    if missing := [name for name in _FIGURES if name not in manifest]:
+    counts = [f"{split}_{what}" for split in splits_of(manifest) for what in ("tokens", "documents")]
+    if missing := [name for name in ("files", *counts) if name not in manifest]:
         raise ConfigError(f"{folder / MANIFEST} is damaged: it does not say {missing[0]}.")
     if problems := list(_problems(folder, manifest)):
         more = [f"... and {len(problems) - _SHOWN} more"] if len(problems) > _SHOWN else []
         raise ConfigError("\n".join([f"{folder} is damaged; prepare it again:", *problems[:_SHOWN], *more]))
-    tokens = sum(manifest[f"{split}_tokens"] for split in _SPLITS)
+    tokens = sum(manifest[f"{split}_tokens"] for split in splits_of(manifest))
     print(f"{folder} is complete: {len(manifest['files'])} files, {tokens:,} tokens.")
     if CHECKSUM not in manifest:
         print(
@@ -71,14 +71,14 @@ def _problems(folder: Path, manifest: dict[str, Any]) -> Iterator[str]:
         if problem := _file_problem(folder, name, expected):
             damaged |= name in manifest["files"]
             yield f"{folder / name}: {problem}"
-    for split in _SPLITS:
+    for split in ("train", "validation", "test"):
         for path in sorted((folder / split).glob("*")):
             if f"{split}/{path.name}" not in manifest["files"]:
                 yield f"{ascii(str(path))[1:-1]}: the manifest does not know this file"
     if damaged:
         return  # what is in damaged files says nothing
     checks: list[Callable[..., Iterator[str]]] = [_tokenizer_problems]
-    checks += [partial(_token_problems, split=split) for split in _SPLITS]
+    checks += [partial(_token_problems, split=split) for split in splits_of(manifest)]
     for check in checks:
         try:
             yield from check(folder, manifest)
