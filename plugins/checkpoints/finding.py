@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from core.errors import ConfigError, nearest
 from plugins.checkpoints import sharded
 from plugins.checkpoints.checkpoint import defect, invalid_content, step_recorded
+from plugins.checkpoints.foreign import is_foreign
 from plugins.cli.configuration.yaml_texts import read_yaml
 from toolkit import local_paths
 from toolkit.checkpoint_names import ABANDONED, step_named
@@ -161,9 +163,19 @@ def resolve(name: str, root: Path, runs: bool = True) -> Path:
             f"--ckpt_path {name}: checkpoints are read from this machine's folders. Download it first."
         )
     try:
+        _refuse_foreign(path)
         return _in_folder(path) if path.is_dir() and not sharded.is_sharded(path) else _as_file(path, name)
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
         raise ConfigError(f"--ckpt_path {name[:200]!r} cannot be read: {error}.") from error
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raises a ConfigError for weights of others, which name the command that makes a checkpoint of them."""
+    if path.exists() and is_foreign(path) and not sharded.is_sharded(path) and not _files(path):
+        raise ConfigError(
+            f"--ckpt_path {path}: these are weights of others. A run begins with them by --model.weights; a checkpoint:\n"
+            f"python -m core import {shlex.quote(str(path))} --output {shlex.quote(f'{path.stem}.ckpt')}"
+        )
 
 
 def _in_folder(path: Path) -> Path:

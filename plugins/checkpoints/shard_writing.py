@@ -44,7 +44,6 @@ def write(
     rest: dict[str, Any],
     group: dist.ProcessGroup | None,
     patience: Patience,
-    read: Callable[[str], Tensor] | None = None,
 ) -> None:
     """Writes a checkpoint under a temporary name, and renames it once the shards of all ranks are on the disk.
 
@@ -56,7 +55,6 @@ def write(
         rest: The other part that `split` returned; that of the first rank is written.
         group: The ranks that write, each of which calls this; None: only this process.
         patience: Waits for space on the disk.
-        read: Returns the tensor of a key when its turn has come; `tensors` may then be on the meta device.
 
     Raises:
         ConfigError: On every rank, if one of them could not write.
@@ -64,7 +62,7 @@ def write(
     rank = dist.get_rank(group) if group is not None else 0
     while True:
         try:
-            _attempt(path, tensors, rest, group, rank, read)
+            _attempt(path, tensors, rest, group, rank)
             break
         except ConfigError as error:
             if not no_room(error):
@@ -73,20 +71,32 @@ def write(
     patience.over(quiet=rank != 0)
 
 
-def _attempt(
-    path: Path,
-    tensors: dict[str, Tensor],
-    rest: dict[str, Any],
-    group: dist.ProcessGroup | None,
-    rank: int,
-    read: Callable[[str], Tensor] | None,
+def write_alone(
+    path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], read: Callable[[str], Tensor]
 ) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Writes a checkpoint by this process, without waiting for space. What fails may leave a temporary folder beside.
+
+    Args:
+        path: The folder to make.
+        tensors: What `plugins.checkpoints.sharded.split` returned.
+        rest: The other part that `split` returned.
+        read: Returns the tensor of a key when its turn has come; `tensors` may be on the meta device.
+
+    Raises:
+        OSError: If it cannot be written. What `read` raises is raised, too.
+    """
     try:
-        _together(group, lambda: _begin(temporary) if rank == 0 else None)
-        _save(temporary, tensors, group, read)
-        parts = _together(group, lambda: _own_part(temporary, rank, rest))
-        _together(group, lambda: _finish(path, temporary, rest, parts) if rank == 0 else None)
+        _write(path, _temporary(path), tensors, rest, None, 0, read)
+    except CheckpointException as error:
+        raise _first(error) from error
+
+
+def _attempt(
+    path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], group: dist.ProcessGroup | None, rank: int
+) -> None:
+    temporary = _temporary(path)
+    try:
+        _write(path, temporary, tensors, rest, group, rank, None)
     except (Exception, CheckpointException) as error:
         cause = _first(error)
         written = sum(file.stat().st_size for file in temporary.glob("*")) if rank == 0 else 0
@@ -94,6 +104,25 @@ def _attempt(
             with suppress(OSError):
                 remove(temporary)
         raise failure(path, cause, written) from cause
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _write(
+    path: Path,
+    temporary: Path,
+    tensors: dict[str, Tensor],
+    rest: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    rank: int,
+    read: Callable[[str], Tensor] | None,
+) -> None:
+    _together(group, lambda: _begin(temporary) if rank == 0 else None)
+    _save(temporary, tensors, group, read)
+    parts = _together(group, lambda: _own_part(temporary, rank, rest))
+    _together(group, lambda: _finish(path, temporary, rest, parts) if rank == 0 else None)
 
 
 def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:

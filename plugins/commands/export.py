@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
-import shutil
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
+from plugins.commands.new_output import check_new, interruptible, new_output
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +44,7 @@ def export(arguments: list[str]) -> int:
     output = Path(options.output)
     _check(options, output)
     path = resolve(options.ckpt_path, Path(options.root))
-    with trusting(Trust(trusted)):
+    with trusting(Trust(trusted)), interruptible():
         if options.format == "hf":
             _to_hugging_face(path, output, int(options.shard_gb * 1e9), options.template)
         elif options.format == "gguf":
@@ -89,8 +86,7 @@ def _check(options: Namespace, output: Path) -> None:
     from plugins.commands import drift
     from toolkit.gguf_files import require_gguf
 
-    if output.exists():
-        raise ConfigError(f"{output} exists already: give another name.")
+    check_new(output)
     if not options.shard_gb > 0:
         raise ConfigError(f"--shard_gb is {options.shard_gb}; it must be above 0.")
     if options.template and options.format != "hf":
@@ -170,7 +166,8 @@ def _to_hugging_face(path: Path, output: Path, shard_bytes: int, template: str |
     if template is not None:
         opened.kept[TEMPLATE] = read_template(template)
     files = hf_folder.files_beside(config, opened.tokenizer, opened.end, opened.kept, dtype)
-    with _new_folder(output) as temporary:
+    with new_output(output) as temporary:
+        temporary.mkdir()
         _write_shards(temporary, lazy, shard_bytes)
         for name, text in files.items():
             (temporary / name).write_text(text, encoding="utf-8")
@@ -224,7 +221,8 @@ def _to_torch(path: Path, output: Path) -> None:
     import yaml
 
     opened = _Opened(path)
-    with _new_folder(output) as temporary:
+    with new_output(output) as temporary:
+        temporary.mkdir()
         _write_state_dict(temporary / "weights.pt", opened.tensors)
         text = yaml.safe_dump(opened.config, sort_keys=False)
         (temporary / "network.yaml").write_text(text, encoding="utf-8")
@@ -253,21 +251,3 @@ def _write_state_dict(path: Path, tensors: Mapping[str, LazyTensor]) -> None:
         for name, tensor in tensors.items():
             file.seek(placed[name].untyped_storage()._checkpoint_offset)
             file.write(as_bytes(tensor.read()))
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """Yields a folder to write to, which then gets its name; where the body fails, nothing stays."""
-    from core import durable
-
-    temporary = output.with_name(f".{output.name}.{uuid4().hex[:12]}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        durable.sync_all(temporary)
-        os.rename(temporary, output)
-        durable.sync(output.parent)
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {durable.write_error(error)}.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -20,6 +20,7 @@ from plugins.commands.generate_options import (
     sampling_faults,
 )
 from plugins.commands.generate_prompts import read_prompts
+from plugins.commands.new_output import check_writable
 
 
 @technique(
@@ -95,7 +96,11 @@ def _options(arguments: list[str]) -> argparse.Namespace:
         action="store_true",
         help="read special tokens such as <|endoftext|> in prompts; else they are text",
     )
-    parser.add_argument("--output", metavar="FILE", help="write JSON lines there; default: to the terminal")
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write JSON lines there, in place of what it has; default: to the terminal",
+    )
     parser.add_argument("--json", action="store_true", help="JSON lines also for a single text")
     add_sampling_options(parser)
     parser.add_argument("--num_beams", type=int, default=1, help="above 1: beam search, instead of sampling")
@@ -122,8 +127,8 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     for name in ("n", "num_beams", "batch_size", "tensor_parallel"):
         if getattr(options, name) < 1:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1.")
-    if options.output is not None and Path(options.output).is_dir():
-        raise ConfigError(f"--output {options.output}: it is a folder, give the name of a file.")
+    if options.output is not None:
+        _check_output(options.output)
     if problem := next(_contradictions(options), None):
         raise ConfigError(problem)
     options.as_lines = bool(
@@ -135,6 +140,16 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if options.length_penalty is None:
         options.length_penalty = 1.0
     return options
+
+
+def _check_output(name: str) -> None:
+    """Raises a ConfigError if the lines could not be written there, before anything is computed."""
+    check_writable(name)
+    path = Path(name)
+    if path.is_dir():
+        raise ConfigError(f"--output {name}: it is a folder, give the name of a file.")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--output {name}: it is no file. Without --output the lines go to the terminal.")
 
 
 def _contradictions(options: argparse.Namespace) -> Iterator[str]:

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from core import durable
-from core.errors import ConfigError
 from plugins.checkpoints.gguf_families import family_of
 from plugins.checkpoints.gguf_metadata import to_metadata
 from plugins.checkpoints.gguf_tensors import to_tensors
 from plugins.checkpoints.kept_files import GENERATION, TOKENIZER_CONFIG
 from plugins.commands import gguf_q4k, hf_folder
+from plugins.commands.new_output import new_output
 from toolkit import gguf_tokenizers
 
 if TYPE_CHECKING:
@@ -68,11 +67,8 @@ def write(
         metadata["tokenizer.chat_template"] = template
     plan = to_tensors(family, form, config, tensors)
     types = {name: _type(name, tensor.shape, type_name.upper()) for name, tensor in plan.items()}
-    try:
-        with durable.replacing(output) as temporary:
-            _write(temporary, family.name, metadata, plan, types, type_name.upper())
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {durable.write_error(error)}.") from error
+    with new_output(output) as temporary:
+        _write(temporary, family.name, metadata, plan, types, type_name.upper())
     if note := _note(types, type_name.upper()):
         print(note)
 

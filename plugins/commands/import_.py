@@ -9,6 +9,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
+from plugins.commands.new_output import check_new, interruptible, new_output
 
 if TYPE_CHECKING:
     from plugins.checkpoints.foreign import ForeignWeights
@@ -51,8 +52,7 @@ def import_(arguments: list[str]) -> int:
     source, output = Path(options.source), Path(options.output)
     if not source.exists() or not is_foreign(source):
         raise ConfigError(f"{source} is no folder with config.json, and no .safetensors or .gguf file.")
-    if output.exists():
-        raise ConfigError(f"{output} exists already: give another name.")
+    check_new(output)
     if options.check:
         if PART.fullmatch(source.name):
             raise ConfigError("--check compares with transformers, which reads no GGUF file in parts.")
@@ -124,7 +124,6 @@ def _write(output: Path, state: dict[str, Any], tensors: dict[str, LazyTensor]) 
 
     from plugins.checkpoints import shard_writing, sharded
     from plugins.checkpoints.matching import PREFIX
-    from plugins.checkpoints.patience import Patience
 
     empty = {
         PREFIX + name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -132,6 +131,11 @@ def _write(output: Path, state: dict[str, Any], tensors: dict[str, LazyTensor]) 
     }
     keys, rest = sharded.split({**state, "state_dict": empty})
     section = f"state_dict.{PREFIX}"
-    shard_writing.write(
-        output, keys, rest, None, Patience(), lambda key: tensors[key.removeprefix(section)].read()
-    )
+    with interruptible(wait=True) as check, new_output(output) as temporary:
+
+        def read(key: str) -> torch.Tensor:
+            check()
+            return tensors[key.removeprefix(section)].read()
+
+        shard_writing.write_alone(temporary, keys, rest, read)
+        check()

@@ -14,9 +14,17 @@ from core.errors import ConfigError
 from core.technique import technique
 from core.training.shards import full_tensor
 from toolkit.further_blocks import RunsFurtherBlocks, set_further_blocks
+from toolkit.prefixes import PREFIX
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
+
+AROUND = {"BalancedRouting": "listens to the network's routers", "PrefixLM": "changes what the network sees"}
+"""Objectives that go around this one, and why."""
+
+WITHIN = (
+    "{}, and MultiTokenPrediction runs the network itself: put MultiTokenPrediction within it, not around it"
+)
 
 
 class Ahead(nn.Module):
@@ -59,6 +67,10 @@ class _Given:
     def __call__(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
         return self._hidden
 
+    @property
+    def attends_to_prefixes(self) -> bool:
+        raise ConfigError(WITHIN.format(f"PrefixLM {AROUND['PrefixLM']}") + ".")
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
 
@@ -81,6 +93,7 @@ class MultiTokenPrediction(Objective):
 
     ActivationCheckpointing and ActivationOffload treat the modules' blocks as those of the network. In a mixture of experts their
     routers count as layers: for BalancedRouting, which goes around this objective, BiasBalancing and RoutingMonitor.
+    PrefixLM, too, goes around this objective: modules see prefixes as the network does.
     StochasticDepth leaves out blocks of the network alone, and precisions with layers of their own leave those of the
     modules as they are.
 
@@ -120,12 +133,9 @@ class MultiTokenPrediction(Objective):
         for name in ("pipeline", "context"):
             if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
                 yield f"MultiTokenPrediction needs whole rows, and embedding and head on one rank: set {name} to 1"
-        inner = run.argument(f"{own.key}.objective.class_path")
-        if str(inner).rpartition(".")[2] == "BalancedRouting":
-            yield (
-                "BalancedRouting sees no routers within MultiTokenPrediction, which runs the network itself: put "
-                "MultiTokenPrediction within BalancedRouting"
-            )
+        inner = str(run.argument(f"{own.key}.objective.class_path")).rpartition(".")[2]
+        if inner in AROUND:
+            yield WITHIN.format(f"{inner} {AROUND[inner]}")
 
     def change_network(self, network: Network) -> None:
         """Makes the modules, of the size of a network that was just built; the network stays as it is."""
@@ -182,8 +192,13 @@ def shifted(x: Tensor, k: int, fill: int) -> Tensor:
 
 
 def labels_ahead(batch: Mapping[str, Tensor], k: int) -> Tensor:
-    """Returns the labels k later, (B, T), of the same document."""
+    """Returns the labels k later, (B, T), of the same document; within a prefix only those of its last token.
+
+    There, a module has the embeddings of k tokens more, and each token sees all of it, also what it is to predict.
+    """
     labels = shifted(batch["labels"], k, IGNORED_LABEL)
+    if PREFIX in batch:
+        labels = labels.masked_fill(batch[PREFIX] & shifted(batch[PREFIX], 1, 0), IGNORED_LABEL)
     documents = batch.get("document_ids")
     if documents is None:
         return labels

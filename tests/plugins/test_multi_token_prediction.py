@@ -17,7 +17,8 @@ from plugins.networks.gemma3 import Gemma3
 from plugins.networks.llama import Llama
 from plugins.objectives.balanced_routing import BalancedRouting, routing_sums
 from plugins.objectives.causal_lm import CausalLM
-from plugins.objectives.multi_token_prediction import MultiTokenPrediction
+from plugins.objectives.multi_token_prediction import MultiTokenPrediction, labels_ahead
+from plugins.objectives.prefix_lm import PrefixLM, prefixes
 from tests.support.reference_models import lively
 from tests.support.same_run import SAVED, TOLERANCE, differences, fit, one_process
 from tests.support.small_networks import DENSE, LATENT, LENGTHS, packed
@@ -182,13 +183,75 @@ def test_routers_of_the_modules_are_balanced_as_layers():
     assert all(module.block.mlp.router.weight.grad.any() for module in inner.ahead)
 
 
-@pytest.mark.parametrize(("inner", "refused"), [("BalancedRouting", True), ("CausalLM", False)])
-def test_what_balances_routers_goes_around_it(inner, refused):
+@pytest.mark.parametrize(
+    ("inner", "refused"), [("BalancedRouting", True), ("PrefixLM", True), ("CausalLM", False)]
+)
+def test_what_listens_to_the_network_or_changes_its_batch_goes_around_it(inner, refused):
     own = Selected("model.objective", "", "", "", "", "", Declaration(""))
     objective = {"init_args": {"objective": {"class_path": f"plugins.objectives.any.{inner}"}}}
     run = Run([own], {"model": {"objective": {"class_path": "MultiTokenPrediction"} | objective}})
     said = list(MultiTokenPrediction.preflight(run, own))
-    assert ["put MultiTokenPrediction within BalancedRouting" in one for one in said] == [True] * refused
+    expected = "MultiTokenPrediction runs the network itself: put MultiTokenPrediction within it"
+    assert [one.startswith(inner) and expected in one for one in said] == [True] * refused
+
+
+@pytest.mark.parametrize(("network_class", "arguments"), [(Llama, DENSE), (DeepSeekV3, LATENT)])
+def test_behind_prefixes_the_loss_is_that_of_each_document_alone(network_class, arguments):
+    network, inner = prepared(network_class, arguments)
+    objective, batch = PrefixLM(inner, 0.2, 0.9, seed=3).train(), packed()
+    batch["labels"] = batch["labels"].masked_fill(
+        torch.tensor(LENGTHS).cumsum(0)[:, None].eq(torch.arange(1, 51)).any(0), -100
+    )
+    loss, figures = objective.loss(network, batch)
+    _, found = prefixes(batch, 0.2, 0.9, 3)
+    totals, counts = [0.0, 0.0, 0.0], [0, 0, 0]
+    for row in range(2):
+        lengths = [int(part[0]) for part in found[row].split(LENGTHS)]
+        for ids, prefix in zip(batch["input_ids"][row].split(LENGTHS), lengths, strict=True):
+            one = {"input_ids": ids[None], "prefix": (torch.arange(len(ids)) < prefix)[None]}
+            hidden = network(one)
+            begin = max(prefix - 1, 0)  # the first position that predicts
+            for k in range(min(3, len(ids))):
+                if k:
+                    ahead = inner.ahead[k - 1]
+                    embedded = network.embed_tokens(F.pad(ids[k:], (0, k)))[None]
+                    joined = torch.cat((ahead.hidden_norm(hidden), ahead.token_norm(embedded)), -1)
+                    hidden = network.run_further_block(ahead.block, one, ahead.projection(joined))
+                logits = network.logits(ahead.norm(hidden) if k else hidden)[0, begin : len(ids) - k - 1]
+                if len(logits):
+                    labels = ids[begin + k + 1 :]
+                    totals[k] += F.cross_entropy(logits.double(), labels, reduction="sum").item()
+                    counts[k] += len(logits)
+    assert min(counts) > 20
+    assert [int(loss.tokens), *(int(figures[f"ahead_{k}"].tokens) for k in (1, 2))] == counts
+    assert figures["task_loss"].total.item() == pytest.approx(totals[0], rel=1e-6)
+    assert loss.total.item() == pytest.approx(totals[0] + 0.3 / 2 * sum(totals[1:]), rel=1e-6)
+
+
+def test_no_module_sees_what_it_predicts_behind_a_prefix():
+    network, inner = prepared()
+    ids, hidden = packed()["input_ids"][:1], []
+    vectors = network.embed_tokens(ids).detach().requires_grad_()
+    for part in (network, *inner.ahead):
+        part.norm.register_forward_hook(lambda _, given, output: hidden.append(output))
+    # asked for the embeddings behind 0, 1 and 2 tokens, each before the norm of that part
+    network.embed_tokens.forward = lambda ids: F.pad(vectors[:, len(hidden) :], (0, 0, 0, len(hidden)))
+    PrefixLM(inner, 0.5, 0.5).train().loss(network, {"input_ids": ids, "labels": ids.roll(-1, 1)})
+    prefix = torch.arange(50)[None] < 25
+    for k in (1, 2):
+        labels = labels_ahead({"labels": torch.arange(1, 51)[None], "prefix": prefix}, k)[0]
+        assert labels.tolist() == [-100] * 24 + [*range(25 + k, 51)] + [-100] * k
+        for place in range(24, 50 - k - 1):
+            [gradient] = torch.autograd.grad(hidden[k][0, place].square().sum(), vectors, retain_graph=True)
+            assert gradient[0].abs().sum(1).nonzero().flatten().tolist() == [*range(place + k + 1)]
+
+
+def test_around_prefixes_it_is_refused():
+    network = Llama(**DENSE)
+    objective = MultiTokenPrediction(PrefixLM(CausalLM()))
+    objective.change_network(network)
+    with pytest.raises(ConfigError, match="put MultiTokenPrediction within it, not around it"):
+        objective.loss(network, packed())
 
 
 OVERLAY = {

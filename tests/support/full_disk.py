@@ -33,11 +33,13 @@ def is_waited_for() -> bool:
 def file_size_limit(most: int) -> Iterator[None]:
     """Lets no file grow beyond so many bytes: the failing write is like that on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # it would be cut off, too
     resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = bytecode
 
 
 @contextmanager

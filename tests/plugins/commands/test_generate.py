@@ -251,6 +251,13 @@ MISTAKES = {
     "penalty": (["--repetition_penalty", "0"], "repetition_penalty=0.0 must be above 0"),
     "data type": (["--dtype", "bfloat"], "Did you mean bfloat16?"),
     "output is a folder": (["--json", "--output", "."], "--output .: "),
+    "output in a file": (["--output", "empty.txt/texts.jsonl"], "--output empty.txt/texts.jsonl cannot be"),
+    "output has a long name": (["--output", "x" * 250], "cannot be written: File name too long"),
+    "output is a device": (["--output", "/dev/null"], "--output /dev/null: it is no file"),
+    "output is nowhere": (
+        ["--output", "/proc/texts/a.jsonl"],
+        "--output /proc/texts/a.jsonl cannot be written",
+    ),
     "last seed": (["--n", "2", "--seed", str(2**64 - 1)], "--seed is out of range"),
 }
 
@@ -278,6 +285,29 @@ def test_a_mistake_is_named_and_nothing_is_written(name, trained, tmp_path, monk
     assert len([line for line in written.err.splitlines() if not line.startswith("#")]) <= 3
     assert written.out == ""
     assert {path.name for path in tmp_path.iterdir()} == set(files)
+
+
+@pytest.mark.parametrize("output", [".", "a.txt/texts.jsonl", "x" * 250, "/dev/null", "/proc/texts.jsonl"])
+def test_whether_the_output_can_be_written_is_known_before_the_checkpoint_is_read(
+    output, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").touch()
+    assert main(["generate", "--ckpt_path", "nowhere.ckpt", "--output", output]) == 2
+    assert capsys.readouterr().err.startswith(f"--output {output[:200]}")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+@pytest.mark.parametrize("name", ["hf", "hf/model.safetensors", "q.gguf"])
+def test_weights_of_others_have_to_be_imported_first(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf").mkdir()
+    for file in ("hf/config.json", "hf/model.safetensors", "q.gguf"):
+        (tmp_path / file).touch()
+    code, error = generate(capsys, name)
+    assert code == 2
+    assert f"\npython -m core import {name} --output " in error
+    assert len(error.splitlines()) == 2
 
 
 def test_without_an_end_token_a_prompt_is_needed(trained, tmp_path, capsys):

@@ -1,7 +1,9 @@
 """`export` and `import`: the same logits in transformers, the same bits back, and nothing half-written."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 
@@ -36,6 +38,7 @@ from tests.support.stored_networks import (
     store,
     tokenizer_json,
 )
+from toolkit.safetensors_files import LazyTensor
 
 BITWISE = ("Llama", "Llama-scaled", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3", "Gemma3-capped")
 
@@ -287,18 +290,68 @@ def test_bad_folders_are_refused_in_a_line_or_two(what, llama, core, tmp_path): 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_full_disk_leaves_nothing(llama, core, tmp_path):  # noqa: F811
+WRITES = {
+    "import": ["import", "hf", "--output=new/b.ckpt"],
+    "hf": ["export", "--ckpt_path=a.ckpt", "--output=new/hf2"],
+    "torch": ["export", "--ckpt_path=a.ckpt", "--output=new/pt", "--format=torch"],
+    "gguf": ["export", "--ckpt_path=a.ckpt", "--output=new/a.gguf", "--format=gguf"],
+}
+
+
+@pytest.mark.parametrize("words", WRITES.values(), ids=WRITES)
+def test_a_full_disk_leaves_nothing(words, llama, core, tmp_path):  # noqa: F811
     before = sorted(tmp_path.rglob("*"))
     with file_size_limit(20_000):
-        done = [
-            core("export", "--ckpt_path=a.ckpt", "--output=hf2"),
-            core("export", "--ckpt_path=a.ckpt", "--output=pt", "--format=torch"),
-        ]
-    for one in done:
-        assert one.code == 2
-        assert re.search(r"cannot be written: (File too large|no space)", one.err)
-        assert len(one.err.splitlines()) == 1
+        done = core(*words)
+    assert done.code == 2
+    name = words[-1 if words[-1].startswith("--output") else -2].removeprefix("--output=")
+    assert re.search(rf"^{name} cannot be written: (File too large|no space|No space)", done.err)
+    assert len(done.err.splitlines()) == 1
     assert sorted(tmp_path.rglob("*")) == before
+
+
+INTERRUPTIONS = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129, "error": 1, "out of memory": 1}
+
+
+@pytest.mark.parametrize("how", INTERRUPTIONS)
+@pytest.mark.parametrize("words", WRITES.values(), ids=WRITES)
+def test_what_is_interrupted_leaves_nothing(words, how, llama, core, tmp_path, monkeypatch):  # noqa: F811
+    before, handlers, initialise = sorted(tmp_path.rglob("*")), signals(), LazyTensor.__init__
+    counted, seen = iter(range(100)), []
+
+    def interrupted(read):
+        if next(counted) == 9:
+            seen.extend(path for path in tmp_path.rglob("*") if path not in before)
+            if how.startswith("SIG"):
+                os.kill(os.getpid(), signal.Signals[how])
+            else:
+                raise MemoryError() if how == "out of memory" else ValueError("a tensor")
+        return read()
+
+    def initialised(self, shape, dtype, read):
+        initialise(self, shape, dtype, lambda: interrupted(read))
+
+    monkeypatch.setattr(LazyTensor, "__init__", initialised)
+    done = core(*words)
+    assert done.code == INTERRUPTIONS[how], done.err
+    assert len(seen) > 1  # something was written
+    assert sorted(tmp_path.rglob("*")) == before
+    assert signals() == handlers
+
+
+def signals():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+
+
+@pytest.mark.parametrize("words", WRITES.values(), ids=WRITES)
+def test_whether_it_can_be_written_is_known_before_anything_is_read(words, core, tmp_path):  # noqa: F811
+    (tmp_path / "new").touch()
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").touch()
+    done = core(*words)
+    assert done.code == 2
+    assert "cannot be written: Not a directory" in done.err
+    assert len(done.err.splitlines()) == 1
 
 
 def test_what_is_there_is_not_replaced(llama, core, tmp_path):  # noqa: F811
