@@ -210,6 +210,10 @@ class Engine(ABC):
             ConfigError: What `work` raised, or if processes die repeatedly at the same task.
         """
 
+    def describe(self, tasks: int) -> str:
+        """Returns what `prepare --dry-run` prints: a line, or the script that would be submitted for so many tasks."""
+        return type(self).__name__
+
 
 class TokenWriter(ABC):
     """A data part that stores token ids so that `PretrainDataModule` can stream them."""

@@ -17,7 +17,8 @@ from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.config_files import compose, find_config
 from plugins.cli.configuration.trust import Trust, beside, take_option, trusting
-from toolkit.prepared import is_remote
+from toolkit.prepared import is_remote, splits_of
+from toolkit.sizes import readable
 
 _OURS = (
     "manifest.json",
@@ -49,6 +50,8 @@ def prepare(arguments: list[str]) -> int:
     own = beside(map(find_config, options.config), compose(options.config).values, rest)
     with trusting(Trust(trusted, own)):
         preparation, source = _built(options.config, rest)
+    if options.dry_run:
+        return _show(preparation, source, folder)
     fresh = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +81,7 @@ def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str], tuple
     )
     parser.add_argument("--config", "-c", action="append", required=True, help="a config; several compose")
     parser.add_argument("--output", metavar="DIR", help="where to write; by default prepared/NAME_OF_CONFIG")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and by whom")
     parser.add_argument("--overwrite", action="store_true", help="replace what another configuration wrote")
     parser.add_argument("--data.KEY", metavar="VALUE", help="changes an option of the config, as in `fit`")
     parser.add_argument(
@@ -100,6 +104,15 @@ def _output(name: str) -> Path:
     return Path(name).expanduser()
 
 
+def _show(preparation: Any, source: str, folder: Path) -> int:
+    """Prints what would be done; writes nothing."""
+    tasks = preparation.plan()["tasks"]
+    size = sum(piece.get("bytes", 0) for task in tasks for piece in task.get("pieces", []))
+    print(f"# {source}: {len(tasks):,} tasks, {readable(size)}, to {folder}")
+    print(preparation.engine.describe(len(tasks)))
+    return 0
+
+
 def _prepare(preparation: Any, source: str, folder: Path, overwrite: bool) -> None:
     plan = preparation.plan()
     _take(folder, plan, overwrite)
@@ -111,14 +124,12 @@ def _prepare(preparation: Any, source: str, folder: Path, overwrite: bool) -> No
         print(f"Preparing {source} in {folder}: {len(plan['tasks']):,} tasks", file=sys.stderr, flush=True)
     figures = preparation.finish(folder, source)
     documents, tokens = (
-        figures[f"train_{what}"] + figures[f"validation_{what}"] for what in ("documents", "tokens")
+        sum(figures[f"{split}_{what}"] for split in splits_of(figures)) for what in ("documents", "tokens")
     )
     print(f"{documents:,} documents, {tokens:,} tokens in {time.perf_counter() - begin:.1f} s")
     print(f"Tokens for {figures['shares']}")
     if least := figures.get("validation_tails_from_bytes"):
-        print(
-            f"Documents are few or unequal: the last part of each of {least:,} bytes and more is for validation."
-        )
+        print(f"Documents are few or unequal: the last part of each of {least:,} bytes and more is held out.")
     if rejected := sum(figures["rejected"].values()):
         print(f"{rejected:,} documents could not be used: {folder}/rejects.jsonl")
     if left_out := figures.get("left_out"):

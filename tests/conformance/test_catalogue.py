@@ -7,6 +7,7 @@ from conformance import NotProvable, cases, proofs
 from core import catalog
 from core.training.every_step import BATCH_HOOKS
 from tests.conformance.conftest import pytest_leyden_cases
+from tests.support import slurm
 
 CASES = cases("leyden", pytest_leyden_cases())
 
@@ -110,7 +111,9 @@ def one_ray():
 
 
 @pytest.mark.parametrize(("case", "proof"), PROMISES)
-def test_promise(case, proof, request):
+def test_promise(case, proof, request, monkeypatch, tmp_path):
+    if case.entry.name == "SlurmEngine" and proof.contract == "Engine":
+        slurm.use(monkeypatch, tmp_path)
     if case.entry.name == "RayEngine" and proof.contract == "Engine" and case.absent() is None:
         request.getfixturevalue("one_ray")
     try:
