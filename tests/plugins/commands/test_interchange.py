@@ -339,6 +339,19 @@ def test_what_is_interrupted_leaves_nothing(words, how, llama, core, tmp_path, m
     assert signals() == handlers
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_is_no_fault_of_the_checkpoint_that_is_read(error, llama, core, monkeypatch):  # noqa: F811
+    assert core("import", "hf", "--output=b.ckpt").code == 0
+
+    def interrupted(self, *args):
+        raise error
+
+    monkeypatch.setattr(filesystem.FileSystemReader, "read_data", interrupted)
+    done = core("export", "--ckpt_path=b.ckpt", "--output=hf2")
+    assert done.code == (143 if isinstance(error, SystemExit) else 130)
+    assert "cannot be read" not in done.err
+
+
 def signals():
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
