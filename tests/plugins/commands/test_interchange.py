@@ -367,6 +367,26 @@ def test_whether_it_can_be_written_is_known_before_anything_is_read(words, core,
     assert len(done.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--type=bf16"], "--type is of GGUF files"),
+        (["--type=q4_k", "--format=torch"], "--type is of GGUF files"),
+        (["--shard_gb=1", "--format=torch"], "--shard_gb is of safetensors files"),
+        (["--shard_gb=nan"], "--shard_gb is nan; it must be a number above 0"),
+        (["--shard_gb=inf"], "--shard_gb is inf; it must be a number above 0"),
+        (["--template=a.jinja", "--format=torch"], "--template is written to a Hugging Face folder"),
+        (["--check", "--format=torch"], "--check compares with transformers"),
+        (["--format=gguf"], "a name that ends in .gguf and --format gguf belong together"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(words, said, core, tmp_path):  # noqa: F811
+    done = core("export", "--ckpt_path=nowhere.ckpt", "--output=out", *words)
+    assert done.code == 2
+    assert said in done.err
+    assert len(done.err.splitlines()) == 1
+
+
 def test_what_is_there_is_not_replaced(llama, core, tmp_path):  # noqa: F811
     for words in (["import", "hf", "--output=a.ckpt"], ["export", "--ckpt_path=a.ckpt", "--output=hf"]):
         done = core(*words)
