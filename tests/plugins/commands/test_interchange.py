@@ -40,7 +40,17 @@ from tests.support.stored_networks import (
 )
 from toolkit.safetensors_files import LazyTensor
 
-BITWISE = ("Llama", "Llama-scaled", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3", "Gemma3-capped")
+BITWISE = (
+    "Llama",
+    "Llama-scaled",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "OLMo2",
+    "Gemma3",
+    "Gemma3-capped",
+    "Mixtral",
+)
 
 
 EXPERTS = {**MLP, "n_experts": 4, "experts_per_token": 2}
