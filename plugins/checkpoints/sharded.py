@@ -319,4 +319,6 @@ def load_tensors(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
             dcp.load(targets, storage_reader=Reader(folder), planner=planner, no_dist=True)
         except CheckpointException as error:  # a BaseException
             cause = next(iter(error.failures.values()))[0]
+            if not isinstance(cause, Exception):  # Ctrl-C, for one
+                raise cause from error
             raise ConfigError(f"{folder} cannot be read: {str(cause).splitlines()[0]}") from error

@@ -58,9 +58,11 @@ def described(checkpoint: Mapping[str, Any], path: Path) -> tuple[dict[str, Any]
     text = checkpoint.get(RECORD, {}).get("config")
     states = (value for value in checkpoint.values() if isinstance(value, Mapping))
     data = next((state for state in states if isinstance(state.get("tokenizer"), str)), None)
-    if text is None or data is None:
+    if text is None:
+        raise ConfigError(f"{path} was not written by `python -m core`: it lacks its config.")
+    if data is None:
         raise ConfigError(
-            f"{path} was not written by `python -m core fit`: it lacks its config or tokenizer."
+            f"{path} has no tokenizer, which texts need: it is of a run on tokens, or of weights that came without one."
         )
     return parse_config(text, path), data["tokenizer"], data.get("end_of_text_id")
 

@@ -46,9 +46,9 @@ def export(arguments: list[str]) -> int:
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)), interruptible():
         if options.format == "hf":
-            _to_hugging_face(path, output, int(options.shard_gb * 1e9), options.template)
+            _to_hugging_face(path, output, int((options.shard_gb or 5.0) * 1e9), options.template)
         elif options.format == "gguf":
-            _to_gguf(path, output, options.type)
+            _to_gguf(path, output, options.type or "f16")
         else:
             _to_torch(path, output)
         files = list(output.iterdir()) if output.is_dir() else [output]
@@ -66,8 +66,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--format", choices=("hf", "gguf", "torch"), default="hf", help="who reads it")
     parser.add_argument("--output", required=True, metavar="PATH", help="the folder, or .gguf file, to write")
-    parser.add_argument("--type", choices=TYPES, default="f16", help="of the matrices in a GGUF file")
-    parser.add_argument("--shard_gb", type=float, default=5.0, help="most gigabytes of a safetensors file")
+    parser.add_argument("--type", choices=TYPES, help="of the matrices in a GGUF file; default: f16")
+    parser.add_argument("--shard_gb", type=float, help="most gigabytes of a safetensors file; default: 5")
     parser.add_argument(
         "--template", metavar="FILE", help="chat template in Jinja2; default: what an import kept"
     )
@@ -87,10 +87,16 @@ def _check(options: Namespace, output: Path) -> None:
     from toolkit.gguf_files import require_gguf
 
     check_new(output)
-    if not options.shard_gb > 0:
-        raise ConfigError(f"--shard_gb is {options.shard_gb}; it must be above 0.")
+    if options.shard_gb is not None and not 0 < options.shard_gb < float("inf"):
+        raise ConfigError(f"--shard_gb is {options.shard_gb}; it must be a number above 0.")
     if options.template and options.format != "hf":
         raise ConfigError("--template is written to a Hugging Face folder: it takes --format hf.")
+    if options.shard_gb is not None and options.format != "hf":
+        raise ConfigError("--shard_gb is of safetensors files: it takes --format hf.")
+    if options.type is not None and options.format != "gguf":
+        raise ConfigError(
+            "--type is of GGUF files: it takes --format gguf. Other formats keep the data types of the weights."
+        )
     if options.check and options.format == "torch":
         raise ConfigError("--check compares with transformers: it takes --format hf or gguf.")
     if options.format == "gguf":

@@ -124,9 +124,10 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     check_seed(options.seed)
-    for name in ("n", "num_beams", "batch_size", "tensor_parallel"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"--{name} {getattr(options, name)} must be at least 1.")
+    for name in ("n", "num_beams", "batch_size", "tensor_parallel", "max_new_tokens"):
+        least = 0 if name == "max_new_tokens" else 1
+        if getattr(options, name) < least:
+            raise ConfigError(f"--{name} {getattr(options, name)} must be at least {least}.")
     if options.output is not None:
         _check_output(options.output)
     if problem := next(_contradictions(options), None):
@@ -139,6 +140,11 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
         options.temperature = 0.8
     if options.length_penalty is None:
         options.length_penalty = 1.0
+    from toolkit.generation.filters import Sampling
+
+    filters = options.top_k, options.top_p, options.min_p, options.repetition_penalty
+    if wrong := Sampling(options.temperature, *filters).fault():
+        raise ConfigError(f"--{wrong}")
     return options
 
 

@@ -306,10 +306,12 @@ def test_a_network_is_rebuilt_though_its_file_has_moved_since(save, complete):
     assert stored_config(path) == CONFIG
 
 
-@pytest.mark.parametrize("missing", [RECORD, "Data"])
-def test_a_network_without_config_or_tokenizer_is_not_rebuilt(missing, save, complete):
+@pytest.mark.parametrize(
+    ("missing", "words"), [(RECORD, "it lacks its config"), ("Data", "has no tokenizer")]
+)
+def test_a_network_without_config_or_tokenizer_is_not_rebuilt(missing, words, save, complete):
     del complete[0][missing]
-    with pytest.raises(ConfigError, match="lacks its config or tokenizer"):
+    with pytest.raises(ConfigError, match=words):
         load_network(save("a.ckpt", complete[0]))
 
 

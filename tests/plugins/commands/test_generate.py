@@ -298,6 +298,23 @@ def test_whether_the_output_can_be_written_is_known_before_the_checkpoint_is_rea
     assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("temperature", "nan", "--temperature=nan must be 0"),
+        ("temperature", "-1", "--temperature=-1.0 must be 0"),
+        ("top_k", "0", "--top_k=0 must be at least 1"),
+        ("top_p", "nan", "--top_p=nan must be above 0"),
+        ("min_p", "1.5", "--min_p=1.5 must be 0 to 1"),
+        ("repetition_penalty", "inf", "--repetition_penalty=inf must be above 0"),
+        ("max_new_tokens", "-3", "--max_new_tokens -3 must be at least 0"),
+    ],
+)
+def test_a_number_out_of_range_is_known_before_the_checkpoint_is_read(option, value, said, capsys):
+    assert main(["generate", "--ckpt_path", "nowhere.ckpt", f"--{option}={value}"]) == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
 @pytest.mark.parametrize("name", ["hf", "hf/model.safetensors", "q.gguf"])
 def test_weights_of_others_have_to_be_imported_first(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -40,7 +40,17 @@ from tests.support.stored_networks import (
 )
 from toolkit.safetensors_files import LazyTensor
 
-BITWISE = ("Llama", "Llama-scaled", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3", "Gemma3-capped")
+BITWISE = (
+    "Llama",
+    "Llama-scaled",
+    "Mistral",
+    "Qwen2",
+    "Qwen3",
+    "OLMo2",
+    "Gemma3",
+    "Gemma3-capped",
+    "Mixtral",
+)
 
 
 EXPERTS = {**MLP, "n_experts": 4, "experts_per_token": 2}
@@ -339,6 +349,19 @@ def test_what_is_interrupted_leaves_nothing(words, how, llama, core, tmp_path, m
     assert signals() == handlers
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(143)], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_is_no_fault_of_the_checkpoint_that_is_read(error, llama, core, monkeypatch):  # noqa: F811
+    assert core("import", "hf", "--output=b.ckpt").code == 0
+
+    def interrupted(self, *args):
+        raise error
+
+    monkeypatch.setattr(filesystem.FileSystemReader, "read_data", interrupted)
+    done = core("export", "--ckpt_path=b.ckpt", "--output=hf2")
+    assert done.code == (143 if isinstance(error, SystemExit) else 130)
+    assert "cannot be read" not in done.err
+
+
 def signals():
     return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
@@ -351,6 +374,26 @@ def test_whether_it_can_be_written_is_known_before_anything_is_read(words, core,
     done = core(*words)
     assert done.code == 2
     assert "cannot be written: Not a directory" in done.err
+    assert len(done.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--type=bf16"], "--type is of GGUF files"),
+        (["--type=q4_k", "--format=torch"], "--type is of GGUF files"),
+        (["--shard_gb=1", "--format=torch"], "--shard_gb is of safetensors files"),
+        (["--shard_gb=nan"], "--shard_gb is nan; it must be a number above 0"),
+        (["--shard_gb=inf"], "--shard_gb is inf; it must be a number above 0"),
+        (["--template=a.jinja", "--format=torch"], "--template is written to a Hugging Face folder"),
+        (["--check", "--format=torch"], "--check compares with transformers"),
+        (["--format=gguf"], "a name that ends in .gguf and --format gguf belong together"),
+    ],
+)
+def test_an_option_that_would_change_nothing_is_refused(words, said, core, tmp_path):  # noqa: F811
+    done = core("export", "--ckpt_path=nowhere.ckpt", "--output=out", *words)
+    assert done.code == 2
+    assert said in done.err
     assert len(done.err.splitlines()) == 1
 
 
