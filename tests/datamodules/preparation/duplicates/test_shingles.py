@@ -62,7 +62,7 @@ def test_a_long_text_is_hashed_in_parts(monkeypatch):
 
 
 def test_shared_bands_are_as_frequent_as_minhash_promises():
-    """Pairs of similarity 0.5 agree in a band of 2 rows with probability 0.25."""
+    """Pairs of similarity 1/3 agree in a band of 2 rows with probability 1/9."""
     rng, agree = random.Random(0), []
     for _ in range(60):
         numbers = rng.sample(range(10**6), 300)
