@@ -57,6 +57,7 @@ class NearPairs:
 
     def __exit__(self, kind: type | None, error: object, trace: TracebackType | None) -> None:
         self._opened.cache_clear()
+        self._places = np.empty(0, _PLACE)  # it maps a file of the scratch folder
 
     def dropped(self, threshold: float) -> Iterator[np.ndarray]:
         """Yields the identities of the documents that resemble an earlier one that is not dropped itself.
