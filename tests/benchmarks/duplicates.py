@@ -12,7 +12,8 @@ that stay is as similar as 0.75.
 
     python -m tests.benchmarks.duplicates memory
 
-Peak memory of `reduce` of 250,000 and of 1,000,000 synthetic signatures of documents with 100 5-grams each.
+Peak memory of `reduce` of 250,000 and of 1,000,000 documents, of which synthetic hashes or signatures, with 100 5-grams each,
+are on disk.
 """
 
 from __future__ import annotations
@@ -249,27 +250,45 @@ def synthetic(
     return paths
 
 
+def synthetic_texts(folder: Path, number: int, files: int = 10) -> list[Path]:
+    """Writes what ExactDuplicates notes of documents of which every fifth in the second half repeats one of the first."""
+    from datamodules.preparation.duplicates.duplicate_filter import hashes
+
+    paths = [folder / f"{file:06}" for file in range(files)]
+    for path, part in zip(paths, np.array_split(np.arange(number), files), strict=True):
+        first = [n - number // 2 if n >= number // 2 and n % 5 == 0 else n for n in part.tolist()]
+        text, document = hashes([b"%d" % n for n in first]), hashes([b"id %d" % n for n in part.tolist()])
+        path.write_bytes(np.stack([text, document], axis=1).tobytes())
+    return paths
+
+
 def memory() -> None:
     """Prints peak memory of `reduce`, in processes of their own."""
-    for number in (250_000, 1_000_000):
-        words = [sys.executable, "-m", "tests.benchmarks.duplicates", "reduce", str(number)]
-        print(subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip(), flush=True)
+    for name in ("ExactDuplicates", "NearDuplicates"):
+        for number in (250_000, 1_000_000):
+            words = [sys.executable, "-m", "tests.benchmarks.duplicates", "reduce", name, str(number)]
+            print(
+                subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip(), flush=True
+            )
 
 
-def reduced(number: int) -> None:
-    """Writes signatures, reduces them and prints the peak memory and how many documents are dropped."""
+def reduced(name: str, number: int) -> None:
+    """Writes what is noted of documents, reduces it, and prints the peak memory and how many documents are dropped."""
+    from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
     from datamodules.preparation.transforms.near_duplicates import NearDuplicates
 
+    near = name == "NearDuplicates"
+    transform = NearDuplicates(THRESHOLD, NGRAM, BANDS, ROWS) if near else ExactDuplicates()
     with tempfile.TemporaryDirectory() as folder:
-        paths = synthetic(Path(folder), number)
+        paths = (synthetic if near else synthetic_texts)(Path(folder), number)
         size = sum(path.stat().st_size for path in paths)
         begin = time.process_time()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        NearDuplicates(THRESHOLD, NGRAM, BANDS, ROWS).reduce(paths, Path(folder) / "conclusion")
+        transform.reduce(paths, Path(folder) / "conclusion")
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         dropped = (Path(folder) / "conclusion").stat().st_size // 16
     print(
-        f"{number:,} signatures, {size / 1e6:,.0f} MB on disk: peak {peak:,.0f} MiB ({before:,.0f} before), "
+        f"{name}: {number:,} documents, {size / 1e6:,.0f} MB noted: peak {peak:,.0f} MiB ({before:,.0f} before), "
         f"{time.process_time() - begin:.1f} CPU seconds, {dropped:,} dropped of {number // 10:,} planted"
     )
 
@@ -280,7 +299,7 @@ def main(words: list[str]) -> None:
         kept = SIDES[words[1]](Path(words[2]), Path(words[3]))
         print(json.dumps([kept, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
     elif words[:1] == ["reduce"]:
-        reduced(int(words[1]))
+        reduced(words[1], int(words[2]))
     elif words[:1] == ["memory"]:
         memory()
     else:
