@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,14 @@ class DuplicateFilter(Transform):
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns the options: all public attributes."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
+
+    @abstractmethod
+    def map(self, batches: Iterator[pyarrow.RecordBatch], findings: Path) -> None:
+        """Writes what the documents of a piece are compared by, with their :func:`identities`."""
+
+    @abstractmethod
+    def reduce(self, findings: Sequence[Path], conclusion: Path) -> None:
+        """Chooses the documents that are dropped, and calls :func:`write_dropped`."""
 
     def load(self, conclusion: Path) -> None:
         """Maps the sorted hashes of the dropped documents; they stay on disk."""
