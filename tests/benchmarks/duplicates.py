@@ -150,9 +150,15 @@ def measured(side: str, python: str, source: Path) -> tuple[float, int, list[int
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{side} failed:\n{done.stderr[-2000:]}")
-    kept, peak = json.loads(done.stdout.splitlines()[-1])
+    kept, most = json.loads(done.stdout.splitlines()[-1])
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return seconds, peak, kept
+    return seconds, most, kept
+
+
+def peak() -> int:
+    """Returns this process's peak memory in bytes; `ru_maxrss` would begin with that of its parent."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) << 10
 
 
 # What is true ----------------------------------------------------------------------------------------------
@@ -283,12 +289,12 @@ def reduced(name: str, number: int) -> None:
         paths = (synthetic if near else synthetic_texts)(Path(folder), number)
         size = sum(path.stat().st_size for path in paths)
         begin = time.process_time()
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        before = peak() / 2**20
         transform.reduce(paths, Path(folder) / "conclusion")
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        most = peak() / 2**20
         dropped = (Path(folder) / "conclusion").stat().st_size // 16
     print(
-        f"{name}: {number:,} documents, {size / 1e6:,.0f} MB noted: peak {peak:,.0f} MiB ({before:,.0f} before), "
+        f"{name}: {number:,} documents, {size / 1e6:,.0f} MB noted: peak {most:,.0f} MiB ({before:,.0f} before), "
         f"{time.process_time() - begin:.1f} CPU seconds, {dropped:,} dropped of {number // 10:,} planted"
     )
 
@@ -297,7 +303,7 @@ def main(words: list[str]) -> None:
     """Runs what the command line says."""
     if words[:1] == ["side"]:
         kept = SIDES[words[1]](Path(words[2]), Path(words[3]))
-        print(json.dumps([kept, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024]))
+        print(json.dumps([kept, peak()]))
     elif words[:1] == ["reduce"]:
         reduced(words[1], int(words[2]))
     elif words[:1] == ["memory"]:

@@ -1,5 +1,6 @@
 """A preparation without duplicates that is killed anywhere, also in `reduce`, and run again gives the same bytes."""
 
+import errno
 import os
 import random
 import signal
@@ -8,11 +9,14 @@ from multiprocessing import get_context
 
 import pytest
 
+from core.errors import ConfigError
 from datamodules.preparation.duplicates import near_pairs
 from datamodules.preparation.readers import source_files
+from datamodules.preparation.transforms import near_duplicates
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
 from datamodules.preparation.transforms.near_duplicates import NearDuplicates
 from tests.support.corpus import contents, prepare, texts, write_lines
+from tests.support.duplicates import Backwards
 
 
 @pytest.fixture
@@ -25,8 +29,8 @@ def source(tmp_path, monkeypatch):
     return tmp_path / "source"
 
 
-def without_duplicates(source, folder):
-    return prepare(source, folder, transforms=[ExactDuplicates(), NearDuplicates(0.6)])
+def without_duplicates(source, folder, engine=None):
+    return prepare(source, folder, transforms=[ExactDuplicates(), NearDuplicates(0.6)], engine=engine)
 
 
 def child(source, folder):
@@ -45,6 +49,19 @@ def test_killed_in_reduce(source, tmp_path, monkeypatch, name):
         assert killed.exitcode == -signal.SIGKILL
     assert list((tmp_path / "killed").rglob("scratch"))
     assert contents(without_duplicates(source, tmp_path / "killed")) == whole
+
+
+def test_a_full_disk_is_a_message_and_the_same_again_goes_on(source, tmp_path, monkeypatch):
+    whole = contents(without_duplicates(source, tmp_path / "whole"))
+    with monkeypatch.context() as patch:
+        patch.setattr(near_duplicates, "write_block", full_disk)
+        with pytest.raises(ConfigError, match=rf"{tmp_path}/full/parts/map-1/.*No space left.*\n.*make room"):
+            without_duplicates(source, tmp_path / "full", Backwards())
+    assert contents(without_duplicates(source, tmp_path / "full")) == whole
+
+
+def full_disk(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.ci
