@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from core import durable
+from core.errors import ConfigError
 from datamodules.preparation.pipeline import Pipeline, Tally
 
 
@@ -26,12 +27,22 @@ class MapTask:
     folder: Path
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
-        """Runs `map` unless its file exists; returns the name of the file."""
+        """Runs `map` unless its file exists; returns the name of the file.
+
+        Raises:
+            ConfigError: If the file cannot be written.
+        """
         path = self.folder / f"{task['number']:06}"
         if not path.exists():
             found = self.pipeline.batches(task, Tally(len(self.pipeline.transforms)), until=self.index)
-            with durable.replacing(path) as temporary:
-                self.pipeline.transforms[self.index].map(found, temporary)
+            try:
+                with durable.replacing(path) as temporary:
+                    self.pipeline.transforms[self.index].map(found, temporary)
+            except OSError as error:
+                raise ConfigError(
+                    f"{error.filename or path}: {durable.write_error(error)}.\nWhat is done so far is kept: make room, and "
+                    "run the same again."
+                ) from error
         return {"findings": str(path)}
 
 

@@ -1,0 +1,46 @@
+"""What tests of transforms that need all documents share: running one over batches, in memory."""
+
+from collections import Counter
+
+import pyarrow
+
+from core.contracts import Engine
+
+
+def batches(documents, size=7):
+    """Returns record batches of texts, with ids by their numbers."""
+    rows = [(text, "source", f"file:{number}") for number, text in enumerate(documents)]
+    columns = [list(zip(*rows[at : at + size], strict=True)) for at in range(0, len(rows), size)]
+    return [
+        pyarrow.record_batch(
+            [pyarrow.array(column, pyarrow.large_string()) for column in of], ["text", "source", "id"]
+        )
+        for of in columns
+    ]
+
+
+def kept(transform, documents, folder, size=7, pieces=3):
+    """Returns the numbers of the documents that a transform keeps, and how many it drops for each reason."""
+    everything = batches(documents, size)
+    step = -(-len(everything) // pieces) or 1  # batches of a piece
+    parts = [everything[at : at + step] for at in range(0, len(everything), step)]
+    folder.mkdir(parents=True, exist_ok=True)
+    findings = [folder / f"{number:06}" for number in range(len(parts))]
+    for path, part in zip(findings, parts, strict=True):
+        transform.map(iter(part), path)
+    transform.reduce(findings, folder / "conclusion")
+    transform.load(folder / "conclusion")
+    dropped, left = Counter(), []
+    for batch in everything:
+        found = transform.apply(batch, lambda reason, rows: dropped.update({reason: len(rows)}))
+        left += [int(name.partition(":")[2]) for name in found["id"].to_pylist()]
+    assert left == sorted(left)
+    assert dropped.total() == len(documents) - len(left)
+    return left, dropped
+
+
+class Backwards(Engine):
+    """Runs the tasks in this process, the last one first."""
+
+    def run(self, work, tasks):
+        yield from map(work, reversed(tasks))
