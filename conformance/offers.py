@@ -29,6 +29,7 @@ OFFERED_BY: dict[str, tuple[type, ...]] = {
     "loggers": (contracts.GoesBack,),
     "callbacks": (contracts.ChangesNetwork, contracts.PausesClock),
     "optimizers": (contracts.AveragesWeights, contracts.BindsToLength),
+    "data": (contracts.KeepsCounts,),
     "datamodules": (contracts.CountsEpochs, contracts.SkipsBatches),
 }
 """Kind -> the Protocols with methods that its techniques may offer."""

@@ -75,6 +75,8 @@ def test_hooks_that_can_be_called_are_not():
         ("callbacks", "ActivationCheckpointing", {"ChangesNetwork"}),
         ("callbacks", "Throughput", {"PausesClock"}),
         ("optimizers", "AdEMAMix", {"BindsToLength"}),
+        ("data", "Normalise", set()),
+        ("data", "PersonalData", {"KeepsCounts"}),
         ("datamodules", "PretrainDataModule", {"CountsEpochs", "SkipsBatches"}),
     ],
 )
