@@ -241,17 +241,6 @@ class PausesClock(Protocol):
         """Leaves out the time until the next batch: another callback does something that is no training."""
 
 
-# -- data parts -----------------------------------------------------------------------------------------------
-
-
-@runtime_checkable
-class KeepsCounts(Protocol):
-    """A transform that counts what it changes or finds, for the report of a prepared folder."""
-
-    def take_counts(self) -> Mapping[str, int]:
-        """Returns the counts since the last call, by what was counted (one of few); called after each `apply`."""
-
-
 # -- optimizers -----------------------------------------------------------------------------------------------
 
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pyarrow
 
-from core.contracts import KeepsCounts, Reader, Transform, raise_reject
+from core.contracts import Reader, Transform, raise_reject
 from datamodules.preparation.readers.opened_files import printable
 from toolkit.arrow_columns import flags
+from toolkit.transform_counts import KeepsCounts
 
 SPLITS = ("train", "validation")
 
