@@ -399,16 +399,16 @@ _NATIONAL = re.compile(
     re.ASCII,
 )  # fmt: skip
 _NUMBER = re.compile(
-    r"[+(]?(?<![\w.+$#/-][+(])(?<![\w.+$#/-])\d(?:[ ().-]{0,3}\d){6,14}+(?!\w|[.-]\d)", re.ASCII
+    r"[+(]?(?<![\w.+$#/-][+(])(?<![\w.+$#/-])\d(?:[ ()./-]{0,3}\d){6,14}+(?!\w|[./-]\d)", re.ASCII
 )
 _PHONE_BEFORE = re.compile(
-    r"(?:(?<![^\W_])(?:(?:tele)?phones?|telefon[eo]?|tel[eé]fono|t[eé]l[eé]phone|tfno|t[eé]l|fon|ph|fax|mobile?|mob|cell|"
+    r"(?:(?<![^\W_])(?:(?:tele)?phones?|telefon[eo]?|tel[eé]fono|t[eé]l[eé]phone|tfno|tlf|t[eé]l|fon|ph|fax|mobile?|mob|cell|"
     r"handy|hotline|whatsapp|sms|call|text|ring|dial|тел|телефон|contact number)(?![^\W_])|手机|电话|電話)"
     r"[\"']?[.:\uff1a#]?(?:\s{0,2}(?:no|number|us|me|him|her|at|on|is|nr|toll[ -]free)\b[.:]?){0,3}[\s:=\"'#]{0,4}\Z",
     re.IGNORECASE,
 )
 _ZIP = re.compile(r"\d{5}-\d{4}")
-_DATE = re.compile(r"\d{4}([-.])\d\d\1\d\d|\d\d([-.])\d\d\2\d{4}")
+_DATE = re.compile(r"\d{4}([-./])\d\d\1\d\d|\d\d?([-./])\d\d?\2\d{4}")
 
 
 def _phones(text: str) -> Iterator[Place]:
