@@ -9,6 +9,7 @@ from typing import Any
 from conformance.case import Case
 from conformance.proof import proof, require
 from core import contracts
+from toolkit.transform_counts import KeepsCounts
 
 OFFERED_BY: dict[str, tuple[type, ...]] = {
     "strategies": (
@@ -29,6 +30,7 @@ OFFERED_BY: dict[str, tuple[type, ...]] = {
     "loggers": (contracts.GoesBack,),
     "callbacks": (contracts.ChangesNetwork, contracts.PausesClock),
     "optimizers": (contracts.AveragesWeights, contracts.BindsToLength),
+    "data": (KeepsCounts,),
     "datamodules": (contracts.CountsEpochs, contracts.SkipsBatches),
 }
 """Kind -> the Protocols with methods that its techniques may offer."""

@@ -1,5 +1,6 @@
 """Every config that ships is parsed and checked; every technique has an overlay, and each overlay trains."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from conformance.runs import run
 from conformance.workshop import text, workshop
 from core import catalog
 from tests.conformance.compatibility import entries, overlay_of
-from tests.conformance.conftest import bytes_tokenizer, neox, parquet_file, saved_dataset
+from tests.conformance.conftest import bytes_tokenizer, neox, parquet_file, saved_dataset, word_list
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
@@ -31,11 +32,16 @@ def own_files(path):
     found = {
         "pretrained": lambda: ["--model.network.path", neox(vocab_size=2048, length=256)],
         "pretrained_tokenizer": lambda: ["--data.tokenizer.path", bytes_tokenizer()],
+        "harmful_content": lambda: ["--data.transforms", word_filter()],
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
     }
     return [str(word) for word in found.get(path.stem, list)()]
+
+
+def word_filter():
+    return json.dumps([{"class_path": "HarmfulContent", "init_args": {"files": [word_list()]}}])
 
 
 def absent(path):

@@ -102,7 +102,8 @@ def _figures(manifest: Mapping[str, Any]) -> None:
         for transform in transforms:
             if not isinstance(transform, dict):
                 raise ValueError(f"{name} holds {_shown(transform)}")
-            _counts(f"{name}.dropped", transform.get("dropped", {}))
+            for figures in ("dropped", "counted"):
+                _counts(f"{name}.{figures}", transform.get(figures, {}))
 
 
 def _counts(name: str, counts: Any) -> None:

@@ -46,6 +46,7 @@ class Totals:
         self.rejected: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
+        self.counted: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.examples: list[dict[str, list[Example]]] = [{} for _ in range(transforms)]
         self.blank = 0
         self.example = ""
@@ -60,6 +61,8 @@ class Totals:
         self.lost_bytes += record.get("lost_bytes", 0)
         self.lengths.update(record["lengths"])
         for mine, counts in zip(self.dropped, record["dropped"], strict=True):
+            mine.update(counts)
+        for mine, counts in zip(self.counted, record.get("counted", self.counted), strict=True):
             mine.update(counts)
         for kept, found in zip(self.examples, record.get("examples", self.examples), strict=True):
             for reason, some in found.items():
@@ -137,6 +140,9 @@ def write_manifest(
         transform | {"dropped": dict(sorted(n.items())), "examples": dict(sorted(examples.items()))}
         for transform, n, examples in zip(head["transforms"], totals.dropped, totals.examples, strict=True)
     ]
+    for transform, counts in zip(transforms, totals.counted, strict=True):
+        if counts:
+            transform["counted"] = dict(sorted(counts.items()))
     manifest = {**head, "transforms": transforms}
     for split in present(totals.splits):
         counts = totals.splits[split]

@@ -14,6 +14,7 @@ import pyarrow
 from core.contracts import Reader, Transform, raise_reject
 from datamodules.preparation.readers.opened_files import printable
 from toolkit.arrow_columns import flags
+from toolkit.transform_counts import KeepsCounts
 
 SPLITS = ("train", "validation", "test")
 """In the order of :meth:`datamodules.preparation.split.Split.parts`; without `data.test_fraction` nothing is in the last."""
@@ -69,6 +70,8 @@ class Pipeline:
             for index, transform in enumerate(transforms):
                 if len(kept):
                     kept = transform.apply(kept, tally.drop(index, kept))
+                    if isinstance(transform, KeepsCounts):
+                        tally.counted[index].update(transform.take_counts())
             if len(kept):
                 yield kept
 
@@ -90,6 +93,7 @@ class Tally:
         self.lost_bytes = 0
         self.blank = 0
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
+        self.counted: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.examples: list[dict[str, list[Example]]] = [defaultdict(list) for _ in range(transforms)]
         self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
@@ -139,5 +143,6 @@ class Tally:
             "lost_bytes": self.lost_bytes,
             "blank": self.blank,
             "dropped": self.dropped,
+            "counted": self.counted,
             "examples": self.examples,
         }

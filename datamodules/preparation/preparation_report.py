@@ -40,6 +40,9 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     transforms = manifest["transforms"] if "transforms" in manifest else manifest["stages"]
     labels = [f"{number}. {transform['name']}" for number, transform in enumerate(transforms, 1)]
     dropped = {label: transform["dropped"] for label, transform in zip(labels, transforms, strict=True)}
+    counted = {
+        label: part["counted"] for label, part in zip(labels, transforms, strict=True) if "counted" in part
+    }
     examples = {
         label: transform.get("examples", {}) for label, transform in zip(labels, transforms, strict=True)
     }
@@ -48,6 +51,7 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: manifest[name] for name in names} | {
         "dropped": dropped,
         "dropped_examples": examples,
+        "counted": counted,
         "bytes_per_token": manifest["text_bytes"] / tokens,
     }
 
@@ -79,6 +83,11 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
     left_out += [(name, reason, n) for name, of in values["dropped"].items() for reason, n in of.items()]
     left_out += [("not read", reason, n) for reason, n in values.get("left_out", {}).items()]
     lines += [f"| {who} | {reason} | {n:,} |" for who, reason, n in left_out or [("nothing", "", 0)]]
+    if values["counted"]:
+        lines += ["", "| transform | counted | number |", "| --- | --- | ---: |"]
+        lines += [
+            f"| {who} | {what} | {n:,} |" for who, of in values["counted"].items() for what, n in of.items()
+        ]
     lines += ["", "![Documents by length in tokens](lengths.png)", ""]
     for who, reasons in values["dropped_examples"].items():
         for reason, examples in reasons.items():

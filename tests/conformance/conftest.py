@@ -102,6 +102,14 @@ LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find
 KILLED = "killed while its first checkpoint is being written a run has none; tests/distributed/test_kills.py"
 
 
+@cache
+def word_list():
+    """Returns a list of some of the words that the kit's texts are made of."""
+    path = workshop() / "words.txt"
+    path.write_text("# a list\nalpha\nbeta gamma\n", encoding="utf-8")
+    return str(path)
+
+
 def pytest_leyden_cases():
     return list(_cases())
 
@@ -128,6 +136,10 @@ def _cases():
             {"stage": 3, "persistence_threshold": 20},
             exempt={"idle_costs_nothing": "DeepSpeed reads the norm on the host in each step"},
         ),
+        Case(
+            "LanguageFilter", {"languages": ["eu", "it", "sv", "zu"], "min_confidence": 0.0}
+        ),  # of the kit's words
+        Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),

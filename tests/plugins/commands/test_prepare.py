@@ -30,6 +30,7 @@ from datamodules.preparation.readers.json_lines_documents import JSONLinesDocume
 from datamodules.preparation.readers.text_documents import TextDocuments
 from datamodules.preparation.token_preparation import TokenPreparation
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
+from datamodules.preparation.transforms.personal_data import PersonalData
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.commands.prepare import _OF_READING
 from tests.conftest import HOUSE
@@ -308,6 +309,24 @@ def test_examples_of_what_was_dropped_do_not_depend_on_the_tasks(source, tmp_pat
     shown = found[0]["1. NoQuick"][f"has {word}"]
     assert 1 <= len(shown) <= 5
     assert all(word in text.split() for _, _, text in shown)
+
+
+def test_what_was_replaced_is_counted_in_the_report(source, tmp_path):
+    """The same number for any number of workers; the stored text has placeholders in place of the addresses."""
+    more = tmp_path / "more"
+    shutil.copytree(source, more)
+    rows = [json.dumps({"text": f"write to anna{n}@example.org or bob@example.org"}) for n in range(8)]
+    (more / "last.jsonl").write_text("\n".join(rows[:5]) + "\n")
+    (more / "least.jsonl").write_text("\n".join(rows[5:]) + "\n")
+    for engine in (None, LocalEngine(2)):
+        transforms = [PersonalData(["EMAIL", "PHONE"])]
+        folder = prepare(more, tmp_path / f"out-{engine is None}", transforms=transforms, engine=engine)
+        report = json.loads((folder / "report.json").read_text())
+        assert report["counted"] == {"1. PersonalData": {"EMAIL replaced": 16}}
+        assert "| 1. PersonalData | EMAIL replaced | 16 |" in (folder / "report.md").read_text()
+        assert not [
+            text for split in ("train", "validation") for text in documents_of(folder, split) if "@" in text
+        ]
 
 
 # Interruptions ------------------------------------------------------------------------------------------
