@@ -116,8 +116,8 @@ def words_of(piece: str) -> tuple[str, ...]:
     return _REMEMBERED[piece]
 
 
-def count_sentences(text: str) -> int:
-    """Returns the number of sentences of a text, one line or several.
+def count_sentences(text: str, enough: int | None = None) -> int:
+    """Returns the number of sentences of a text, one line or several; not more than are enough, if that is given.
 
     A sentence ends with one of `SENTENCE_ENDS` and the punctuation that follows: the rule of spaCy's sentencizer.
     """
@@ -127,6 +127,8 @@ def count_sentences(text: str) -> int:
             ends = word in SENTENCE_ENDS
             if ended and (not sentences or not (ends or _is_punctuation(word))):
                 sentences += 1
+                if sentences == enough:
+                    return sentences
                 ended = False
             if ends:
                 ended = True

@@ -42,3 +42,7 @@ def test_words_that_are_forgotten_are_found_again(monkeypatch):
     monkeypatch.setattr(english_words, "MOST_REMEMBERED", 3)
     text = "one two, don't three. " * 3 + "x" * 100 + "."
     assert words(text) == ["one", "two", ",", "do", "n't", "three", "."] * 3 + ["x" * 100, "."]
+
+
+def test_sentences_are_counted_up_to_what_is_enough():
+    assert [count_sentences("No. So! Yes?", enough) for enough in (None, 1, 2, 3, 4)] == [3, 1, 2, 3, 3]
