@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterator, Mapping
 from functools import cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 __all__ = ["MOST_REMEMBERED", "SENTENCE_ENDS", "count_sentences", "words", "words_of"]
@@ -67,6 +67,12 @@ _TERMINAL = (
     "1173c-1173e 11944 11946 11a42-11a43 11a9b-11a9c 11c41-11c42 11ef7-11ef8 11f43-11f44 16a6e-16a6f 16af5 "
     "16b37-16b38 16b44 16e98 1bc9f 1da88"
 )
+
+_SUFFIX = 8
+"""Characters of the longest suffix, and of what is before it; but for dots, of which there may be any number."""
+
+_LONGEST, _LONGEST_ADDRESS = 4_000, 2_000
+"""Characters of what is split in one go, and looks like an address."""
 
 _HOST = r"(?:(?:[A-Za-z0-9\xa1-\uffff][A-Za-z0-9\xa1-\uffff_-]{0,62})?[A-Za-z0-9\xa1-\uffff]\.)+"
 _OCTETS = (
@@ -148,7 +154,10 @@ def _found(piece: str) -> tuple[str, ...]:
     if match := _PLAIN.fullmatch(piece):  # most pieces
         word, end = match.groups()
         return (*special.get(word, (word,)), end) if end else (word,)
-    return tuple(_split(piece))
+    parts = (
+        piece[at : at + _LONGEST] for at in range(0, len(piece), _LONGEST)
+    )  # or its time would grow with the square
+    return tuple(word for part in parts for word in _split(part))
 
 
 def _is_punctuation(word: str) -> bool:
@@ -158,7 +167,9 @@ def _is_punctuation(word: str) -> bool:
 def _split(piece: str) -> list[str]:
     """Returns the words of a piece; those of a listed one also where it was taken apart, as in "Mr.Smith"."""
     found = list(_taken_apart(piece, _rules().special))
-    apart = _apart()
+    apart, beginnings = _apart()
+    if len(found) < 2 or beginnings.isdisjoint(pairwise(found)):
+        return found
     longest = range(min(len(found), max(map(len, apart))), 1, -1)
     spans = [
         (n, at) for n in longest for at in range(len(found) - n + 1) if tuple(found[at : at + n]) in apart
@@ -175,11 +186,12 @@ def _split(piece: str) -> list[str]:
 
 
 @cache
-def _apart() -> dict[tuple[str, ...], tuple[str, ...]]:
-    """Returns, for what the listed pieces would be without the list, their words."""
+def _apart() -> tuple[dict[tuple[str, ...], tuple[str, ...]], frozenset[tuple[str, ...]]]:
+    """Returns, for what the listed pieces would be without the list, their words; and with what two words these begin."""
     special = _rules().special
     found = {tuple(_taken_apart(piece, {})): parts for piece, parts in special.items()}
-    return {apart: parts for apart, parts in found.items() if len(apart) > 1}
+    found = {apart: parts for apart, parts in found.items() if len(apart) > 1}
+    return found, frozenset(apart[:2] for apart in found)
 
 
 def _taken_apart(piece: str, special: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
@@ -188,7 +200,8 @@ def _taken_apart(piece: str, special: Mapping[str, tuple[str, ...]]) -> Iterator
     behind: list[str] = []
     while piece and piece not in special:
         front = match.end() if (match := rules.prefix.match(piece)) else 0
-        back = match.start() + front if (match := rules.suffix.search(piece[front:])) else len(piece)
+        begin = front if piece.endswith("..") else max(front, len(piece) - _SUFFIX)
+        back = match.start() + begin if (match := rules.suffix.search(piece[begin:])) else len(piece)
         if front and piece[front:] in special:
             back = len(piece)
         elif back < len(piece) and piece[:back] in special:
@@ -206,7 +219,7 @@ def _taken_apart(piece: str, special: Mapping[str, tuple[str, ...]]) -> Iterator
 
 
 def _middle(piece: str, rules: _Rules) -> Iterator[str]:
-    if rules.address.match(piece):
+    if piece.isalnum() or ("." in piece and len(piece) < _LONGEST_ADDRESS and rules.address.match(piece)):
         yield piece
         return
     start = 0

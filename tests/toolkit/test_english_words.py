@@ -46,3 +46,9 @@ def test_words_that_are_forgotten_are_found_again(monkeypatch):
 
 def test_sentences_are_counted_up_to_what_is_enough():
     assert [count_sentences("No. So! Yes?", enough) for enough in (None, 1, 2, 3, 4)] == [3, 1, 2, 3, 3]
+
+
+@pytest.mark.parametrize("piece", ["(", "a:", "a@", ".", "e.g.", ":)", "a-b.", "😀", "1,"])
+def test_a_piece_of_any_length_takes_time_that_grows_with_it(piece):
+    """Time that grows with the square would be 100 times as long as a test may take."""
+    assert "".join(words(piece * 50_000)) == piece * 50_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -82,8 +83,8 @@ class C4Quality(Transform):
         check_thresholds(self)
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """Returns the options."""
-        return vars(self)
+        """Returns the options and the version of the Unicode tables, on which words depend."""
+        return vars(self) | {"unicode": unicodedata.unidata_version}
 
     def apply(self, batch: pyarrow.RecordBatch, drop: Callable[..., None]) -> pyarrow.RecordBatch:
         """Cleans each text; drops those that break a rule."""

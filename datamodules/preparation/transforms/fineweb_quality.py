@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from core.technique import technique
 from toolkit.document_filter import DocumentFilter, check_thresholds
@@ -55,6 +57,10 @@ class FineWebQuality(DocumentFilter):
         self.max_newlines_per_word = max_newlines_per_word
         check_thresholds(self, shares=("min_closed_lines", "max_short_lines", "max_repeated_characters"))
         self._closing = SENTENCE_ENDS if closing is None else frozenset(closing)
+
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Returns the options and the version of the Unicode tables, on which words depend."""
+        return {**super().fingerprint(), "unicode": unicodedata.unidata_version}
 
     def reason(self, text: str) -> str | None:
         """Returns the first rule that the document breaks."""

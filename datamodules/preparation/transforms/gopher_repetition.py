@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,10 +80,9 @@ class GopherRepetition(DocumentFilter):
                     )
 
     def fingerprint(self) -> Mapping[str, Any]:
-        """Returns the options, n-grams in the order of their lengths."""
-        return {**super().fingerprint(), "max_top_ngram": [*self.max_top_ngram.items()]} | {
-            "max_repeated_ngrams": [*self.max_repeated_ngrams.items()]
-        }
+        """Returns the options, n-grams in the order of their lengths, and the version of the Unicode tables."""
+        ngrams = {name: [*getattr(self, name).items()] for name in ("max_top_ngram", "max_repeated_ngrams")}
+        return {**super().fingerprint(), **ngrams, "unicode": unicodedata.unidata_version}
 
     def reason(self, text: str) -> str | None:
         """Returns the first rule that the document breaks."""
