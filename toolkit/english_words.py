@@ -142,7 +142,7 @@ def count_sentences(text: str, enough: int | None = None) -> int:
 
 
 _REMEMBERED = _Remembered()
-_PLAIN = re.compile(r"([A-Za-z]*[a-z])([.,;:!?]?)")
+_PLAIN = re.compile(r"([(\[\"'“‘]{0,2})([A-Za-z]*[a-z])(['’]s)?((?:[)\]\"'”’,;:!?]|\.(?!\.)){0,3})")
 _SPACED = re.compile(r"\S+|(?<=\S)\s(?:\s+|(?<! ))|^\s+")  # one plain space belongs to the word before it
 _ODD_SPACE = re.compile(r"\s\s|[^\S ]")
 
@@ -152,11 +152,14 @@ def _found(piece: str) -> tuple[str, ...]:
     if piece in special:
         return special[piece]
     if match := _PLAIN.fullmatch(piece):  # most pieces
-        word, end = match.groups()
-        return (*special.get(word, (word,)), end) if end else (word,)
-    parts = (
-        piece[at : at + _LONGEST] for at in range(0, len(piece), _LONGEST)
-    )  # or its time would grow with the square
+        front, word, ending, behind = match.groups()
+        if not front and not ending and not behind:
+            return (word,)
+        found = (*front, *special.get(word, (word,)), *([ending] if ending else ()), *behind)
+        if _apart()[1].isdisjoint(pairwise(found)):
+            return found
+    # a long piece is cut, or its time would grow with the square of its length
+    parts = (piece[at : at + _LONGEST] for at in range(0, len(piece), _LONGEST))
     return tuple(word for part in parts for word in _split(part))
 
 

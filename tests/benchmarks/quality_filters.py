@@ -1,6 +1,6 @@
 """Prints how fast the quality filters are, and datatrove's in another Python, in turn, and where their decisions differ.
 
-    python -m tests.benchmarks.quality_filters --datatrove datatrove/bin/python
+    python -m tests.benchmarks.quality_filters --datatrove datatrove/bin/python [--prose]
 
 The other Python has datatrove, spacy and nltk. The texts are descriptions of installed packages, sources among them, and
 Python's help, in documents of some kB. Times are CPU seconds of one thread. "cold": what ours remember of words is cleared
@@ -10,6 +10,7 @@ before each block; datatrove's spaCy keeps its own.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -35,6 +36,7 @@ def main() -> None:
     parser.add_argument("--datatrove", help="a Python that has datatrove")
     parser.add_argument("--megabytes", type=float, default=2.0)
     parser.add_argument("--blocks", type=int, default=5)
+    parser.add_argument("--prose", action="store_true", help="words drawn at random instead")
     parser.add_argument("--serve", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
@@ -42,7 +44,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "texts.json")
-        texts = corpus(options.megabytes)
+        texts = prose(options.megabytes) if options.prose else corpus(options.megabytes)
         path.write_text(json.dumps(texts))
         size = sum(len(text.encode()) for text in texts) / 1e6
         command = [options.datatrove, "-m", "tests.benchmarks.quality_filters", "--serve", str(path)]
@@ -148,6 +150,28 @@ def corpus(megabytes: float) -> list[str]:
         found.append(text[:20_000])
         size += len(found[-1])
     return [text for text in found if text.strip()]
+
+
+def prose(megabytes: float) -> list[str]:
+    """Returns pages of sentences, with words drawn with Zipf's frequencies from 100,000; 2% are numbers."""
+    draw = random.Random(0)
+    made = ["".join(draw.choices("etaoinshrdlu", k=draw.randint(2, 9))) for _ in range(100_000)]
+    known = [
+        *["the", "of", "and", "to", "a", "in", "that", "is", "was", "it", "for", "on", "be", "with", "as"],
+        *made,
+    ]
+    weights = list(itertools.accumulate(1 / rank for rank in range(1, len(known) + 1)))
+    found, size = [], 0
+    while size < megabytes * 1e6:
+        lines = []
+        for _ in range(draw.randint(4, 40)):
+            words = draw.choices(known, cum_weights=weights, k=draw.randint(4, 30))
+            words = [str(draw.randint(1, 3000)) if draw.random() < 0.02 else word for word in words]
+            words = [word + draw.choice(",;") if draw.random() < 0.07 else word for word in words]
+            lines.append(" ".join(words).capitalize() + draw.choice("...?!"))
+        found.append("\n".join(" ".join(lines[at : at + 4]) for at in range(0, len(lines), 4)))
+        size += len(found[-1])
+    return found
 
 
 if __name__ == "__main__":

@@ -142,10 +142,13 @@ class _Figures(dict[str, int]):
         if len(self) >= MOST_REMEMBERED:
             self.clear()
         found = words_of(piece)
-        proper = [word for word in found if not PUNCTUATION.issuperset(word)]
-        alphabetic = sum(any(map(str.isalpha, word)) for word in found)
-        figures = (len(found), len(proper), sum(map(len, proper)), alphabetic)
-        packed = sum(figure << BITS * place for place, figure in enumerate(figures))
+        number = proper = alphabetic = len(found)
+        characters = len(piece)
+        if not piece.isalpha():
+            lengths = [len(word) for word in found if not PUNCTUATION.issuperset(word)]
+            proper, characters = len(lengths), sum(lengths)
+            alphabetic = sum([word.isalpha() or any(map(str.isalpha, word)) for word in found])
+        packed = number | proper << BITS | characters << 2 * BITS | alphabetic << 3 * BITS
         if len(piece) < 64:
             self[piece] = packed
         return packed

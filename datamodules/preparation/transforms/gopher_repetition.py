@@ -142,9 +142,11 @@ class _Hashes:
         """Returns at least the characters in n-grams that occurred before."""
         if len(self.words) < n:
             return 0
-        hashes = self.of(n)
-        order = hashes.argsort(kind="stable")
-        again = order[1:][hashes[order][1:] == hashes[order][:-1]]
+        hashes = self.of(n) * _FACTOR
+        places = np.uint64((1 << len(hashes).bit_length()) - 1)
+        # equal hashes are next to each other, in the order of their places
+        keys = np.sort(hashes & ~places | np.arange(len(hashes), dtype=np.uint64))
+        again = (keys[1:][keys[1:] ^ keys[:-1] <= places] & places).astype(np.int64)
         if not len(again):
             return 0
         marks = np.zeros(len(self.words) + 1, np.int64)
