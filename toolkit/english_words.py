@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 __all__ = ["MOST_REMEMBERED", "SENTENCE_ENDS", "count_sentences", "words", "words_of"]
 
-MOST_REMEMBERED = 1 << 18
-"""Pieces between spaces whose words are remembered; then all are forgotten (some 60 MB)."""
+MOST_REMEMBERED = 1 << 17
+"""Pieces between spaces whose words are remembered; then all are forgotten (some 30 MB)."""
 
 SPLIT_BEFORE = {
     "'m 'ma": "i",
@@ -202,9 +202,14 @@ def _taken_apart(piece: str, special: Mapping[str, tuple[str, ...]]) -> Iterator
     rules = _rules()
     behind: list[str] = []
     while piece and piece not in special:
-        front = match.end() if (match := rules.prefix.match(piece)) else 0
+        front = 0
+        if (not piece[0].isalnum() or "$" in piece) and (match := rules.prefix.match(piece)):
+            front = match.end()
         begin = front if piece.endswith("..") else max(front, len(piece) - _SUFFIX)
-        back = match.start() + begin if (match := rules.suffix.search(piece[begin:])) else len(piece)
+        end = piece[begin:]
+        back = (
+            match.start() + begin if not end.isalpha() and (match := rules.suffix.search(end)) else len(piece)
+        )
         if front and piece[front:] in special:
             back = len(piece)
         elif back < len(piece) and piece[:back] in special:
@@ -281,10 +286,10 @@ def _special() -> dict[str, tuple[str, ...]]:
     found += [("°", letter, ".") for letter in "cfkCFK"]
     for endings, stems in SPLIT_BEFORE.items():
         for ending in endings.split():
-            parts = re.findall("n't|'(?:ll|ve|re|[dms])|a", ending)
-            bare = [part.replace("'", "") for part in parts]
+            marked = re.findall("n't|'(?:ll|ve|re|[dms])|a", ending)
+            bare = [part.replace("'", "") for part in marked]
             both = [stem for word in stems.split() for stem in (word, word.title())]
-            found += [(stem, *end) for stem in both for end in (parts, bare)]
+            found += [(stem, *end) for stem in both for end in (marked, bare)]
     whole = {spelling for word in NOT_SPLIT.split() for spelling in (word, word.title())}
     table = {"".join(parts): parts for parts in found if "".join(parts) not in whole}
     for parts in [*table.values()]:
