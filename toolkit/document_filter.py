@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import pyarrow
 
 from core.contracts import Transform
+from core.errors import ConfigError
 from toolkit.arrow_columns import flags
 
 
@@ -45,3 +46,21 @@ class DocumentFilter(Transform):
         for reason, dropped in rows.items():
             drop(reason, dropped)
         return batch.filter(flags([reason is None for reason in reasons])) if rows else batch
+
+
+def check_thresholds(stage: Transform, shares: Collection[str] = ()) -> None:
+    """Checks the numbers among the public attributes of a transform, its options.
+
+    Args:
+        stage: The transform.
+        shares: Names of those that are at most 1; all are at least 0.
+
+    Raises:
+        ConfigError: If one is out of range.
+    """
+    for name, value in vars(stage).items():
+        if name.startswith("_") or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if not (value >= 0 and (name not in shares or value <= 1)):
+            limits = "between 0 and 1" if name in shares else "at least 0"
+            raise ConfigError(f"{type(stage).__name__}: {name} is {value}. It has to be {limits}.")
