@@ -167,6 +167,7 @@ def _cases():
         Case("Qwen3", FAMILY | {"head_dim": 8}),
         Case("FillInTheMiddle", MIDDLE | {"rate": 1.0}),
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
+        Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
         Case("LRFinder", SHORT["LRFinder"]),
@@ -240,6 +241,17 @@ def parquet_file():
     path = workshop() / "text.parquet"
     pyarrow.parquet.write_table(documents(), path)
     return path
+
+
+def html_pages():
+    """Writes the kit's text as a folder of web pages."""
+    folder = workshop() / "pages"
+    folder.mkdir(exist_ok=True)
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        (folder / f"{number:03}.html").write_text(
+            f"<html lang=en><title>{number}</title><main><p>{words}</p></main>"
+        )
+    return folder
 
 
 def saved_dataset():
