@@ -9,7 +9,14 @@ from conformance.runs import run
 from conformance.workshop import text, workshop
 from core import catalog
 from tests.conformance.compatibility import entries, overlay_of
-from tests.conformance.conftest import bytes_tokenizer, html_pages, neox, parquet_file, saved_dataset
+from tests.conformance.conftest import (
+    bytes_tokenizer,
+    html_pages,
+    neox,
+    parquet_file,
+    saved_dataset,
+    web_archive,
+)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
@@ -34,6 +41,7 @@ def own_files(path):
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
+        "warc_documents": lambda: ["--data.source", web_archive()],
         "html_documents": lambda: ["--data.source", html_pages()],
     }
     return [str(word) for word in found.get(path.stem, list)()]

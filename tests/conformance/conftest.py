@@ -13,6 +13,7 @@ from conformance.workshop import text, workshop
 from core.pretrain_datamodule import PretrainDataModule
 from plugins.networks.gpt import GPT
 from tests.conformance.compatibility import SHORT
+from tests.support.archives import page, response, write_archive
 from tests.support.stored_networks import store
 
 ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence_length": 16,
@@ -223,6 +224,7 @@ def _cases():
         Case("WarmupCosine", {"warmup_steps": 3}),
         Case("WarmupCosine", {"warmup_tokens": 192, "total_tokens": 512}, exempt=TOKENS),
         Case("WarmupInverseSquareRoot", {"warmup_steps": 3}),
+        Case("WARCDocuments", config={"data": {"init_args": {"source": str(web_archive())}}}),
         Case("WarmupLinear", {"warmup_steps": 0.25, "total_steps": 6}),
         Case("WarmupSquareRoot", {"warmup_steps": 3}),
         Case("WarmupStableDecay", {"warmup_steps": 3, "decay_steps": 3}),
@@ -252,6 +254,13 @@ def html_pages():
             f"<html lang=en><title>{number}</title><main><p>{words}</p></main>"
         )
     return folder
+
+
+def web_archive():
+    """Writes the kit's text as a web archive."""
+    path = workshop() / "text.warc.gz"
+    write_archive(path, [response(page(words)) for words in documents()["text"].to_pylist()])
+    return path
 
 
 def saved_dataset():

@@ -43,7 +43,7 @@ ARGUMENTS = [
     (
         "--data.reader=BPETokeniser",
         "--data.reader",
-        "Registered: HTMLDocuments, HuggingFaceDocuments, JSONLinesDocuments, ParquetDocuments, TextDocuments.",
+        "Registered: HTMLDocuments, HuggingFaceDocuments, JSONLinesDocuments, ParquetDocuments, TextDocuments, WARCDocuments.",
     ),
     ("--seed_everything=often", "--seed_everything", "'often'"),
 ]
