@@ -16,6 +16,7 @@ from tests.conformance.conftest import (
     parquet_file,
     saved_dataset,
     web_archive,
+    wiki_dump,
 )
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -42,6 +43,7 @@ def own_files(path):
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
         "warc_documents": lambda: ["--data.source", web_archive()],
+        "wikipedia_dump": lambda: ["--data.source", wiki_dump()],
         "html_documents": lambda: ["--data.source", html_pages()],
     }
     return [str(word) for word in found.get(path.stem, list)()]
