@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -141,23 +140,33 @@ def plain_text(wikitext: str, left_out: tuple[str, ...] = ("file:", "image:", "c
     import mwparserfromhell
 
     code = mwparserfromhell.parse(wikitext, skip_style_tags=True)
-    for tag in code.filter_tags():
-        if str(tag.tag).strip().lower() in _LEFT_OUT:
-            _remove(code, tag)
-    for link in code.filter_wikilinks():
-        if str(link.title).strip().lower().startswith(left_out):
-            _remove(code, link)
-    for heading in code.filter_headings():
-        heading.title = str(heading.title).strip()
+    _clean(code, left_out)
     text = code.strip_code(normalize=True, collapse=True)
     text = re.sub(r"'{2,}", "", text)
     text = re.sub(r"[ \t]+\n", "\n", text)
     return re.sub(r"\n{3,}", "\n\n", text).strip()
 
 
-def _remove(code: Any, node: Any) -> None:
-    with suppress(ValueError):  # it was in another one that is gone
-        code.remove(node)
+def _clean(code: Any, left_out: tuple[str, ...]) -> None:
+    """Takes out what has no words of the article, in one pass: `Wikicode.remove` would search the page each time."""
+    from mwparserfromhell.nodes import Heading, Tag, Wikilink
+
+    kept = []
+    for node in code.nodes:
+        if isinstance(node, Tag):
+            if str(node.tag).strip().lower() in _LEFT_OUT:
+                continue
+            if node.contents is not None:
+                _clean(node.contents, left_out)
+        elif isinstance(node, Wikilink):
+            if str(node.title).strip().lower().startswith(left_out):
+                continue
+            if node.text is not None:
+                _clean(node.text, left_out)
+        elif isinstance(node, Heading):
+            node.title = str(node.title).strip()
+        kept.append(node)
+    code.nodes = kept
 
 
 def _unclosed(wikitext: str) -> int:
