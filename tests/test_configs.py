@@ -10,7 +10,16 @@ from conformance.runs import run
 from conformance.workshop import text, workshop
 from core import catalog
 from tests.conformance.compatibility import entries, overlay_of
-from tests.conformance.conftest import bytes_tokenizer, neox, parquet_file, saved_dataset, word_list
+from tests.conformance.conftest import (
+    bytes_tokenizer,
+    html_pages,
+    neox,
+    parquet_file,
+    saved_dataset,
+    web_archive,
+    wiki_dump,
+    word_list,
+)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
@@ -36,6 +45,9 @@ def own_files(path):
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
+        "warc_documents": lambda: ["--data.source", web_archive()],
+        "wikipedia_dump": lambda: ["--data.source", wiki_dump()],
+        "html_documents": lambda: ["--data.source", html_pages()],
     }
     return [str(word) for word in found.get(path.stem, list)()]
 

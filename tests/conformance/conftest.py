@@ -1,5 +1,6 @@
 """With which arguments our own techniques are tried where those of their examples are too large for a test."""
 
+import bz2
 import json
 from functools import cache
 
@@ -13,7 +14,9 @@ from conformance.workshop import text, workshop
 from core.pretrain_datamodule import PretrainDataModule
 from plugins.networks.gpt import GPT
 from tests.conformance.compatibility import SHORT
+from tests.support.archives import page, response, write_archive
 from tests.support.stored_networks import store
+from tests.support.wiki import dump, wiki_page
 
 ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence_length": 16,
           "position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}  # fmt: skip
@@ -183,6 +186,7 @@ def _cases():
         Case("FineWebQuality", {"min_closed_lines": None}),
         Case("GopherQuality", {"min_words": 30, "min_stop_words": 1, "stop_words": ["alpha", "beta"]}),
         Case("GopherRepetition", {"max_top_ngram": {2: 0.9}, "max_repeated_ngrams": {5: 0.9}}),
+        Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
         Case("LRFinder", SHORT["LRFinder"]),
@@ -239,6 +243,8 @@ def _cases():
         Case("WarmupCosine", {"warmup_steps": 3}),
         Case("WarmupCosine", {"warmup_tokens": 192, "total_tokens": 512}, exempt=TOKENS),
         Case("WarmupInverseSquareRoot", {"warmup_steps": 3}),
+        Case("WARCDocuments", config={"data": {"init_args": {"source": str(web_archive())}}}),
+        Case("WikipediaDump", config={"data": {"init_args": {"source": str(wiki_dump())}}}),
         Case("WarmupLinear", {"warmup_steps": 0.25, "total_steps": 6}),
         Case("WarmupSquareRoot", {"warmup_steps": 3}),
         Case("WarmupStableDecay", {"warmup_steps": 3, "decay_steps": 3}),
@@ -256,6 +262,32 @@ def parquet_file():
     """Writes the kit's text as a Parquet file."""
     path = workshop() / "text.parquet"
     pyarrow.parquet.write_table(documents(), path)
+    return path
+
+
+def html_pages():
+    """Writes the kit's text as a folder of web pages."""
+    folder = workshop() / "pages"
+    folder.mkdir(exist_ok=True)
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        (folder / f"{number:03}.html").write_text(
+            f"<html lang=en><title>{number}</title><main><p>{words}</p></main>"
+        )
+    return folder
+
+
+def web_archive():
+    """Writes the kit's text as a web archive."""
+    path = workshop() / "text.warc.gz"
+    write_archive(path, [response(page(words)) for words in documents()["text"].to_pylist()])
+    return path
+
+
+def wiki_dump():
+    """Writes the kit's text as a dump of MediaWiki."""
+    path = workshop() / "text.xml.bz2"
+    pages = [wiki_page(number, "T", words) for number, words in enumerate(documents()["text"].to_pylist())]
+    path.write_bytes(bz2.compress(dump(pages).encode()))
     return path
 
 

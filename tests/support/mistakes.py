@@ -43,7 +43,7 @@ ARGUMENTS = [
     (
         "--data.reader=BPETokeniser",
         "--data.reader",
-        "Registered: HuggingFaceDocuments, JSONLinesDocuments, ParquetDocuments, TextDocuments.",
+        "Registered: HTMLDocuments, HuggingFaceDocuments, JSONLinesDocuments, ParquetDocuments, TextDocuments, WARCDocuments, WikipediaDump.",
     ),
     ("--seed_everything=often", "--seed_everything", "'often'"),
 ]
