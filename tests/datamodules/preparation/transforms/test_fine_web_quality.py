@@ -1,7 +1,7 @@
 import pytest
 
 from core.errors import ConfigError
-from datamodules.preparation.transforms.fineweb_quality import FineWebQuality
+from datamodules.preparation.transforms.fine_web_quality import FineWebQuality
 from tests.support.decisions import configurations, differing, name_of, texts
 
 NAMES = {
