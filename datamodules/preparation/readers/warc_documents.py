@@ -27,7 +27,7 @@ NO_HTTP, REDIRECT, STATUS, OTHER = (
 )
 BODY, REVISIT = "broken HTTP body", "a page stored elsewhere (revisit)"
 
-_MOST_HEADERS = 1 << 16
+_MOST_HEADERS = 1 << 15
 _HEADERS_END = re.compile(rb"\r?\n\r?\n")
 _HTML = {"text/html", "application/xhtml+xml"}
 _CODINGS = {
@@ -51,7 +51,7 @@ class WARCDocuments(FileReader):
     (WET). Its id is the file, the byte where its record begins (its compressed member), its date and its address.
     Redirects, other statuses, what is no HTML, pages without main text and longer ones are rejected with the
     reason; so are broken and truncated records, with their byte and all bytes up to the next record that can be
-    read, where reading goes on. Headers over 32 KiB (of HTTP 64 KiB), records over 256 MiB and files that expand
+    read, where reading goes on. Headers over 32 KiB, of a record or of HTTP, records over 256 MiB and files that expand
     to more than 1,000 times their size are rejected before they take memory. A file is one task: use more files than workers.
 
     Args:
@@ -160,7 +160,7 @@ def _http(content: bytes) -> tuple[bytes, Any]:
 
     headers, end = HeaderMap(), _HEADERS_END.search(content, 0, _MOST_HEADERS)
     if end is None or not content.startswith(b"HTTP/"):
-        raise PageError(NO_HTTP, "without headers, or with more than 64 KiB of them")
+        raise PageError(NO_HTTP, "without headers, or with more than 32 KiB of them")
     head = re.sub(rb"\r?\n", b"\r\n", content[: end.start()])
     try:
         headers.parse(io.BytesIO(head + b"\r\n\r\n"))
