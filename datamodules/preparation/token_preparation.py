@@ -284,8 +284,7 @@ class TokenPreparation(TokenPreparer):
         over = partial(over_tasks, self.engine, parts)
         reduced = map_reduce(self._pipeline({}), self.tasks, parts, over)
         pipeline = self._pipeline(reduced)
-        texts = self._texts(pipeline, self.tasks)
-        split = chosen_split(texts, self.validation_fraction, self._label(), self.test_fraction)
+        split = self._split(pipeline)
         vocabulary, trained = self._train_tokenizer(pipeline, split, folder)
         in_process = trained and self.engine is None  # then encoding uses all cores
         in_text = isinstance(self.tokenizer, LibraryTokenizer) and self.tokenizer.special_tokens_in_text
@@ -346,8 +345,23 @@ class TokenPreparation(TokenPreparer):
         ]
         return {"format": FORMAT, "digest": _digest({"options": self.options(), "pieces": unchanged})}
 
-    def _texts(self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    def _split(self, pipeline: Pipeline) -> Split:
         tally = Tally(len(self.transforms))
+        texts = self._texts(pipeline, self.tasks, tally)
+        try:
+            return chosen_split(texts, self.validation_fraction, self._label(), self.test_fraction)
+        except ConfigError as error:
+            if not tally.rejects:
+                raise
+            first = tally.rejects[0]
+            raise ConfigError(
+                f"{error}\n{sum(tally.rejected.values()):,} could not be used, for example {first['place']}: {first['reason']}."
+            ) from error
+
+    def _texts(
+        self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]], tally: Tally | None = None
+    ) -> Iterator[str]:
+        tally = tally or Tally(len(self.transforms))
         for task in tasks:
             for batch in pipeline.batches(task, tally):
                 yield from batch["text"].to_pylist()

@@ -165,6 +165,10 @@ def _find(source: str, suffixes: tuple[str, ...], names: Mapping[str, str]) -> _
             f"data.source={source}: none of the {number} file(s) found, such as {found.example},\nis of a kind "
             f"that is read: {kinds}. Convert or rename them."
         )
+    if path.is_dir():
+        raise ConfigError(
+            f"data.source={source}: the folder is empty. Files of these kinds are read: {kinds}."
+        )
     around = path.parent if path.parent.is_dir() else Path()
     hint = nearest(path.name, {*names, *(entry.name for entry in around.iterdir())})
     known = "".join(f"; {name} is {what}" for name, what in names.items())

@@ -86,3 +86,14 @@ def test_a_store_of_tails_is_read(tmp_path):
     (tmp_path / "a.txt").write_text(novel(0, 5000), encoding="utf-8")
     folder = prepare(tmp_path / "a.txt", tmp_path / "out", reader=TextDocuments, validation_fraction=0.1)
     assert TokenStore(folder / "validation").number_of_documents == 1
+
+
+def test_where_nothing_can_be_used_the_message_says_why(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": 1}\n{"text": 2}\n')
+    with pytest.raises(
+        ConfigError, match=r"there is no text.*\n2 could not be used, for example .*a\.jsonl:1: "
+    ):
+        prepare(tmp_path / "a.jsonl", tmp_path / "out", max_reject_fraction=0.9)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="empty: the folder is empty"):
+        prepare(tmp_path / "empty", tmp_path / "out2")
