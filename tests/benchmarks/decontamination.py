@@ -2,10 +2,10 @@
 
     python -m tests.benchmarks.decontamination --items 2000 --clean 10000
 
-Items have 5 to 200 words: questions made from ten patterns, and passages of Python's own documentation. Each is planted once, in
+Items have 5 to 200 words: questions made from ten patterns, and sentences and passages of Python's documentation. Each is planted once, in
 other documentation: verbatim, or with other case, punctuation and white space. The clean documents have what is likely to be
-taken for an item: the questions' patterns with other words, halves of passages, and short items with one word changed. What
-has a whole item by chance is not among them. `any 13 words` is the rule of GPT-3: any n-gram of 13 words is enough.
+taken for an item: the questions' patterns with other words, halves of passages, and short items with one word changed. The
+documentation around has no 8 words of an item by chance, and no whole item. `any 13 words` is the rule of GPT-3: any n-gram of 13 words is enough.
 """
 
 from __future__ import annotations
@@ -76,13 +76,16 @@ def made(items: int, clean: int, seed: int = 0) -> tuple[list[str], list[Documen
     """Returns items, and documents of which the first have one each."""
     draw = random.Random(seed)
     pages = [page.split() for page in python_documents() if len(page.split()) > 300]
-    held, others = pages[::4], [page for number, page in enumerate(pages) if number % 4]
+    held, others = pages[::2], pages[1::2]
     words = sorted({word for page in pages for word in page if word.isalpha() and 4 <= len(word) <= 12})
     found = list(dict.fromkeys(_items(items, held, words, draw)))
-    stretches = _stretches(others, draw)
+    known = {gram for item in found for gram in _grams(plain(item).split())}
+    stretches = (
+        one for one in _stretches(others, draw) if known.isdisjoint(_grams(plain(" ".join(one)).split()))
+    )
     documents = []
     for number, item in enumerate(found):
-        changed = number % 2 == 1
+        changed = number // 2 % 2 == 1
         middle = _changed(item, draw) if changed else item
         documents.append(Document(_between(next(stretches), middle, draw), number, changed))
     forms = [plain(item) for item in found]
@@ -97,14 +100,32 @@ def made(items: int, clean: int, seed: int = 0) -> tuple[list[str], list[Documen
 def _items(
     number: int, held: Sequence[Sequence[str]], words: Sequence[str], draw: random.Random
 ) -> Iterator[str]:
+    """Yields questions, sentences of the two short bands and passages of the two long ones."""
+    sentences = [
+        [one for page in held for one in _sentences(page) if low <= len(plain(one).split()) <= high]
+        for low, high in BANDS[:2]
+    ]
+    blocks = cycle(
+        draw.sample(
+            cut := [page[at : at + 200] for page in held for at in range(0, len(page), 200)], len(cut)
+        )
+    )
     for index in range(number):
+        band = index // 2 % len(BANDS)
         if index % 2:
             yield _filled(draw.choice(PATTERNS), words, draw)
-            continue
-        low, high = BANDS[index // 2 % len(BANDS)]
-        size, page = draw.randint(low, high), draw.choice(held)
-        at = draw.randrange(len(page) - size)
-        yield " ".join(page[at : at + size])
+        elif band < len(sentences):
+            yield draw.choice(sentences[band])
+        else:
+            block = next(blocks)
+            size = min(draw.randint(*BANDS[band]), len(block))
+            at = draw.randrange(len(block) - size + 1)
+            yield " ".join(block[at : at + size])
+
+
+def _sentences(page: Sequence[str]) -> list[str]:
+    found = re.split(r"(?<=[.!?])\s+", " ".join(page))
+    return [one for one in found if re.fullmatch(r"[A-Z][\w',; -]+[.!?]", one)]
 
 
 def _filled(pattern: str, words: Sequence[str], draw: random.Random) -> str:
@@ -116,6 +137,10 @@ def _stretches(pages: Sequence[Sequence[str]], draw: random.Random) -> Iterator[
     for page in cycle(pages):
         at = draw.randrange(len(page) - 120)
         yield list(page[at : at + draw.randint(60, 400)])
+
+
+def _grams(words: Sequence[str]) -> set[tuple[str, ...]]:
+    return {tuple(words[at : at + 8]) for at in range(len(words) - 7)}
 
 
 def _between(stretch: Sequence[str], middle: str, draw: random.Random) -> str:
@@ -138,8 +163,11 @@ def _likeness(items: Sequence[str], words: Sequence[str], draw: random.Random) -
     if kind == 0:
         return _filled(draw.choice(PATTERNS), words, draw)
     if kind == 1 and len(item) >= 13:
-        begin = draw.randrange(len(item) // 2)
-        return " ".join(item[begin : begin + len(item) // 2])
+        half = len(plain(" ".join(item)).split()) // 2
+        del item[: draw.randrange(len(item) // 2)]
+        while len(plain(" ".join(item)).split()) > half:
+            item.pop()
+        return " ".join(item)
     if len(item) < 13:
         item[draw.randrange(len(item))] = draw.choice(words)
         return " ".join(item)
@@ -175,6 +203,9 @@ def main() -> None:
     items, documents = made(options.items, options.clean)
     rules = {"as it is": {}, "any 13 words": {"min_words": 13, "min_distinctive": 0, "min_share": 0.0}}
     print(f"{len(items)} items, {len(documents) - len(items)} clean documents")
+    print(
+        f"{len(built(items)._origins)} of the items are looked for: the others have too few distinctive words"
+    )
     for name, given in rules.items():
         transform = built(items, **given)
         parts: dict[str, list[Document]] = {"all": documents}

@@ -260,7 +260,8 @@ class Decontaminate(Transform):
         action: "drop" documents with an item, or "cut" the items out of them.
         ngram: Words of the longest n-gram.
         min_words: Words of the shortest item that is looked for.
-        min_distinctive: Least number of distinctive words of an item that is looked for.
+        min_distinctive: Least number of distinctive words of an item of `min_words` words; two further words of any kind
+            make up for one.
         min_share: Share of an item's words, 0 to 1, from which it counts as found.
 
     Raises:
@@ -461,7 +462,8 @@ class Decontaminate(Transform):
             for item in items
             if len(item) >= self.min_words
             and sum(map(len, item)) >= _LEAST_CHARACTERS
-            and sum(map(is_distinctive, set(item))) >= self.min_distinctive
+            and 2 * sum(map(is_distinctive, set(item))) + len(item)
+            >= 2 * self.min_distinctive + self.min_words
         ]
 
     def _check_looked_for(
@@ -474,7 +476,7 @@ class Decontaminate(Transform):
         looked = Counter(index for item in items for index, _ in origins[item])
         for index, one in enumerate(found):
             total = len(one.texts)
-            what = f"fewer than {self.min_words} words or {self.min_distinctive} distinctive ones"
+            what = f"fewer than {self.min_words} words, or too few distinctive ones"
             if not looked[index]:
                 raise ConfigError(
                     f"Decontaminate: none of the {total:,} texts of {one.name} can be looked for: they have {what}.\n"
