@@ -13,6 +13,7 @@ from core import catalog
 from tests.conformance.compatibility import entries, overlay_of
 from tests.conformance.conftest import (
     bytes_tokenizer,
+    evaluation_items,
     html_pages,
     neox,
     parquet_file,
@@ -45,6 +46,7 @@ def own_files(path):
         "pretrained": lambda: ["--model.network.path", neox(vocab_size=2048, length=256)],
         "pretrained_tokenizer": lambda: ["--data.tokenizer.path", bytes_tokenizer()],
         "harmful_content": lambda: ["--data.transforms", word_filter()],
+        "decontaminate": lambda: ["--data.transforms", item_filter()],
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
@@ -57,6 +59,11 @@ def own_files(path):
 
 def word_filter():
     return json.dumps([{"class_path": "HarmfulContent", "init_args": {"files": [word_list()]}}])
+
+
+def item_filter():
+    options = {"sets": [evaluation_items()], "fields": ["question"]}
+    return json.dumps([{"class_path": "Decontaminate", "init_args": options}])
 
 
 def absent(path):

@@ -106,6 +106,18 @@ KILLED = "killed while its first checkpoint is being written a run has none; tes
 
 
 @cache
+def evaluation_items():
+    """Returns a file of evaluation items, some of which are in the texts of the kit."""
+    from conformance.transforms import rows
+
+    path = workshop() / "items.jsonl"
+    texts = [text for text, *_ in rows()[11:100:10]]
+    items = [{"question": text, "answer": f"{text.split()[0]} because {text}"} for text in texts]
+    path.write_text("".join(json.dumps(item) + "\n" for item in items), encoding="utf-8")
+    return str(path)
+
+
+@cache
 def word_list():
     """Returns a list of some of the words that the kit's texts are made of."""
     path = workshop() / "words.txt"
@@ -142,6 +154,8 @@ def _cases():
         Case(
             "LanguageFilter", {"languages": ["eu", "it", "sv", "zu"], "min_confidence": 0.0}
         ),  # of the kit's words
+        Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"]}),
+        Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),

@@ -77,6 +77,7 @@ def test_hooks_that_can_be_called_are_not():
         ("callbacks", "Throughput", {"PausesClock"}),
         ("optimizers", "AdEMAMix", {"BindsToLength"}),
         ("data", "Normalise", set()),
+        ("data", "Decontaminate", {"KeepsCounts"}),
         ("data", "PersonalData", {"KeepsCounts"}),
         ("datamodules", "PretrainDataModule", {"CountsEpochs", "SkipsBatches"}),
     ],
