@@ -15,6 +15,7 @@ from tests.conformance.conftest import (
     html_pages,
     neox,
     parquet_file,
+    quality_model,
     saved_dataset,
     web_archive,
     wiki_dump,
@@ -42,6 +43,7 @@ def own_files(path):
         "pretrained": lambda: ["--model.network.path", neox(vocab_size=2048, length=256)],
         "pretrained_tokenizer": lambda: ["--data.tokenizer.path", bytes_tokenizer()],
         "harmful_content": lambda: ["--data.transforms", word_filter()],
+        "quality_classifier": lambda: ["--data.transforms", quality_filter()],
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
@@ -54,6 +56,10 @@ def own_files(path):
 
 def word_filter():
     return json.dumps([{"class_path": "HarmfulContent", "init_args": {"files": [word_list()]}}])
+
+
+def quality_filter():
+    return json.dumps([{"class_path": "QualityClassifier", "init_args": {"path": quality_model()}}])
 
 
 def absent(path):

@@ -79,7 +79,9 @@ class HashedNGrams:
     def __post_init__(self) -> None:
         sizes = list(self.sizes)
         if not sizes or sizes != sorted(set(sizes)) or not 1 <= sizes[0] <= sizes[-1] <= MOST_WORDS:
-            raise ConfigError(f"n-gram sizes are {sizes}; they are 1 to {MOST_WORDS} words, rising, as in 1 2.")
+            raise ConfigError(
+                f"n-gram sizes are {sizes}; they are 1 to {MOST_WORDS} words, rising, as in 1 2."
+            )
         if not 1 << 10 <= self.buckets <= MOST_BUCKETS or self.buckets & (self.buckets - 1):
             raise ConfigError(
                 f"buckets are {self.buckets}; they are a power of two, 1,024 to {MOST_BUCKETS:,}, such as 1048576."
@@ -110,13 +112,12 @@ class HashedNGrams:
 def _hashes(text: str) -> np.ndarray:
     """Returns a number for each word, uint64: a polynomial of its bytes modulo 2^64, mixed."""
     data = np.frombuffer(text.lower().encode("utf-8", "surrogatepass"), np.uint8)
-    kinds = _KIND[data]
-    begins = kinds == _ALONE
-    letters = kinds == _LETTER
-    begins[:1] |= letters[:1]
-    # A letter goes on with the word of a letter before it, or of the rest of one.
-    begins[1:] |= letters[1:] & ((kinds[:-1] == _SPACE) | (kinds[:-1] == _ALONE))
+    characters = None if text.isascii() else np.flatnonzero(_KIND[data] != _REST)
+    kinds = _KIND[data if characters is None else data[characters]]
+    begins = kinds != _SPACE
+    begins[1:] &= (kinds[1:] == _ALONE) | (kinds[:-1] != _LETTER)
     starts = np.flatnonzero(begins)
+    starts = starts if characters is None else characters[starts]
     if not len(starts):
         return np.zeros(0, np.uint64)
     data = data[starts[0] :]

@@ -91,9 +91,7 @@ def read_quality_model(path: Path) -> QualityModel:
             "Give the file that `python -m core train-quality-filter --output FILE` wrote."
         ) from error
     digest = hashlib.sha256(content).hexdigest()
-    return QualityModel(
-        ngrams, tensors["weights"], float(tensors["bias"][0]), described["figures"], digest
-    )
+    return QualityModel(ngrams, tensors["weights"], float(tensors["bias"][0]), described["figures"], digest)
 
 
 def _described(content: bytes) -> dict[str, Any]:
@@ -108,7 +106,9 @@ def _described(content: bytes) -> dict[str, Any]:
     found = parse_json(kept[_KEY].encode())
     if not isinstance(found, dict) or found.get("version") != VERSION:
         version = found.get("version") if isinstance(found, dict) else None
-        raise ValueError(f"it has version {ascii(version)[:20]}, this program reads {VERSION}: train it again")
+        raise ValueError(
+            f"it has version {ascii(version)[:20]}, this program reads {VERSION}: train it again"
+        )
     if header.keys() != _TENSORS.keys():
         raise ValueError(f"its tensors are not {' and '.join(_TENSORS)}")
     for key in ("buckets", "characters"):
@@ -133,5 +133,3 @@ def _tensor(name: str, tensor: Mapping[str, Any], buckets: int) -> np.ndarray:
     if not np.isfinite(values).all():
         raise ValueError(f"{name} has numbers that are not finite")
     return values
-
-

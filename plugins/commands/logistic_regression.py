@@ -128,7 +128,9 @@ def minimise(
             new = point + length * direction
             new_value, new_gradient = objective(new)
             # Close to the end values differ by rounding alone; then the slope decides.
-            flat = abs(new_value - value) <= 1e-12 * abs(value) and _dot(new_gradient, direction) <= -0.8 * slope
+            flat = (
+                abs(new_value - value) <= 1e-12 * abs(value) and _dot(new_gradient, direction) <= -0.8 * slope
+            )
             if new_value <= value + 1e-4 * length * slope or flat:
                 break
             length /= 2
@@ -144,9 +146,7 @@ def minimise(
 _STOPPED = "The logistic regression did not converge in {} steps. Give a larger --l2."
 
 
-def _direction(
-    gradient: np.ndarray, history: deque[tuple[np.ndarray, np.ndarray, float]]
-) -> np.ndarray:
+def _direction(gradient: np.ndarray, history: deque[tuple[np.ndarray, np.ndarray, float]]) -> np.ndarray:
     """Returns the step that the approximate inverse of the second derivatives gives."""
     direction, factors = -gradient, []
     for change, difference, curvature in reversed(history):

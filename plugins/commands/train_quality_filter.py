@@ -15,7 +15,6 @@ from plugins.cli.configuration.command_parser import Parser
 if TYPE_CHECKING:
     import numpy as np
 
-    from plugins.commands.logistic_regression import Rows
     from toolkit.hashed_ngrams import HashedNGrams
 
 _LEAST = 10
@@ -119,7 +118,10 @@ def _examples(
                 labels.append(good)
                 held.append(held_out(text, options.held_out, options.seed))
     for good, kind in ((True, "good"), (False, "bad")):
-        counts = [sum(one == good and out == which for one, out in zip(labels, held, strict=True)) for which in (0, 1)]
+        counts = [
+            sum(one == good and out == which for one, out in zip(labels, held, strict=True))
+            for which in (0, 1)
+        ]
         if min(counts) < _LEAST:
             raise ConfigError(
                 f"--{kind}: {counts[0]} documents to train on and {counts[1]} held out; {_LEAST} of each is the least. "
@@ -142,7 +144,9 @@ def _documents(reader: str, sources: Sequence[str]) -> Iterator[str]:
 
 def held_out(text: str, share: float, seed: int) -> bool:
     """Returns whether a document is held out: by its text, so that copies of it are all on one side."""
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8, key=str(seed).encode()[:64])
+    digest = hashlib.blake2b(
+        text.encode("utf-8", "surrogatepass"), digest_size=8, key=str(seed).encode()[:64]
+    )
     return int.from_bytes(digest.digest(), "little") < share * 2**64
 
 

@@ -20,7 +20,7 @@ _BINS = 10
     paper="DataComp-LM, arXiv:2406.11794, section 4.4: a linear classifier of word n-grams as fastText, arXiv:1607.01759"
 )
 class QualityClassifier(DocumentFilter):
-    """Drops documents that resemble the bad examples of a quality filter more than its good ones.
+    """Drops documents to which a trained classifier gives a low score.
 
     `python -m core train-quality-filter` writes the file: a logistic regression on hashed word n-grams. The score of a
     document is the probability that it is one of the good examples. The report counts the scores of all documents, in
