@@ -17,6 +17,7 @@ from tests.conformance.conftest import (
     html_pages,
     neox,
     parquet_file,
+    quality_model,
     saved_dataset,
     web_archive,
     wiki_dump,
@@ -47,6 +48,7 @@ def own_files(path):
         "pretrained_tokenizer": lambda: ["--data.tokenizer.path", bytes_tokenizer()],
         "harmful_content": lambda: ["--data.transforms", word_filter()],
         "decontaminate": lambda: ["--data.transforms", item_filter()],
+        "quality_classifier": lambda: ["--data.transforms", quality_filter()],
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
@@ -64,6 +66,10 @@ def word_filter():
 def item_filter():
     options = {"sets": [evaluation_items()], "fields": ["question"]}
     return json.dumps([{"class_path": "Decontaminate", "init_args": options}])
+
+
+def quality_filter():
+    return json.dumps([{"class_path": "QualityClassifier", "init_args": {"path": quality_model()}}])
 
 
 def absent(path):

@@ -4,6 +4,7 @@ import bz2
 import json
 from functools import cache
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,6 +18,8 @@ from tests.conformance.compatibility import SHORT
 from tests.support.archives import page, response, write_archive
 from tests.support.stored_networks import store
 from tests.support.wiki import dump, wiki_page
+from toolkit.hashed_ngrams import HashedNGrams
+from toolkit.quality_model import QualityModel
 
 ROTARY = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 32, "max_sequence_length": 16,
           "position": "rotary", "norm": "rmsnorm", "activation": "swiglu", "bias": False}  # fmt: skip
@@ -125,6 +128,16 @@ def word_list():
     return str(path)
 
 
+def quality_model():
+    """Returns the file of a quality filter that likes some of the words that the kit's texts are made of."""
+    path = workshop() / "quality.safetensors"
+    ngrams = HashedNGrams(buckets=1024)
+    weights = np.zeros(ngrams.buckets, np.float32)
+    weights[ngrams.of("alpha beta")], weights[ngrams.of("gamma delta")] = 2, -2
+    QualityModel(ngrams, weights, 0.0, {}).write(path)
+    return str(path)
+
+
 def pytest_leyden_cases():
     return list(_cases())
 
@@ -157,6 +170,7 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"]}),
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
+        Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),
