@@ -78,6 +78,7 @@ def test_hooks_that_can_be_called_are_not():
         ("optimizers", "AdEMAMix", {"BindsToLength"}),
         ("data", "Normalise", set()),
         ("data", "PersonalData", {"KeepsCounts"}),
+        ("data", "RepeatedLines", {"KeepsCounts"}),
         ("datamodules", "PretrainDataModule", {"CountsEpochs", "SkipsBatches"}),
     ],
 )
