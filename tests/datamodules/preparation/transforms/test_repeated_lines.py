@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections import Counter
 from itertools import groupby
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from datamodules.preparation.readers import source_files
 from datamodules.preparation.transforms import repeated_lines
 from datamodules.preparation.transforms.repeated_lines import RepeatedLines
 from tests.support.corpus import contents, documents_of, prepare, texts, write_lines
-from tests.support.duplicates import Backwards, batches
+from tests.support.duplicates import Backwards, batches, child, survives_kills
 
 EXACT = {"ignore_case": False, "ignore_digits": False, "ignore_space": False}
 BANNER = "We use cookies to make this site better."
@@ -234,8 +233,12 @@ def test_killed_on_the_way(source, tmp_path, monkeypatch, name):
     with monkeypatch.context() as patch:
         module = line_records if name == "_combined" else repeated_lines
         patch.setattr(module, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        killed = get_context("fork").Process(target=without_repeated, args=(source, tmp_path / "killed"))
-        killed.start()
+        killed = child(without_repeated, source, tmp_path / "killed")
         killed.join(240)
         assert killed.exitcode == -signal.SIGKILL
     assert contents(without_repeated(source, tmp_path / "killed")) == whole
+
+
+@pytest.mark.ci
+def test_killed_at_10_random_moments(source, tmp_path):
+    survives_kills(without_repeated, source, tmp_path)
