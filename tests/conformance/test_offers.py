@@ -79,6 +79,7 @@ def test_hooks_that_can_be_called_are_not():
         ("data", "Normalise", set()),
         ("data", "Decontaminate", {"KeepsCounts"}),
         ("data", "PersonalData", {"KeepsCounts"}),
+        ("data", "RepeatedLines", {"KeepsCounts"}),
         ("datamodules", "PretrainDataModule", {"CountsEpochs", "SkipsBatches"}),
     ],
 )

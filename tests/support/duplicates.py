@@ -1,10 +1,16 @@
-"""What tests of transforms that need all documents share: running one over batches, in memory."""
+"""What tests of transforms that need all documents share: running one over batches, in memory; killing a preparation."""
 
+import os
+import random
+import signal
+import time
 from collections import Counter
+from multiprocessing import get_context
 
 import pyarrow
 
 from core.contracts import Engine
+from tests.support.corpus import contents
 
 
 def batches(documents, size=7):
@@ -44,3 +50,28 @@ class Backwards(Engine):
 
     def run(self, work, tasks):
         yield from map(work, reversed(tasks))
+
+
+def child(run, source, folder):
+    """Starts `run(source, folder)` in a process."""
+    started = get_context("fork").Process(target=run, args=(source, folder))
+    started.start()
+    return started
+
+
+def survives_kills(run, source, tmp_path):
+    """Kills `run(source, folder)` at 10 random moments and runs it again: the folder has the same bytes."""
+    begin = time.monotonic()
+    whole = contents(run(source, tmp_path / "whole"))
+    seconds, rng, kills, finished = time.monotonic() - begin, random.Random(0), 0, 0
+    while kills < 10 or not finished:
+        folder = tmp_path / f"out-{finished}"
+        started = child(run, source, folder)
+        started.join(rng.uniform(0, 0.6 * seconds) if kills < 10 else 240)
+        if started.is_alive():
+            os.kill(started.pid, signal.SIGKILL)
+            kills += 1
+        started.join(240)
+        if started.exitcode == 0:
+            assert contents(folder) == whole
+            finished += 1

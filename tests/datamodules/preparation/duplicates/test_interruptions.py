@@ -4,8 +4,6 @@ import errno
 import os
 import random
 import signal
-import time
-from multiprocessing import get_context
 
 import pytest
 
@@ -16,7 +14,7 @@ from datamodules.preparation.transforms import near_duplicates
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
 from datamodules.preparation.transforms.near_duplicates import NearDuplicates
 from tests.support.corpus import contents, prepare, texts, write_lines
-from tests.support.duplicates import Backwards
+from tests.support.duplicates import Backwards, child, survives_kills
 
 
 @pytest.fixture
@@ -33,18 +31,12 @@ def without_duplicates(source, folder, engine=None):
     return prepare(source, folder, transforms=[ExactDuplicates(), NearDuplicates(0.6)], engine=engine)
 
 
-def child(source, folder):
-    started = get_context("fork").Process(target=without_duplicates, args=(source, folder))
-    started.start()
-    return started
-
-
 @pytest.mark.parametrize("name", ["_decide", "_sorted_in"])
 def test_killed_in_reduce(source, tmp_path, monkeypatch, name):
     whole = contents(without_duplicates(source, tmp_path / "whole"))
     with monkeypatch.context() as patch:
         patch.setattr(near_pairs.NearPairs, name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-        killed = child(source, tmp_path / "killed")
+        killed = child(without_duplicates, source, tmp_path / "killed")
         killed.join(240)
         assert killed.exitcode == -signal.SIGKILL
     assert list((tmp_path / "killed").rglob("scratch"))
@@ -66,17 +58,4 @@ def full_disk(*_):
 
 @pytest.mark.ci
 def test_killed_at_10_random_moments(source, tmp_path):
-    begin = time.monotonic()
-    whole = contents(without_duplicates(source, tmp_path / "whole"))
-    seconds, rng, kills, finished = time.monotonic() - begin, random.Random(0), 0, 0
-    while kills < 10 or not finished:
-        folder = tmp_path / f"out-{finished}"
-        started = child(source, folder)
-        started.join(rng.uniform(0, 0.6 * seconds) if kills < 10 else 240)
-        if started.is_alive():
-            os.kill(started.pid, signal.SIGKILL)
-            kills += 1
-        started.join(240)
-        if started.exitcode == 0:
-            assert contents(folder) == whole
-            finished += 1
+    survives_kills(without_duplicates, source, tmp_path)

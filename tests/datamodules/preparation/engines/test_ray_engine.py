@@ -26,6 +26,7 @@ from datamodules.preparation.engines.ray_engine import RayEngine, _private
 from datamodules.preparation.readers import source_files
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
 from datamodules.preparation.transforms.near_duplicates import NearDuplicates
+from datamodules.preparation.transforms.repeated_lines import RepeatedLines
 from plugins.cli.preflight import check
 from plugins.cli.selection import selection
 from tests.conftest import HOUSE, run_core
@@ -230,10 +231,10 @@ def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
 
 @pytest.mark.ci
 def test_transforms_that_need_all_documents_change_no_byte(source, tmp_path, cluster):
-    transforms = [ExactDuplicates(), NearDuplicates(0.3, ngram=1, rows=1)]
+    transforms = [ExactDuplicates(), NearDuplicates(0.3, ngram=1, rows=1), RepeatedLines(min_characters=0)]
     folder = prepare(source, tmp_path / "ray", transforms=transforms, engine=RayEngine(cluster.address))
     assert contents(folder) == contents(prepare(source, tmp_path / "here", transforms=transforms))
-    [_, near] = json.loads((folder / "manifest.json").read_text())["transforms"]
+    [_, near, _] = json.loads((folder / "manifest.json").read_text())["transforms"]
     assert near["dropped"]["near duplicate"] > 10
 
 

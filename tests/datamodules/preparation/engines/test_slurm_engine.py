@@ -17,8 +17,9 @@ from datamodules.preparation.engines import slurm_engine
 from datamodules.preparation.engines.local_engine import LocalEngine
 from datamodules.preparation.engines.slurm_engine import SlurmEngine, work_on_element
 from datamodules.preparation.readers import source_files
+from datamodules.preparation.transforms.repeated_lines import RepeatedLines
 from tests.support import slurm
-from tests.support.corpus import contents, corpus, prepare
+from tests.support.corpus import contents, corpus, prepare, texts, write_lines
 
 
 @dataclass
@@ -78,6 +79,16 @@ def test_a_preparation_on_it_is_the_local_one_byte_for_byte(tmp_path, jobs, monk
     )
     assert len(states(jobs)) == 1
     assert list((tmp_path / "slurm").iterdir()) == []
+
+
+def test_a_transform_that_needs_all_documents_changes_no_byte(tmp_path, jobs, monkeypatch):
+    monkeypatch.setattr(source_files, "LEAST", 700)
+    source = tmp_path / "in"
+    for number in range(4):
+        write_lines(source / f"{number}.jsonl", [f"{text}\na line of all" for text in texts(80)[number::4]])
+    options = {"transforms": [RepeatedLines(min_characters=10)]}
+    found = contents(prepare(source, tmp_path / "slurm-out", engine=engine(tmp_path, jobs=2), **options))
+    assert found == contents(prepare(source, tmp_path / "out", **options))
 
 
 def test_a_killed_elements_tasks_are_done_again_and_others_once(tmp_path, jobs, folder):
