@@ -107,9 +107,12 @@ def _funnel(manifest: Mapping[str, Any]) -> str:
         if before and size is not None and size != before:
             note = f"{(size - before) / before:+.2%} of the bytes" + (f"; {note}" if note else "")
         lines.append(_place(f"After {label}", documents, size, most, note=note))
+    parts = ", parts of documents" if "validation_tails_from_bytes" in manifest else ""
     for split in splits_of(manifest):
         counts = manifest[f"{split}_documents"], manifest.get(f"{split}_bytes")
-        lines.append(_place(f"Split {split}", *counts, most, note=f"{manifest[f'{split}_tokens']:,} tokens"))
+        lines.append(
+            _place(f"Split {split}", *counts, most, note=f"{manifest[f'{split}_tokens']:,} tokens{parts}")
+        )
     keys = '<span class="key one"></span>documents'
     keys += '<span class="key two"></span>bytes of text' if most[1] else ""
     left = "".join(
@@ -238,7 +241,7 @@ def _samples(manifest: Mapping[str, Any]) -> str:
 
 def _documents(title: str, samples: Sequence[Sequence[str]]) -> str:
     quotes = [
-        f'<blockquote><small>{_safe(name)}</small><p dir="auto">{_safe(text)}{"…" if len(text) >= SHOWN else ""}</p>'
+        f'<blockquote><small>{_safe(name)}</small><p dir="auto">{_safe(text.replace(chr(13), ""))}{"…" if len(text) >= SHOWN else ""}</p>'
         "</blockquote>"
         for _, name, text in samples
     ]
