@@ -25,6 +25,11 @@ _LEAST = {
     "validation_documents": 1,
     "test_documents": 1,
     "text_bytes": 0,
+    "train_bytes": 0,
+    "validation_bytes": 0,
+    "test_bytes": 0,
+    "source_bytes": 0,
+    "lost_bytes": 0,
     "blank": 0,
     "unigram_loss": 0,
 }
@@ -104,6 +109,31 @@ def _figures(manifest: Mapping[str, Any]) -> None:
                 raise ValueError(f"{name} holds {_shown(transform)}")
             for figures in ("dropped", "counted"):
                 _counts(f"{name}.{figures}", transform.get(figures, {}))
+            for reason, samples in _items(f"{name}.examples", transform.get("examples", {})):
+                _samples(f"{name}.examples[{_shown(reason)}]", samples)
+    _flow(manifest)
+
+
+def _flow(manifest: Mapping[str, Any]) -> None:
+    """Checks what passed each transform: one place more than there are transforms, which earlier versions lack."""
+    if "flow" not in manifest:
+        return
+    places, transforms = manifest["flow"], manifest.get("transforms", manifest.get("stages", []))
+    if not isinstance(places, list) or len(places) != len(transforms) + 1:
+        raise ValueError(f"flow is {_shown(places)}; it is a list of {len(transforms) + 1} places")
+    for place in places:
+        if not isinstance(place, dict):
+            raise ValueError(f"flow holds {_shown(place)}")
+        for name in ("documents", "bytes"):
+            _number(f"flow.{name}", place.get(name), 0)
+        _samples("flow.samples", place.get("samples"))
+
+
+def _samples(name: str, samples: Any) -> None:
+    """Checks a list of documents: a hash, an id and a text each."""
+    lists = isinstance(samples, list) and all(isinstance(one, list) and len(one) == 3 for one in samples)
+    if not lists or not all(isinstance(part, str) for one in samples for part in one):
+        raise ValueError(f"{name} is {_shown(samples)}; it is a list of documents: hash, id and text")
 
 
 def _counts(name: str, counts: Any) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
-from datamodules.preparation.pipeline import SPLITS, Example, merged
+from datamodules.preparation.flow import Example, Flow, merged
+from datamodules.preparation.pipeline import SPLITS
 from datamodules.preparation.preparation_report import FILES as REPORT
 from datamodules.preparation.preparation_report import write_report
 from datamodules.preparation.preparation_task import COUNTS, REJECTS, file_digest, read_record
@@ -41,7 +42,8 @@ class Totals:
 
     def __init__(self, transforms: int, source_bytes: int = 0) -> None:
         self.source_bytes, self.lost_bytes = source_bytes, 0
-        self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
+        self.splits = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
+        self.flow: Flow | None = Flow(transforms)  # None: an earlier version did some of the tasks
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.rejected: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
@@ -67,6 +69,10 @@ class Totals:
         for kept, found in zip(self.examples, record.get("examples", self.examples), strict=True):
             for reason, some in found.items():
                 kept[reason] = merged(kept.get(reason, []), some)
+        if self.flow and "flow" in record:
+            self.flow.add(record["flow"])
+        else:
+            self.flow = None
         self.blank += record["blank"]
         for line in record["first_rejected"] if not self.example else ():
             self.example = f"{line['place']}: {line['reason']}"
@@ -154,6 +160,7 @@ def write_manifest(
         "lengths": {key: totals.lengths[key] for key in sorted(totals.lengths, key=int)},
         "rejected": dict(sorted(totals.rejected.items())),
         "blank": totals.blank,
+        **_flow(totals),
         **_left_out(tasks),
         "files": _join(folder, finished, records, writer),
     }
@@ -182,6 +189,15 @@ def shares(tokens: Mapping[str, int]) -> str:
 def source_bytes(tasks: Sequence[Mapping[str, Any]]) -> int:
     """Returns the total size of the files of tasks, in bytes."""
     return sum(piece.get("bytes", 0) for task in tasks for piece in task.get("pieces", []))
+
+
+def _flow(totals: Totals) -> dict[str, Any]:
+    """Returns what passed each transform, and the sizes of the splits and of the source; empty if it was not counted."""
+    if totals.flow is None:
+        return {}
+    sizes = {f"{split}_bytes": totals.splits[split]["bytes"] for split in present(totals.splits)}
+    source = {"source_bytes": totals.source_bytes, "lost_bytes": totals.lost_bytes}
+    return {"flow": totals.flow.record(), **sizes, **source}
 
 
 def _left_out(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pyarrow
 
 from core.contracts import Reader, Transform, raise_reject
+from datamodules.preparation.flow import SHOWN, Example, Flow, merged
 from datamodules.preparation.readers.opened_files import printable
 from toolkit.arrow_columns import flags
 from toolkit.transform_counts import KeepsCounts
@@ -23,22 +24,10 @@ MOST_LISTED = 10_000
 """Most rejected documents of a task that are listed; all are counted."""
 
 
-Example = tuple[str, str, str]
-"""A hash of a document's id and text, its id, and how its text begins."""
-
-_EXAMPLES, _SHOWN = 5, 400
-"""Documents that are kept as examples of what was dropped for a reason, and characters of each."""
-
-
 def example(text: str, name: str) -> Example:
-    """Returns a document as an example."""
+    """Returns a document as an example, chosen by a hash of its id and text."""
     digest = hashlib.blake2b(f"{name}\0{text}".encode(), digest_size=8).hexdigest()
-    return digest, printable(name), text[:_SHOWN]
-
-
-def merged(some: Sequence[Example], others: Sequence[Example]) -> list[Example]:
-    """Returns the examples with the smallest hashes: the same ones whatever the tasks and their order."""
-    return sorted({(one[0], one[1], one[2]) for one in (*some, *others)})[:_EXAMPLES]
+    return digest, printable(name), text[:SHOWN]
 
 
 @dataclass
@@ -67,9 +56,11 @@ class Pipeline:
                 transform.load(self.reduced[index])
         for batch in self.reader.read(task, raise_reject if self.strict else tally.reject):
             kept = _without_blanks(batch, tally)
+            tally.flow.count(0, kept)
             for index, transform in enumerate(transforms):
                 if len(kept):
                     kept = transform.apply(kept, tally.drop(index, kept))
+                    tally.flow.count(index + 1, kept)
                     if isinstance(transform, KeepsCounts):
                         tally.counted[index].update(transform.take_counts())
             if len(kept):
@@ -95,7 +86,8 @@ class Tally:
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.counted: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.examples: list[dict[str, list[Example]]] = [defaultdict(list) for _ in range(transforms)]
-        self.splits = {split: Counter(documents=0, tokens=0) for split in SPLITS}
+        self.flow = Flow(transforms)
+        self.splits = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.lengths: Counter[int] = Counter()
 
@@ -128,7 +120,7 @@ class Tally:
 
     def add(self, split: str, source: str, size: int, tokens: int) -> None:
         """Counts a document: size of its text in bytes, and its tokens including the end-of-text id."""
-        self.splits[split].update(documents=1, tokens=tokens)
+        self.splits[split].update(documents=1, tokens=tokens, bytes=size)
         self.sources[source].update(documents=1, tokens=tokens, bytes=size)
         self.lengths[tokens.bit_length() - 1] += 1
 
@@ -145,4 +137,5 @@ class Tally:
             "dropped": self.dropped,
             "counted": self.counted,
             "examples": self.examples,
+            "flow": self.flow.record(),
         }

@@ -1,35 +1,35 @@
-"""Writes the report of a prepared folder: report.md, report.json and a histogram of document lengths."""
+"""Writes the report of a prepared folder: report.md, report.html, report.json and a histogram of document lengths."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from core import durable
+from datamodules.preparation.report_page import as_page
 from toolkit import pictures
 from toolkit.prepared import read_manifest, splits_of
 
-FILES = ("report.md", "report.json", "lengths.png")
+FILES = ("report.md", "report.html", "report.json", "lengths.png")
 _MOST_SOURCES = 100
+_IF_COUNTED = ("left_out", "validation_tails_from_bytes", "flow", "source_bytes", "lost_bytes")
 
 
 def write_report(folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
-    """Writes the report from the manifest, unless it exists; the same manifest gives the same bytes.
+    """Writes the report from the manifest, but what is there; the same manifest gives the same bytes.
 
     Args:
         folder: The prepared folder.
-        manifest: Content of a manifest that is not written yet; None: read it, if there is no report yet.
+        manifest: Content of a manifest that is not written yet, for a new report; None: read it, if a file is missing.
     """
-    if manifest is None:
-        if all((folder / name).exists() for name in FILES):
-            return
+    missing = [name for name in FILES if manifest is not None or not (folder / name).exists()]
+    if missing and manifest is None:
         manifest = read_manifest(folder)
-    durable.write(folder / "report.json", json.dumps(figures(manifest), indent=2) + "\n")
-    durable.write(folder / "lengths.png", _picture(manifest["lengths"]))
-    durable.write(folder / "report.md", as_markdown(manifest))
+    for name in missing:
+        durable.write(folder / name, _CONTENT[name](manifest))
 
 
 def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
@@ -47,7 +47,8 @@ def figures(manifest: Mapping[str, Any]) -> dict[str, Any]:
         label: transform.get("examples", {}) for label, transform in zip(labels, transforms, strict=True)
     }
     tokens = sum(manifest[f"{split}_tokens"] for split in splits_of(manifest))
-    names += [name for name in ("left_out", "validation_tails_from_bytes") if name in manifest]
+    sizes = [f"{split}_bytes" for split in splits_of(manifest)]
+    names += [name for name in (*_IF_COUNTED, *sizes) if name in manifest]
     return {name: manifest[name] for name in names} | {
         "dropped": dropped,
         "dropped_examples": examples,
@@ -111,3 +112,11 @@ def _picture(lengths: Mapping[str, int]) -> bytes:
     axes.set_xticks(range(len(exponents)), [f"{2**key:,}" for key in exponents], rotation=45)
     axes.set(xlabel="tokens in a document, from this number on", ylabel="documents")
     return pictures.as_png(figure)
+
+
+_CONTENT: dict[str, Callable[[Any], str | bytes]] = {
+    "report.md": as_markdown,
+    "report.html": as_page,
+    "report.json": lambda manifest: json.dumps(figures(manifest), indent=2) + "\n",
+    "lengths.png": lambda manifest: _picture(manifest["lengths"]),
+}

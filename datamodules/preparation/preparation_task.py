@@ -72,7 +72,7 @@ class PreparationTask:
                     ) from error
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
-        return read_record(part) | {"found": found}
+        return read_record(part) | {"found": found, "number": task["number"]}
 
     def _write(self, task: Mapping[str, Any], folder: Path) -> None:
         folder.mkdir()

@@ -188,7 +188,8 @@ class TokenPreparation(TokenPreparer):
         from datamodules.preparation.preparation_progress import watched
 
         if not (folder / "manifest.json").exists():
-            self.run(folder, label, watched)
+            sizes = [source_bytes([task]) for task in self.tasks]
+            self.run(folder, label, partial(watched, sizes=sizes))
         write_report(folder)
         found = figures(json.loads((folder / "manifest.json").read_text(encoding="utf-8")))
         return found | {"shares": shares({split: found[f"{split}_tokens"] for split in splits_of(found)})}

@@ -23,6 +23,7 @@ from toolkit.sizes import readable
 _OURS = (
     "manifest.json",
     "report.md",
+    "report.html",
     "report.json",
     "lengths.png",
     "rejects.jsonl",
@@ -136,7 +137,7 @@ def _prepare(preparation: Any, source: str, folder: Path, overwrite: bool) -> No
         listing = ", ".join(f"{reason} ({count:,})" for reason, count in left_out.items())
         print(f"Not read: {listing}")
     print(
-        f"Report: {folder}/report.md\nTrain on it: python -m core fit --config quickstart --data.source={folder}"
+        f"Report: {folder}/report.html\nTrain on it: python -m core fit --config quickstart --data.source={folder}"
     )
 
 

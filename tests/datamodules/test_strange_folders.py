@@ -133,7 +133,7 @@ def test_edited_figures_are_found_by_every_reader(folder, capsys):
     assert main(["verify-data", str(folder)]) == 0
 
 
-@pytest.mark.parametrize("name", ["plan.json", "report.md", "report.json", "lengths.png"])
+@pytest.mark.parametrize("name", ["plan.json", "report.md", "report.html", "report.json", "lengths.png"])
 def test_plan_and_report_are_covered(folder, capsys, name):
     path = folder / name
     content = path.read_bytes()

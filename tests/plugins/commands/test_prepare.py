@@ -118,7 +118,15 @@ def test_the_manifest_counts_what_is_there(source, tmp_path):
     sizes = [np.diff([*store.document_starts(), len(store)]) for store in stores.values()]
     expected = Counter(int(np.log2(size)) for size in np.concatenate(sizes))
     assert manifest["lengths"] == {str(key): expected[key] for key in sorted(expected)}
-    listed = {*manifest["files"], "manifest.json", "plan.json", "report.md", "report.json", "lengths.png"}
+    listed = {
+        *manifest["files"],
+        "manifest.json",
+        "plan.json",
+        "report.md",
+        "report.html",
+        "report.json",
+        "lengths.png",
+    }
     assert set(contents(folder)) == listed
 
 
@@ -149,7 +157,13 @@ def test_on_first_use_and_by_command_the_tokens_are_the_same(source, tmp_path):
     )
     data.prepare_data()
     by_command, on_use = contents(folder), contents(data.folder)
-    assert set(by_command) - set(on_use) == {"plan.json", "report.md", "report.json", "lengths.png"}
+    assert set(by_command) - set(on_use) == {
+        "plan.json",
+        "report.md",
+        "report.html",
+        "report.json",
+        "lengths.png",
+    }
     changed = {name for name, content in on_use.items() if by_command[name] != content}
     assert changed == {"manifest.json"}  # the label in it, and the digests of what no run reads
     command, use = (

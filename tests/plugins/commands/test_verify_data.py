@@ -32,7 +32,7 @@ def complaint(folder, capsys):
 
 
 def test_a_whole_folder_passes_without_its_report(folder, capsys):
-    for name in ("report.md", "report.json", "lengths.png", "plan.json"):
+    for name in ("report.md", "report.html", "report.json", "lengths.png", "plan.json"):
         (folder / name).unlink()
     assert main(["verify-data", str(folder)]) == 0
     assert "is complete" in capsys.readouterr().out
