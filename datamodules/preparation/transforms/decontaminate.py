@@ -284,7 +284,7 @@ class Decontaminate(Transform):
         action: Literal["drop", "cut"] = "drop",
         ngram: int = 13,
         min_words: int = 5,
-        min_distinctive: int = 3,
+        min_distinctive: int = 2,
         min_share: float = 0.7,
     ) -> None:
         if not sets:
