@@ -24,7 +24,7 @@ VERSION = 1
 
 _KEY = "quality_filter"
 _MOST_HEADER = 1 << 20
-_TENSORS = {"bias": ("F64", np.dtype("<f8")), "weights": ("F32", np.dtype("<f4"))}
+_TENSORS: dict[str, tuple[str, Any]] = {"bias": ("F64", np.dtype("<f8")), "weights": ("F32", np.dtype("<f4"))}
 
 
 @dataclass(frozen=True)

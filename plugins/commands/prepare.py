@@ -50,7 +50,7 @@ def prepare(arguments: list[str]) -> int:
     folder = _output(options.output or f"prepared/{Path(options.config[0]).stem}")
     own = beside(map(find_config, options.config), compose(options.config).values, rest)
     with trusting(Trust(trusted, own)):
-        preparation, source = _built(options.config, rest)
+        preparation, source = built(options.config, rest)
     if options.dry_run:
         return _show(preparation, source, folder)
     fresh = not folder.exists()
@@ -141,7 +141,7 @@ def _prepare(preparation: Any, source: str, folder: Path, overwrite: bool) -> No
     )
 
 
-def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
+def built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     """Builds the preparation that the section `data` of the composed configs describes; its source, too."""
     from jsonargparse import ArgumentError, ArgumentParser
 
@@ -155,7 +155,7 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
     from toolkit.selection import Run
 
     build = catalog.offering("token_preparation", "data").load().build
-    composed, changes = _composed(names, arguments)
+    composed, changes = composed_config(names, arguments)
     values, places = laid_over(composed.values, composed.positions, changes)
     parser = ArgumentParser(exit_on_error=False)
     known = set(parser.add_function_arguments(build, fail_untyped=True))
@@ -186,7 +186,7 @@ def _built(names: list[str], arguments: list[str]) -> tuple[Any, str]:
         raise ConfigError("\n".join(str(error).splitlines()[:6])) from error
 
 
-def _composed(names: list[str], arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
+def composed_config(names: list[str], arguments: list[str]) -> tuple[Any, list[tuple[str, Any]]]:
     """Returns the composed configs with full class paths, and what the command line lays over them.
 
     Raises:
