@@ -352,13 +352,16 @@ class Decontaminate(Transform):
         if not places:
             return []
         spans = [match.span() for match in _pattern(text.isascii()).finditer(text)]
-        found = [
+        found = sorted(
             (origin, spans[first][0], spans[last - 1][1], share)
             for item, (passages, share) in places.items()
             for origin in self._origins[item]
             for first, last in passages
+        )
+        return [
+            Match(self._digests[index][0], item, start, end, share)
+            for (index, item), start, end, share in found
         ]
-        return [Match(self._digests[index][0], item, *rest) for (index, item), *rest in sorted(found)]
 
     def _places(self, words: Sequence[str]) -> dict[int, tuple[list[Span], float]]:
         """Returns of each item that is there its passages, as ranges of words, and its share."""
@@ -384,7 +387,7 @@ class Decontaminate(Transform):
 
     def _judged(self, item: int, hits: Sequence[tuple[int, int, int]]) -> tuple[list[Span], float] | None:
         """Returns passages and share of an item, if enough of it is there."""
-        share = _covered({(offset, offset + size) for offset, _, size in hits}) / self._coverable[item]
+        share = _covered({(offset, offset + size) for offset, _, size in hits}) / int(self._coverable[item])
         if share < self.min_share:
             return None
         return _merged({(place, place + size) for _, place, size in hits}), share

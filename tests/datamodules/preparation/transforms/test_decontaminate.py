@@ -201,7 +201,7 @@ def test_words():
 
 
 def test_bars_on_planted_items():
-    found, documents = made(items=240, clean=800)
+    found, documents = made(items=160, clean=400)
     result = score(built(found), documents)
     assert result.recall >= 0.95
     assert result.precision >= 0.95
