@@ -242,10 +242,11 @@ class Decontaminate(Transform):
     where n-grams of that length cover `min_share` of its words, in any places of the document; a shorter item only
     where all of its words stand behind each other. n-grams that more than ten items share (instructions, templates) do not
     count. Items with too few words, or with too few distinctive ones, are common phrases and are not looked
-    for: distinctive are words that are no function words, have three letters, and are not in more than 1% of the items.
+    for: distinctive are words that are no function words, have three letters, and are not in more than 1% of the items
+    (ten, of few items).
 
     Time is linear in the text's length: a rolling hash over the words' codes is looked up in a table of the items'
-    n-grams. Memory is some 100 bytes for each word of the sets, in each process, whatever the corpus.
+    n-grams. Memory is some 30 bytes for each word of the sets in each process, 300 while they are read, whatever the corpus.
 
     Of a folder, each .yaml file with `task` is a set, with its data beside it or named by `dataset_kwargs.data_files`, of its
     `test_split` (or `validation_split`). Templates are not executed: the fields are those whose names begin a `{{...}}` in
