@@ -252,7 +252,7 @@ class Decontaminate(Transform):
     `test_split` (or `validation_split`). Templates are not executed: the fields are those whose names begin a `{{...}}` in
     `doc_to_decontamination_query` or `doc_to_text`; functions need `fields`. Nothing is downloaded.
 
-    The report counts documents and items for each set.
+    The report counts documents and items for each set, and shows passages with the number of their item.
 
     Args:
         sets: Files with items (.jsonl, .parquet), or folders with tasks of lm-evaluation-harness.
@@ -327,6 +327,7 @@ class Decontaminate(Transform):
         if not found:
             return batch
         reasons: dict[str, list[int]] = defaultdict(list)
+        shown = {row: _shown(texts[row], matches[0]) for row, matches in found.items()}
         for row, matches in found.items():
             self._count(matches)
             if self.action == "cut":
@@ -334,7 +335,7 @@ class Decontaminate(Transform):
             if self.action == "drop" or not texts[row]:
                 reasons[f"has items of {matches[0].set}"].append(row)
         for reason, rows in reasons.items():
-            drop(reason, rows)
+            drop(reason, rows, [shown[row] for row in rows])
         if self.action == "cut":
             batch = batch.set_column(batch.schema.get_field_index("text"), "text", strings(texts))
         gone = {row for rows in reasons.values() for row in rows}
@@ -569,6 +570,10 @@ def _merged(spans: set[Span]) -> list[Span]:
 
 def _covered(spans: set[Span]) -> int:
     return sum(end - start for start, end in _merged(spans))
+
+
+def _shown(text: str, match: Match) -> str:
+    return f"item {match.item} ({match.share:.0%}): {text[match.start : match.end]}"
 
 
 _CLOSING = re.compile(r"[^\w\s]*")
