@@ -64,7 +64,18 @@ def applied(transform: Transform, learned: Path | None, size: int = SIZES[-1]) -
     dropped: Counter[str] = Counter()
     left: list[Row] = []
     for batch in (batch for piece in pieces(size) for batch in piece):
-        found = transform.apply(batch, lambda reason, rows: dropped.update({reason: _number(rows, batch)}))  # noqa: B023
+
+        def drop(
+            reason: str, rows: int | Sequence[int], shown: Sequence[str] | None = None, batch: Any = batch
+        ) -> None:
+            number = _number(rows, batch)
+            dropped[reason] += number
+            require(
+                shown is None or len(shown) == number,
+                f"`drop` was called with {number} rows and other texts to show",
+            )
+
+        found = transform.apply(batch, drop)
         require(
             found.schema.names == COLUMNS,
             f"a batch has the columns {', '.join(found.schema.names)}, not {', '.join(COLUMNS)}",

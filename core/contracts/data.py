@@ -177,7 +177,8 @@ class Transform(ABC):
         Args:
             batch: Columns `text`, `source` and `id`.
             drop: Called with a reason (one of few) and the rows dropped for it: their indices in the batch, of which
-                the report shows examples, or their number.
+                the report shows examples, or their number; with the rows also, if wanted, a text for each that is shown
+                in place of the document's beginning, such as what was found in it.
         """
 
     def map(self, batches: Iterator[pyarrow.RecordBatch], findings: Path) -> None:

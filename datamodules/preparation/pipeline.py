@@ -104,16 +104,18 @@ class Tally:
             }
             self.rejects.append(line)
 
-    def drop(self, transform: int, batch: pyarrow.RecordBatch) -> Callable[[str, int | Sequence[int]], None]:
+    def drop(self, transform: int, batch: pyarrow.RecordBatch) -> Callable[..., None]:
         """Returns a function that counts the documents that a transform drops of a batch, and keeps some of them."""
 
-        def count(reason: str, rows: int | Sequence[int]) -> None:
+        def count(reason: str, rows: int | Sequence[int], shown: Sequence[str] | None = None) -> None:
             if isinstance(rows, int):
                 self.dropped[transform][reason] += rows
                 return
             self.dropped[transform][reason] += len(rows)
             texts, names = batch["text"], batch["id"]
             found = [example(texts[row].as_py(), names[row].as_py()) for row in rows]
+            if shown is not None:
+                found = [(*one[:2], text[:_SHOWN]) for one, text in zip(found, shown, strict=True)]
             self.examples[transform][reason] = merged(self.examples[transform][reason], found)
 
         return count

@@ -242,16 +242,17 @@ class Decontaminate(Transform):
     where n-grams of that length cover `min_share` of its words, in any places of the document; a shorter item only
     where all of its words stand behind each other. n-grams that more than ten items share (instructions, templates) do not
     count. Items with too few words, or with too few distinctive ones, are common phrases and are not looked
-    for: distinctive are words that are no function words, have three letters, and are not in more than 1% of the items.
+    for: distinctive are words that are no function words, have three letters, and are not in more than 1% of the items
+    (ten, of few items).
 
     Time is linear in the text's length: a rolling hash over the words' codes is looked up in a table of the items'
-    n-grams. Memory is some 100 bytes for each word of the sets, in each process, whatever the corpus.
+    n-grams. Memory is some 30 bytes for each word of the sets in each process, 300 while they are read, whatever the corpus.
 
     Of a folder, each .yaml file with `task` is a set, with its data beside it or named by `dataset_kwargs.data_files`, of its
     `test_split` (or `validation_split`). Templates are not executed: the fields are those whose names begin a `{{...}}` in
     `doc_to_decontamination_query` or `doc_to_text`; functions need `fields`. Nothing is downloaded.
 
-    The report counts documents and items for each set.
+    The report counts documents and items for each set, and shows passages with the number of their item.
 
     Args:
         sets: Files with items (.jsonl, .parquet), or folders with tasks of lm-evaluation-harness.
@@ -326,6 +327,7 @@ class Decontaminate(Transform):
         if not found:
             return batch
         reasons: dict[str, list[int]] = defaultdict(list)
+        shown = {row: _shown(texts[row], matches[0]) for row, matches in found.items()}
         for row, matches in found.items():
             self._count(matches)
             if self.action == "cut":
@@ -333,7 +335,7 @@ class Decontaminate(Transform):
             if self.action == "drop" or not texts[row]:
                 reasons[f"has items of {matches[0].set}"].append(row)
         for reason, rows in reasons.items():
-            drop(reason, rows)
+            drop(reason, rows, [shown[row] for row in rows])
         if self.action == "cut":
             batch = batch.set_column(batch.schema.get_field_index("text"), "text", strings(texts))
         gone = {row for rows in reasons.values() for row in rows}
@@ -352,13 +354,16 @@ class Decontaminate(Transform):
         if not places:
             return []
         spans = [match.span() for match in _pattern(text.isascii()).finditer(text)]
-        found = [
+        found = sorted(
             (origin, spans[first][0], spans[last - 1][1], share)
             for item, (passages, share) in places.items()
             for origin in self._origins[item]
             for first, last in passages
+        )
+        return [
+            Match(self._digests[index][0], item, start, end, share)
+            for (index, item), start, end, share in found
         ]
-        return [Match(self._digests[index][0], item, *rest) for (index, item), *rest in sorted(found)]
 
     def _places(self, words: Sequence[str]) -> dict[int, tuple[list[Span], float]]:
         """Returns of each item that is there its passages, as ranges of words, and its share."""
@@ -384,7 +389,7 @@ class Decontaminate(Transform):
 
     def _judged(self, item: int, hits: Sequence[tuple[int, int, int]]) -> tuple[list[Span], float] | None:
         """Returns passages and share of an item, if enough of it is there."""
-        share = _covered({(offset, offset + size) for offset, _, size in hits}) / self._coverable[item]
+        share = _covered({(offset, offset + size) for offset, _, size in hits}) / int(self._coverable[item])
         if share < self.min_share:
             return None
         return _merged({(place, place + size) for _, place, size in hits}), share
@@ -565,6 +570,10 @@ def _merged(spans: set[Span]) -> list[Span]:
 
 def _covered(spans: set[Span]) -> int:
     return sum(end - start for start, end in _merged(spans))
+
+
+def _shown(text: str, match: Match) -> str:
+    return f"item {match.item} ({match.share:.0%}): {text[match.start : match.end]}"
 
 
 _CLOSING = re.compile(r"[^\w\s]*")
