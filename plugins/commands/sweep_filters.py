@@ -120,14 +120,17 @@ def _swept(options: Any, rest: list[str]) -> tuple[str, list[str], list[Share], 
     listed = [_as_mapping(part) for part in (section.get("init_args") or {}).get("transforms") or []]
     names = [part["class_path"].rpartition(".")[2] for part in listed]
     index = names.index(name) if name in names else len(names)
-    varied = dict(listed[index]) if index < len(names) else {"class_path": _registered(name, names)}
+    varied: dict[str, Any] = listed[index] if index < len(names) else {"class_path": _registered(name, names)}
 
     def transforms(some: Sequence[Mapping[str, Any]]) -> Any:
         return built(options.config, [*rest, f"--data.transforms={json.dumps(some)}"])[0]
 
     def stage(value: float) -> Transform:
         arguments = {**(varied.get("init_args") or {}), argument: value}
-        found: Transform = transforms([{**varied, "init_args": arguments}]).transforms[0]
+        try:
+            found: Transform = transforms([{**varied, "init_args": arguments}]).transforms[0]
+        except ConfigError as error:
+            raise ConfigError(f"--transform {options.transform}, value {value:g}:\n{error}") from error
         return found
 
     stages = [(value, stage(value)) for value in values]  # mistakes first
