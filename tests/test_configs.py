@@ -1,7 +1,6 @@
 """Every config that ships is parsed and checked; every technique has an overlay, and each overlay trains."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,6 @@ from tests.conformance.conftest import (
     wiki_dump,
     word_list,
 )
-from tests.support import slurm
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
@@ -125,7 +123,7 @@ def prepared():
 
 @pytest.mark.slow  # the kit trains with each technique's example in the default tests
 @pytest.mark.parametrize("path", OVERLAYS, ids=name)
-def test_every_overlay_trains_on_the_quickstart(path, prepared, monkeypatch, tmp_path):
+def test_every_overlay_trains_on_the_quickstart(path, prepared):
     if missing := absent(path):
         pytest.skip(missing)
     folder = workshop() / f"overlay-{path.stem}"
@@ -138,10 +136,6 @@ def test_every_overlay_trains_on_the_quickstart(path, prepared, monkeypatch, tmp
     if path.stem not in UNSCHEDULED:
         words.append("--model.lr_scheduler.warmup_steps=1")
     words += [f"--trainer.default_root_dir={folder}", *SHORTENED.get(path.stem, [])]
-    environments = []
-    if path.stem == "slurm_engine":
-        jobs = slurm.use(monkeypatch, tmp_path)
-        environments = [{"PATH": os.environ["PATH"], "SLURM_STAND_IN": str(jobs)}]
-    done = run(["fit", *words, *own_files(path)], folder, environments=environments)
+    done = run(["fit", *words, *own_files(path)], folder)
     assert done.code == 0, done.error_text
     assert "Trained to step 3" in done.stdout, done.stdout[-1000:]

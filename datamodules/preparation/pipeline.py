@@ -115,7 +115,7 @@ class Tally:
             texts, names = batch["text"], batch["id"]
             found = [example(texts[row].as_py(), names[row].as_py()) for row in rows]
             if shown is not None:
-                found = [(*one[:2], text[:_SHOWN]) for one, text in zip(found, shown, strict=True)]
+                found = [(*one[:2], text[:SHOWN]) for one, text in zip(found, shown, strict=True)]
             self.examples[transform][reason] = merged(self.examples[transform][reason], found)
 
         return count

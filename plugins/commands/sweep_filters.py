@@ -120,14 +120,17 @@ def _swept(options: Any, rest: list[str]) -> tuple[str, list[str], list[Share], 
     listed = [_as_mapping(part) for part in (section.get("init_args") or {}).get("transforms") or []]
     names = [part["class_path"].rpartition(".")[2] for part in listed]
     index = names.index(name) if name in names else len(names)
-    varied = dict(listed[index]) if index < len(names) else {"class_path": _registered(name, names)}
+    varied: dict[str, Any] = listed[index] if index < len(names) else {"class_path": _registered(name, names)}
 
     def transforms(some: Sequence[Mapping[str, Any]]) -> Any:
         return built(options.config, [*rest, f"--data.transforms={json.dumps(some)}"])[0]
 
     def stage(value: float) -> Transform:
         arguments = {**(varied.get("init_args") or {}), argument: value}
-        found: Transform = transforms([{**varied, "init_args": arguments}]).transforms[0]
+        try:
+            found: Transform = transforms([{**varied, "init_args": arguments}]).transforms[0]
+        except ConfigError as error:
+            raise ConfigError(f"--transform {options.transform}, value {value:g}:\n{error}") from error
         return found
 
     stages = [(value, stage(value)) for value in values]  # mistakes first
@@ -137,13 +140,8 @@ def _swept(options: Any, rest: list[str]) -> tuple[str, list[str], list[Share], 
         )
     preparation = transforms(listed[:index])
     sample = sampled(preparation.documents, options.documents, options.seed)
-    count, before = sum(map(len, sample)), []
-    for label, transform in zip(names, preparation.transforms, strict=False):
-        if not transform.needs_all_documents:
-            before.append(label)
-            sample = _applied(transform, sample)
-        else:
-            print(f"{label} is left out: it has to see all documents.", file=sys.stderr)
+    count = sum(map(len, sample))
+    before, sample = _after(names, preparation.transforms, sample)
     documents, size = sum(map(len, sample)), _bytes(sample)
     if not size:
         raise ConfigError("Nothing of the sample is left before this transform: try a larger --documents.")
@@ -152,6 +150,20 @@ def _swept(options: Any, rest: list[str]) -> tuple[str, list[str], list[Share], 
         kept = _applied(transform, sample)
         shares.append(Share(value, sum(map(len, kept)) / documents, _bytes(kept) / size))
     return f"{name}.{argument}", before, shares, (count, documents, size)
+
+
+def _after(
+    names: Sequence[str], transforms: Sequence[Transform], sample: list[pyarrow.RecordBatch]
+) -> tuple[list[str], list[pyarrow.RecordBatch]]:
+    """Returns the names of the transforms that were applied to a sample, and what is left of it."""
+    before = []
+    for name, transform in zip(names, transforms, strict=False):
+        if transform.needs_all_documents:
+            print(f"{name} is left out: it has to see all documents.", file=sys.stderr)
+        else:
+            before.append(name)
+            sample = _applied(transform, sample)
+    return before, sample
 
 
 def _as_mapping(part: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import bz2
 import json
+import os
 from functools import cache
 
 import numpy as np
@@ -15,6 +16,7 @@ from conformance.workshop import text, workshop
 from core.pretrain_datamodule import PretrainDataModule
 from plugins.networks.gpt import GPT
 from tests.conformance.compatibility import SHORT
+from tests.support import slurm
 from tests.support.archives import page, response, write_archive
 from tests.support.stored_networks import store
 from tests.support.wiki import dump, wiki_page
@@ -136,6 +138,10 @@ def quality_model():
     weights[ngrams.of("alpha beta")], weights[ngrams.of("gamma delta")] = 2, -2
     QualityModel(ngrams, weights, 0.0, {}).write(path)
     return str(path)
+
+
+os.environ |= slurm.environment(workshop())
+"""For the kit's runs of SlurmEngine; set before the fork server begins, whose processes have what it has."""
 
 
 def pytest_leyden_cases():

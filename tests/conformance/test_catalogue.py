@@ -7,7 +7,6 @@ from conformance import NotProvable, cases, proofs
 from core import catalog
 from core.training.every_step import BATCH_HOOKS
 from tests.conformance.conftest import pytest_leyden_cases
-from tests.support import slurm
 
 CASES = cases("leyden", pytest_leyden_cases())
 
@@ -111,9 +110,7 @@ def one_ray():
 
 
 @pytest.mark.parametrize(("case", "proof"), PROMISES)
-def test_promise(case, proof, request, monkeypatch, tmp_path):
-    if case.entry.name == "SlurmEngine" and proof.contract == "Engine":
-        slurm.use(monkeypatch, tmp_path)
+def test_promise(case, proof, request):
     if case.entry.name == "RayEngine" and proof.contract == "Engine" and case.absent() is None:
         request.getfixturevalue("one_ray")
     try:

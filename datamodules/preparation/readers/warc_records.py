@@ -115,7 +115,9 @@ class _Archive:
                 if len(content) < min(size, self.limit):
                     raise _GapError(at, at, CUT, f"{len(content):,} of {size:,} bytes", at + 1)
                 if wrong:
-                    raise _GapError(at, at, DIGEST, found.headers.get("WARC-Block-Digest")[:80], at + 1)
+                    raise _GapError(
+                        at, at, DIGEST, (found.headers.get("WARC-Block-Digest") or "")[:80], at + 1
+                    )
                 yield Record(at, str(found.record_type).lower(), found.headers, content, size)
                 good = True
         except (OSError, ValueError, RuntimeError) as error:

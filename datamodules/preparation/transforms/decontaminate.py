@@ -8,7 +8,6 @@ import unicodedata
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
 from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +17,7 @@ import pyarrow
 from core.contracts import Transform
 from core.errors import ConfigError
 from core.technique import technique
+from datamodules.preparation.transforms.compared_words import FUNCTION_WORDS, word_pattern, words_of
 from datamodules.preparation.transforms.evaluation_sets import EvaluationSet, read_sets
 from toolkit.arrow_columns import flags, strings
 
@@ -31,178 +31,6 @@ _BASE = np.uint64(0x9E3779B97F4A7C15)  # odd: of the words' random codes it make
 
 Span = tuple[int, int]
 """A range: its begin, and what is behind its end."""
-
-_FUNCTION_WORDS = frozenset(
-    [
-        "a",
-        "about",
-        "above",
-        "after",
-        "again",
-        "against",
-        "all",
-        "also",
-        "am",
-        "an",
-        "and",
-        "any",
-        "are",
-        "as",
-        "at",
-        "be",
-        "because",
-        "been",
-        "before",
-        "being",
-        "below",
-        "between",
-        "both",
-        "but",
-        "by",
-        "can",
-        "cannot",
-        "could",
-        "did",
-        "do",
-        "does",
-        "done",
-        "down",
-        "during",
-        "each",
-        "few",
-        "for",
-        "from",
-        "further",
-        "get",
-        "got",
-        "had",
-        "has",
-        "have",
-        "having",
-        "he",
-        "her",
-        "here",
-        "hers",
-        "him",
-        "his",
-        "how",
-        "i",
-        "if",
-        "in",
-        "into",
-        "is",
-        "it",
-        "its",
-        "just",
-        "let",
-        "like",
-        "made",
-        "make",
-        "many",
-        "may",
-        "me",
-        "might",
-        "more",
-        "most",
-        "much",
-        "must",
-        "my",
-        "no",
-        "nor",
-        "not",
-        "now",
-        "of",
-        "off",
-        "on",
-        "once",
-        "one",
-        "only",
-        "or",
-        "other",
-        "our",
-        "out",
-        "over",
-        "own",
-        "same",
-        "she",
-        "should",
-        "so",
-        "some",
-        "such",
-        "than",
-        "that",
-        "the",
-        "their",
-        "them",
-        "then",
-        "there",
-        "these",
-        "they",
-        "this",
-        "those",
-        "three",
-        "through",
-        "to",
-        "too",
-        "two",
-        "under",
-        "until",
-        "up",
-        "us",
-        "very",
-        "was",
-        "we",
-        "were",
-        "what",
-        "when",
-        "where",
-        "which",
-        "while",
-        "who",
-        "whom",
-        "whose",
-        "why",
-        "will",
-        "with",
-        "would",
-        "yes",
-        "you",
-        "your",
-        "answer",
-        "answers",
-        "best",
-        "choose",
-        "choice",
-        "choices",
-        "correct",
-        "describe",
-        "explain",
-        "following",
-        "given",
-        "question",
-        "questions",
-        "read",
-        "select",
-        "sentence",
-        "statement",
-        "statements",
-        "text",
-        "true",
-        "false",
-        "use",
-        "used",
-        "using",
-        "whats",
-        "dont",
-        "doesnt",
-        "isnt",
-        "im",
-        "ive",
-        "id",
-        "youre",
-        "thats",
-    ]
-)
 
 
 class Match(NamedTuple):
@@ -353,7 +181,7 @@ class Decontaminate(Transform):
         places = self._places(words_of(text))
         if not places:
             return []
-        spans = [match.span() for match in _pattern(text.isascii()).finditer(text)]
+        spans = [match.span() for match in word_pattern(text.isascii()).finditer(text)]
         found = sorted(
             (origin, spans[first][0], spans[last - 1][1], share)
             for item, (passages, share) in places.items()
@@ -460,7 +288,7 @@ class Decontaminate(Transform):
 
         def is_distinctive(word: str) -> bool:
             long_enough = len(word) >= 3 or not word.isascii()
-            return long_enough and word not in _FUNCTION_WORDS and frequency[word] <= most
+            return long_enough and word not in FUNCTION_WORDS and frequency[word] <= most
 
         return [
             item
@@ -493,45 +321,6 @@ class Decontaminate(Transform):
                     f"Decontaminate: {missing:,} of the {total:,} texts of {one.name} are not looked for: {what}.",
                     stacklevel=5,
                 )
-
-
-# --- words and n-grams ------------------------------------------------------------------------------------------------
-
-_UNSPACED = (  # Thai, Lao, Burmese, Khmer, kana, bopomofo, Han
-    "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u19e0-\u19ff\u3005-\u3007\u3040-\u312f\u31a0-\u31ff\u3400-\u4dbf"
-    "\u4e00-\u9fff\ua9e0-\ua9ff\uaa60-\uaa7f\uf900-\ufaff\U00020000-\U0003ffff"
-)
-_UNSEEN = "\u00ad\u200b-\u200d\u2060\ufe00-\ufe0f\ufeff"  # soft hyphens, joiners, variation selectors
-_APOSTROPHES = "'\u2019\u02bc\uff07"
-_LEFT_OUT = re.compile(f"[{_UNSEEN}{_APOSTROPHES}\u0300-\u036f]")
-
-
-def words_of(text: str) -> list[str]:
-    """Returns the words of a text, in the form in which they are compared."""
-    if text.isascii():
-        words = _pattern(True).findall(text.lower())
-        return [word.replace("'", "") for word in words] if "'" in text else words
-    return [
-        word.lower() if word.isalpha() and word.isascii() else _form(word)
-        for word in _pattern(False).findall(text)
-    ]
-
-
-@cache
-def _pattern(ascii_only: bool) -> re.Pattern[str]:
-    """Letters and digits, with marks on them and apostrophes between; one character of a script without spaces."""
-    if ascii_only:
-        return re.compile("[A-Za-z0-9]+(?:'[A-Za-z0-9]+)*")
-    marks = "".join(chr(n) for n in range(0x300, 0x1F000) if unicodedata.category(chr(n))[0] == "M")
-    letter, mark = f"[^\\W_{_UNSPACED}]", f"[{_UNSEEN}{re.escape(marks)}]"
-    return re.compile(f"[{_UNSPACED}]{mark}*|{letter}+(?:(?:{mark}+|[{_APOSTROPHES}](?={letter})){letter}*)*")
-
-
-@lru_cache(1 << 16)
-def _form(word: str) -> str:
-    """Returns a word without case, compatibility forms, accents and apostrophes."""
-    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", word).casefold())
-    return unicodedata.normalize("NFC", _LEFT_OUT.sub("", folded))
 
 
 def _code(word: str) -> int:

@@ -50,7 +50,7 @@ def test_shares_table_and_picture(folder, capsys):
 
 
 def test_a_transform_that_the_config_does_not_have_comes_last(folder, capsys):
-    assert sweep(folder, "FineWebQuality.max_list_lines=0:1:3", "--documents", 7) == 0
+    assert sweep(folder, "FineWebQuality.max_short_lines=0:1:3", "--documents", 7) == 0
     printed = capsys.readouterr().out
     assert "7 documents of the sample" in printed
     assert [line.split()[0] for line in printed.splitlines() if line.endswith("%")] == ["0", "1"]

@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 
-def use(monkeypatch, folder):
-    """Puts them on the PATH; jobs are noted in a folder, which is returned."""
+def environment(folder):
+    """Returns the variables with which they are found, behind those of the machine; jobs are noted in a folder."""
     jobs = Path(folder) / "jobs"
-    jobs.mkdir()
-    monkeypatch.setenv("PATH", f"{Path(__file__).parent}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("SLURM_STAND_IN", str(jobs))
-    return jobs
+    jobs.mkdir(exist_ok=True)
+    path = f"{os.environ['PATH']}{os.pathsep}{Path(__file__).parent}"
+    return {"PATH": path, "SLURM_STAND_IN": str(jobs)}

@@ -45,7 +45,9 @@ TASKS = [{"number": number, "pieces": [{"path": f"file-{number}"}]} for number i
 
 @pytest.fixture
 def jobs(tmp_path, monkeypatch):
-    return slurm.use(monkeypatch, tmp_path)
+    for name, value in slurm.environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    return Path(os.environ["SLURM_STAND_IN"])
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from core.errors import ConfigError
-from datamodules.preparation.transforms.decontaminate import Decontaminate, _pattern, without, words_of
+from datamodules.preparation.transforms.compared_words import word_pattern, words_of
+from datamodules.preparation.transforms.decontaminate import Decontaminate, without
 from tests.benchmarks.decontamination import built, made, score
 
 QUESTION = "Which chemist isolated polonium and radium in Paris?"  # 8 words
@@ -187,7 +188,7 @@ def test_mistakes(tmp_path, items):
 @given(st.text("aZ9 '\u2019_-\u00e9\u0301\u00ad\u4e2d\u0e31\ufb01.\n", max_size=40))
 def test_words_have_places(text):
     """As many words as places, in both forms of the pattern."""
-    assert len(words_of(text)) == len(_pattern(text.isascii()).findall(text))
+    assert len(words_of(text)) == len(word_pattern(text.isascii()).findall(text))
     plain = text.encode("ascii", "ignore").decode()
     assert words_of(plain) == [word for word in words_of(f"{plain} \u4e2d") if word != "\u4e2d"]
 
