@@ -21,7 +21,6 @@ from typing import Any
 
 from core import durable
 from core.contracts import Engine
-from core.data.token_datamodule import default_cache_dir
 from core.errors import ConfigError
 from core.technique import technique
 from datamodules.preparation.engines.engine_worker import (
@@ -89,7 +88,8 @@ class SlurmEngine(Engine):
                     f"SlurmEngine: options has {name}={value!r}. It takes long options of sbatch without dashes and spaces, such "
                     f"as partition, time, mem, account; not {', '.join(_OURS)}, which the engine sets."
                 )
-        self.folder = Path(os.path.expanduser(folder or default_cache_dir() / "slurm")).absolute()
+        cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"  # core's function of it would import torch
+        self.folder = Path(os.path.expanduser(folder or f"{cache}/leyden/slurm")).absolute()
         if not _PATH.fullmatch(str(self.folder)):
             raise ConfigError(
                 f"SlurmEngine: folder is {str(self.folder)!r}; sbatch takes letters, digits and ./@+,:=-_ in it."

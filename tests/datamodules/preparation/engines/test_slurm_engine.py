@@ -19,7 +19,7 @@ from datamodules.preparation.engines.slurm_engine import SlurmEngine, work_on_el
 from datamodules.preparation.readers import source_files
 from datamodules.preparation.transforms.repeated_lines import RepeatedLines
 from tests.support import slurm
-from tests.support.corpus import contents, corpus, prepare, texts, write_lines
+from tests.support.corpus import HEAVY, contents, corpus, prepare, texts, write_lines
 
 
 @dataclass
@@ -200,6 +200,13 @@ def test_mistakes(arguments, said):
         SlurmEngine(**arguments)
     assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) <= 2
+
+
+def test_an_element_starts_without_what_takes_seconds():
+    code = "import sys, datamodules.preparation.engines.slurm_engine; print(sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pickle" in done.stdout
+    assert not [name for name in HEAVY if f"'{name}'" in done.stdout]
 
 
 def test_many_tasks_share_elements_and_the_places_in_the_queue_are_bounded():

@@ -202,6 +202,7 @@ def test_words():
     assert words_of("\ufb01ne Stra\u00dfe \u4e2d\u6587") == ["fine", "strasse", "\u4e2d", "\u6587"]
 
 
+@pytest.mark.ci
 def test_bars_on_planted_items():
     found, documents = made(items=160, clean=400)
     result = score(built(found), documents)

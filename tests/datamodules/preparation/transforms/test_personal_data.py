@@ -104,6 +104,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(120)  # the square of a megabyte takes hours
 @pytest.mark.parametrize("kind", TYPES)
 def test_time_is_linear_in_hostile_text(kind):
