@@ -93,7 +93,10 @@ class Builder:
         if name in _LISTS:
             return [{"type": "array", "items": self.argument(inner[0]) if inner else {}}]
         if name in ("dict", "Mapping", "MutableMapping", "OrderedDict"):
-            return [{"type": "object", "additionalProperties": self.argument(inner[1]) if inner else {}}]
+            keys = {"propertyNames": {"pattern": r"^[+-]?\d+$"}} if inner and inner[0] is int else {}
+            return [
+                {"type": "object", "additionalProperties": self.argument(inner[1]) if inner else {}, **keys}
+            ]
         return []
 
     def _class(self, hint: Any) -> list[Schema]:

@@ -68,7 +68,7 @@ def complaint(capsys):
 
 def _no_file(folder):
     folder.mkdir()
-    return folder, "no such file or folder|none of the|no file"
+    return folder, "no such file or folder|none of the|no file|the folder is empty"
 
 
 def _empty_file(folder):

@@ -170,6 +170,7 @@ SAMPLES = [
     ["a"],
     [1, 2, 3],
     {"a": 1},
+    {"7": 1},
     {"a": "b"},
 ]
 """Not null and "3", which jsonargparse takes for every type, and for numbers."""
