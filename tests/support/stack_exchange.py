@@ -21,4 +21,6 @@ def answer(number, parent, body, score=0, **more):
 
 def posts(rows):
     """Returns the bytes of a dump."""
-    return ('\ufeff<?xml version="1.0" encoding="utf-8"?>\r\n<posts>\r\n' + "".join(rows) + "</posts>").encode()
+    return (
+        '\ufeff<?xml version="1.0" encoding="utf-8"?>\r\n<posts>\r\n' + "".join(rows) + "</posts>"
+    ).encode()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from array import array
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import pyarrow
@@ -30,16 +29,18 @@ class SpilledLines:
 
     def __init__(self, groups: int) -> None:
         self._held: list[list[bytes]] = [[] for _ in range(groups)]
-        self._blocks = [array("Q") for _ in range(groups)]  # place, bytes, bytes without compression; for each
+        self._blocks = [
+            array("Q") for _ in range(groups)
+        ]  # place, bytes, bytes without compression; for each
         self._bytes = 0
         self._file: Any = None
-        self._stack = ExitStack()
 
     def __enter__(self) -> SpilledLines:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        if self._file is not None:
+            self._file.close()
 
     def __len__(self) -> int:
         return len(self._held)
@@ -72,7 +73,7 @@ class SpilledLines:
 
     def _spill(self) -> None:
         if self._file is None:
-            self._file = self._stack.enter_context(tempfile.TemporaryFile())
+            self._file = tempfile.TemporaryFile()  # noqa: SIM115
         for held, blocks in zip(self._held, self._blocks, strict=True):
             if held:
                 whole = b"\n".join(held)

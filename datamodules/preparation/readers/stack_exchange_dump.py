@@ -221,7 +221,9 @@ def _questions(
             post = _attributes(line)
         except (expat.ExpatError, ValueError) as error:
             found = _ID.search(line)
-            reject(source, f"{path}, post {found[1].decode() if found else 'unknown'}", BROKEN, str(error)[:200])
+            reject(
+                source, f"{path}, post {found[1].decode() if found else 'unknown'}", BROKEN, str(error)[:200]
+            )
             continue
         if post["PostTypeId"] == "1":
             questions.setdefault(int(post["Id"]), post)

@@ -69,9 +69,7 @@ def test_html_becomes_text_and_code_keeps_its_lines(tmp_path):
         "    if x &lt; 3:\n\n        return  x\n</code></pre>\n\n<ul>\n<li>one</li>\n<li>two</li>\n</ul><blockquote><p>said</p></blockquote>"
     )
     path = write(tmp_path / "Posts.xml", [question(1, "T", body), answer(2, 1, body)])
-    text = (
-        "Use map() & see this:\nnow\n\ndef f(x):\n    if x < 3:\n\n        return  x\n  • one\n  • two\n\nsaid"
-    )
+    text = "Use map() & see this:\nnow\n\ndef f(x):\n    if x < 3:\n\n        return  x\n  • one\n  • two\n\nsaid"
     assert read(path)[0] == [f"Q:\n\nT\n\n{text}\n\nA:\n\n{text}"]
 
 
