@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from datamodules.preparation.readers.compressed_files import (
     rejecting_broken,
     with_codecs,
 )
-from datamodules.preparation.readers.file_reader import FileReader, Row
+from datamodules.preparation.readers.file_reader import FileReader, Row, as_metadata, checked_metadata
 from datamodules.preparation.readers.opened_files import LONGEST, opened, unstorable
 from datamodules.preparation.readers.source_files import Piece, SourceFiles
 
@@ -40,9 +40,10 @@ class JSONLinesDocuments(FileReader):
         source: A path, a folder, or a glob.
         text_field: Field of the text.
         source_field: Field of the source that the document is counted under; None: named after the file.
+        metadata: Fields that are kept beside the tokens, in documents.parquet: strings, and numbers as text.
 
     Raises:
-        ConfigError: If there is no such file, or `text_field` is empty.
+        ConfigError: If there is no such file, `text_field` is empty, or `metadata` names a field that every document has.
 
     Example:
         data:
@@ -50,15 +51,23 @@ class JSONLinesDocuments(FileReader):
             reader: {class_path: JSONLinesDocuments, init_args: {text_field: text}}
     """
 
-    def __init__(self, source: str, text_field: str = "text", source_field: str | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        text_field: str = "text",
+        source_field: str | None = None,
+        metadata: Sequence[str] = (),
+    ) -> None:
         if not text_field:
             raise ConfigError("JSONLinesDocuments: text_field is empty; name the field that holds the text.")
         self.text_field, self.source_field = text_field, source_field
+        self.metadata = checked_metadata("JSONLinesDocuments", metadata)
         self.files = SourceFiles(source, SUFFIXES)
 
     def options(self) -> dict[str, Any]:
         """Returns the fields."""
-        return {"text_field": self.text_field, "source_field": self.source_field}
+        kept = {"metadata": self.metadata} if self.metadata else {}
+        return {"text_field": self.text_field, "source_field": self.source_field} | kept
 
     def tasks(self) -> list[dict[str, Any]]:
         """Returns files and byte ranges of large plain files."""
@@ -67,7 +76,7 @@ class JSONLinesDocuments(FileReader):
     def rows(self, piece: Piece, reject: Reject) -> Iterator[Row]:
         """Yields the documents of the lines that begin in a piece."""
         path = Path(piece["path"])
-        return rows(self.files, path, piece, reject, self.text_field, self.source_field)
+        return rows(self.files, path, piece, reject, self.text_field, self.source_field, self.metadata)
 
 
 def cut(path: Path, size: int, task_bytes: int) -> list[Piece]:
@@ -85,8 +94,9 @@ def rows(
     reject: Reject,
     text_field: str = "text",
     source_field: str | None = None,
+    metadata: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Yields (text, source, id) of each line; the id is the file's name and the line's byte offset."""
+    """Yields (text, source, id) of each line, and its metadata; the id is the file's name and the line's byte offset."""
     source, name = files.source_of(path), files.name(path)
     for number, offset, line in lines(path, piece, source, reject):
         place = f"{path}:{number}" if not piece.get("begin") else f"{path}, byte {offset:,}"
@@ -108,6 +118,7 @@ def rows(
             record[text_field],
             own if isinstance(own, str) and not unstorable(own) else source,
             f"{name}:{offset}",
+            {field: as_metadata(record.get(field)) for field in metadata},
         )
 
 
