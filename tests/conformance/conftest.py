@@ -4,6 +4,7 @@ import bz2
 import json
 import os
 from functools import cache
+from xml.sax.saxutils import escape
 
 import numpy as np
 import pyarrow
@@ -18,6 +19,7 @@ from plugins.networks.gpt import GPT
 from tests.conformance.compatibility import SHORT
 from tests.support import slurm
 from tests.support.archives import page, response, write_archive
+from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
 from tests.support.wiki import dump, wiki_page
 from toolkit.hashed_ngrams import HashedNGrams
@@ -265,6 +267,12 @@ def _cases():
         Case("SpikeRollback", {}, exempt=IN_MEMORY),
         Case("SpikeRollback", ROLLBACK, exempt=SHIFTED | IN_MEMORY),
         Case("SpikeRollback", ROLLBACK | {"on_disk": True}, exempt=SHIFTED),
+        Case("SourceCode", config={"data": {"init_args": {"source": str(repositories())}}}),
+        Case(
+            "StackExchangeDump",
+            {"min_answers": 0},
+            config={"data": {"init_args": {"source": str(stack_exchange())}}},
+        ),
         Case("TextSamples", {"num_samples": 1, "every_n_steps": 3, "max_new_tokens": 4}),
         Case(
             "TorchaoAdamW8bit",
@@ -324,6 +332,25 @@ def wiki_dump():
     pages = [wiki_page(number, "T", words) for number, words in enumerate(documents()["text"].to_pylist())]
     path.write_bytes(bz2.compress(dump(pages).encode()))
     return path
+
+
+def stack_exchange():
+    """Writes the kit's text as a dump of Stack Exchange."""
+    path = workshop() / "Posts.xml"
+    words = [f"<p>{escape(one)}</p>" for one in documents()["text"].to_pylist()]
+    rows = [question(2 * n, "T", one) + answer(2 * n + 1, 2 * n, one, 5) for n, one in enumerate(words)]
+    path.write_bytes(posts(rows))
+    return path
+
+
+def repositories():
+    """Writes the kit's text as a repository of source code."""
+    folder = workshop() / "repositories"
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        path = folder / "one" / f"{number:03}.py"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(f"# SPDX-License-Identifier: MIT\n{words!r}\n", encoding="utf-8")
+    return folder
 
 
 def saved_dataset():

@@ -122,6 +122,21 @@ def page_of(html: str, extractor: str, url: str = "") -> Page:
     return Page(text, url or _own_url(tree), _language(tree))
 
 
+def fragment_text(html: str) -> str:
+    """Returns all text of a part of a page; paragraphs, lists and the lines of code stay apart.
+
+    Raises:
+        PageError: If a parser would take minutes for this markup.
+    """
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.html import HTMLTree
+
+    _check_attributes(html)
+    tree = HTMLTree.parse(html)
+    _check_depth(html, tree)
+    return extract_plain_text(tree, main_content=False, alt_texts=False).strip("\n")
+
+
 def counted_under(source: str, page: Page, count_by: str) -> str:
     """Returns the source that a page is counted under: `source` itself, its site or its language."""
     if count_by == "site":

@@ -14,8 +14,9 @@ from core.contracts import Reject
 from core.errors import ConfigError
 from core.technique import Package, technique
 from datamodules.preparation.readers.compressed_files import (
-    CODECS,
+    DUMP_CODECS,
     BrokenFileError,
+    codec_of,
     decompressed,
     rejecting_broken,
 )
@@ -31,7 +32,6 @@ TOO_LONG, UNCLOSED = (
     "too many tags, tables or links that do not end",
 )
 
-_CODECS = CODECS | {".bz2": "bz2"}
 _BLOCK, _MOST_AHEAD, _DEEPEST = 1 << 20, 1 << 24, 20
 _MOST_UNCLOSED = 500
 _FIELDS = {"title", "ns", "id", "redirect", "text", "model", "timestamp", "namespace"}
@@ -86,7 +86,7 @@ class WikipediaDump(FileReader):
                 "WikipediaDump: max_page_bytes is at least 1, and namespaces names at least one."
             )
         self.namespaces, self.max_page_bytes = tuple(namespaces), max_page_bytes
-        self.files = SourceFiles(source, (".xml", *(f".xml{codec}" for codec in _CODECS), ".bz2"))
+        self.files = SourceFiles(source, (".xml", *(f".xml{codec}" for codec in DUMP_CODECS), ".bz2"))
 
     def options(self) -> dict[str, Any]:
         """Returns the arguments, and the version of the package."""
@@ -257,7 +257,7 @@ def _refused(*_: Any) -> None:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    if codec := _CODECS.get(path.suffix.lower()):
+    if codec := codec_of(path):
         yield from decompressed(path, codec)
         return
     with opened(path) as stream:
