@@ -80,6 +80,7 @@ def test_hooks_that_can_be_called_are_not():
         ("data", "Decontaminate", {"KeepsCounts"}),
         ("data", "PersonalData", {"KeepsCounts"}),
         ("data", "RepeatedLines", {"KeepsCounts"}),
+        ("data", "RepeatedSubstrings", {"KeepsCounts"}),
         ("datamodules", "PretrainDataModule", {"CountsEpochs", "SkipsBatches"}),
     ],
 )

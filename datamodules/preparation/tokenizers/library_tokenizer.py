@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Implementation
@@ -58,8 +58,8 @@ class TrainedTokenizer(LibraryTokenizer):
         special_tokens: Further tokens that no text is encoded to, such as [MASK]; ids 1 and on.
     """
 
-    _LEAST: ClassVar[int] = 256 + 1
-    _BECAUSE: ClassVar[str] = f"256 bytes and {END_OF_TEXT}"  # what takes the least number of ids
+    _LEAST: int = 256 + 1
+    _BECAUSE: str = f"256 bytes and {END_OF_TEXT}"  # what takes the least number of ids
 
     def __init__(self, vocab_size: int = 4096, special_tokens: Sequence[str] = ()) -> None:
         self._special = [END_OF_TEXT, *special_tokens]
@@ -113,9 +113,7 @@ class TrainedTokenizer(LibraryTokenizer):
                 *cuts,
             ]
         )
-        with _threads():
-            tokenizer.train_from_iterator(documents, trainer)
-        return tokenizer
+        return trained_on(tokenizer, documents, trainer)
 
     def _require_all(self, found: int) -> None:
         """Raises a ConfigError if the text did not yield the requested number of ids."""
@@ -124,6 +122,13 @@ class TrainedTokenizer(LibraryTokenizer):
                 f"{type(self).__name__}: vocab_size is {self._wanted:,}, but the training text allows {found:,} "
                 f"only:\nnothing more occurs in it often enough. Set vocab_size to {found} or less, or add text."
             )
+
+
+def trained_on(tokenizer: Implementation, documents: Iterable[str], trainer: Any) -> Implementation:
+    """Returns a tokenizer after training it on documents, on all cores."""
+    with _threads():
+        tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
 
 
 def byte_alphabet() -> list[str]:
