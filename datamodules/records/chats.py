@@ -190,7 +190,7 @@ class Renderer:
         self.template, self.encoder = template, encoder
         self.roles, self.last_only = tuple(roles), last_only
         special = sorted(encoder.special, key=len, reverse=True)
-        self._end = re.compile(f"(?:{'|'.join(map(re.escape, special)) or '(?!)'})(\\s*)\\Z")
+        self._end = re.compile(f"(?:{'|'.join(map(re.escape, special)) or '(?!)'})+(\\s*)\\Z")
         self.by_blocks = template.marks_answers and self.roles == ("assistant",)
 
     def render(self, messages: Messages, tools: Any = None) -> Rendered:
@@ -243,7 +243,8 @@ class Renderer:
                 return len(prompt)
         least = len(self.template.render(before, add_generation_prompt=False, **further)) if before else 0
         content = str(message.get("content", "")).strip()
-        found = text.find(content, least, end) if content else -1
+        ending = self._end.search(text, least, end)
+        found = text.rfind(content, least, ending.start() if ending else end) if content else -1
         if found < 0:
             raise WrongRecord("the chat template does not show a message as it is", content[:80])
         return found

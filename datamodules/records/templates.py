@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.contracts import Tokenizer
-from core.errors import ConfigError
+from core.errors import ConfigError, nearest
 from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from datamodules.records.chats import CHATML
 from toolkit.bounded import read_error, read_inside
@@ -35,6 +35,11 @@ def find_template(name: str | None, tokenizer: Tokenizer) -> ChatTemplate | None
         return ChatTemplate(NAMED[name], {})
     own = tokenizer.path if isinstance(tokenizer, PretrainedTokenizer) else None
     place = own if name is None else name
+    if name is not None and not Path(name).expanduser().exists():
+        hint = nearest(name, {*NAMED, PLAIN})
+        raise ConfigError(
+            f"data.template={name}: there is no such file.{hint} Templates by name: {', '.join(NAMED)}, {PLAIN}."
+        )
     found = _read(Path(place).expanduser(), beside=name is None) if place else None
     if found is None:
         where = (
