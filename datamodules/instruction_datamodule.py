@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
-from datamodules.records.chats import Rendered, Renderer, WrongRecord, messages_of, plain_sides
+from datamodules.records.chats import Rendered, messages_of, plain, plain_sides, renderer_of, tools_of
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
@@ -40,6 +39,8 @@ class InstructionDataModule(RecordDataModule):
             the answer; or a file or folder with a template. None: the tokenizer's own.
         roles: Whose messages are trained on.
         last_turn_only: Whether the last of them is the only one.
+        pack: Whether several records share a row, which is `sequence_length` wide; else there is one a row, with others of
+            similar length.
 
     Raises:
         ConfigError: If there is no template, or no such file.
@@ -60,13 +61,14 @@ class InstructionDataModule(RecordDataModule):
         template: str | None = None,
         roles: Sequence[str] = ("assistant",),
         last_turn_only: bool = False,
+        pack: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         if not roles:
             raise ConfigError("data.roles is empty: name whose messages are trained on, such as [assistant].")
         self.template = find_template(template, self.tokenizer)
-        self.roles, self.last_turn_only = tuple(roles), last_turn_only
+        self.roles, self.last_turn_only, self.pack = tuple(roles), last_turn_only, pack
 
     def options(self) -> Mapping[str, Any]:
         """Returns the template and what is trained on."""
@@ -79,49 +81,18 @@ class InstructionDataModule(RecordDataModule):
         Raises:
             ConfigError: If the special tokens of ChatML are none of the tokenizer's.
         """
-        self._encoder = encoder
+        self._encoder = encoder.prompts
         self._renderer = self.template and renderer_of(
-            self.template, encoder, self.roles, self.last_turn_only
+            self.template, encoder.prompts, self.roles, self.last_turn_only
         )
 
     def encode(self, record: Record) -> Rendered:
         """Returns the text of a record and where its answers are."""
-        if self._renderer is None:
-            prompt, answer = self._encoder.prompts.as_text(plain_sides(record))
-            return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))], whole=True)
+        if not self._renderer:
+            return plain(self._encoder, *plain_sides(record))
         return self._renderer.render(messages_of(record), tools_of(record))
 
     def finish(self, encoder: TextEncoder, found: Sequence[Rendered]) -> Iterator[Encoded]:
         """Yields a sequence of each text that has labels."""
         for ids, labels in encoder.encode(found):
             yield Encoded([(ids, labels)] if (labels >= 0).any() else [])
-
-
-def tools_of(record: Record) -> Any:
-    """Returns the schemas of the functions that a record lets the network call; some data sets have them as text."""
-    tools = record.get("tools")
-    if not isinstance(tools, str):
-        return tools
-    try:
-        return json.loads(tools) if tools else None
-    except (ValueError, RecursionError) as error:
-        raise WrongRecord('the field "tools" is no JSON', str(error)) from error
-
-
-def renderer_of(template: Any, encoder: TextEncoder, roles: Sequence[str], last_only: bool) -> Renderer:
-    """Returns what renders conversations.
-
-    Raises:
-        ConfigError: If the special tokens of ChatML are none of the tokenizer's.
-    """
-    missing = [
-        one
-        for one in ("<|im_start|>", "<|im_end|>")
-        if one in template.source and one not in encoder.prompts.special
-    ]
-    if missing:
-        raise ConfigError(
-            f"The chat template has {missing[0]}, which is no special token of the tokenizer.\nTake another template "
-            f"(data.template), or give a tokenizer that is trained special_tokens={['<|im_start|>', '<|im_end|>']}."
-        )
-    return Renderer(template, encoder.prompts, roles, last_only)

@@ -174,6 +174,23 @@ def plain_sides(record: Mapping[str, Any]) -> tuple[str, str]:
     )
 
 
+def plain(encoder: PromptEncoder, prompt: str, answer: str) -> Rendered:
+    """Returns a prompt with its answer, without a template; special tokens spelt in them are marked as text."""
+    prompt, answer = encoder.as_text(prompt), encoder.as_text(answer)
+    return Rendered(prompt + answer, [(len(prompt), len(prompt) + len(answer))], whole=True)
+
+
+def tools_of(record: Mapping[str, Any]) -> Any:
+    """Returns the schemas of the functions that a record lets the network call; some data sets have them as text."""
+    tools = record.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools) if tools else None
+    except (ValueError, RecursionError) as error:
+        raise WrongRecord('the field "tools" is no JSON', str(error)) from error
+
+
 class Renderer:
     """Renders conversations.
 
@@ -193,8 +210,13 @@ class Renderer:
         self._end = re.compile(f"(?:{'|'.join(map(re.escape, special)) or '(?!)'})+(\\s*)\\Z")
         self.by_blocks = template.marks_answers and self.roles == ("assistant",)
 
-    def render(self, messages: Messages, tools: Any = None) -> Rendered:
+    def render(self, messages: Messages, tools: Any = None, first: int = 0) -> Rendered:
         """Returns the text of messages, with special tokens spelt in them marked as text, and the spans trained on.
+
+        Args:
+            messages: The conversation.
+            tools: JSON schemas of functions; None: none.
+            first: Number of the first message that may be trained on.
 
         Raises:
             WrongRecord: If the template refuses them, or does not show where a message is.
@@ -204,19 +226,19 @@ class Renderer:
         try:
             if self.by_blocks:
                 text, spans = self.template.render_answers(given, **further)
+                if first:
+                    least = len(self.template.render(given[:first], add_generation_prompt=False, **further))
+                    spans = [span for span in spans if span[0] >= least]
                 return Rendered(text, spans[-1:] if self.last_only else spans)
-            return self._compared(given, further)
+            return self._compared(given, first, further)
         except ConfigError as error:
             raise WrongRecord("the chat template refuses these messages", str(error)) from error
 
-    def _compared(self, messages: Messages, further: dict[str, Any]) -> Rendered:
+    def _compared(self, messages: Messages, first: int, further: dict[str, Any]) -> Rendered:
         text = self.template.render(messages, add_generation_prompt=False, **further)
         last = len(messages) - 1
-        trained = [
-            n
-            for n, one in enumerate(messages)
-            if one["role"] in self.roles and (n == last or not self.last_only)
-        ]
+        least = last if self.last_only else first
+        trained = [n for n, one in enumerate(messages) if one["role"] in self.roles and n >= least]
         return Rendered(text, [self._span(text, messages, number, further) for number in trained])
 
     def _span(self, text: str, messages: Messages, number: int, further: dict[str, Any]) -> Span:
@@ -248,6 +270,25 @@ class Renderer:
         if found < 0:
             raise WrongRecord("the chat template does not show a message as it is", content[:80])
         return found
+
+
+def renderer_of(
+    template: ChatTemplate, encoder: PromptEncoder, roles: Sequence[str], last_only: bool
+) -> Renderer:
+    """Returns what renders conversations.
+
+    Raises:
+        ConfigError: If the special tokens of ChatML are none of the tokenizer's.
+    """
+    missing = [
+        one for one in ("<|im_start|>", "<|im_end|>") if one in template.source and one not in encoder.special
+    ]
+    if missing:
+        raise ConfigError(
+            f"The chat template has {missing[0]}, which is no special token of the tokenizer.\nTake another template "
+            f"(data.template), or give a tokenizer that is trained special_tokens={['<|im_start|>', '<|im_end|>']}."
+        )
+    return Renderer(template, encoder, roles, last_only)
 
 
 def texts_of(record: Mapping[str, Any]) -> Iterator[str]:

@@ -34,12 +34,12 @@ class RecordBatches(GroupedBatches):
     Args:
         store: The records.
         cut_long: Whether of a record that is longer than a row its first tokens are taken; else it is left out.
-        further: Returns more tensors of a batch of these records, one a row; None: there are none.
+        further: Returns a batch of these rows with more tensors; picklable. None: there are none.
     """
 
     store: Any
     cut_long: bool = False
-    further: Callable[[Sequence[Row], Tensors], Tensors] | None = None
+    further: Callable[[RecordStore, Sequence[Row], Tensors], Tensors] | None = None
 
     def cut(self, pieces: list[Segment], length: int) -> list[Segment]:
         """Returns the records that fit, and the beginnings of others that still have labels where these are taken."""
@@ -96,7 +96,7 @@ class RecordBatches(GroupedBatches):
                     at = here.stop
         arrays = {"input_ids": ids, "labels": labels, "document_ids": documents, "position_ids": places}
         batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
-        return cast(Batch, self.further(chosen, batch) if self.further else batch)
+        return cast(Batch, self.further(self.store, chosen, batch) if self.further else batch)
 
     def chunks(self, rows: Sequence[Row], own: slice) -> Iterator[Chunk]:
         """Yields nothing: the records are on this machine."""

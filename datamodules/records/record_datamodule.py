@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from core import durable
-from core.contracts import Tokenizer, raise_reject
+from core.contracts import Reject, Tokenizer, raise_reject
 from core.data.token_datamodule import TokenDataModule, default_cache_dir
 from core.errors import ConfigError, nearest
 from datamodules.preparation.split import Split, text_hash
@@ -61,7 +60,6 @@ class RecordDataModule(TokenDataModule):
         max_reject_fraction: Share of the records that may be unusable; they are left out, and listed in rejects.jsonl
             of the folder. 0: the first one is an error.
         too_long: What is done with records longer than a row: `drop`, or `cut`, which takes their first tokens.
-        pack: Whether several records share a row; else there is one a row, with others of similar length.
         cache_dir: Folder of the encoded records; by default `$XDG_CACHE_HOME/leyden` or `~/.cache/leyden`.
         sequence_length: Tokens in a row.
         batch_size: Rows in a micro-batch, on each rank.
@@ -79,6 +77,9 @@ class RecordDataModule(TokenDataModule):
     values = 0
     """Numbers that are stored of a record."""
 
+    pack = False
+    """Whether several records share a row; else there is one a row, with others of similar length."""
+
     columns: tuple[str, ...] | None = None
     """Names of the fields of .tsv files that have no line that names them."""
 
@@ -95,7 +96,6 @@ class RecordDataModule(TokenDataModule):
         group_by: str | None = None,
         max_reject_fraction: float = 0.0,
         too_long: str = "drop",
-        pack: bool = True,
         cache_dir: str | None = None,
         sequence_length: int = 256,
         batch_size: int = 8,
@@ -121,7 +121,7 @@ class RecordDataModule(TokenDataModule):
             raise ConfigError(
                 f"data.max_reject_fraction is {max_reject_fraction}; it is at least 0 and below 1."
             )
-        self.tokenizer, self.group_by, self.pack = tokenizer, group_by, pack
+        self.tokenizer, self.group_by = tokenizer, group_by
         self.cut_long, self.max_reject_fraction = too_long == "cut", max_reject_fraction
         sources = {"train": source, "validation": validation_source, "test": test_source}
         self.sources = {split: name for split, name in sources.items() if name is not None}
@@ -217,8 +217,8 @@ class RecordDataModule(TokenDataModule):
                     SPLITS[split.side(self._place(record))] if name == "train" else name
                     for _, record in placed
                 ]
-                for side, record in self._encoded(encoder, placed, sides, rejects):
-                    writers[side].add(record)
+                for side, found in self._encoded(encoder, placed, sides, rejects):
+                    writers[side].add(found)
         for writer in writers.values():
             writer.close()
         kept = {name: writer.records for name, writer in writers.items()}
@@ -227,7 +227,10 @@ class RecordDataModule(TokenDataModule):
             raise ConfigError(
                 f"{self.sources.get(empty[0], self.sources['train'])}: no record is left for {empty[0]}.{rejects.first}"
             )
-        sizes = {"vocab_size": self.tokenizer.vocab_size, "end_of_text_id": self.tokenizer.end_of_text_id}
+        sizes: dict[str, Any] = {
+            "vocab_size": self.tokenizer.vocab_size,
+            "end_of_text_id": self.tokenizer.end_of_text_id,
+        }
         sizes |= {"train_tokens": writers["train"].tokens, "records": kept, "rejected": dict(rejects.counts)}
         durable.write(folder / MANIFEST, json.dumps(sizes | {"options": dict(self.options())}, default=str))
         said = ", ".join(f"{count:,} for {name}" for name, count in kept.items())
@@ -247,19 +250,21 @@ class RecordDataModule(TokenDataModule):
                 places.append((place, side))
             except WrongRecord as error:
                 rejects("", place, error.reason, error.details)
-        for (place, side), record in zip(places, self.finish(encoder, usable), strict=True):
-            if record.sequences:
-                yield side, record
+        for (place, side), found in zip(places, self.finish(encoder, usable), strict=True):
+            if found.sequences:
+                yield side, found
             else:
                 rejects("", place, "nothing in it is trained on", "")
 
     def _split(self, files: RecordFiles) -> Split:
         """Returns the split of the records by a hash, of the group's value or of the record; no split is empty."""
-        bounds = np.cumsum([self.shares.get(split, 0.0) for split in SPLITS[1:]])
-        split = Split(*(int(bound * 2**64) for bound in bounds[:1]), test_bound=int(bounds[1] * 2**64))
+        bound, test_bound = (
+            int(share * 2**64) for share in np.cumsum([self.shares.get(name, 0.0) for name in SPLITS[1:]])
+        )
+        split = Split(bound, test_bound=test_bound)
         if not self.shares:
             return split
-        reject = partial(raise_reject) if self.max_reject_fraction == 0 else (lambda *_: None)
+        reject: Reject = raise_reject if self.max_reject_fraction == 0 else (lambda *_: None)
         places = np.unique(
             np.fromiter((self._place(record, where) for where, record in files.records(reject)), np.uint64)
         )

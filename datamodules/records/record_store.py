@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from core import durable
 from core.errors import ConfigError
@@ -28,7 +29,7 @@ class Encoded(NamedTuple):
         values: Numbers of the record, as many for each.
     """
 
-    sequences: Sequence[tuple[Sequence[int], Sequence[int]]]
+    sequences: Sequence[tuple[ArrayLike, ArrayLike]]
     values: Sequence[float] = ()
 
 
@@ -52,14 +53,14 @@ class RecordWriter:
     def add(self, record: Encoded) -> None:
         """Appends a record."""
         for ids, labels in record.sequences:
-            self.tokens += len(ids)
+            self.tokens += len(np.asarray(ids))
             self._append("ids", ids)
             self._append("labels", labels)
             self._append("ends", [self.tokens])
         self._append("values", record.values)
         self.records += 1
 
-    def _append(self, name: str, numbers: Sequence[float]) -> None:
+    def _append(self, name: str, numbers: ArrayLike) -> None:
         self._files[name].write(np.asarray(numbers, np.dtype(KINDS[name]).newbyteorder("<")).tobytes())
 
     def close(self) -> None:

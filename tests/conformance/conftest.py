@@ -236,6 +236,7 @@ def _cases():
         Case("Pretrained", {"path": neox()}, exempt=LOOKS),
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
+        Case("PreferenceDataModule", preferences()),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case(
             "PrefixLM",
@@ -394,6 +395,12 @@ def instructions():
     """Returns arguments with prompts and answers of up to 12 bytes."""
     records = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}"} for n in range(200)]
     return fine_tuning("instructions", records) | {"template": "plain"}
+
+
+def preferences():
+    """Returns arguments with pairs of answers to prompts, which differ in length."""
+    records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
+    return fine_tuning("preferences", records) | {"template": "plain"}
 
 
 def mixture():
