@@ -352,12 +352,12 @@ class TokenPreparation(TokenPreparer):
         try:
             return chosen_split(texts, self.validation_fraction, self._label(), self.test_fraction)
         except ConfigError as error:
-            if not tally.rejects:
-                raise
-            first = tally.rejects[0]
-            raise ConfigError(
-                f"{error}\n{sum(tally.rejected.values()):,} could not be used, for example {first['place']}: {first['reason']}."
-            ) from error
+            more = [f"{count:,} skipped: {reason}." for reason, count in tally.skipped.most_common(3)]
+            if tally.rejects:
+                first = tally.rejects[0]
+                found = f"{sum(tally.rejected.values()):,} could not be used"
+                more.append(f"{found}, for example {first['place']}: {first['reason']}.")
+            raise ConfigError("\n".join([str(error), *more])) from error
 
     def _texts(
         self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]], tally: Tally | None = None
