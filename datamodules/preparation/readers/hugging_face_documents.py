@@ -55,8 +55,8 @@ class HuggingFaceDocuments(FileReader):
     ) -> None:
         self.text_column, self.source_column = text_column, source_column
         self.metadata = checked_metadata("HuggingFaceDocuments", metadata)
-        self._folders = _split_folders(Path(source).expanduser(), split)
-        names = [_data_files(folder) for folder in self._folders]
+        self._folders = split_folders(Path(source).expanduser(), split)
+        names = [data_files(folder) for folder in self._folders]
         self.files = SourceFiles(source, (".arrow",))
         self.files.restrict(
             [folder / name for folder, of in zip(self._folders, names, strict=True) for name in of]
@@ -90,7 +90,7 @@ class HuggingFaceDocuments(FileReader):
 
         def tables() -> Iterator[pyarrow.RecordBatch]:
             nonlocal read
-            for table in _checked(pyarrow.ipc.open_stream(file)):
+            for table in checked(pyarrow.ipc.open_stream(file)):
                 yield table
                 read = file.tell()
 
@@ -103,13 +103,14 @@ class HuggingFaceDocuments(FileReader):
             reject(source, str(path), "broken Arrow file", str(error).splitlines()[0], lost)
 
 
-def _checked(stream: Any) -> Iterator[pyarrow.RecordBatch]:
+def checked(stream: Any) -> Iterator[pyarrow.RecordBatch]:
+    """Yields the record batches of a stream."""
     for batch in stream:
         batch.validate(full=True)  # an offset out of range would read other memory of the process
         yield batch
 
 
-def _split_folders(folder: Path, split: str | None) -> list[Path]:
+def split_folders(folder: Path, split: str | None) -> list[Path]:
     """Returns the folders of the splits to read."""
     if (folder / _STATE).is_file():
         if split:
@@ -127,10 +128,10 @@ def _split_folders(folder: Path, split: str | None) -> list[Path]:
     return [folder / name for name in ([split] if split else splits)]
 
 
-def _data_files(folder: Path) -> list[str]:
+def data_files(folder: Path) -> list[str]:
     """Returns the names of a dataset's files, in their order."""
     try:
-        names = [entry["filename"] for entry in _json(folder / _STATE, "_data_files")]
+        names = [entry["filename"] for entry in _json(folder / _STATE, "data_files")]
     except (TypeError, KeyError):
         names = []
     if not names or any(os.path.basename(name) != name for name in names):
