@@ -250,7 +250,7 @@ def _check(languages: Collection[str] | None, count_by: str, max_file_bytes: int
     for one in languages or ():
         if one not in LANGUAGES:
             raise ConfigError(
-                f"SourceCode: there is no language {one!r}.{nearest(one, LANGUAGES)}\nNames are those of GitHub's linguist."
+                f"SourceCode: there is no language {one!r}.{nearest(one, set(LANGUAGES))}\nNames are those of GitHub's linguist."
             )
     if count_by not in get_args(CountBy) or max_file_bytes < 1:
         raise ConfigError(
