@@ -219,6 +219,7 @@ def _cases():
         Case("FillInTheMiddle", MIDDLE | {"rate": 1.0}),
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("C4Quality", {"min_sentences": 1, "closed_lines": False}),
+        Case("CodeQuality", {"max_mean_line": None, "max_line": None}),
         Case("FineWebQuality", {"min_closed_lines": None}),
         Case("GopherQuality", {"min_words": 30, "min_stop_words": 1, "stop_words": ["alpha", "beta"]}),
         Case("GopherRepetition", {"max_top_ngram": {2: 0.9}, "max_repeated_ngrams": {5: 0.9}}),

@@ -131,7 +131,7 @@ def split_folders(folder: Path, split: str | None) -> list[Path]:
 def data_files(folder: Path) -> list[str]:
     """Returns the names of a dataset's files, in their order."""
     try:
-        names = [entry["filename"] for entry in _json(folder / _STATE, "data_files")]
+        names = [entry["filename"] for entry in _json(folder / _STATE, "_data_files")]
     except (TypeError, KeyError):
         names = []
     if not names or any(os.path.basename(name) != name for name in names):

@@ -71,11 +71,11 @@ class SourceCode(FileReader):
 
     The language is that of the file's name. The license is that of the file's own SPDX header, otherwise that of the
     license files (LICENSE, COPYING, LICENSE-MIT...) in its folder or the nearest folder above, up to the source or
-    the root of the archive: of several licenses, each has to be allowed. Files without license, of another one,
-    binary, not in UTF-8, or too long are rejected with the reason. Minified files, links, and folders of others' code
-    (vendor, node_modules, third_party) are not read. Language, license and repository are its metadata. Archives are
-    read in memory, twice; paths that lead out of them are left out, and bombs stopped. An archive is one task. Put
-    CodeQuality behind it.
+    the root of the archive: of several licenses, each has to be allowed. Files without license, with another one, or
+    one that is not recognised are skipped, and counted by reason; so are links. Files that are binary, not in UTF-8,
+    or too long are rejected. Minified files, data, and folders of others' code (vendor, node_modules, third_party)
+    are not read. Language, license and repository are its metadata. Archives are read in memory, twice; paths that
+    lead out of them are left out, and bombs stopped. An archive is one task. Put CodeQuality behind it.
 
     Args:
         source: A path, a folder, or a glob.
@@ -91,10 +91,11 @@ class SourceCode(FileReader):
         data:
           init_args:
             reader: {class_path: SourceCode, init_args: {languages: [Python], licenses: [MIT, Apache-2.0]}}
-            max_reject_fraction: 0.9
+            max_reject_fraction: 0.1
     """
 
     metadata = ("language", "license", "repository")
+    skipped = (NO_LICENSE, NOT_ALLOWED, NOT_KNOWN, LINK)
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from datamodules.preparation.readers.source_files import Piece, SourceFiles
 from datamodules.preparation.readers.spilled_lines import SpilledLines
 
 BROKEN, TOO_LONG, CUT = "a broken row", "a row of more than 1 MiB", "a dump without its end"
-ORPHAN = "an answer without its question"
+ORPHAN, FEW_ANSWERS = "an answer without its question", "a question with too few answers"
 
 _LONGEST, _GROUP_BYTES, _MOST_GROUPS = 1 << 20, 1 << 24, 1 << 12
 _EXPANDS = 64
@@ -71,6 +71,7 @@ class StackExchangeDump(FileReader):
     """
 
     metadata = ("title", "url", "date", "license", "tags")
+    skipped = (FEW_ANSWERS,)
 
     def __init__(
         self,
@@ -118,7 +119,9 @@ class StackExchangeDump(FileReader):
                     except web_pages.PageError as error:
                         reject(source, f"{path}, post {question['Id']}", error.reason, error.details)
                         continue
-                    if text:
+                    if not text:
+                        reject(source, f"{path}, post {question['Id']}", FEW_ANSWERS, "")
+                    else:
                         yield text, source, f"{name}:{question['Id']}", _known(question, path)
 
     def _text(self, question: dict[str, str], answers: list[dict[str, str]]) -> str:

@@ -91,7 +91,7 @@ def test_github(tmp_path):
         (tmp_path / "in" / f"r{number}.zip").write_bytes(held.getvalue())
         kept |= {source} if number % 3 else set()
     report, stored, table = prepared("github", tmp_path / "in", tmp_path / "out")
-    assert report["rejected"] == {"a license that is not allowed": 40}
+    assert report["skipped"] == {"a license that is not allowed": 40}
     assert set(stored) == kept
     assert {(row["language"], row["license"]) for row in table} == {("Python", "MIT")}
     assert len({row["repository"] for row in table}) == 20

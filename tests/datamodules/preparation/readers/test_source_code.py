@@ -8,6 +8,7 @@ import stat
 import tarfile
 import tracemalloc
 import zipfile
+from importlib.metadata import files
 
 import pytest
 import zstandard
@@ -337,6 +338,17 @@ def test_expressions_are_met_as_logic_has_it():
 )
 def test_headers(header, expected):
     assert licenses.header_of(header) == expected
+
+
+def test_terms_beside_a_long_license_are_noticed():
+    file = next(f for f in files("packaging") or () if f.name == "LICENSE.APACHE")
+    apache, llvm = file.locate().read_bytes(), "---- LLVM Exceptions to the Apache 2.0 License ----\n\n"
+    assert licenses.licenses_in(apache) == ["Apache-2.0"]
+    assert licenses.licenses_in(b"Copyright 2024 Ada Example and many others\n" + apache) == ["Apache-2.0"]
+    for clause in (COMMONS_CLAUSE, llvm + "word " * 200):
+        assert licenses.licenses_in(apache + clause.encode()) == ["Apache-2.0", licenses.UNKNOWN]
+        assert licenses.licenses_in(clause.encode() + apache) == ["Apache-2.0", licenses.UNKNOWN]
+    assert licenses.licenses_in(apache + f"{llvm}{'word ' * 130}".encode()) == ["Apache-2.0"]
 
 
 @pytest.mark.ci
