@@ -15,7 +15,7 @@ from toolkit.prepared import read_manifest, splits_of
 
 FILES = ("report.md", "report.html", "report.json", "lengths.png")
 _MOST_SOURCES = 100
-_IF_COUNTED = ("left_out", "validation_tails_from_bytes", "flow", "source_bytes", "lost_bytes")
+_IF_COUNTED = ("left_out", "skipped", "validation_tails_from_bytes", "flow", "source_bytes", "lost_bytes")
 
 
 def write_report(folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
@@ -80,6 +80,7 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
         lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | | | |")
     lines += ["", "| left out | reason | documents |", "| --- | --- | ---: |"]
     left_out = [("blank", "", values["blank"])] if values["blank"] else []
+    left_out += [("skipped", reason, n) for reason, n in values.get("skipped", {}).items()]
     left_out += [("rejected", reason, n) for reason, n in values["rejected"].items()]
     left_out += [(name, reason, n) for name, of in values["dropped"].items() for reason, n in of.items()]
     left_out += [("not read", reason, n) for reason, n in values.get("left_out", {}).items()]

@@ -93,11 +93,15 @@ def _summary(manifest: Mapping[str, Any]) -> str:
 def _funnel(manifest: Mapping[str, Any]) -> str:
     """Documents and bytes from the source to the splits, with what was left out between them."""
     transforms, passed = _transforms(manifest), _passed(manifest)
-    rejected, blank = manifest["rejected"], manifest["blank"]
-    most = [passed[0][0] + sum(rejected.values()) + blank, max(size or 0 for _, size in passed)]
+    rejected, skipped, blank = manifest["rejected"], manifest.get("skipped", {}), manifest["blank"]
+    most = [
+        passed[0][0] + sum(rejected.values()) + sum(skipped.values()) + blank,
+        max(size or 0 for _, size in passed),
+    ]
     source = f"files of {readable(manifest['source_bytes'])}" if manifest.get("source_bytes") else ""
     lines = [_place("Read", most[0], None, most, note=source)]
-    lost = [(f"rejected: {reason}", count) for reason, count in rejected.items()]
+    lost = [(f"skipped: {reason}", count) for reason, count in skipped.items()]
+    lost += [(f"rejected: {reason}", count) for reason, count in rejected.items()]
     lines += [_losses([*lost, ("blank", blank)] if blank else lost, most[0])]
     if lost_bytes := manifest.get("lost_bytes"):
         lines.append(f'<li class="drop lost">{readable(lost_bytes)} of the files could not be read</li>')
