@@ -292,7 +292,8 @@ def reduced(name: str, number: int) -> None:
         before = peak() / 2**20
         transform.reduce(paths, Path(folder) / "conclusion")
         most = peak() / 2**20
-        dropped = (Path(folder) / "conclusion").stat().st_size // 16
+        transform.load(Path(folder) / "conclusion")
+        dropped = int(np.count_nonzero(transform._clusters[1] == 0))
     print(
         f"{name}: {number:,} documents, {size / 1e6:,.0f} MB noted: peak {most:,.0f} MiB ({before:,.0f} before), "
         f"{time.process_time() - begin:.1f} CPU seconds, {dropped:,} dropped of {number // 10:,} planted"

@@ -1,4 +1,4 @@
-"""RepeatedSubstrings beside RepeatedLines and NearDuplicates: MB per CPU-second of each step, peak memory, what is removed.
+"""RepeatedSubstrings beside RepeatedLines, RepeatedSentences and NearDuplicates: MB per CPU-second of each step, peak memory, what is removed.
 
     python -m tests.benchmarks.repeated_substrings
 
@@ -135,7 +135,7 @@ def main(words: list[str]) -> None:
     print("| corpus | transform | MB | map, MB/s | reduce, MB/s | apply, MB/s | all three, MB/s | peak memory | "
           "noted, bytes per byte | removed |\n| --- | --- |" + " ---: |" * 8)  # fmt: skip
     for corpus in CORPORA:
-        for name in ("RepeatedSubstrings", "RepeatedLines", "NearDuplicates"):
+        for name in ("RepeatedSubstrings", "RepeatedLines", "RepeatedSentences", "NearDuplicates"):
             print(line(name, corpus, BYTES), flush=True)
     for size in (BYTES // 4, BYTES * 4):
         print(line("RepeatedSubstrings", "prose", size), flush=True)

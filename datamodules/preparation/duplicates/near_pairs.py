@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from types import TracebackType
 
@@ -17,12 +19,19 @@ from datamodules.preparation.duplicates.signature_file import count_documents, r
 from datamodules.preparation.duplicates.spilled_records import SpilledRecords
 
 PARTNERS = 8
-"""A document is compared with so many of the first, and of the last before it, of those that share a band with it."""
+"""A document is compared with so many of the first, and of the last before it, of those that share a band with it and stay."""
+
+SMALL = 2 * PARTNERS + 1
+"""Documents of a band up to which each is compared with all before it. Of larger ones, those that stay are kept in a table."""
 
 _PLACE = np.dtype([("file", "<u4"), ("count", "<i8"), ("at", "<i8"), ("identity", HASH)])
 _KEY = np.dtype([("key", "<u8"), ("document", "<u4")])
 _NUMBER = np.uint64(32)
 _LOW = np.uint64((1 << 32) - 1)
+_GROUP = 1 << 31
+"""What is added to the number of a group in place of the earlier document."""
+
+_MOST = _GROUP
 _OPEN_FILES = 64
 _CHUNK = 1 << 18
 
@@ -39,14 +48,14 @@ class NearPairs:
         number: Number of documents.
 
     Raises:
-        ConfigError: If there are more than 4 billion documents.
+        ConfigError: If there are more than 2 billion documents.
     """
 
     def __init__(self, findings: Sequence[Path], bands: int, scratch: Path) -> None:
         self.number = sum(count_documents(path, bands) for path in findings)
-        if self.number > 1 << 32:
+        if self.number > _MOST:
             raise ConfigError(
-                f"NearDuplicates: {self.number:,} documents; it takes at most {1 << 32:,}. Split the source."
+                f"NearDuplicates: {self.number:,} documents; it takes at most {_MOST:,}. Split the source."
             )
         self._findings, self._bands, self._scratch = findings, bands, scratch
         self._opened = lru_cache(_OPEN_FILES)(_Opened)
@@ -72,12 +81,19 @@ class NearPairs:
         pairs = SpilledRecords(
             self._scratch / "pairs", np.dtype("<u8"), self.number * PARTNERS * 2, (self.number << 32) or 1
         )
+        groups = 0
         for records in keys.partitions():
-            for found in _pairs(records):
+            documents, ranks, sizes = _grouped(records)
+            for found in _pairs(documents, ranks, sizes):
                 pairs.add(found, found)
+            members = documents[sizes > SMALL] << _NUMBER
+            new = np.cumsum(ranks[sizes > SMALL] == 0)
+            pairs.add(members | (new + (groups + _GROUP - 1)).astype(np.uint64), members)
+            groups += int(new[-1]) if len(new) else 0
+        table = _Table(self._scratch / "groups", groups)
         kept = SpilledRecords(self._scratch / "kept", np.dtype("<u8"), self.number, self.number or 1)
         for records in pairs.partitions():
-            found = self._decide(np.unique(records), threshold, gone)
+            found = self._decide(np.unique(records), threshold, gone, table)
             kept.add(found, found)
         for begin in range(0, self.number, _CHUNK):
             yield clusters(self._places["identity"][begin : begin + _CHUNK][gone[begin : begin + _CHUNK]], 0)
@@ -105,49 +121,97 @@ class NearPairs:
             self._places = np.asarray(np.memmap(path, _PLACE, mode="r"))
         return keys
 
-    def _decide(self, pairs: np.ndarray, threshold: float, gone: np.ndarray) -> np.ndarray:
-        """Marks the later document of each pair that resembles the earlier one, if that one stays; returns the earlier ones."""
+    def _decide(self, pairs: np.ndarray, threshold: float, gone: np.ndarray, table: _Table) -> np.ndarray:
+        """Marks each document that resembles an earlier one that stays; returns the first of these for each.
+
+        Args:
+            pairs: Ascending: the later document in the upper 32 bits; the earlier one, or the number of a group.
+            threshold: Least Jaccard similarity.
+            gone: Whether a document is dropped, of all of them.
+            table: The groups' documents that stay.
+        """
         stay = list[int]()
-        last, own = -1, np.empty(0, np.uint64)
-        sizes, identities = self._places["count"], self._places["identity"]
-        for one, other in zip((pairs & _LOW).tolist(), (pairs >> _NUMBER).tolist(), strict=True):
-            if gone[one] or gone[other]:
+        numbered = zip((pairs >> _NUMBER).tolist(), (pairs & _LOW).tolist(), strict=True)
+        for other, found in groupby(numbered, itemgetter(0)):
+            partners = [number for _, number in found]
+            groups = [number - _GROUP for number in partners if number >= _GROUP]
+            earlier = {number for number in partners if number < _GROUP}.union(*map(table.of, groups))
+            one = self._resembled(other, sorted(number for number in earlier if not gone[number]), threshold)
+            if one is not None:
+                gone[other] = True
+                stay.append(one)
                 continue
+            for group in groups:
+                table.add(group, other)
+        return np.array(stay, np.uint64)
+
+    def _resembled(self, other: int, earlier: Sequence[int], threshold: float) -> int | None:
+        """Returns the first of some documents that a later one resembles."""
+        sizes, identities, own = self._places["count"], self._places["identity"], None
+        for one in earlier:
             smaller, larger = sorted((int(sizes[one]), int(sizes[other])))
             if smaller < threshold * larger * (1 - 1e-9) or identities[one] == identities[other]:
                 continue
-            if other != last:
-                last, own = other, self._shingles(other)
+            own = self._shingles(other) if own is None else own
             if jaccard(self._shingles(one), own) >= threshold:
-                gone[other] = True
-                stay.append(one)
-        return np.array(stay, np.uint64)
+                return one
+        return None
 
     def _shingles(self, document: int) -> np.ndarray:
         place = self._places[document]
         return self._opened(self._findings[place["file"]]).read(int(place["at"]), int(place["count"]))
 
 
-def _pairs(records: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields pairs of documents with an equal key: the later one's number in the upper 32 bits, then the earlier's."""
+def _grouped(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the documents that share a key by their keys, the place of each among those with its key, and their number."""
     records = records[np.argsort(records["key"], kind="stable")]  # documents stay in their order
-    keys, documents = records["key"], records["document"].astype(np.uint64)
-    index = np.arange(len(keys))
-    new = np.ones(len(keys), np.bool_)
-    new[1:] = keys[1:] != keys[:-1]
-    starts = np.maximum.accumulate(np.where(new, index, 0))
-    rank = index - starts
-    for back in range(1, PARTNERS + 1):
-        later = index[rank >= back]
+    new = np.ones(len(records), np.bool_)
+    new[1:] = records["key"][1:] != records["key"][:-1]
+    sizes = np.diff(np.flatnonzero(new), append=len(records))
+    documents = records["document"][np.repeat(sizes > 1, sizes)].astype(np.uint64)
+    sizes = sizes[sizes > 1]
+    ranks = np.arange(len(documents)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return documents, ranks, np.repeat(sizes, sizes)
+
+
+def _pairs(documents: np.ndarray, ranks: np.ndarray, sizes: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields pairs of documents of small groups: the later one's number in the upper 32 bits, then the earlier's."""
+    small = sizes <= SMALL
+    for back in range(1, SMALL):
+        later = np.flatnonzero(small & (ranks >= back))
         yield _paired(documents, later - back, later)
-        later = index[rank >= back + PARTNERS]  # those for which it is not one of the last
-        yield _paired(documents, starts[later] + back - 1, later)
 
 
 def _paired(documents: np.ndarray, earlier: np.ndarray, later: np.ndarray) -> np.ndarray:
     one, other = documents[earlier], documents[later]
     found = one != other
     return (other[found] << _NUMBER) | one[found]
+
+
+class _Table:
+    """Of each group, 8 of the first and 8 of the last documents that stay. It is a file that is mapped.
+
+    Args:
+        path: The file.
+        groups: Number of groups.
+    """
+
+    def __init__(self, path: Path, groups: int) -> None:
+        self._rows = np.memmap(
+            path, "<u4", "w+", shape=(groups or 1, SMALL)
+        )  # number of documents, documents
+
+    def of(self, group: int) -> list[int]:
+        """Returns a group's documents."""
+        row = self._rows[group]
+        return row[1 : int(row[0]) + 1].tolist()  # the number may be larger than there is room
+
+    def add(self, group: int, document: int) -> None:
+        """Adds a document, in place of the earliest but for the first ones where there is no more room."""
+        row = self._rows[group]
+        number = int(row[0])
+        row[1 + (number if number < PARTNERS else PARTNERS + number % PARTNERS)] = document
+        row[0] = number + 1
 
 
 class _Opened:

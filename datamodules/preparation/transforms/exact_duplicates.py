@@ -46,6 +46,7 @@ class ExactDuplicates(DuplicateFilter):
                 init_args: {ignore_case: true, ignore_space: true}
     """
 
+    version = 2
     reason = "exact duplicate"
 
     def __init__(self, ignore_case: bool = False, ignore_space: bool = False) -> None:

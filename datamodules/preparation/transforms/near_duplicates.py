@@ -35,7 +35,8 @@ class NearDuplicates(DuplicateFilter):
     the Jaccard similarity (n-grams that both have, over those that either has) is computed exactly, and
     those below `threshold` both stay. A document of similarity s is found with probability 1 - (1 - s**rows)**bands.
     In the order of the source, each is dropped if it resembles one before it that stays: there are no chains
-    in which the ends differ. Where very many share a band, each is compared with 8 of the first and 8 of the last.
+    in which the ends differ. Where more than 17 share a band, each is compared with 8 of the first and 8 of
+    the last before it that stay.
 
     While it works, the disk holds the n-grams, about 1.5 bytes for each byte of text. Memory: a byte for each document,
     and about 200 MB. Put ExactDuplicates before it: many equal documents take it longer, and disk.
@@ -59,6 +60,7 @@ class NearDuplicates(DuplicateFilter):
                 init_args: {threshold: 0.75, ngram: 5, bands: 14, rows: 8}
     """
 
+    version = 2
     reason = "near duplicate"
 
     def __init__(

@@ -76,6 +76,27 @@ def test_a_large_cluster_has_one_survivor(tmp_path):
     assert kept(NearDuplicates(), documents, tmp_path)[0] == [0]
 
 
+@pytest.mark.parametrize(("length", "left_of_all_pairs"), [(60, 12), (100, 1)])
+def test_a_crowded_band_leaves_what_all_pairs_leave(tmp_path, length, left_of_all_pairs):
+    """Each is compared with documents of its bands that stay, however many are dropped before and after these."""
+    rng, documents = random.Random(0), []
+    for number in range(400):
+        text = [f"w{place}" for place in range(length)]
+        text[rng.randrange(length)] = f"x{number}"
+        documents.append(" ".join(text))
+    left, _ = kept(NearDuplicates(bands=20, rows=4), documents, tmp_path)
+    assert left == list(expected(documents, 0.75))
+    assert len(left) == left_of_all_pairs
+
+
+def test_a_table_keeps_the_first_and_the_last(tmp_path):
+    table = near_pairs._Table(tmp_path / "table", 2)
+    for number in range(1, 30):
+        table.add(1, number)
+        assert set(table.of(1)) == {*range(1, min(number, 8) + 1), *range(max(number - 7, 1), number + 1)}
+    assert table.of(0) == []
+
+
 def test_no_chains(tmp_path):
     """The second resembles the first, the third the second only: the third stays."""
     base = [f"w{number}" for number in range(100)]

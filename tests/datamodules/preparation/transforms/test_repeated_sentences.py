@@ -109,6 +109,15 @@ def test_what_stays_around_a_removed_span(text, left, tmp_path):
     ]
 
 
+def test_the_pattern_for_ascii_is_the_other_one():
+    rng = random.Random(0)
+    for _ in range(300):
+        text = "".join(rng.choices("ab.!? \n\t\"')]", k=40))
+        parts = repeated_sentences._parts(text)
+        assert repeated_sentences._parts(text + "\né")[: len(parts)] == parts
+        assert "".join(parts) == text.strip()
+
+
 def test_short_documents_are_dropped(tmp_path):
     documents = [STORY, STORY, f"{STORY} Short.", f"{STORY} Long enough to stay.", "Short."]
     left, reasons = applied(RepeatedSentences(min_left=10), documents, tmp_path, random.Random(0))
