@@ -14,15 +14,16 @@ import numpy as np
 from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
+from datamodules.preparation.document_table import DOCUMENTS, join_tables
 from datamodules.preparation.flow import Example, Flow, merged
-from datamodules.preparation.pipeline import SPLITS
 from datamodules.preparation.preparation_report import FILES as REPORT
 from datamodules.preparation.preparation_report import write_report
 from datamodules.preparation.preparation_task import COUNTS, REJECTS, file_digest, read_record
+from datamodules.preparation.split import SPLITS
 from toolkit.manifest_schema import CHECKSUM, checksum
 from toolkit.prepared import MANIFEST, PLAN
 
-EXTRAS = (PLAN, REJECTS, *REPORT)
+EXTRAS = (PLAN, REJECTS, DOCUMENTS, *REPORT)
 """Files that no run reads: they may be missing, but not changed."""
 
 FORMAT = 3
@@ -172,6 +173,7 @@ def write_manifest(
         "files": _join(folder, finished, written, writer),
     }
     _write_rejects(folder, finished)
+    join_tables(finished, folder)
     if (folder / PLAN).exists():  # a run's cache has no plan and needs no report
         write_report(folder, manifest)
     manifest["extras"] = {name: file_digest(folder / name) for name in EXTRAS if (folder / name).exists()}

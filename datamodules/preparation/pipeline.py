@@ -14,12 +14,10 @@ import pyarrow
 from core.contracts import Reader, Reject, Transform, raise_reject
 from datamodules.preparation.flow import SHOWN, Example, Flow, merged
 from datamodules.preparation.readers.opened_files import printable
+from datamodules.preparation.split import SPLITS
 from toolkit.arrow_columns import flags
 from toolkit.skipped_input import SkipsInput
 from toolkit.transform_counts import KeepsCounts
-
-SPLITS = ("train", "validation", "test")
-"""In the order of :meth:`datamodules.preparation.split.Split.parts`; without `data.test_fraction` nothing is in the last."""
 
 MOST_LISTED = 10_000
 """Most rejected documents of a task that are listed; all are counted."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core import durable
-from datamodules.preparation.report_page import as_page
+from datamodules.preparation.report_page import as_page, in_order
 from toolkit import pictures
 from toolkit.prepared import read_manifest, splits_of
 
@@ -88,7 +88,9 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
     if values["counted"]:
         lines += ["", "| transform | counted | number |", "| --- | --- | ---: |"]
         lines += [
-            f"| {who} | {what} | {n:,} |" for who, of in values["counted"].items() for what, n in of.items()
+            f"| {who} | {what} | {of[what]:,} |"
+            for who, of in values["counted"].items()
+            for what in in_order(of)
         ]
     lines += ["", "![Documents by length in tokens](lengths.png)", ""]
     for who, reasons in values["dropped_examples"].items():

@@ -27,6 +27,7 @@ _OURS = (
     "report.json",
     "lengths.png",
     "rejects.jsonl",
+    "documents.parquet",
     "tokenizer.json",
     "train",
     "validation",
