@@ -6,10 +6,10 @@ and repeats and skips data when ranks or workers change.
 
 from __future__ import annotations
 
-import errno
 import resource
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ from datamodules.packing.token_index import (
 )
 from datamodules.remote.remote_folder import RemoteFolder, remote_of
 from toolkit.bounded import open_inside, read_error
+
+_MAPPINGS = 1 << 16
+"""Mappings that Linux allows a process by default (vm.max_map_count)."""
 
 _CHECKED_AT_ONCE = 1 << 24
 """Up to this number of documents, all headers are checked when the store is opened; beyond it, when they are used."""
@@ -66,23 +69,17 @@ class TokenStore:
                 self.remote = RemoteChunks(self._of, folder.name, index)
                 self._chunks, self._offsets = self.remote.tokens, self.remote.offsets
             else:
-                files = []
-                for number, name in enumerate(index.names):
-                    path = folder / name
-                    try:
-                        files.append(_map(folder, index, number))
-                    except OSError as error:
-                        _allow_more_files(error, folder, len(index.names))
-                        files.append(_map(folder, index, number))
-                self._chunks = [
-                    raw[header_bytes(items) :].view(index.dtype)
-                    for raw, items in zip(files, index.items.tolist(), strict=True)
-                ]
+                mapped = lru_cache(_most_mapped(len(index.names)))(partial(_map, folder, index))
+                begins = header_bytes(index.items).tolist()
+                self._files = self._all_or_some(mapped, index)
+                self._chunks = self._all_or_some(
+                    lambda number: mapped(number)[begins[number] :].view(index.dtype), index
+                )
                 path = folder / CHECKSUMS
                 if sums := read_sums(folder, index.sizes.tolist()):
                     self._checks = BlockChecks(folder, index.names, sums)
-                self._offsets = Numbered(len(files), _Headers(folder, index, files, self._checks))
-                self._files = files
+                headers = _Headers(folder, index, self._files, self._checks)
+                self._offsets = Numbered(len(index.names), lru_cache(mapped.cache_info().maxsize)(headers))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is missing or damaged: {read_error(error)}") from error
         self._ends = np.cumsum(index.tokens)
@@ -94,6 +91,14 @@ class TokenStore:
         if self.remote is None and self.number_of_documents <= _CHECKED_AT_ONCE:
             for number in range(len(self._chunks)):
                 self._offsets[number]
+
+    @staticmethod
+    def _all_or_some(mapped: Callable[[int], np.ndarray], index: TokenIndex) -> Sequence[np.ndarray]:
+        """Returns the chunks' arrays: a list of all where they may stay mapped, which is faster."""
+        count = len(index.names)
+        if count <= _most_mapped(count):
+            return [mapped(number) for number in range(count)]
+        return Numbered(count, mapped)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.folder, self._of)  # a spawned worker maps the chunks itself
@@ -203,55 +208,55 @@ class TokenStore:
 
 
 class _Headers:
-    """The offsets of each chunk's documents, memory-mapped and checked at first use."""
+    """The offsets of each chunk's documents, memory-mapped and checked."""
 
     def __init__(
         self, folder: Path, index: TokenIndex, files: Sequence[np.ndarray], checks: BlockChecks | None
     ) -> None:
         self.folder, self.index, self.files, self.checks = folder, index, files, checks
-        self.found: dict[int, np.ndarray] = {}
 
     def __call__(self, number: int) -> np.ndarray:
         """Returns the byte offsets of a chunk's documents and of its end."""
-        if number not in self.found:
-            index, raw = self.index, self.files[number]
-            if self.checks:
-                self.checks.check(number, raw, 0, header_bytes(int(index.items[number])))
-            try:
-                self.found[number] = checked_header(
-                    raw, len(raw), int(index.items[number]), index.dtype.itemsize
-                )
-            except ValueError as error:
-                raise ConfigError(
-                    f"{self.folder / index.names[number]} is missing or damaged: {error}"
-                ) from error
-        return self.found[number]
+        index, raw = self.index, self.files[number]
+        if self.checks:
+            self.checks.check(number, raw, 0, header_bytes(int(index.items[number])))
+        try:
+            return checked_header(raw, len(raw), int(index.items[number]), index.dtype.itemsize)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.folder / index.names[number]} is missing or damaged: {error}"
+            ) from error
 
 
 def _map(folder: Path, index: TokenIndex, number: int) -> np.ndarray:
-    """Returns a chunk's bytes, memory-mapped; ValueError if their number differs from the index."""
-    size = int(index.sizes[number])
-    with open_inside(*within(folder, index.names[number])) as stream:
-        if (found := stream.seek(0, 2)) != size:
-            raise ValueError(f"it has {found:,} bytes, {INDEX} says {size:,}")
-        raw = np.asarray(np.memmap(stream, np.uint8, mode="r"))  # type: ignore[call-overload]
-    read_header(raw, size, int(index.items[number]))
+    """Returns a chunk's bytes, memory-mapped.
+
+    Raises:
+        ConfigError: If it cannot be read, or the number of bytes or the header differs from the index.
+    """
+    size, name = int(index.sizes[number]), index.names[number]
+    try:
+        with open_inside(*within(folder, name)) as stream:
+            if (found := stream.seek(0, 2)) != size:
+                raise ValueError(f"it has {found:,} bytes, {INDEX} says {size:,}")
+            raw = np.asarray(np.memmap(stream, np.uint8, mode="r"))  # type: ignore[call-overload]
+        read_header(raw, size, int(index.items[number]))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / name} is missing or damaged: {read_error(error)}") from error
     return raw
 
 
-def _allow_more_files(error: OSError, folder: Path, chunks: int) -> None:
-    """Raises this process's soft limit of open files to the hard limit: each mapped chunk is an open file.
+def _most_mapped(chunks: int) -> int:
+    """Returns how many chunks a process keeps mapped: all, or the last ones read where there are too many.
 
-    Raises:
-        ConfigError: If the limit cannot be raised.
-        OSError: `error` itself, if it is not about the number of open files.
+    Each mapped chunk is an open file. This process's soft limit of open files is raised to the hard limit where it
+    takes that, of which one folder uses a quarter at most.
     """
-    if error.errno != errno.EMFILE:
-        raise error
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        raise ConfigError(
-            f"{folder} has {chunks:,} chunks; each is an open file, of which a process may have {soft:,}.\nRaise the "
-            "limit (`ulimit -Hn`, as root), or prepare larger chunks (data.writer.shard_bytes)."
-        ) from error
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, hard = (
+        _MAPPINGS if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    if chunks > soft // 4 and soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        soft = hard
+    return max(1, min(chunks, soft // 4, _MAPPINGS // 2))

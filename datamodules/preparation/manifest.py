@@ -139,10 +139,14 @@ def write_manifest(
         ConfigError: If too much was rejected.
     """
     finished = [parts / f"{number:06}" for number in range(len(tasks))]
-    records = [read_record(part) for part in finished]
+    written: dict[
+        Path, dict[str, Any]
+    ] = {}  # not the records: their examples and samples would fill the memory
     totals = Totals(len(head["transforms"]), source_bytes(tasks))
-    for record in records:
+    for part in finished:
+        record = read_record(part)
         totals.add(record)
+        written |= {part / name: digest for name, digest in record["files"].items()}
     totals.check_rejects(limit, final=True)
     frequencies = sum(np.load(part / COUNTS) for part in finished)
     transforms = [
@@ -166,7 +170,7 @@ def write_manifest(
         "blank": totals.blank,
         **_flow(totals),
         **_left_out(tasks),
-        "files": _join(folder, finished, records, writer),
+        "files": _join(folder, finished, written, writer),
     }
     _write_rejects(folder, finished)
     join_tables(finished, folder)
@@ -213,20 +217,17 @@ def _left_out(tasks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"left_out": dict(sorted(counts.items()))} if counts else {}
 
 
-def _join(folder: Path, parts: list[Path], records: list[Any], writer: TokenWriter) -> dict[str, Any]:
+def _join(
+    folder: Path, parts: list[Path], written: Mapping[Path, dict[str, Any]], writer: TokenWriter
+) -> dict[str, Any]:
     """Joins the splits; returns size and SHA-256 of each file but the manifest."""
     files: dict[str, Any] = {}
-    recorded = {
-        part / name: digest
-        for part, record in zip(parts, records, strict=True)
-        for name, digest in record["files"].items()
-    }
     for split in SPLITS:
         of_split = [part / split for part in parts if (part / split).is_dir()]
         if not of_split:
             continue
         moved = writer.join(of_split, folder / split)
-        files |= {f"{split}/{name}": recorded[old] for name, old in moved.items()}
+        files |= {f"{split}/{name}": written[old] for name, old in moved.items()}
         durable.sync(folder / split)
         for path in sorted(folder.glob(f"{split}/*")):
             if path.name not in moved:

@@ -50,6 +50,7 @@ class Pipeline:
     ) -> Iterator[pyarrow.RecordBatch]:
         """Yields a task's documents after the first `until` transforms (None: all); never an empty batch."""
         transforms = self.transforms[:until]
+        counting = [isinstance(transform, KeepsCounts) for transform in transforms]
         for index, transform in enumerate(transforms):
             if transform.needs_all_documents:
                 transform.load(self.reduced[index])
@@ -60,8 +61,8 @@ class Pipeline:
                 if len(kept):
                     kept = transform.apply(kept, tally.drop(index, kept))
                     tally.flow.count(index + 1, kept)
-                    if isinstance(transform, KeepsCounts):
-                        tally.counted[index].update(transform.take_counts())
+                    if counting[index]:
+                        tally.counted[index].update(transform.take_counts())  # type: ignore[attr-defined]
             if len(kept):
                 yield kept
 

@@ -34,6 +34,7 @@ from core.technique import technique
 from datamodules.preparation.engines.engine_worker import over_tasks, return_memory
 from datamodules.preparation.manifest import FORMAT, Totals, shares, source_bytes, write_manifest
 from datamodules.preparation.map_task import map_reduce
+from datamodules.preparation.one_preparer import one_preparer
 from datamodules.preparation.pipeline import Pipeline, Tally
 from datamodules.preparation.preparation_report import figures, write_report
 from datamodules.preparation.preparation_task import PreparationTask
@@ -234,7 +235,8 @@ class TokenPreparation(TokenPreparer):
     def cached(self, cache_dir: Path, label: str) -> Path:
         """Returns the finished folder, named by a hash of text and options; writes it if it is missing.
 
-        Several processes may do this at once: all return the folder of the first to finish.
+        Several processes may do this at once, also on several machines: one writes it and the others wait, where they
+        share `cache_dir`; see :func:`one_preparer`.
 
         Args:
             cache_dir: Parent of the folder.
@@ -247,27 +249,33 @@ class TokenPreparation(TokenPreparer):
         folder = cache_dir / _digest(identity)[:16]
         if (folder / "manifest.json").exists():
             return folder
-        begin = time.perf_counter()
-        print(f"Preparing {label}: once, later runs find it in {folder}", file=sys.stderr, flush=True)
         try:
             cache_dir.mkdir(parents=True, exist_ok=True)
-            _remove_stale(cache_dir)
-            temporary = cache_dir / f"{_TEMPORARY}{uuid.uuid4().hex}"
-            try:
-                temporary.mkdir()
-                totals = self.run(temporary, label)
-                _publish(temporary, folder)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
+            with one_preparer(folder / "manifest.json", label):
+                if not (folder / "manifest.json").exists():
+                    self._write(folder, label)
         except OSError as error:
             raise ConfigError(
                 f"{error.filename or cache_dir}: {durable.write_error(error)}.\nPrepared data goes to "
                 f"data.cache_dir={cache_dir}, which must be writable and have room."
             ) from error
+        return folder
+
+    def _write(self, folder: Path, label: str) -> None:
+        """Writes a folder of the cache, which is there completely or not at all."""
+        begin = time.perf_counter()
+        print(f"Preparing {label}: once, later runs find it in {folder}", file=sys.stderr, flush=True)
+        _remove_stale(folder.parent)
+        temporary = folder.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
+        try:
+            temporary.mkdir()
+            totals = self.run(temporary, label)
+            _publish(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         counts = f"{totals.documents:,} documents, {totals.tokens:,} tokens"
         seconds = time.perf_counter() - begin
         print(f"Prepared {counts} in {seconds:.1f} s ({totals.shares})", file=sys.stderr, flush=True)
-        return folder
 
     def run(self, folder: Path, label: str, watch: Watch = lambda records, number: records) -> Totals:
         """Writes a folder, or finishes one that was started with the same tasks and options.

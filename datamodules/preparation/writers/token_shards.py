@@ -123,11 +123,14 @@ class TokenShards(TokenWriter):
     def _fitting(self, chunks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         """Groups successive chunks that fit into one chunk."""
         groups: list[list[dict[str, Any]]] = []
+        joined: dict[str, Any] = {}
         for chunk in chunks:
-            if groups and _as_one([*groups[-1], chunk])["chunk_bytes"] <= self.shard_bytes:
+            if groups and (more := _as_one([joined, chunk]))["chunk_bytes"] <= self.shard_bytes:
                 groups[-1].append(chunk)
+                joined = more
             else:
                 groups.append([chunk])
+                joined = chunk
         return groups
 
 
