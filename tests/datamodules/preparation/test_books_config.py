@@ -1,0 +1,50 @@
+"""configs/data/books.yaml on a few books and PDF files: copies and other languages go, encrypted books are counted."""
+
+import json
+import random
+
+import pytest
+
+from core.__main__ import main
+from datamodules.preparation.readers import epub_documents, pdf_documents
+from tests.datamodules.preparation.readers.test_epub_documents import ENCRYPTED
+from tests.datamodules.preparation.test_web_config import FRENCH
+from tests.support.books import epub, lines, pdf
+from tests.support.quality_corpus import prose
+
+pytestmark = pytest.mark.ci
+
+
+def text(seed):
+    draw = random.Random(seed)
+    return "\n".join(prose(draw, words=120, odd=0.0) for _ in range(3))
+
+
+def report_of(source, folder, *words):
+    command = ["prepare", "--config", "data/books", f"--data.source={source}", f"--output={folder}"]
+    assert main([*command, "--data.tokenizer.vocab_size=400", *words]) == 0
+    report = json.loads((folder / "report.json").read_text())
+    return report["rejected"], {
+        name.partition(". ")[2]: sum(n.values()) for name, n in report["dropped"].items()
+    }
+
+
+def test_books(tmp_path):
+    good = [text(seed) for seed in range(40)]
+    for number, chapter in enumerate([*good, good[1], FRENCH]):
+        epub(tmp_path / "in" / f"{number:02}.epub", [chapter])
+    name = epub_documents._ENCRYPTION
+    epub(tmp_path / "in" / "x.epub", ["?"], {name: ENCRYPTED.format("OEBPS/text/c%200.xhtml")})
+    rejected, dropped = report_of(tmp_path / "in", tmp_path / "out")
+    assert rejected == {epub_documents.ENCRYPTED: 1}
+    assert (dropped["LanguageFilter"], dropped["ExactDuplicates"]) == (1, 1)
+
+
+def test_pdf_files(tmp_path):
+    (tmp_path / "in").mkdir()
+    good = [text(seed) for seed in range(40)]
+    for number, one in enumerate([*good, good[1], ""]):
+        (tmp_path / "in" / f"{number:02}.pdf").write_bytes(pdf([lines(part) for part in one.split("\n")]))
+    rejected, dropped = report_of(tmp_path / "in", tmp_path / "out", "--data.reader=PDFDocuments")
+    assert rejected == {pdf_documents.SCAN: 1}
+    assert dropped["ExactDuplicates"] == 1
