@@ -224,6 +224,7 @@ def _cases():
         Case("FineWebQuality", {"min_closed_lines": None}),
         Case("GopherQuality", {"min_words": 30, "min_stop_words": 1, "stop_words": ["alpha", "beta"]}),
         Case("GopherRepetition", {"max_top_ngram": {2: 0.9}, "max_repeated_ngrams": {5: 0.9}}),
+        Case("GutenbergTexts", config={"data": {"init_args": {"source": str(gutenberg_files())}}}),
         Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
@@ -309,6 +310,16 @@ def parquet_file():
     path = workshop() / "text.parquet"
     pyarrow.parquet.write_table(documents(), path)
     return path
+
+
+def gutenberg_files():
+    """Writes the kit's text as files of Project Gutenberg."""
+    folder = workshop() / "gutenberg"
+    folder.mkdir(exist_ok=True)
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        marks = [f"*** {word} OF THE PROJECT GUTENBERG EBOOK {number} ***" for word in ("START", "END")]
+        (folder / f"{number}-0.txt").write_text(f"Title: {number}\n\n{marks[0]}\n\n{words}\n\n{marks[1]}\n")
+    return folder
 
 
 def html_pages():

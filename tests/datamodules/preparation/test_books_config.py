@@ -1,4 +1,4 @@
-"""configs/data/books.yaml on a few books and PDF files: copies and other languages go, encrypted books are counted."""
+"""configs/data/books.yaml and gutenberg.yaml on a few books and PDF files: copies and other languages go, encrypted books are counted."""
 
 import json
 import random
@@ -6,7 +6,7 @@ import random
 import pytest
 
 from core.__main__ import main
-from datamodules.preparation.readers import epub_documents, pdf_documents
+from datamodules.preparation.readers import epub_documents, gutenberg_texts, pdf_documents
 from tests.datamodules.preparation.readers.test_epub_documents import ENCRYPTED
 from tests.datamodules.preparation.test_web_config import FRENCH
 from tests.support.books import epub, lines, pdf
@@ -20,8 +20,8 @@ def text(seed):
     return "\n".join(prose(draw, words=120, odd=0.0) for _ in range(3))
 
 
-def report_of(source, folder, *words):
-    command = ["prepare", "--config", "data/books", f"--data.source={source}", f"--output={folder}"]
+def report_of(source, folder, *words, config="data/books"):
+    command = ["prepare", "--config", config, f"--data.source={source}", f"--output={folder}"]
     assert main([*command, "--data.tokenizer.vocab_size=400", *words]) == 0
     report = json.loads((folder / "report.json").read_text())
     return report["rejected"], {
@@ -48,3 +48,16 @@ def test_pdf_files(tmp_path):
     rejected, dropped = report_of(tmp_path / "in", tmp_path / "out", "--data.reader=PDFDocuments")
     assert rejected == {pdf_documents.SCAN: 1}
     assert dropped["ExactDuplicates"] == 1
+
+
+def test_gutenberg(tmp_path):
+    (tmp_path / "in").mkdir()
+    good = [text(seed) for seed in range(40)]
+    for number, one in enumerate([*good, good[1], FRENCH]):
+        mark = "*** {} OF THE PROJECT GUTENBERG EBOOK ***"
+        content = f"Title: T\n\n{mark.format('START')}\n{one}\n{mark.format('END')}\nlicense\n"
+        (tmp_path / "in" / f"{number}-0.txt").write_text(content)
+    (tmp_path / "in" / "readme.txt").write_text("No book.")
+    rejected, dropped = report_of(tmp_path / "in", tmp_path / "out", config="data/gutenberg")
+    assert rejected == {gutenberg_texts.UNMARKED: 1}
+    assert (dropped["LanguageFilter"], dropped["ExactDuplicates"]) == (1, 1)
