@@ -12,6 +12,11 @@ METADATA = (
     "<dc:language>en-GB</dc:language><dc:date>1897-05-26T00:00:00</dc:date><dc:identifier>urn:x:1</dc:identifier>"
 )
 
+ENCRYPTED = (
+    '<encryption xmlns="urn:oasis:names:tc:opendocument:xmlns:container" xmlns:e="http://www.w3.org/2001/04/xmlenc#">'
+    '<e:EncryptedData><e:CipherData><e:CipherReference URI="{}"/></e:CipherData></e:EncryptedData></encryption>'
+)
+
 
 def xhtml(body, head="<title/>"):
     return (

@@ -7,12 +7,15 @@ import pytest
 
 from core.__main__ import main
 from datamodules.preparation.readers import epub_documents, gutenberg_texts, pdf_documents
-from tests.datamodules.preparation.readers.test_epub_documents import ENCRYPTED
-from tests.datamodules.preparation.test_web_config import FRENCH
-from tests.support.books import epub, lines, pdf
+from tests.support.books import ENCRYPTED, epub, lines, pdf
 from tests.support.quality_corpus import prose
 
 pytestmark = pytest.mark.ci
+
+FRENCH = (
+    "Le chat dort sur la chaise pendant que les enfants jouent dans le jardin avec leurs amis. Il fait beau. "
+    * 5
+)
 
 
 def text(seed):

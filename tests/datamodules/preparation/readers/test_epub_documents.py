@@ -8,17 +8,13 @@ import pytest
 from core.errors import ConfigError
 from datamodules.preparation.readers import epub_documents, source_files
 from datamodules.preparation.readers.epub_documents import EPUBDocuments
-from tests.support.books import CONTAINER, epub, package, write_zip, xhtml
+from tests.support.books import CONTAINER, ENCRYPTED, epub, package, write_zip, xhtml
 from tests.support.corpus import rows_of, texts, texts_of
 from tests.support.restarts_of_preparation import ends_in_the_same_bytes
 
 pytest.importorskip("resiliparse")
 
 BOMB = "<p>" + "a" * 1000 + "</p>"
-ENCRYPTED = (
-    '<encryption xmlns="urn:oasis:names:tc:opendocument:xmlns:container" xmlns:e="http://www.w3.org/2001/04/xmlenc#">'
-    '<e:EncryptedData><e:CipherData><e:CipherReference URI="{}"/></e:CipherData></e:EncryptedData></encryption>'
-)
 
 
 def test_chapters_come_in_the_order_of_the_spine(tmp_path):
