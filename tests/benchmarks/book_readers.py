@@ -1,5 +1,6 @@
 """Prints how fast EPUBDocuments, PDFDocuments and GutenbergTexts read, on one core, and pypdf beside PDFium.
 
+    pip install pypdf
     python -m tests.benchmarks.book_readers --books 60
 
 Books are drawn: 25 chapters of 12 kB, or 100 pages of 45 lines. PDFium and pypdf run interleaved, on the same files.
