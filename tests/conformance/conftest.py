@@ -19,6 +19,7 @@ from plugins.networks.gpt import GPT
 from tests.conformance.compatibility import SHORT
 from tests.support import slurm
 from tests.support.archives import page, response, write_archive
+from tests.support.books import epub, lines, pdf
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
 from tests.support.wiki import dump, wiki_page
@@ -220,9 +221,11 @@ def _cases():
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("C4Quality", {"min_sentences": 1, "closed_lines": False}),
         Case("CodeQuality", {"max_mean_line": None, "max_line": None}),
+        Case("EPUBDocuments", config={"data": {"init_args": {"source": str(epub_books())}}}),
         Case("FineWebQuality", {"min_closed_lines": None}),
         Case("GopherQuality", {"min_words": 30, "min_stop_words": 1, "stop_words": ["alpha", "beta"]}),
         Case("GopherRepetition", {"max_top_ngram": {2: 0.9}, "max_repeated_ngrams": {5: 0.9}}),
+        Case("GutenbergTexts", config={"data": {"init_args": {"source": str(gutenberg_files())}}}),
         Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
@@ -235,6 +238,7 @@ def _cases():
         # Orthogonalised in bfloat16: where a sum's last bit changes a rounding there, the step changes by 2^-9 of a value.
         # With steps as small as these that stays below what float32 adds, on every processor.
         Case("Muon", {"lr": 2e-5}),
+        Case("PDFDocuments", config={"data": {"init_args": {"source": str(pdf_files())}}}),
         Case("ParquetDocuments", config={"data": {"init_args": {"source": str(parquet_file())}}}),
         Case("Pretrained", {"path": neox()}, exempt=LOOKS),
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
@@ -314,6 +318,16 @@ def parquet_file():
     return path
 
 
+def gutenberg_files():
+    """Writes the kit's text as files of Project Gutenberg."""
+    folder = workshop() / "gutenberg"
+    folder.mkdir(exist_ok=True)
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        marks = [f"*** {word} OF THE PROJECT GUTENBERG EBOOK {number} ***" for word in ("START", "END")]
+        (folder / f"{number}-0.txt").write_text(f"Title: {number}\n\n{marks[0]}\n\n{words}\n\n{marks[1]}\n")
+    return folder
+
+
 def html_pages():
     """Writes the kit's text as a folder of web pages."""
     folder = workshop() / "pages"
@@ -322,6 +336,25 @@ def html_pages():
         (folder / f"{number:03}.html").write_text(
             f"<html lang=en><title>{number}</title><main><p>{words}</p></main>"
         )
+    return folder
+
+
+def epub_books():
+    """Writes the kit's text as a folder of EPUB books."""
+    folder = workshop() / "books"
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        epub(folder / f"{number:03}.epub", [words])
+    return folder
+
+
+def pdf_files():
+    """Writes the kit's text as a folder of PDF files."""
+    folder = workshop() / "pdf"
+    folder.mkdir(exist_ok=True)
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        parts = words.split()
+        page = lines(*(" ".join(parts[at : at + 8]) for at in range(0, len(parts), 8)))
+        (folder / f"{number:03}.pdf").write_bytes(pdf([page]))
     return folder
 
 

@@ -40,14 +40,14 @@ def archived_files(path: Path, limit: int, wanted: Callable[[str], bool]) -> Ite
     """Yields the path and the content of each regular file of an archive that is wanted.
 
     Args:
-        path: A .zip or .tar file; .tar also compressed.
+        path: A .zip, .epub or .tar file; .tar also compressed.
         limit: Longest content in bytes; of longer ones the first `limit` + 1 bytes are read.
         wanted: Called with the path in the archive, which has only names of folders and a file.
 
     Raises:
         BrokenFileError: If the archive cannot be read further, or is a bomb.
     """
-    read = _zipped if path.suffix.lower() == ".zip" else _tarred
+    read = _zipped if path.suffix.lower() in (".zip", ".epub") else _tarred
     with opened(path) as raw:
         yield from read(path, raw, limit, wanted)
 

@@ -74,7 +74,7 @@ class SourceFiles:
         first, _, rest = self._name(path).partition("/")
         if rest:
             return printable(first)
-        if re.search(r"\.(txt|md|html?)(\.gz|\.zst)?$", path.name.lower()):
+        if re.search(r"\.(txt|md|html?|epub|pdf)(\.gz|\.zst)?$", path.name.lower()):
             return printable(self.root.name)
         stem = first.partition(".")[0]
         return printable(re.sub(r"[-_]?\d+([-_]of[-_]\d+)?$", "", stem) or self.root.name)
