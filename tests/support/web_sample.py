@@ -63,7 +63,7 @@ def paragraphs(megabytes: float) -> Paragraphs:
         for block in re.split(r"\n\s*\n", text):
             lines = [line.strip() for line in block.strip().splitlines()]
             joined = " ".join(lines)
-            plain = len(joined) > 120 and _PLAIN.match(joined) is not None and joined.count("`") < 9
+            plain = len(joined) > 120 and _PLAIN.match(joined) is not None and _sentences(joined)
             one = joined if plain else "\n".join(lines)
             if 20 < len(one) < 4000 and one not in found[plain]:
                 found[plain][one] = None
@@ -71,6 +71,12 @@ def paragraphs(megabytes: float) -> Paragraphs:
         if size > megabytes * 1e6:
             break
     return Paragraphs([*found[True]], [*found[False]], _translations())
+
+
+def _sentences(text: str) -> bool:
+    """Returns whether nine of ten words have letters alone."""
+    words = text.split()
+    return 10 * sum(word.strip(".,;:()'\"").isalpha() for word in words) >= 9 * len(words)
 
 
 def _texts() -> Iterator[str]:
@@ -99,21 +105,23 @@ def _translations() -> dict[str, list[str]]:
     return {name: [*texts] for name, texts in sorted(found.items()) if len(texts) > 40}
 
 
-def write_web_sample(folder: Path, megabytes: float, files: int = 8, seed: int = 0) -> int:
+def write_web_sample(
+    folder: Path, megabytes: float, files: int = 8, seed: int = 0, broken: bool = True
+) -> int:
     """Writes archives NUMBER.warc.gz of so many megabytes of records in all; returns the number of records.
 
     Of the pages, 8% are exact and 10% near duplicates of earlier ones, 8% spam, 8% short, 8% of other languages; 4% have
-    addresses and numbers of people; 12% of the records are no pages, and one in each archive is broken.
+    addresses and numbers of people; 12% of the records are no pages, and one in each archive is broken (`broken`).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    source, draw = paragraphs(min(megabytes / 10, 4)), random.Random(seed)
+    source, draw = paragraphs(min(megabytes / 20, 1.5)), random.Random(seed)
     size = number = 0
     earlier: list[str] = []
     streams = [(folder / f"{file:03}.warc.gz").open("wb") for file in range(files)]
     while size < megabytes * 1e6:
         record = _record(source, earlier, draw, number)
         member = gzip.compress(record, 6, mtime=0)
-        if number < 2 * files <= number + files:
+        if broken and files <= number < 2 * files:
             member = member[: len(member) // 2]
         streams[number % files].write(member)
         size, number = size + len(record), number + 1
