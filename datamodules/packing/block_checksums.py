@@ -106,7 +106,7 @@ class BlockChecks:
             place, bit = first + block >> 3, 1 << (first + block & 7)
             if not seen[place] & bit:
                 at = block << _SHIFT
-                if zlib.crc32(raw[at : at + BLOCK_BYTES]) != self.sums[number][block]:
+                if zlib.crc32(raw[at : at + BLOCK_BYTES].data) != self.sums[number][block]:
                     raise self._error(number, at, min(at + BLOCK_BYTES, len(raw)))
                 seen[place] |= bit
                 self.left -= 1

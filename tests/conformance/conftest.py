@@ -225,6 +225,10 @@ def _cases():
         Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
+        Case("InstructionDataModule", instructions()),
+        Case(
+            "InstructionDataModule", instructions() | {"pack": False, "too_long": "cut", "sequence_length": 8}
+        ),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("MixtureDataModule", mixture()),
         # Orthogonalised in bfloat16: where a sum's last bit changes a rounding there, the step changes by 2^-9 of a value.
@@ -234,6 +238,7 @@ def _cases():
         Case("Pretrained", {"path": neox()}, exempt=LOOKS),
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
+        Case("PreferenceDataModule", preferences()),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case(
             "PrefixLM",
@@ -403,6 +408,27 @@ def bytes_tokenizer():
     tokenizer.add_special_tokens(vocabulary[:1])
     tokenizer.save(str(path))
     return str(path)
+
+
+def fine_tuning(name, records):
+    """Returns arguments of a data module for fine-tuning on these records, which it encodes with bytes."""
+    path = workshop() / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}}
+    rows = {"sequence_length": 16, "batch_size": 4, "cache_dir": str(workshop() / "encoded")}
+    return {"source": str(path), "tokenizer": tokenizer, "validation_fraction": 0.1, **rows}
+
+
+def instructions():
+    """Returns arguments with prompts and answers of up to 12 bytes."""
+    records = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}"} for n in range(200)]
+    return fine_tuning("instructions", records) | {"template": "plain"}
+
+
+def preferences():
+    """Returns arguments with pairs of answers to prompts, which differ in length."""
+    records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
+    return fine_tuning("preferences", records) | {"template": "plain"}
 
 
 def mixture():

@@ -127,7 +127,8 @@ def _by_block(
             held = held[number:]
             if len(held) or (more := next(partitions, None)) is None:
                 break
-            held = np.unique(more)
+            more.sort()  # several times as fast as np.unique
+            held = more[np.diff(more, prepend=~more[:1]) != 0]
         yield block, np.concatenate(found).astype(np.int64) - block.begin
 
 

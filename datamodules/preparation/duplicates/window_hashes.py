@@ -83,7 +83,7 @@ def fingerprints(text: np.ndarray, ends: np.ndarray, length: int) -> tuple[np.nd
             chosen = chosen[1:]
         if len(chosen):
             places.append(begin + chosen)
-            hashes.append(found[chosen])
+            hashes.append(mixed([found[chosen]]))  # the least of many are all small
     return np.concatenate(hashes), np.concatenate(places)
 
 

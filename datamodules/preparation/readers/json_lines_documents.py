@@ -98,17 +98,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yields (text, source, id) of each line, and its metadata; the id is the file's name and the line's byte offset."""
     source, name = files.source_of(path), files.name(path)
-    for number, offset, line in lines(path, piece, source, reject):
-        place = f"{path}:{number}" if not piece.get("begin") else f"{path}, byte {offset:,}"
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            at = offset + error.start
-            reject(source, place, "not UTF-8", f"byte {at:,} of the file is 0x{line[error.start]:02x}")
-            continue
-        text = text if offset else text.removeprefix(codecs.BOM_UTF8.decode())
-        if not text or text.isspace():
-            continue
+    for place, offset, text in texts(path, piece, source, reject):
         record, reason, details = _parsed(text, text_field)
         if reason:
             reject(source, place, reason, details)
@@ -120,6 +110,21 @@ def rows(
             f"{name}:{offset}",
             {field: as_metadata(record.get(field)) for field in metadata},
         )
+
+
+def texts(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[str, int, str]]:
+    """Yields (place for messages, byte offset, text) of the lines that begin in a piece, without blank ones."""
+    for number, offset, line in lines(path, piece, source, reject):
+        place = f"{path}:{number}" if not piece.get("begin") else f"{path}, byte {offset:,}"
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            at = offset + error.start
+            reject(source, place, "not UTF-8", f"byte {at:,} of the file is 0x{line[error.start]:02x}")
+            continue
+        text = text if offset else text.removeprefix(codecs.BOM_UTF8.decode())
+        if text and not text.isspace():
+            yield place, offset, text
 
 
 def _parsed(line: str, field: str) -> tuple[Any, str, str]:

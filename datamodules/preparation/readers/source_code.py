@@ -17,7 +17,7 @@ from datamodules.preparation.readers import archived_files
 from datamodules.preparation.readers import licenses as _license
 from datamodules.preparation.readers.compressed_files import rejecting_broken
 from datamodules.preparation.readers.file_reader import FileReader, Row
-from datamodules.preparation.readers.opened_files import UnreadableError, opened
+from datamodules.preparation.readers.opened_files import UnreadableError, opened, printable
 from datamodules.preparation.readers.programming_languages import LANGUAGES, SUFFIXES, language_of
 from datamodules.preparation.readers.source_files import Piece, SourceFiles, whole_files
 from datamodules.preparation.readers.web_pages import need
@@ -70,11 +70,12 @@ class SourceCode(FileReader):
     """Reads checked-out repositories, in folders or in archives as GitHub gives them (.zip, .tar, .tar.gz): a file is a document.
 
     The language is that of the file's name. The license is that of the file's own SPDX header, otherwise that of the
-    license files (LICENSE, COPYING, LICENSE-MIT...) in its folder or the nearest folder above, up to the source or the
-    root of the archive: of several licenses, each has to be allowed. Files without license, of another one, binary,
-    not in UTF-8, or too long are rejected with the reason. Minified files, links, and folders of others' code (vendor,
-    node_modules, third_party) are not read. Archives are read in memory, twice; paths that lead out of them are left out,
-    and bombs stopped. An archive is one task. Put CodeQuality behind it.
+    license files (LICENSE, COPYING, LICENSE-MIT...) in its folder or the nearest folder above, up to the source or
+    the root of the archive: of several licenses, each has to be allowed. Files without license, of another one,
+    binary, not in UTF-8, or too long are rejected with the reason. Minified files, links, and folders of others' code
+    (vendor, node_modules, third_party) are not read. Language, license and repository are its metadata. Archives are
+    read in memory, twice; paths that lead out of them are left out, and bombs stopped. An archive is one task. Put
+    CodeQuality behind it.
 
     Args:
         source: A path, a folder, or a glob.
@@ -93,6 +94,8 @@ class SourceCode(FileReader):
             max_reject_fraction: 0.9
     """
 
+    metadata = ("language", "license", "repository")
+
     def __init__(
         self,
         source: str,
@@ -109,6 +112,8 @@ class SourceCode(FileReader):
         self.files = SourceFiles(source, suffixes, without=OTHERS)
         folder = Path(source).expanduser()
         self._top = folder.absolute() if folder.is_dir() else self.files.root
+        self.files.root = self._top
+        self._is_checkout = (self._top / ".git").exists() or bool(_licenses_of_folder(self._top))
         self._found: dict[Path, tuple[str, ...]] = {}
 
     def options(self) -> dict[str, Any]:
@@ -141,7 +146,7 @@ class SourceCode(FileReader):
         return language_of(path.name) in self.languages and not path.name.lower().endswith(_MINIFIED)
 
     def _file(self, path: Path, reject: Reject) -> Iterator[Row]:
-        name, repository = self.files.name(path), self.files.source_of(path)
+        name, repository = self.files.name(path), self._repository(self.files.name(path))
         if path.is_symlink():
             reject(repository, str(path), LINK, "")
             return
@@ -151,6 +156,11 @@ class SourceCode(FileReader):
             yield from self._document(
                 data, self._near(path.absolute().parent), str(path), name, repository, reject
             )
+
+    def _repository(self, name: str) -> str:
+        """Returns the repository of a file in a folder: the first folder of its path, or the source if that is a checkout."""
+        first, slash, _ = name.partition("/")
+        return first if slash and not self._is_checkout else printable(self._top.name)
 
     def _near(self, folder: Path) -> tuple[str, ...]:
         """Returns the licenses of the nearest folder that has some, from one of the source upwards."""
@@ -200,7 +210,8 @@ class SourceCode(FileReader):
             return
         language = language_of(PurePosixPath(name).name) or ""
         counted = {"language": language, "license": expression or "none", "repository": repository}
-        yield text, counted[self.count_by], name
+        known = {"language": language, "license": expression or None, "repository": repository}
+        yield text, counted[self.count_by], name, known
 
     def _fault(self, expression: str) -> str:
         """Returns why a file of this license is not read; empty if it is."""
@@ -238,7 +249,7 @@ def _check(languages: Collection[str] | None, count_by: str, max_file_bytes: int
     for one in languages or ():
         if one not in LANGUAGES:
             raise ConfigError(
-                f"SourceCode: there is no language {one!r}.{nearest(one, LANGUAGES)}\nNames are those of GitHub's linguist."
+                f"SourceCode: there is no language {one!r}.{nearest(one, set(LANGUAGES))}\nNames are those of GitHub's linguist."
             )
     if count_by not in get_args(CountBy) or max_file_bytes < 1:
         raise ConfigError(

@@ -48,11 +48,12 @@ class StackExchangeDump(FileReader):
 
     The text is "Q:", title and body, then "A:" and the body for each answer: the accepted one first, the others by
     score. HTML becomes text in which code keeps its lines. A document's id is the file and the question's number, and
-    it is counted under its site, which is the name of the folder (ai.stackexchange.com/Posts.xml). Questions with too
-    few answers and posts of other types are skipped. Answers without their question, rows that are not XML, have
-    entities or are longer than 1 MiB are rejected one by one. Questions and answers lie apart in the dump: they are
-    sorted in temporary files (TMPDIR), which take a third of its size. Up to 16 workers share a large plain file; a
-    compressed one is one task. Unpack archives before: `7z x ai.stackexchange.com.7z`.
+    it is counted under its site, which is the name of the folder (ai.stackexchange.com/Posts.xml). Title, address, date,
+    license and tags of the question are its metadata. Questions with too few answers and posts of other types are
+    skipped. Answers without their question, rows that are not XML, have entities or are longer than 1 MiB are rejected
+    one by one. Questions and answers lie apart in the dump: they are sorted in temporary files (TMPDIR), which take a
+    third of its size. Up to 16 workers share a large plain file; a compressed one is one task. Unpack archives before:
+    `7z x ai.stackexchange.com.7z`.
 
     Args:
         source: A path, a folder, or a glob.
@@ -68,6 +69,8 @@ class StackExchangeDump(FileReader):
           init_args:
             reader: {class_path: StackExchangeDump, init_args: {min_score: 3, max_answers: 3}}
     """
+
+    metadata = ("title", "url", "date", "license", "tags")
 
     def __init__(
         self,
@@ -116,7 +119,7 @@ class StackExchangeDump(FileReader):
                         reject(source, f"{path}, post {question['Id']}", error.reason, error.details)
                         continue
                     if text:
-                        yield text, source, f"{name}:{question['Id']}"
+                        yield text, source, f"{name}:{question['Id']}", _known(question, path)
 
     def _text(self, question: dict[str, str], answers: list[dict[str, str]]) -> str:
         """Returns the text of a question; an empty one if it is left out."""
@@ -134,6 +137,19 @@ class StackExchangeDump(FileReader):
         for reply in replies:
             parts += ["A:", reply]
         return "\n\n".join(parts)
+
+
+def _known(question: dict[str, str], path: Path) -> dict[str, str | None]:
+    """Returns the metadata of a question."""
+    site = _site(path)
+    tags = re.split(r"[<>|]+", question.get("Tags", "").strip("<>|"))
+    return {
+        "title": question.get("Title"),
+        "url": f"https://{site}/questions/{question['Id']}" if site else None,
+        "date": question.get("CreationDate"),
+        "license": question.get("ContentLicense"),
+        "tags": " ".join(filter(None, tags)) or None,
+    }
 
 
 def _site(path: Path) -> str:

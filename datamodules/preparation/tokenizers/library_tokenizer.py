@@ -36,7 +36,7 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text, on all cores."""
-        with _threads():
+        with threads():
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -126,7 +126,7 @@ class TrainedTokenizer(LibraryTokenizer):
 
 def trained_on(tokenizer: Implementation, documents: Iterable[str], trainer: Any) -> Implementation:
     """Returns a tokenizer after training it on documents, on all cores."""
-    with _threads():
+    with threads():
         tokenizer.train_from_iterator(documents, trainer)
     return tokenizer
 
@@ -137,7 +137,7 @@ def byte_alphabet() -> list[str]:
 
 
 @contextmanager
-def _threads() -> Iterator[None]:
+def threads() -> Iterator[None]:
     """Lets `tokenizers` use threads in this block only, unless the user has set TOKENIZERS_PARALLELISM.
 
     Its thread pool does not survive a fork: a child process that uses its parent's pool hangs, and the library warns

@@ -187,6 +187,16 @@ def test_hashes_differ_where_bytes_do():
     assert not set(window_hashes.window_hashes(text, 16)) & set(window_hashes.window_hashes(text, 16, True))
 
 
+def test_fingerprints_are_few_and_their_hashes_evenly_distributed():
+    """As the files are by which they are sorted on disk."""
+    text = np.frombuffer(random.Random(0).randbytes(200_000), np.uint8)
+    hashes, places = window_hashes.fingerprints(text, np.array([len(text)]), 200)
+    assert 45 < len(text) / len(places) < 60
+    assert np.diff(places).max() <= 101
+    for share in (0.25, 0.5, 0.75):
+        assert abs(np.mean(hashes < np.uint64(share * 2**64)) - share) < 0.03
+
+
 def test_a_process_that_gets_a_copy_loads_for_itself(tmp_path):
     transform = RepeatedSubstrings(32)
     mapped(transform, [PASSAGE, PASSAGE], tmp_path, random.Random(0))
