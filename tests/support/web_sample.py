@@ -15,6 +15,7 @@ import random
 import re
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NamedTuple
@@ -55,6 +56,7 @@ class Paragraphs(NamedTuple):
     foreign: dict[str, list[str]]
 
 
+@cache
 def paragraphs(megabytes: float) -> Paragraphs:
     """Returns paragraphs of at least so much text, if there is so much."""
     found: dict[bool, dict[str, None]] = {True: {}, False: {}}
