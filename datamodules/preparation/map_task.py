@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from core import durable
 from core.errors import ConfigError
 from datamodules.preparation.pipeline import Pipeline, Tally
+from toolkit.sizes import readable
 
 
 @dataclass
@@ -34,7 +36,10 @@ class MapTask:
         """
         path = self.folder / f"{task['number']:06}"
         if not path.exists():
-            found = self.pipeline.batches(task, Tally(len(self.pipeline.transforms)), until=self.index)
+            tally = Tally(len(self.pipeline.transforms))
+            found = self.pipeline.batches(task, tally, until=self.index)
+            if (kept := self.pipeline.kept) and self.index in kept.indices:
+                found = kept.writing(found, tally.state, task["number"], self.index)
             try:
                 with durable.replacing(path) as temporary:
                     self.pipeline.transforms[self.index].map(found, temporary)
@@ -66,4 +71,10 @@ def map_reduce(
             with durable.replacing(conclusion) as temporary:
                 transform.reduce(findings, temporary)
         pipeline.reduced[index] = conclusion
+        if pipeline.kept and index in pipeline.kept.indices:
+            print(
+                f"{type(transform).__name__} has seen all documents. {parts} keeps them until they are tokens: {readable(pipeline.kept.size())}",
+                file=sys.stderr,
+                flush=True,
+            )
     return pipeline.reduced

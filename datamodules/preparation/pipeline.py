@@ -13,6 +13,7 @@ import pyarrow
 
 from core.contracts import Reader, Reject, Transform, raise_reject
 from datamodules.preparation.flow import SHOWN, Example, Flow, merged
+from datamodules.preparation.kept_documents import KeptDocuments, kept_in
 from datamodules.preparation.readers.opened_files import printable
 from datamodules.preparation.split import SPLITS
 from toolkit.arrow_columns import flags
@@ -38,33 +39,46 @@ class Pipeline:
         transforms: In their order.
         reduced: Index of a transform that needs all documents -> the file with what its `reduce` wrote.
         strict: Whether the first input that cannot be read stops the run.
+        kept: Where documents are kept before a transform that sees all; None: they are read again each time.
     """
 
     reader: Reader
     transforms: Sequence[Transform] = ()
     reduced: dict[int, Path] = field(default_factory=dict)
     strict: bool = True
+    kept: KeptDocuments | None = None
 
     def batches(
         self, task: Mapping[str, Any], tally: Tally, until: int | None = None
     ) -> Iterator[pyarrow.RecordBatch]:
         """Yields a task's documents after the first `until` transforms (None: all); never an empty batch."""
-        transforms = self.transforms[:until]
-        counting = [isinstance(transform, KeepsCounts) for transform in transforms]
-        for index, transform in enumerate(transforms):
+        transforms = list(enumerate(self.transforms[:until]))
+        kept_here = self.kept.open(task["number"], len(transforms)) if self.kept else None
+        if kept_here is None:
+            documents = self._read(task, tally)
+        else:
+            begin, file = kept_here
+            documents, transforms = kept_in(file, tally.restore), transforms[begin:]
+        counting = {index for index, transform in transforms if isinstance(transform, KeepsCounts)}
+        for index, transform in transforms:
             if transform.needs_all_documents:
                 transform.load(self.reduced[index])
-        for batch in self.reader.read(task, self._reject(tally)):
-            kept = _without_blanks(batch, tally)
-            tally.flow.count(0, kept)
-            for index, transform in enumerate(transforms):
+        for kept in documents:
+            for index, transform in transforms:
                 if len(kept):
                     kept = transform.apply(kept, tally.drop(index, kept))
                     tally.flow.count(index + 1, kept)
-                    if counting[index]:
+                    if index in counting:
                         tally.counted[index].update(transform.take_counts())  # type: ignore[attr-defined]
             if len(kept):
                 yield kept
+
+    def _read(self, task: Mapping[str, Any], tally: Tally) -> Iterator[pyarrow.RecordBatch]:
+        """Yields a task's documents as the reader gives them, without blank ones."""
+        for batch in self.reader.read(task, self._reject(tally)):
+            full = _without_blanks(batch, tally)
+            tally.flow.count(0, full)
+            yield full
 
     def _reject(self, tally: Tally) -> Reject:
         """Returns what the reader calls with input that cannot be used, or that it skips."""
@@ -158,3 +172,22 @@ class Tally:
             "examples": self.examples,
             "flow": self.flow.record(),
         }
+
+    def state(self) -> dict[str, Any]:
+        """Returns all counts as JSON values, for :meth:`restore`."""
+        return self.record() | {"rejects": self.rejects}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Adds what another tally has counted before any document was stored."""
+        for name, counts in vars(self).items():
+            if isinstance(counts, Counter):
+                counts.update(state.get(name, {}))  # earlier versions counted less
+        self.rejects += state["rejects"]
+        self.lost_bytes += state["lost_bytes"]
+        self.blank += state["blank"]
+        for index in range(len(self.dropped)):
+            self.dropped[index].update(state["dropped"][index])
+            self.counted[index].update(state["counted"][index])
+            for reason, some in state["examples"][index].items():
+                self.examples[index][reason] = merged(self.examples[index][reason], some)
+        self.flow.add(state["flow"])

@@ -73,6 +73,8 @@ class PreparationTask:
                     ) from error
             finally:
                 shutil.rmtree(temporary, ignore_errors=True)
+        if self.pipeline.kept:
+            self.pipeline.kept.remove(task["number"])
         return read_record(part) | {"found": found, "number": task["number"]}
 
     def _write(self, task: Mapping[str, Any], folder: Path) -> None:

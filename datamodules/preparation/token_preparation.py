@@ -32,6 +32,7 @@ from core.contracts import (
 from core.errors import ConfigError, deprecated
 from core.technique import technique
 from datamodules.preparation.engines.engine_worker import over_tasks, return_memory
+from datamodules.preparation.kept_documents import KeptDocuments, places
 from datamodules.preparation.manifest import FORMAT, Totals, shares, source_bytes, write_manifest
 from datamodules.preparation.map_task import map_reduce
 from datamodules.preparation.one_preparer import one_preparer
@@ -54,7 +55,7 @@ from toolkit.prepared import (
     stored_vocab_size,
 )
 
-PARTS, TOKENIZER, VOCABULARY = "parts", "tokenizer.json", "vocabulary.json"
+PARTS, TOKENIZER, VOCABULARY, SPLIT = "parts", "tokenizer.json", "vocabulary.json", "split.json"
 _TRAINING_BYTES = 1 << 30
 """Bytes of text, about, that a tokenizer is trained on: tasks evenly spaced over the source."""
 _TEMPORARY = "preparing-"
@@ -292,9 +293,9 @@ class TokenPreparation(TokenPreparer):
         parts = folder / PARTS
         parts.mkdir(exist_ok=True)
         over = partial(over_tasks, self.engine, parts)
-        reduced = map_reduce(self._pipeline({}), self.tasks, parts, over)
-        pipeline = self._pipeline(reduced)
-        split = self._split(pipeline)
+        reduced = map_reduce(self._pipeline({}, parts), self.tasks, parts, over)
+        pipeline = self._pipeline(reduced, parts)
+        split = self._chosen_split(pipeline, parts / SPLIT)
         vocabulary, trained = self._train_tokenizer(pipeline, split, folder)
         in_process = trained and self.engine is None  # then encoding uses all cores
         in_text = isinstance(self.tokenizer, LibraryTokenizer) and self.tokenizer.special_tokens_in_text
@@ -341,8 +342,9 @@ class TokenPreparation(TokenPreparer):
     def _reader(self) -> Reader:
         return self.documents if isinstance(self.documents, Reader) else SingleTaskReader(self.documents)
 
-    def _pipeline(self, reduced: dict[int, Path]) -> Pipeline:
-        return Pipeline(self._reader, self.transforms, reduced, self.max_reject_fraction == 0)
+    def _pipeline(self, reduced: dict[int, Path], parts: Path) -> Pipeline:
+        kept = KeptDocuments(parts, places(self.transforms))
+        return Pipeline(self._reader, self.transforms, reduced, self.max_reject_fraction == 0, kept)
 
     def _identity(self) -> dict[str, Any]:
         """Returns a digest of what determines the tokens; independent of the files' folder and time of change."""
@@ -354,6 +356,15 @@ class TokenPreparation(TokenPreparer):
             for task in self.tasks
         ]
         return {"format": FORMAT, "digest": _digest({"options": self.options(), "pieces": unchanged})}
+
+    def _chosen_split(self, pipeline: Pipeline, path: Path) -> Split:
+        """Returns the split, read from a file if an earlier run has chosen it."""
+        if path.exists():
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return Split(**found | {"groups": {int(key): side for key, side in found["groups"].items()}})
+        split = self._split(pipeline)
+        durable.write(path, json.dumps(vars(split)))
+        return split
 
     def _split(self, pipeline: Pipeline) -> Split:
         tally = Tally(len(self.transforms))

@@ -283,7 +283,9 @@ def _take(folder: Path, plan: Mapping[str, Any], overwrite: bool) -> None:
             f"{folder} is not empty, and not a folder that prepare has written (it has no plan.json).\nChoose another "
             "--output."
         )
-    for left in [*folder.glob("*.tmp"), *folder.glob("*/*.tmp")]:  # of a killed run; the folder is ours
+    for left in (
+        path for depth in ("*", "*/*", "*/*/*") for path in [*folder.glob(f"{depth}.tmp")]
+    ):  # of a killed run; the folder is ours
         shutil.rmtree(left) if left.is_dir() else left.unlink()
     if old == plan:
         return
