@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import sys
 import time
@@ -147,7 +148,9 @@ class TokenPreparation(TokenPreparer):
         """
         if is_remote(source):
             return open_remote(source, cache_dir, cache_bytes, storage_options)
-        return prepared_folder(source)
+        if (folder := prepared_folder(source)) is None:
+            _refuse_tokens(source)
+        return folder
 
     @staticmethod
     def describe(folder: Path) -> TokenFolder:
@@ -421,6 +424,16 @@ def _publish(temporary: Path, folder: Path) -> None:
         if not (folder / "manifest.json").exists():
             raise
     durable.sync(folder.parent)
+
+
+def _refuse_tokens(source: str) -> None:
+    """Raises a ConfigError if a source holds tokens that litdata wrote: they have no manifest."""
+    root = Path(os.path.expanduser(source))
+    if any((root / name / "index.json").is_file() for name in ("", "train")):
+        raise ConfigError(
+            f"{source} has an index.json, as litdata.optimize writes, and no manifest.json of prepare. Tokens of litdata are "
+            "read by\nanother data module: --config data/litdata --data.source=... --data.tokenizer.path=FILE"
+        )
 
 
 def _remove_stale(cache_dir: Path) -> None:
