@@ -277,6 +277,7 @@ def test_compressed_chunks_are_read_through_the_cache(opened, build, tmp_path):
     assert tokens(stores["train"]) + tokens(stores["validation"]) == [*chain.from_iterable(DOCUMENTS[::-1])]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("packed", [False, True])
 def test_folders_on_object_storage(opened, storage, tmp_path, packed):
     plain = {split: write_litdata(tmp_path / "tokens" / split, part, INT32)
