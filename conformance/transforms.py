@@ -18,11 +18,13 @@ from conformance.runs import in_subprocess
 from conformance.workshop import VARIED, WORDS, workshop
 from core.contracts import Transform
 
-Row = tuple[str, str, str]
+Row = tuple[Any, ...]
 Result = tuple[list[Row], Counter[str]]
 """The rows that are left, and how many were dropped for each reason."""
 
-COLUMNS = ["text", "source", "id"]
+COLUMNS = ["text", "source", "id", "date"]
+"""The last is metadata, not known of each document: transforms leave it as it is."""
+
 SIZES = (1, 7, 1000)
 """Rows of a batch; the last holds complete pieces."""
 
@@ -31,7 +33,10 @@ def rows() -> list[Row]:
     """Returns documents, short and long ones, with duplicates here and there and unusual characters."""
     texts = [" ".join(WORDS[(n * step) % len(WORDS)] for step in range(n % 50 + 1)) for n in range(100)]
     texts += [*VARIED, *texts[90:95], texts[95] + " more"]
-    return [(text, f"source-{number % 3}", f"file:{number}") for number, text in enumerate(texts)]
+    return [
+        (text, f"source-{number % 3}", f"file:{number}", f"2024-{number % 12 + 1:02}" if number % 5 else None)
+        for number, text in enumerate(texts)
+    ]
 
 
 def pieces(size: int) -> list[list[pyarrow.RecordBatch]]:
@@ -77,10 +82,10 @@ def applied(transform: Transform, learned: Path | None, size: int = SIZES[-1]) -
 
         found = transform.apply(batch, drop)
         require(
-            found.schema.names == COLUMNS,
-            f"a batch has the columns {', '.join(found.schema.names)}, not {', '.join(COLUMNS)}",
+            found.schema.names[: len(COLUMNS)] == COLUMNS,
+            f"a batch has the columns {', '.join(found.schema.names)}, not {', '.join(COLUMNS)} and those it adds",
         )
-        left += zip(*(found[name].to_pylist() for name in COLUMNS), strict=True)
+        left += zip(*(found[name].to_pylist() for name in found.schema.names), strict=True)
     return left, +dropped
 
 
@@ -111,13 +116,14 @@ def looks_at_each_document_alone(case: Case) -> None:
 
 @proof("data", contract="Transform")
 def leaves_names_and_order(case: Case) -> None:
-    """The documents that are left keep source, id and order, and the dropped ones are counted."""
+    """The documents that are left keep source, id, metadata and order, and the dropped ones are counted."""
     left, dropped = apply_to_all(build(case, Transform))
     waiting: Iterator[Any] = iter(row[1:] for row in rows())
-    for _, source, name in left:
+    for _, *others in left:
+        known = tuple(others[: len(COLUMNS) - 1])
         require(
-            (source, name) in waiting,  # takes the next ones up to it
-            f"{source}, {name} is no row of the input, or not in its place",
+            known in waiting,  # takes the next ones up to it
+            f"{', '.join(map(str, known))} is no row of the input, or not in its place",
         )
     require(all(isinstance(text, str) for text, *_ in left), "a text is not a string")
     missing = len(rows()) - len(left)

@@ -106,6 +106,9 @@ class Reader(DocumentSource):
     def read(self, task: Mapping[str, Any], reject: Reject) -> Iterator[pyarrow.RecordBatch]:
         """Yields a piece's documents, columns `text`, `source` and `id` (strings), always the same ones.
 
+        Further columns, the same ones for all pieces, are kept in documents.parquet beside the tokens: strings such as `url`,
+        `date` (ISO 8601), `language` (ISO 639-1), `title`, `author`, `license`; null where it is not known.
+
         Args:
             task: One of :meth:`tasks`.
             reject: Called with what cannot be read, such as a broken line; may raise.
@@ -175,7 +178,8 @@ class Transform(ABC):
         """Returns the batch without the rows that are dropped, the others changed or not, in their order.
 
         Args:
-            batch: Columns `text`, `source` and `id`.
+            batch: Columns `text`, `source` and `id`, and those of the reader and of transforms before it, which it leaves
+                as they are. It may add one, such as a score; always the same one.
             drop: Called with a reason (one of few) and the rows dropped for it: their indices in the batch, of which
                 the report shows examples, or their number; with the rows also, if wanted, a text for each that is shown
                 in place of the document's beginning, such as what was found in it.

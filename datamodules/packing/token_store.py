@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import ConfigError
+from datamodules.packing.block_checksums import CHECKSUMS, BlockChecks, read_sums
 from datamodules.packing.remote_chunks import Numbered, RemoteChunks
 from datamodules.packing.token_index import (
     INDEX,
@@ -51,7 +52,8 @@ class TokenStore:
 
     Args:
         folder: The chunks and their index.json (see :mod:`datamodules.packing.token_index`). In the local copy of a
-            remote folder, chunks are downloaded when they are read.
+            remote folder, chunks are downloaded when they are read, and checked then. Local ones are held against
+            checksums.crc32, where there is one, block by block as they are read (:class:`BlockChecks`).
         remote: The remote folder; None: the one that this process has opened for `folder`, if any.
         span: First token and end of the part of the stream that the store holds; None: all.
 
@@ -65,6 +67,8 @@ class TokenStore:
     remote: RemoteChunks | None = None
     _chunks: Sequence[np.ndarray]
     _offsets: Sequence[np.ndarray]
+    _files: Sequence[np.ndarray]
+    _checks: BlockChecks | None = None
 
     def __init__(
         self, folder: Path, remote: RemoteFolder | None = None, span: tuple[int, int] | None = None
@@ -95,10 +99,15 @@ class TokenStore:
                     raw[header_bytes(items) :].view(index.dtype)
                     for raw, items in zip(files, index.items.tolist(), strict=True)
                 ]
-                self._offsets = Numbered(len(files), _Headers(folder, index, files))
+                path = folder / CHECKSUMS
+                if span is None and (sums := read_sums(folder, index.sizes.tolist())):
+                    self._checks = BlockChecks(folder, index.names, sums)
+                self._offsets = Numbered(len(files), _Headers(folder, index, files, self._checks))
+                self._files = files
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is missing or damaged: {read_error(error)}") from error
         tokens, self._items = index.tokens, index.items
+        self._begins = header_bytes(index.items).tolist()
         self._itemsize, self._none = index.dtype.itemsize, np.empty(0, index.dtype)
         self._signed = index.dtype.kind == "i"
         if span is not None:
@@ -192,6 +201,8 @@ class TokenStore:
             tokens = self._chunks[chunk][begin : begin + size + 1]
             if len(tokens) == size + 1:
                 self._require_ids(tokens)
+                if self._checks:
+                    self._check(chunk, begin, begin + size + 1)
                 inputs[:], labels[:] = tokens[:-1], tokens[1:]
                 return True
         tokens = self.read(first, first + size + 1).astype(np.int64)
@@ -201,17 +212,28 @@ class TokenStore:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens at positions [start, stop), of the stored type; fewer where the stream ends."""
-        pieces = [
-            self._chunks[chunk][max(0, start - self._start_list[chunk]) : stop - self._start_list[chunk]]
-            for chunk in self.chunks_between(start, stop)
-        ]
-        tokens = np.concatenate([self._none, *pieces])
-        self._require_ids(tokens)
-        return tokens
+        pieces = []
+        for chunk in self.chunks_between(start, stop):
+            begin, end = max(0, start - self._start_list[chunk]), stop - self._start_list[chunk]
+            tokens = self._chunks[chunk][begin:end]
+            if self._checks and len(tokens):
+                self._check(chunk, begin, begin + len(tokens))
+            pieces.append(tokens)
+        found = np.concatenate([self._none, *pieces])
+        self._require_ids(found)
+        return found
 
     def _require_ids(self, tokens: np.ndarray) -> None:
         if self._signed and len(tokens) and int(tokens.min()) < 0:
             raise ConfigError(f"{self.folder} is damaged: it has the token id {int(tokens.min())}.")
+
+    def _check(self, chunk: int, begin: int, end: int) -> None:
+        """Checks the blocks of some tokens of a chunk, as long as there are some that were not read before."""
+        if checks := self._checks:
+            at, size = self._begins[chunk], self._itemsize
+            checks.check(chunk, self._files[chunk], at + begin * size, at + end * size)
+            if not checks.left:
+                self._checks = None
 
     def chunks_between(self, start: int, stop: int) -> range:
         """Returns the numbers of the chunks that hold the tokens at positions [start, stop)."""
@@ -248,14 +270,18 @@ def _between(offsets: np.ndarray, low: int, high: int, itemsize: int) -> np.ndar
 class _Headers:
     """The offsets of each chunk's documents, memory-mapped and checked at first use."""
 
-    def __init__(self, folder: Path, index: TokenIndex, files: Sequence[np.ndarray]) -> None:
-        self.folder, self.index, self.files = folder, index, files
+    def __init__(
+        self, folder: Path, index: TokenIndex, files: Sequence[np.ndarray], checks: BlockChecks | None
+    ) -> None:
+        self.folder, self.index, self.files, self.checks = folder, index, files, checks
         self.found: dict[int, np.ndarray] = {}
 
     def __call__(self, number: int) -> np.ndarray:
         """Returns the byte offsets of a chunk's documents and of its end."""
         if number not in self.found:
             index, raw = self.index, self.files[number]
+            if self.checks:
+                self.checks.check(number, raw, 0, header_bytes(int(index.items[number])))
             try:
                 self.found[number] = checked_header(
                     raw, len(raw), int(index.items[number]), index.dtype.itemsize

@@ -14,15 +14,16 @@ import numpy as np
 from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
+from datamodules.preparation.document_table import DOCUMENTS, join_tables
 from datamodules.preparation.flow import Example, Flow, merged
-from datamodules.preparation.pipeline import SPLITS
 from datamodules.preparation.preparation_report import FILES as REPORT
 from datamodules.preparation.preparation_report import write_report
 from datamodules.preparation.preparation_task import COUNTS, REJECTS, file_digest, read_record
+from datamodules.preparation.split import SPLITS
 from toolkit.manifest_schema import CHECKSUM, checksum
 from toolkit.prepared import MANIFEST, PLAN
 
-EXTRAS = (PLAN, REJECTS, *REPORT)
+EXTRAS = (PLAN, REJECTS, DOCUMENTS, *REPORT)
 """Files that no run reads: they may be missing, but not changed."""
 
 FORMAT = 3
@@ -46,6 +47,7 @@ class Totals:
         self.flow: Flow | None = Flow(transforms)  # None: an earlier version did some of the tasks
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.rejected: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.counted: list[Counter[str]] = [Counter() for _ in range(transforms)]
@@ -60,6 +62,7 @@ class Totals:
         for source, counts in record["sources"].items():
             self.sources[source].update(counts)
         self.rejected.update(record["rejected"])
+        self.skipped.update(record.get("skipped", {}))
         self.lost_bytes += record.get("lost_bytes", 0)
         self.lengths.update(record["lengths"])
         for mine, counts in zip(self.dropped, record["dropped"], strict=True):
@@ -159,12 +162,14 @@ def write_manifest(
         "sources": {name: dict(totals.sources[name]) for name in sorted(totals.sources)},
         "lengths": {key: totals.lengths[key] for key in sorted(totals.lengths, key=int)},
         "rejected": dict(sorted(totals.rejected.items())),
+        **({"skipped": dict(sorted(totals.skipped.items()))} if totals.skipped else {}),
         "blank": totals.blank,
         **_flow(totals),
         **_left_out(tasks),
         "files": _join(folder, finished, records, writer),
     }
     _write_rejects(folder, finished)
+    join_tables(finished, folder)
     if (folder / PLAN).exists():  # a run's cache has no plan and needs no report
         write_report(folder, manifest)
     manifest["extras"] = {name: file_digest(folder / name) for name in EXTRAS if (folder / name).exists()}

@@ -17,8 +17,9 @@ import numpy as np
 from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
-from datamodules.preparation.pipeline import SPLITS, Pipeline, Tally
-from datamodules.preparation.split import Split
+from datamodules.preparation.document_table import DOCUMENTS, DocumentTable
+from datamodules.preparation.pipeline import Pipeline, Tally
+from datamodules.preparation.split import SPLITS, Split, keys_of
 
 RECORD, COUNTS, REJECTS = "record.json", "counts.npy", "rejects.jsonl"
 
@@ -79,9 +80,10 @@ class PreparationTask:
         tally = Tally(len(self.pipeline.transforms))
         held_out: list[list[np.ndarray]] = [[] for _ in SPLITS[1:]]
         counts = np.zeros((2, self.vocab_size), np.int64)  # of training and validation
-        training = self._training(task, tally, counts, held_out)
-        if (first := next(training, None)) is not None:
-            self._store(chain([first], training), folder / "train")
+        with DocumentTable(folder / DOCUMENTS) as table:
+            training = self._training(task, tally, counts, held_out, table)
+            if (first := next(training, None)) is not None:
+                self._store(chain([first], training), folder / "train")
         for split, documents in zip(SPLITS[1:], held_out, strict=True):
             if documents:
                 self._store(documents, folder / split)
@@ -96,20 +98,29 @@ class PreparationTask:
         self.writer.write(documents, folder, self.vocab_size)  # type: ignore[arg-type]
 
     def _training(
-        self, task: Mapping[str, Any], tally: Tally, counts: np.ndarray, held_out: list[list[np.ndarray]]
+        self,
+        task: Mapping[str, Any],
+        tally: Tally,
+        counts: np.ndarray,
+        held_out: list[list[np.ndarray]],
+        table: DocumentTable,
     ) -> Iterator[np.ndarray]:
         """Yields the ids of training documents, appends those of the other splits to `held_out`, and counts tokens."""
         for batch in self.pipeline.batches(task, tally):
             cut = [
-                (split, part, source)
-                for text, source in zip(batch["text"].to_pylist(), batch["source"].to_pylist(), strict=True)
-                for split, part in self.split.parts(text)
+                (split, part, row)
+                for row, (text, key) in enumerate(zip(batch["text"].to_pylist(), keys_of(batch), strict=True))
+                for split, part in self.split.parts(text, key)
             ]
             found: list[list[np.ndarray]] = [[] for _ in SPLITS]
-            encodings = self.encode([part for _, part, _ in cut])
-            for (split, part, source), encoded in zip(cut, encodings, strict=True):
-                found[split].append(ids := self._stored(encoded))
-                tally.add(SPLITS[split], source, len(part.encode()), len(ids))
+            stored = [self._stored(encoded) for encoded in self.encode([part for _, part, _ in cut])]
+            sources = batch["source"].to_pylist()
+            for (split, part, row), ids in zip(cut, stored, strict=True):
+                found[split].append(ids)
+                tally.add(SPLITS[split], sources[row], len(part.encode()), len(ids))
+            table.add(
+                batch, [row for *_, row in cut], [split for split, *_ in cut], [len(ids) for ids in stored]
+            )
             for frequencies, group in zip(counts, found[: len(counts)], strict=True):
                 if group:
                     frequencies += np.bincount(np.concatenate(group), minlength=len(frequencies))

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import pyarrow
 
 from core.errors import ConfigError
 
+SPLITS = ("train", "validation", "test")
+"""In the order of :meth:`Split.parts`; without `data.test_fraction` nothing is in the last."""
+
+SPLIT_KEY = "split_key"
+"""Column of the documents that stay together: those with equal values; the name of a split puts them there."""
+
 _SEEN_BYTES = 1 << 28
 """After 256 MiB, a source has enough documents if both splits have one."""
+
+_MANY_GROUPS = 1000
+"""With so many groups of documents, a hash of their keys gives nearly the wanted shares."""
+
+_MOST_SEEN_BYTES = 1 << 32
+"""What decides how few groups are split: the first 4 GiB. Groups that come later are split by their hash."""
 
 _LEAST_BYTES, _PARTS = 1000, 2000
 """Documents whose tails are held out have at least 1,000 bytes and at least a 2,000th of the text."""
@@ -25,6 +40,7 @@ class Split:
         tails_from: Least size of a long document, in bytes; None: documents are not cut.
         test_bound: Documents with a hash from `bound` up to, not including it are held out for tests; 0: none.
         test_fraction: Share of a long document that is held out for tests, behind that for validation.
+        groups: Where the documents with a key belong, by the key's hash, if hashes would split them very unequally.
     """
 
     bound: int
@@ -32,9 +48,17 @@ class Split:
     tails_from: int | None = None
     test_bound: int = 0
     test_fraction: float = 0.0
+    groups: Mapping[int, int] = field(default_factory=dict)
 
-    def parts(self, text: str) -> list[tuple[int, str]]:
-        """Returns (0 for training, 1 for validation or 2 for tests, text) of a document's parts."""
+    def parts(self, text: str, key: str | None = None) -> list[tuple[int, str]]:
+        """Returns (0 for training, 1 for validation or 2 for tests, text) of a document's parts.
+
+        Args:
+            text: The document.
+            key: Its group, of which all documents are in one split, or the name of its split; None: it is its own.
+        """
+        if key is not None:
+            return [(self.side_of_group(key), text)]
         raw = text.encode()
         if self.tails_from is not None and len(raw) >= self.tails_from and (tails := self._tails(text)):
             return tails
@@ -43,6 +67,13 @@ class Split:
     def side(self, place: int) -> int:
         """Returns where a document with this hash belongs if it is not cut: 0, 1 or 2."""
         return 1 if place < self.bound else 2 if place < self.test_bound else 0
+
+    def side_of_group(self, key: str) -> int:
+        """Returns where the documents with a key belong."""
+        if key in SPLITS:
+            return SPLITS.index(key)
+        place = text_hash(key.encode())
+        return self.groups.get(place, self.side(place))
 
     def _tails(self, text: str) -> list[tuple[int, str]]:
         """Returns the parts of a long document; none if one of them would be blank."""
@@ -109,6 +140,85 @@ def chosen_split(texts: Iterable[str], fraction: float, label: str, test_fractio
     return Split(bound, test_bound=min(max(test_bound, least[1] + 1), most) if test_fraction else 0)
 
 
+def chosen_groups(
+    documents: Iterable[tuple[str, str | None]], fraction: float, label: str, test_fraction: float = 0.0
+) -> Split:
+    """Returns the split of documents with keys: by a hash of the key, unless the shares are half or twice of what is wanted.
+
+    Then the smallest groups are held out. A document without a key is split by its text.
+
+    Args:
+        documents: Text and key of each, in any order; read until the split is decided.
+        fraction: Share of the text to hold out for validation.
+        label: Name of the source, for messages.
+        test_fraction: Share of the text to hold out for tests.
+
+    Raises:
+        ConfigError: If there is no text, or there are fewer groups than splits.
+    """
+    wanted = [1 - fraction - test_fraction, fraction, test_fraction]
+    split = Split(
+        int(fraction * 2**64), test_bound=int((fraction + test_fraction) * 2**64) if test_fraction else 0
+    )
+    seen = Counter[tuple[bool, int]]()  # bytes by (is the name of a split, that split or the key's hash)
+    held = Counter[int]()
+    sides = [side for side in range(3) if wanted[side]]
+    for text, key in documents:
+        raw = text.encode()
+        if key in SPLITS:
+            seen[True, SPLITS.index(key)] += len(raw)
+            held[SPLITS.index(key)] += len(raw)
+        else:
+            place = text_hash(raw if key is None else key.encode())
+            seen[False, place] += len(raw)
+            held[split.side(place)] += len(raw)
+        enough = sum(held.values()) > _SEEN_BYTES and all(held[side] for side in sides)
+        if enough and (len(seen) > _MANY_GROUPS or sum(held.values()) > _MOST_SEEN_BYTES):
+            break
+    sizes = {place: size for (named, place), size in seen.items() if not named}
+    if len(sizes) < len(seen):
+        _require(held, label)
+        return split
+    total = sum(sizes.values())
+    if not total:
+        raise ConfigError(
+            f"{label}: there is no text: all documents are blank, unusable, or dropped by a transform."
+        )
+    if all(share / 2 <= held[side] / total <= share * 2 for side, share in enumerate(wanted) if share):
+        return split
+    if len(sizes) < len(sides):
+        raise ConfigError(
+            f"{label}: all documents are in {len(sizes)} group{'s' * (len(sizes) > 1)} that stay together; "
+            f"{len(sides)} splits need as many.\nGroup them by another column, or leave SplitBy out."
+        )
+    return replace(split, groups=_smallest(sizes, wanted, total))
+
+
+def _require(held: Mapping[int, int], label: str) -> None:
+    """Raises a ConfigError if keys that name splits leave one of the two that every run needs without documents."""
+    for side in (0, 1):
+        if not held[side]:
+            raise ConfigError(
+                f"{label}: no document belongs to the {SPLITS[side]} split.\nLook at the dates, or other values, that "
+                "SplitBy compares."
+            )
+
+
+def _smallest(sizes: Mapping[int, int], wanted: list[float], total: int) -> dict[int, int]:
+    """Returns the side of each group: the smallest ones are held out until there is about what is wanted."""
+    left = sorted(sizes, key=lambda place: (sizes[place], place))
+    groups = dict.fromkeys(left, 0)
+    sides = [side for side in (1, 2) if wanted[side]]
+    for number, side in enumerate(sides):
+        held = 0
+        while len(left) > len(sides) - number and (
+            not held or held + sizes[left[0]] / 2 < wanted[side] * total
+        ):
+            held += sizes[left[0]]
+            groups[left.pop(0)] = side
+    return groups
+
+
 def _too_few(documents: int, test_fraction: float) -> str:
     found = "a single document" if documents == 1 else f"{documents} different documents"
     splits = "training, validation and test" if test_fraction else "training and validation"
@@ -116,6 +226,11 @@ def _too_few(documents: int, test_fraction: float) -> str:
         f"data.source holds {found}: {splits} need different ones.\n"
         'Cut the text into several files, or into the lines of a .jsonl file: {"text": "..."}.'
     )
+
+
+def keys_of(batch: pyarrow.RecordBatch) -> list[str | None]:
+    """Returns the key of each document's group; None for each where they have none."""
+    return batch[SPLIT_KEY].to_pylist() if SPLIT_KEY in batch.schema.names else [None] * len(batch)
 
 
 def text_hash(text: bytes) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from datamodules.preparation.pipeline import Pipeline, Tally
 from datamodules.preparation.preparation_report import figures, write_report
 from datamodules.preparation.preparation_task import PreparationTask
 from datamodules.preparation.readers.file_reader import SingleTaskReader
-from datamodules.preparation.split import Split, chosen_split
+from datamodules.preparation.split import Split, chosen_groups, chosen_split, keys_of
 from datamodules.preparation.tokenizers.json_encoder import JSONEncoder
 from datamodules.preparation.tokenizers.library_tokenizer import LibraryTokenizer
 from datamodules.remote.remote_folder import open_remote
@@ -351,24 +352,30 @@ class TokenPreparation(TokenPreparer):
 
     def _split(self, pipeline: Pipeline) -> Split:
         tally = Tally(len(self.transforms))
-        texts = self._texts(pipeline, self.tasks, tally)
+        documents = self._documents(pipeline, self.tasks, tally)
+        first = next(documents, None)
+        begin = [] if first is None else [first]
+        shares = self.validation_fraction, self._label(), self.test_fraction
         try:
-            return chosen_split(texts, self.validation_fraction, self._label(), self.test_fraction)
+            if first is not None and first[1] is not None:
+                return chosen_groups(chain(begin, documents), *shares)
+            return chosen_split((text for text, _ in chain(begin, documents)), *shares)
         except ConfigError as error:
-            if not tally.rejects:
-                raise
-            first = tally.rejects[0]
-            raise ConfigError(
-                f"{error}\n{sum(tally.rejected.values()):,} could not be used, for example {first['place']}: {first['reason']}."
-            ) from error
+            more = [f"{count:,} skipped: {reason}." for reason, count in tally.skipped.most_common(3)]
+            if tally.rejects:
+                one = tally.rejects[0]
+                found = f"{sum(tally.rejected.values()):,} could not be used"
+                more.append(f"{found}, for example {one['place']}: {one['reason']}.")
+            raise ConfigError("\n".join([str(error), *more])) from error
 
-    def _texts(
+    def _documents(
         self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]], tally: Tally | None = None
-    ) -> Iterator[str]:
+    ) -> Iterator[tuple[str, str | None]]:
+        """Yields text and split key of each document."""
         tally = tally or Tally(len(self.transforms))
         for task in tasks:
             for batch in pipeline.batches(task, tally):
-                yield from batch["text"].to_pylist()
+                yield from zip(batch["text"].to_pylist(), keys_of(batch), strict=True)
 
     def _label(self) -> str:
         pieces = [piece["path"] for task in self.tasks for piece in task.get("pieces", []) if "path" in piece]
@@ -382,8 +389,10 @@ class TokenPreparation(TokenPreparer):
         if path.exists():
             return json.loads(path.read_text(encoding="utf-8")), False
         step = -(-source_bytes(self.tasks) // _TRAINING_BYTES) or 1
-        texts = self._texts(pipeline, self.tasks[::step])
-        self.tokenizer.prepare(part for text in texts for side, part in split.parts(text) if side == 0)
+        documents = self._documents(pipeline, self.tasks[::step])
+        self.tokenizer.prepare(
+            part for document in documents for side, part in split.parts(*document) if side == 0
+        )
         return_memory()  # otherwise this process keeps it while the workers need memory
         text = self.tokenizer.to_json()
         durable.write(folder / TOKENIZER, text)

@@ -74,6 +74,23 @@ def corpus(folder, documents=120, files=6):
     return folder
 
 
+def articles(folder, count=200):
+    """Writes documents with an address, a date of most, and a number."""
+    folder.mkdir()
+    for part in range(4):
+        lines = [
+            {"text": text, "url": f"https://site{number % 7}.example/{number}", "year": 2000 + number % 5}
+            | ({"date": f"2024-{number % 12 + 1:02}-03"} if number % 9 else {"date": None})
+            for number, text in list(enumerate(texts(count)))[part::4]
+        ]
+        (folder / f"{part}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def with_metadata(*names):
+    return lambda source: JSONLinesDocuments(source, metadata=names)
+
+
 def preparation(source, reader=JSONLinesDocuments, **options):
     options = {"transforms": [Normalise()], "validation_fraction": 0.2, **options}
     tokenizer, writer = options.pop("tokenizer", None), options.pop("writer", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from datamodules.preparation.readers.compressed_files import (
     rejecting_broken,
     with_codecs,
 )
-from datamodules.preparation.readers.file_reader import FileReader, Row
+from datamodules.preparation.readers.file_reader import FileReader, Row, as_metadata, checked_metadata
 from datamodules.preparation.readers.opened_files import LONGEST, opened, unstorable
 from datamodules.preparation.readers.source_files import Piece, SourceFiles
 
@@ -40,9 +40,10 @@ class JSONLinesDocuments(FileReader):
         source: A path, a folder, or a glob.
         text_field: Field of the text.
         source_field: Field of the source that the document is counted under; None: named after the file.
+        metadata: Fields that are kept beside the tokens, in documents.parquet: strings, and numbers as text.
 
     Raises:
-        ConfigError: If there is no such file, or `text_field` is empty.
+        ConfigError: If there is no such file, `text_field` is empty, or `metadata` names a field that every document has.
 
     Example:
         data:
@@ -50,15 +51,23 @@ class JSONLinesDocuments(FileReader):
             reader: {class_path: JSONLinesDocuments, init_args: {text_field: text}}
     """
 
-    def __init__(self, source: str, text_field: str = "text", source_field: str | None = None) -> None:
+    def __init__(
+        self,
+        source: str,
+        text_field: str = "text",
+        source_field: str | None = None,
+        metadata: Sequence[str] = (),
+    ) -> None:
         if not text_field:
             raise ConfigError("JSONLinesDocuments: text_field is empty; name the field that holds the text.")
         self.text_field, self.source_field = text_field, source_field
+        self.metadata = checked_metadata("JSONLinesDocuments", metadata)
         self.files = SourceFiles(source, SUFFIXES)
 
     def options(self) -> dict[str, Any]:
         """Returns the fields."""
-        return {"text_field": self.text_field, "source_field": self.source_field}
+        kept = {"metadata": self.metadata} if self.metadata else {}
+        return {"text_field": self.text_field, "source_field": self.source_field} | kept
 
     def tasks(self) -> list[dict[str, Any]]:
         """Returns files and byte ranges of large plain files."""
@@ -67,7 +76,7 @@ class JSONLinesDocuments(FileReader):
     def rows(self, piece: Piece, reject: Reject) -> Iterator[Row]:
         """Yields the documents of the lines that begin in a piece."""
         path = Path(piece["path"])
-        return rows(self.files, path, piece, reject, self.text_field, self.source_field)
+        return rows(self.files, path, piece, reject, self.text_field, self.source_field, self.metadata)
 
 
 def cut(path: Path, size: int, task_bytes: int) -> list[Piece]:
@@ -85,20 +94,11 @@ def rows(
     reject: Reject,
     text_field: str = "text",
     source_field: str | None = None,
+    metadata: Sequence[str] = (),
 ) -> Iterator[Row]:
-    """Yields (text, source, id) of each line; the id is the file's name and the line's byte offset."""
+    """Yields (text, source, id) of each line, and its metadata; the id is the file's name and the line's byte offset."""
     source, name = files.source_of(path), files.name(path)
-    for number, offset, line in _lines(path, piece, source, reject):
-        place = f"{path}:{number}" if not piece.get("begin") else f"{path}, byte {offset:,}"
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            at = offset + error.start
-            reject(source, place, "not UTF-8", f"byte {at:,} of the file is 0x{line[error.start]:02x}")
-            continue
-        text = text if offset else text.removeprefix(codecs.BOM_UTF8.decode())
-        if not text or text.isspace():
-            continue
+    for place, offset, text in texts(path, piece, source, reject):
         record, reason, details = _parsed(text, text_field)
         if reason:
             reject(source, place, reason, details)
@@ -108,7 +108,23 @@ def rows(
             record[text_field],
             own if isinstance(own, str) and not unstorable(own) else source,
             f"{name}:{offset}",
+            {field: as_metadata(record.get(field)) for field in metadata},
         )
+
+
+def texts(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[str, int, str]]:
+    """Yields (place for messages, byte offset, text) of the lines that begin in a piece, without blank ones."""
+    for number, offset, line in lines(path, piece, source, reject):
+        place = f"{path}:{number}" if not piece.get("begin") else f"{path}, byte {offset:,}"
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            at = offset + error.start
+            reject(source, place, "not UTF-8", f"byte {at:,} of the file is 0x{line[error.start]:02x}")
+            continue
+        text = text if offset else text.removeprefix(codecs.BOM_UTF8.decode())
+        if text and not text.isspace():
+            yield place, offset, text
 
 
 def _parsed(line: str, field: str) -> tuple[Any, str, str]:
@@ -133,7 +149,7 @@ def _parsed(line: str, field: str) -> tuple[Any, str, str]:
     return record, "", ""
 
 
-def _lines(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[int, int, bytes]]:
+def lines(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[int, int, bytes]]:
     """Yields (number within the piece, byte offset in the text, line) of the lines that begin in a piece."""
     codec = codec_of(path)
     found = _plain_lines(path, piece) if codec is None else _unpacked_lines(path, codec)
@@ -181,10 +197,10 @@ def _unpacked_lines(path: Path, codec: str) -> Iterator[tuple[int, bytes]]:
         size += len(first)
         if not newline:
             continue
-        *lines, rest = rest.split(b"\n")
+        *whole, rest = rest.split(b"\n")
         yield offset, b"".join(parts)
         offset += size + 1
-        for line in lines:
+        for line in whole:
             yield offset, line
             offset += len(line) + 1
         parts, size = [rest], len(rest)
