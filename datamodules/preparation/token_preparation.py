@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 import time
@@ -42,6 +41,7 @@ from datamodules.preparation.readers.file_reader import SingleTaskReader
 from datamodules.preparation.split import Split, chosen_groups, chosen_split, keys_of
 from datamodules.preparation.tokenizers.json_encoder import JSONEncoder
 from datamodules.preparation.tokenizers.library_tokenizer import LibraryTokenizer
+from datamodules.remote.litdata_folder import refuse_tokens
 from datamodules.remote.remote_folder import open_remote
 from toolkit.generation.prompts import leading_ids
 from toolkit.prepared import (
@@ -150,7 +150,7 @@ class TokenPreparation(TokenPreparer):
         if is_remote(source):
             return open_remote(source, cache_dir, cache_bytes, storage_options)
         if (folder := prepared_folder(source)) is None:
-            _refuse_tokens(source)
+            refuse_tokens(source)
         return folder
 
     @staticmethod
@@ -433,16 +433,6 @@ def _publish(temporary: Path, folder: Path) -> None:
         if not (folder / "manifest.json").exists():
             raise
     durable.sync(folder.parent)
-
-
-def _refuse_tokens(source: str) -> None:
-    """Raises a ConfigError if a source holds tokens that litdata wrote: they have no manifest."""
-    root = Path(os.path.expanduser(source))
-    if any((root / name / "index.json").is_file() for name in ("", "train")):
-        raise ConfigError(
-            f"{source} has an index.json, as litdata.optimize writes, and no manifest.json of prepare. Tokens of litdata are "
-            "read by\nanother data module: --config data/litdata --data.source=... --data.tokenizer.path=FILE"
-        )
 
 
 def _remove_stale(cache_dir: Path) -> None:

@@ -116,6 +116,16 @@ def has_index(url: str, storage_options: Mapping[str, Any] | None, cache_dir: Pa
     return True
 
 
+def refuse_tokens(source: str) -> None:
+    """Raises a ConfigError if a source holds tokens that litdata wrote: they have no manifest."""
+    root = Path(os.path.expanduser(source))
+    if any((root / name / "index.json").is_file() for name in ("", "train")):
+        raise ConfigError(
+            f"{source} has an index.json, as litdata.optimize writes, and no manifest.json of prepare. Tokens of litdata are "
+            "read by\nanother data module: --config data/litdata --data.source=... --data.tokenizer.path=FILE"
+        )
+
+
 def _indexed(url: str, content: bytes) -> TokenIndex:
     try:
         index = parsed_index(content)
