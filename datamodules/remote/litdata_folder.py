@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import zstandard
+import pyarrow
 
 from core import durable
 from core.errors import ConfigError
@@ -60,9 +60,13 @@ class LitdataFolder(RemoteFolder):
 
     def _unpack(self, name: str, packed: IO[bytes], stream: IO[bytes]) -> None:
         try:
-            reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed)
+            reader = pyarrow.CompressedInputStream(pyarrow.PythonFile(packed, "r"), "zstd")
             shutil.copyfileobj(reader, AtMost(stream, self.files[name]["bytes"]))
-        except (zstandard.ZstdError, ValueError) as error:
+        except (pyarrow.ArrowException, ValueError) as error:
+            raise ConfigError(f"{self.url}/{name} is damaged: {error}.") from error
+        except OSError as error:  # pyarrow's have no number
+            if error.errno is not None:
+                raise
             raise ConfigError(f"{self.url}/{name} is damaged: {error}.") from error
 
 

@@ -360,7 +360,7 @@ def bomb(path):
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda path: path.write_bytes(path.read_bytes()[:-4]), "is damaged: it has .* bytes, index.json says"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-4]), "is damaged"),
     (lambda path: path.write_bytes(b"nonsense"), "is damaged"),
     (bomb, "is damaged: there are more than"),
 ])  # fmt: skip
