@@ -57,8 +57,23 @@ def own_files(path):
         "stack_exchange_dump": lambda: ["--data.source", stack_exchange()],
         "source_code": lambda: ["--data.source", repositories()],
         "html_documents": lambda: ["--data.source", html_pages()],
+        "litdata": litdata_tokens,
     }
     return [str(word) for word in found.get(path.stem, list)()]
+
+
+def litdata_tokens():
+    from datamodules.preparation.writers.token_shards import TokenShards
+
+    folder = workshop() / "litdata-tokens"
+    TokenShards().write([range(1, 200)] * 3, folder, 256)
+    return [
+        "--data.source",
+        folder,
+        "--data.tokenizer.path",
+        bytes_tokenizer(),
+        "--model.network.vocab_size=320",
+    ]
 
 
 def word_filter():

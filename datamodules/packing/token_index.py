@@ -14,8 +14,19 @@ from toolkit.bounded import parse_json, plain_path, read_inside
 from toolkit.prepared import MANIFEST
 
 INDEX = "index.json"
-DTYPES = {"no_header_numpy:5": "uint16", "no_header_numpy:6": "uint32"}
-"""litdata's names of the token types -> numpy's."""
+DTYPES = {
+    "no_header_numpy:5": "uint16",
+    "no_header_numpy:6": "uint32",
+    "no_header_numpy:2": "uint32",
+    "no_header_numpy:3": "int64",
+    "no_header_tensor:15": "uint32",
+    "no_header_tensor:16": "uint32",
+    "no_header_tensor:17": "int64",
+    "no_header_tensor:18": "int64",
+    "no_header_tensor:20": "uint16",
+}
+"""litdata's names of the token types -> the numpy types that they are read as. int32 is read as uint32: a negative id is then
+larger than any vocabulary, and refused as such."""
 
 _MOST = 1 << 32
 """Most bytes of a chunk: the offsets in it are uint32."""
@@ -33,17 +44,28 @@ class TokenIndex:
         names: File name of each chunk.
         sizes: Bytes of each chunk.
         items: Documents in each chunk.
+        compressed: Whether the files of chunks are compressed with zstd; `sizes` are those of their content.
     """
 
     dtype: np.dtype
     names: tuple[str, ...]
     sizes: np.ndarray
     items: np.ndarray
+    compressed: bool = False
 
     @cached_property
     def tokens(self) -> np.ndarray:
         """Tokens in each chunk, int64."""
         return (self.sizes - header_bytes(self.items)) // self.dtype.itemsize
+
+    def between(self, first: int, stop: int) -> tuple[TokenIndex, int]:
+        """Returns the index of the chunks that hold the tokens at positions [first, stop), and where the first one begins."""
+        ends = np.cumsum(self.tokens)
+        low = int(np.searchsorted(ends, first, side="right"))
+        high = int(np.searchsorted(ends - self.tokens, stop, side="left"))
+        part = slice(low, high)
+        index = TokenIndex(self.dtype, self.names[part], self.sizes[part], self.items[part], self.compressed)
+        return index, int(ends[low] - self.tokens[low])
 
 
 def within(folder: Path, name: str) -> tuple[Path, str]:
@@ -66,7 +88,12 @@ def read_index(folder: Path) -> TokenIndex:
         ValueError: If it is not an index, or inconsistent: a file outside the folder, two chunks of one name, or
             sizes too small for the documents.
     """
-    index = parse_json(read_inside(*within(folder, INDEX)))
+    return parsed_index(read_inside(*within(folder, INDEX)))
+
+
+def parsed_index(content: bytes) -> TokenIndex:
+    """Returns what an index.json says; raises a ValueError as :func:`read_index` does."""
+    index = parse_json(content)
     dtype = np.dtype(_dtype(index))
     chunks = index.get("chunks")
     if not isinstance(chunks, list) or not chunks:
@@ -78,7 +105,21 @@ def read_index(folder: Path) -> TokenIndex:
         twice = next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"it lists the chunk {twice} twice")
     sizes, items = (np.array(column, np.int64) for column in ([f[1] for f in found], [f[2] for f in found]))
-    return TokenIndex(dtype, tuple(names), sizes, items)
+    return TokenIndex(dtype, tuple(names), sizes, items, _compressed(index["config"]))
+
+
+def _compressed(config: Mapping[str, Any]) -> bool:
+    """Returns whether each chunk is compressed as a whole; ValueError if it is stored in yet another way."""
+    if config.get("encryption") is not None:
+        raise ValueError("its chunks are encrypted")
+    codec, level = config.get("compression"), config.get("compression_level")
+    if codec is None:
+        return False
+    if not isinstance(codec, str) or codec.partition(":")[0] != "zstd" or level not in (None, "chunk"):
+        raise ValueError(
+            f"its chunks are compressed as {ascii(codec)[:40]}, {ascii(level)[:40]}; zstd of chunks is read"
+        )
+    return True
 
 
 def _dtype(index: Any) -> str:
@@ -87,7 +128,7 @@ def _dtype(index: Any) -> str:
     if not isinstance(formats, list) or len(formats) != 1:
         raise ValueError("it does not say its config's data_format")
     if not isinstance(formats[0], str) or formats[0] not in DTYPES:
-        raise ValueError(f"its data_format is {ascii(formats[0])[:60]}, not token ids of 16 or 32 bits")
+        raise ValueError(f"its data_format is {ascii(formats[0])[:60]}, not token ids of 16, 32 or 64 bits")
     return DTYPES[formats[0]]
 
 
@@ -100,7 +141,7 @@ def _chunk(number: int, chunk: Any, itemsize: int) -> tuple[str, int, int]:
         raise ValueError(f"chunk {number} has the file name {ascii(name)[:80]}; it is no name in the folder")
     size, items = (_size(chunk, key, name) for key in ("chunk_bytes", "chunk_size"))
     room = size - header_bytes(items)
-    if room < items * itemsize or room % itemsize:
+    if room < itemsize or room % itemsize:
         raise ValueError(f"{name} has {size:,} bytes, which do not hold {items:,} documents")
     return name, size, items
 
@@ -139,7 +180,7 @@ def checked_header(raw: np.ndarray, size: int, items: int, itemsize: int) -> np.
         ValueError: Also if the offsets do not increase by multiples of a token's size.
     """
     offsets = read_header(raw, size, items)
-    if not (offsets[1:] > offsets[:-1]).all():
+    if (offsets[1:] < offsets[:-1]).any():  # equal ones: litdata stores documents without tokens
         raise ValueError("the offsets of its documents do not rise")
     if ((offsets - offsets[0]) % itemsize).any():
         raise ValueError("the offsets of its documents are inside a token")

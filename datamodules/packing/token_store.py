@@ -37,6 +37,19 @@ _CHECKED_AT_ONCE = 1 << 24
 """Up to this number of documents, all headers are checked when the store is opened; beyond it, when they are used."""
 
 
+_parts: dict[Path, tuple[Path, tuple[int, int] | None]] = {}
+
+
+def part_of(folder: Path, first: int, stop: int) -> Path:
+    """Returns a name by which a packing opens the tokens at positions [first, stop) of a folder, in this process.
+
+    Nothing is written: a part is two numbers, which worker processes get with the store.
+    """
+    name = folder / f"tokens-{first}-{stop}"
+    _parts[name] = folder, (first, stop)
+    return name
+
+
 class TokenStore:
     """The tokens of a folder of litdata chunks as one stream, mapped into memory.
 
@@ -45,6 +58,7 @@ class TokenStore:
             remote folder, chunks are downloaded when they are read, and checked then. Local ones are held against
             checksums.crc32, where there is one, block by block as they are read (:class:`BlockChecks`).
         remote: The remote folder; None: the one that this process has opened for `folder`, if any.
+        span: First token and end of the part of the stream that the store holds; None: all.
 
     Attributes:
         remote: Chunks of the remote folder; None for a local one.
@@ -59,11 +73,18 @@ class TokenStore:
     _files: Sequence[np.ndarray]
     _checks: BlockChecks | None = None
 
-    def __init__(self, folder: Path, remote: RemoteFolder | None = None) -> None:
-        self.folder, self._of = folder, remote or remote_of(folder.parent)
+    def __init__(
+        self, folder: Path, remote: RemoteFolder | None = None, span: tuple[int, int] | None = None
+    ) -> None:
+        folder, span = _parts.get(folder, (folder, span))
+        self.folder, self.span, self._of = folder, span, remote or remote_of(folder.parent)
         path = folder / INDEX
         try:
-            index = read_index(folder)
+            index, begin = read_index(folder), 0
+            if span is not None:
+                index, begin = index.between(*span)
+            if index.compressed and self._of is None:
+                raise ValueError("its chunks are compressed; --data=LitdataDataModule reads them")
             self._chunks, self._offsets = [], []
             if self._of is not None:
                 self.remote = RemoteChunks(self._of, folder.name, index)
@@ -76,18 +97,22 @@ class TokenStore:
                     lambda number: mapped(number)[begins[number] :].view(index.dtype), index
                 )
                 path = folder / CHECKSUMS
-                if sums := read_sums(folder, index.sizes.tolist()):
+                if span is None and (sums := read_sums(folder, index.sizes.tolist())):
                     self._checks = BlockChecks(folder, index.names, sums)
                 headers = _Headers(folder, index, self._files, self._checks)
                 self._offsets = Numbered(len(index.names), lru_cache(mapped.cache_info().maxsize)(headers))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is missing or damaged: {read_error(error)}") from error
-        self._ends = np.cumsum(index.tokens)
-        self._starts = self._ends - index.tokens
-        self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
-        self._counts, self._items = np.cumsum(index.items), index.items
+        tokens, self._items = index.tokens, index.items
         self._begins = header_bytes(index.items).tolist()
         self._itemsize, self._none = index.dtype.itemsize, np.empty(0, index.dtype)
+        self._signed = index.dtype.kind == "i"
+        if span is not None:
+            tokens, self._items = self._trim(tokens, self._items, span[0] - begin, span[1] - begin)
+        self._ends = np.cumsum(tokens)
+        self._starts = self._ends - tokens
+        self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
+        self._counts = np.cumsum(self._items)
         if self.remote is None and self.number_of_documents <= _CHECKED_AT_ONCE:
             for number in range(len(self._chunks)):
                 self._offsets[number]
@@ -101,10 +126,36 @@ class TokenStore:
         return Numbered(count, mapped)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenStore, (self.folder, self._of)  # a spawned worker maps the chunks itself
+        return TokenStore, (self.folder, self._of, self.span)  # a spawned worker maps the chunks itself
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def _trim(
+        self, tokens: np.ndarray, items: np.ndarray, first: int, stop: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Cuts the first and the last chunk, so that the store begins at a token and ends before another.
+
+        Args:
+            tokens: Tokens of each chunk.
+            items: Documents of each chunk.
+            first: The token that it begins with, in the first chunk.
+            stop: The end.
+
+        Returns:
+            Tokens and documents of each chunk then; a document that is cut is one in both parts.
+        """
+        tokens, items, starts = tokens.copy(), items.copy(), np.cumsum(tokens) - tokens
+        whole, whole_offsets, cuts = self._chunks, self._offsets, {}
+        for number in {0, len(tokens) - 1}:
+            at = int(starts[number])
+            cuts[number] = max(first - at, 0), min(stop - at, int(tokens[number]))
+        trimmed = {n: _between(whole_offsets[n], *cut, self._itemsize) for n, cut in cuts.items()}
+        self._chunks = Numbered(len(tokens), lambda n: whole[n][slice(*cuts[n])] if n in cuts else whole[n])
+        self._offsets = Numbered(len(tokens), lambda n: trimmed[n] if n in trimmed else whole_offsets[n])
+        for number, (low, high) in cuts.items():
+            tokens[number], items[number] = high - low, len(trimmed[number]) - 1
+        return tokens, items
 
     def document_starts(self) -> np.ndarray:
         """Returns the position of each document's first token, (number of documents,) int64."""
@@ -154,6 +205,7 @@ class TokenStore:
             begin = first - self._start_list[chunk]
             tokens = self._chunks[chunk][begin : begin + size + 1]
             if len(tokens) == size + 1:
+                self._require_ids(tokens)
                 if self._checks:
                     self._check(chunk, begin, begin + size + 1)
                 inputs[:], labels[:] = tokens[:-1], tokens[1:]
@@ -172,7 +224,13 @@ class TokenStore:
             if self._checks and len(tokens):
                 self._check(chunk, begin, begin + len(tokens))
             pieces.append(tokens)
-        return np.concatenate([self._none, *pieces])
+        found = np.concatenate([self._none, *pieces])
+        self._require_ids(found)
+        return found
+
+    def _require_ids(self, tokens: np.ndarray) -> None:
+        if self._signed and len(tokens) and int(tokens.min()) < 0:
+            raise ConfigError(f"{self.folder} is damaged: it has the token id {int(tokens.min())}.")
 
     def _check(self, chunk: int, begin: int, end: int) -> None:
         """Checks the blocks of some tokens of a chunk, as long as there are some that were not read before."""
@@ -205,6 +263,13 @@ class TokenStore:
         for begin in range(0, len(self), 1 << 20):
             total += np.bincount(self.read(begin, begin + (1 << 20)), minlength=vocab_size)
         return total
+
+
+def _between(offsets: np.ndarray, low: int, high: int, itemsize: int) -> np.ndarray:
+    """Returns the offsets of the documents in the tokens [low, high) of a chunk."""
+    first, stop = (int(offsets[0]) + at * itemsize for at in (low, high))
+    inside = offsets[(offsets > first) & (offsets < stop)]
+    return np.concatenate([[first], inside, [stop]]).astype(np.uint32)
 
 
 class _Headers:

@@ -43,6 +43,7 @@ from datamodules.preparation.readers.file_reader import SingleTaskReader
 from datamodules.preparation.split import Split, chosen_groups, chosen_split, keys_of
 from datamodules.preparation.tokenizers.json_encoder import JSONEncoder
 from datamodules.preparation.tokenizers.library_tokenizer import LibraryTokenizer
+from datamodules.remote.litdata_folder import refuse_tokens
 from datamodules.remote.remote_folder import open_remote
 from toolkit.generation.prompts import leading_ids
 from toolkit.prepared import (
@@ -150,7 +151,9 @@ class TokenPreparation(TokenPreparer):
         """
         if is_remote(source):
             return open_remote(source, cache_dir, cache_bytes, storage_options)
-        return prepared_folder(source)
+        if (folder := prepared_folder(source)) is None:
+            refuse_tokens(source)
+        return folder
 
     @staticmethod
     def describe(folder: Path) -> TokenFolder:

@@ -42,6 +42,17 @@ def remote_of(folder: Path) -> RemoteFolder | None:
     return _opened.get(folder)
 
 
+def register(remote: RemoteFolder) -> None:
+    """Makes an opened folder known to the token stores of this process, by its local copy."""
+    _opened[remote.folder] = remote
+
+
+def room(root: Path) -> int:
+    """Returns three quarters of what the disk of a cache has room for, in bytes, what is cached included."""
+    kept = sum(size for _, size, _ in _cached(root))
+    return (shutil.disk_usage(root).free + kept) * 3 // 4
+
+
 def open_remote(
     url: str, cache_dir: Path, cache_bytes: int | None, storage_options: Mapping[str, Any] | None
 ) -> Path:
@@ -65,21 +76,20 @@ def open_remote(
     root = cache_dir / "remote"
     remote = RemoteFolder(url.rstrip("/"), root, 0, dict(storage_options or {}))
     content = io.BytesIO()
-    remote.get(MANIFEST, _AtMost(content, MOST_BYTES))
+    remote.get(MANIFEST, AtMost(content, MOST_BYTES))
     remote.files = _listed(remote.url, content.getvalue())
     remote.folder = root / hashlib.sha256(content.getvalue()).hexdigest()[:16]
     first = dict.fromkeys((*_FIRST, *(name for name in _INDICES if name in remote.files)))
-    with _writing(root):
+    with writing(root):
         for name in first:
             (remote.folder / name).parent.mkdir(parents=True, exist_ok=True)
         with claimed(remote.folder / MANIFEST) as stream:
             stream.write(content.getvalue())
             publish(stream, remote.folder / MANIFEST)
-        kept = sum(size for _, size, _ in _cached(root))
-        remote.limit = cache_bytes or (shutil.disk_usage(root).free + kept) * 3 // 4
+        remote.limit = cache_bytes or room(root)
     for name in first:
         remote.fetch(name)
-    _opened[remote.folder] = remote
+    register(remote)
     size = sum(expected["bytes"] for name, expected in remote.files.items() if name not in first)
     if size > remote.limit and launched_rank() in (None, 0):
         print(
@@ -104,7 +114,7 @@ def _listed(url: str, content: bytes) -> dict[str, dict[str, Any]]:
     return files
 
 
-class _AtMost(io.RawIOBase):
+class AtMost(io.RawIOBase):
     """Forwards writes to a stream up to a limit: a storage may send an endless reply."""
 
     def __init__(self, stream: IO[bytes], limit: int) -> None:
@@ -177,7 +187,7 @@ class RemoteFolder:
             ConfigError: If it cannot be read or written, or does not match the manifest.
         """
         path = self.folder / name
-        with _writing(self.folder):
+        with writing(self.folder):
             with suppress(FileNotFoundError):
                 os.utime(path)
                 return path
@@ -196,7 +206,7 @@ class RemoteFolder:
             ConfigError: If it cannot be read or written.
         """
         path = self.folder / f"{name}.head"
-        with _writing(self.folder):
+        with writing(self.folder):
             if not path.exists():
                 with claimed(path) as stream:
                     stream.write(self._head(name, size))
@@ -251,7 +261,7 @@ class RemoteFolder:
             if size:
                 self._make_room()
             stream.seek(0)
-            self.get(name, _AtMost(stream, expected["bytes"] + _MORE))
+            self.get(name, AtMost(stream, expected["bytes"] + _MORE))
             stream.seek(0)
             if hashlib.file_digest(stream, "sha256").hexdigest() == expected["sha256"]:  # type: ignore[arg-type]
                 return
@@ -328,7 +338,8 @@ def _cached(root: Path) -> list[tuple[int, int, Path]]:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def writing(folder: Path) -> Iterator[None]:
+    """Turns errors of a disk into a ConfigError that says what the cache needs."""
     try:
         yield
     except OSError as error:

@@ -234,6 +234,7 @@ def _cases():
             "InstructionDataModule", instructions() | {"pack": False, "too_long": "cut", "sequence_length": 8}
         ),
         Case("LRFinder", SHORT["LRFinder"]),
+        Case("LitdataDataModule", litdata_folder()),
         Case("MixtureDataModule", mixture()),
         # Orthogonalised in bfloat16: where a sum's last bit changes a rounding there, the step changes by 2^-9 of a value.
         # With steps as small as these that stays below what float32 adds, on every processor.
@@ -442,6 +443,24 @@ def bytes_tokenizer():
     tokenizer.add_special_tokens(vocabulary[:1])
     tokenizer.save(str(path))
     return str(path)
+
+
+def litdata_folder():
+    """Returns arguments with a folder of tokens in litdata's format: training and validation are of one stream."""
+    from datamodules.preparation.writers.token_shards import TokenShards
+
+    random = np.random.default_rng(0)
+    folder = workshop() / "litdata"
+    TokenShards(2000).write(
+        [random.integers(1, 256, size) for size in random.integers(5, 60, 200)], folder, 256
+    )
+    return {
+        "source": str(folder),
+        "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}},
+        "packing": "Concatenate",
+        "sequence_length": 16,
+        "batch_size": 4,
+    }
 
 
 def fine_tuning(name, records):

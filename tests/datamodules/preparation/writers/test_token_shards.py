@@ -7,7 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from litdata import StreamingDataset, TokensLoader
-from litdata.constants import _NUMPY_DTYPES_MAPPING
+from litdata.constants import _NUMPY_DTYPES_MAPPING, _TORCH_DTYPES_MAPPING
 from litdata.streaming.writer import BinaryWriter
 
 from core.errors import ConfigError
@@ -85,7 +85,13 @@ def test_nothing_to_write_and_sizes_out_of_range(tmp_path):
 
 def test_litdatas_names_of_the_types_are_what_we_take_them_for():
     for name, dtype in DTYPES.items():
-        assert _NUMPY_DTYPES_MAPPING[int(name.split(":")[1])] == np.dtype(dtype)
+        serializer, _, number = name.partition(":")
+        if serializer == "no_header_tensor":
+            theirs = np.dtype(str(_TORCH_DTYPES_MAPPING[int(number)]).removeprefix("torch."))
+        else:
+            theirs = _NUMPY_DTYPES_MAPPING[int(number)]
+        assert theirs == np.dtype(dtype if theirs != np.int32 else "int32")
+        assert theirs.itemsize == np.dtype(dtype).itemsize
 
 
 # Joining ------------------------------------------------------------------------------------------------
