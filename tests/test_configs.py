@@ -17,7 +17,9 @@ from tests.conformance.conftest import (
     neox,
     parquet_file,
     quality_model,
+    repositories,
     saved_dataset,
+    stack_exchange,
     web_archive,
     wiki_dump,
     word_list,
@@ -52,6 +54,8 @@ def own_files(path):
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
         "warc_documents": lambda: ["--data.source", web_archive()],
         "wikipedia_dump": lambda: ["--data.source", wiki_dump()],
+        "stack_exchange_dump": lambda: ["--data.source", stack_exchange()],
+        "source_code": lambda: ["--data.source", repositories()],
         "html_documents": lambda: ["--data.source", html_pages()],
     }
     return [str(word) for word in found.get(path.stem, list)()]

@@ -7,6 +7,7 @@ and sees plain JSON values alone, for a limited time.
 from __future__ import annotations
 
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
@@ -33,6 +34,9 @@ MOST_SECONDS = 10.0
 
 LARGEST = 1 << 20
 """Largest result of a product: a number, or characters of a repeated text."""
+
+OPEN, CLOSE = "\ufdd1", "\ufdd2"
+"""Noncharacters of Unicode, for internal use, around what a block `generation` holds."""
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -64,6 +68,7 @@ class ChatTemplate:
             "dict": _Dict(),
             "namespace": _Namespace,
         }
+        self._generation: Any = environment.extensions[_Generation.identifier]
         try:
             self._template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -103,6 +108,38 @@ class ChatTemplate:
             ) from error
         except Exception as error:  # a template is a program: it may raise anything
             raise ConfigError(f"The chat template refuses these messages: {_short(error)}") from error
+
+    @property
+    def marks_answers(self) -> bool:
+        """Whether the template says by blocks `generation` what of a conversation is trained on."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+
+    def render_answers(
+        self, messages: Sequence[Mapping[str, Any]], **further: Any
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Returns the text of a conversation, and where each block `generation` begins and ends in it.
+
+        Args:
+            messages: As for :meth:`render`.
+            further: As for :meth:`render`.
+
+        Raises:
+            ConfigError: If the template refuses the messages, or blocks lie in each other.
+        """
+        self._generation.marking = True
+        try:
+            marked = self.render(messages, add_generation_prompt=False, **further)
+        finally:
+            self._generation.marking = False
+        text, spans = "", list[tuple[int, int]]()
+        for piece in re.split(f"({OPEN}[^{OPEN}{CLOSE}]*{CLOSE})", marked):
+            inside = piece[1:-1] if piece[:1] == OPEN else piece
+            if inside != piece:
+                spans.append((len(text), len(text) + len(inside)))
+            text += inside
+        if OPEN in text or CLOSE in text:
+            raise ConfigError("The chat template has a block `generation` inside of another.")
+        return text, spans
 
 
 def stored_template(files: Mapping[str, str]) -> ChatTemplate | None:
@@ -195,6 +232,7 @@ class _Generation(Extension):
     """The block `generation`, which marks answers for training; it changes no text."""
 
     tags = {"generation"}
+    marking = False
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
@@ -202,7 +240,7 @@ class _Generation(Extension):
         return nodes.CallBlock(self.call_method("_text"), [], [], body).set_lineno(line)
 
     def _text(self, caller: Any) -> str:
-        return caller()
+        return f"{OPEN}{caller()}{CLOSE}" if self.marking else caller()
 
 
 class _Dict:

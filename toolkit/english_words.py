@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import chain, pairwise
 from typing import NamedTuple
@@ -74,6 +74,13 @@ _SUFFIX = 8
 _LONGEST, _LONGEST_ADDRESS = 4_000, 2_000
 """Characters of what is split in one go, and looks like an address."""
 
+_ALONE = frozenset(QUOTES + PUNCTUATION) - {"…"}
+"""Affixes of one character that no longer one begins or ends with."""
+
+_DIGITS = frozenset("0123456789")
+_PLAIN_SIGNS = frozenset(".-+*^,:<>=/~")
+"""What words are split at in the middle, of ASCII."""
+
 _HOST = r"(?:(?:[A-Za-z0-9\xa1-\uffff][A-Za-z0-9\xa1-\uffff_-]{0,62})?[A-Za-z0-9\xa1-\uffff]\.)+"
 _OCTETS = (
     r"(?!(?:10|127)(?:\.\d{1,3}){3})(?!(?:169\.254|192\.168)(?:\.\d{1,3}){2})(?!172\.(?:1[6-9]|2\d|3[01])(?:\.\d{1,3}){2})"
@@ -94,6 +101,7 @@ class _Rules(NamedTuple):
     suffix: re.Pattern[str]
     infix: re.Pattern[str]
     address: re.Pattern[str]
+    user_address: re.Pattern[str]
     special: dict[str, tuple[str, ...]]
 
 
@@ -202,14 +210,8 @@ def _taken_apart(piece: str, special: Mapping[str, tuple[str, ...]]) -> Iterator
     rules = _rules()
     behind: list[str] = []
     while piece and piece not in special:
-        front = 0
-        if (not piece[0].isalnum() or "$" in piece) and (match := rules.prefix.match(piece)):
-            front = match.end()
-        begin = front if piece.endswith("..") else max(front, len(piece) - _SUFFIX)
-        end = piece[begin:]
-        back = (
-            match.start() + begin if not end.isalpha() and (match := rules.suffix.search(end)) else len(piece)
-        )
+        front = _front(piece, rules)
+        back = _back(piece, front, rules)
         if front and piece[front:] in special:
             back = len(piece)
         elif back < len(piece) and piece[:back] in special:
@@ -226,20 +228,50 @@ def _taken_apart(piece: str, special: Mapping[str, tuple[str, ...]]) -> Iterator
     yield from reversed(behind)
 
 
-def _middle(piece: str, rules: _Rules) -> Iterator[str]:
-    if piece.isalnum() or ("." in piece and len(piece) < _LONGEST_ADDRESS and rules.address.match(piece)):
-        yield piece
-        return
+def _front(piece: str, rules: _Rules) -> int:
+    """Returns where the first affix of a piece ends; 0 if it begins with none."""
+    first = piece[0]
+    if first in _ALONE:
+        return 1
+    if (first.isalnum() and "$" not in piece) or not (match := rules.prefix.match(piece)):
+        return 0
+    return match.end()
+
+
+def _back(piece: str, front: int, rules: _Rules) -> int:
+    """Returns where the last affix of a piece begins, behind that in front; its length if it ends with none."""
+    length, last = len(piece), piece[-1]
+    if length == front:
+        return length
+    if last in _ALONE:
+        return length - 1
+    begin = front if piece.endswith("..") else max(front, length - _SUFFIX)
+    end = piece[begin:]
+    if end.isalpha() or last in _DIGITS:
+        return length
+    match = rules.suffix.search(end)
+    return match.start() + begin if match else length
+
+
+def _middle(piece: str, rules: _Rules) -> Iterable[str]:
+    if piece.isalnum() or (_PLAIN_SIGNS.isdisjoint(piece) and piece.isascii()):
+        return (piece,)
+    if "." in piece and len(piece) < _LONGEST_ADDRESS:
+        address = rules.user_address if "@" in piece else rules.address
+        if address.match(piece):
+            return (piece,)
+    found = []
     start = 0
     for match in rules.infix.finditer(piece):
-        if not match.start():
-            continue
-        if match.start() > start:
-            yield piece[start : match.start()]
-        yield match[0]
-        start = match.end()
+        begin, end = match.span()
+        if begin:
+            if begin > start:
+                found.append(piece[start:begin])
+            found.append(piece[begin:end])
+            start = end
     if start < len(piece):
-        yield piece[start:]
+        found.append(piece[start:])
+    return found
 
 
 @cache
@@ -266,13 +298,16 @@ def _rules() -> _Rules:
         rf"(?<=[{letters}]),(?=[{letters}])",
         rf"(?<=[{letters}0-9])(?:{hyphens}|[:<>=/])(?=[{letters}])",
     )
+    scheme = r"(?:[\w+.-]{2,}://)?"
+    rest = rf"(?:{_OCTETS}|{_HOST}[{lower}]{{2,63}})(?::\d{{2,5}})?(?:[/?#]\S*)?$"
     return _Rules(
         re.compile(rf"[§%=—–]|\+(?![0-9])|{shared}|{money}"),
         re.compile(f"(?:{'|'.join(suffixes)})$"),
-        re.compile("|".join(infixes)),
         re.compile(
-            rf"(?:[\w+.-]{{2,}}://)?(?:\S+(?::\S*)?@)?(?:{_OCTETS}|{_HOST}[{lower}]{{2,63}})(?::\d{{2,5}})?(?:[/?#]\S*)?$"
-        ),
+            f"(?=[-.+*^,:<>=/~…—–{icons}])(?:{'|'.join(infixes)})"
+        ),  # most characters fail there at once
+        re.compile(rf"{scheme}{rest}"),
+        re.compile(rf"{scheme}(?:\S+(?::\S*)?@)?{rest}"),
         _special(),
     )
 

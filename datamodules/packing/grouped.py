@@ -153,12 +153,14 @@ class GroupedBatches(StoredBatches):
 
     def _pack(self, pieces: list[Segment], group: int, turn: int, length: int) -> list[Row]:
         """Cuts pieces to `length` tokens and packs them; `turn` is the number of earlier changes of length."""
-        pieces = [
+        random = np.random.default_rng((self.seed, *divmod(group, self.groups), turn))
+        return self.pack(self.cut(pieces, length), length, random)
+
+    def cut(self, pieces: list[Segment], length: int) -> list[Segment]:
+        """Returns pieces of at most `length` tokens."""
+        return [
             (first + at, min(length, size - at)) for first, size in pieces for at in range(0, size, length)
         ]
-        return self.pack(
-            pieces, length, np.random.default_rng((self.seed, *divmod(group, self.groups), turn))
-        )
 
     def _documents_of(self, group: int) -> list[Segment]:
         epoch, number = divmod(group, self.groups)

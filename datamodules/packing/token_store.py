@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import ConfigError
+from datamodules.packing.block_checksums import CHECKSUMS, BlockChecks, read_sums
 from datamodules.packing.remote_chunks import Numbered, RemoteChunks
 from datamodules.packing.token_index import (
     INDEX,
@@ -38,7 +39,8 @@ class TokenStore:
 
     Args:
         folder: The chunks and their index.json (see :mod:`datamodules.packing.token_index`). In the local copy of a
-            remote folder, chunks are downloaded when they are read.
+            remote folder, chunks are downloaded when they are read, and checked then. Local ones are held against
+            checksums.crc32, where there is one, block by block as they are read (:class:`BlockChecks`).
         remote: The remote folder; None: the one that this process has opened for `folder`, if any.
 
     Attributes:
@@ -51,6 +53,8 @@ class TokenStore:
     remote: RemoteChunks | None = None
     _chunks: Sequence[np.ndarray]
     _offsets: Sequence[np.ndarray]
+    _files: Sequence[np.ndarray]
+    _checks: BlockChecks | None = None
 
     def __init__(self, folder: Path, remote: RemoteFolder | None = None) -> None:
         self.folder, self._of = folder, remote or remote_of(folder.parent)
@@ -74,13 +78,18 @@ class TokenStore:
                     raw[header_bytes(items) :].view(index.dtype)
                     for raw, items in zip(files, index.items.tolist(), strict=True)
                 ]
-                self._offsets = Numbered(len(files), _Headers(folder, index, files))
+                path = folder / CHECKSUMS
+                if sums := read_sums(folder, index.sizes.tolist()):
+                    self._checks = BlockChecks(folder, index.names, sums)
+                self._offsets = Numbered(len(files), _Headers(folder, index, files, self._checks))
+                self._files = files
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path} is missing or damaged: {read_error(error)}") from error
         self._ends = np.cumsum(index.tokens)
         self._starts = self._ends - index.tokens
         self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
         self._counts, self._items = np.cumsum(index.items), index.items
+        self._begins = header_bytes(index.items).tolist()
         self._itemsize, self._none = index.dtype.itemsize, np.empty(0, index.dtype)
         if self.remote is None and self.number_of_documents <= _CHECKED_AT_ONCE:
             for number in range(len(self._chunks)):
@@ -140,6 +149,8 @@ class TokenStore:
             begin = first - self._start_list[chunk]
             tokens = self._chunks[chunk][begin : begin + size + 1]
             if len(tokens) == size + 1:
+                if self._checks:
+                    self._check(chunk, begin, begin + size + 1)
                 inputs[:], labels[:] = tokens[:-1], tokens[1:]
                 return True
         tokens = self.read(first, first + size + 1).astype(np.int64)
@@ -149,11 +160,22 @@ class TokenStore:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens at positions [start, stop), of the stored type; fewer where the stream ends."""
-        pieces = [
-            self._chunks[chunk][max(0, start - self._start_list[chunk]) : stop - self._start_list[chunk]]
-            for chunk in self.chunks_between(start, stop)
-        ]
+        pieces = []
+        for chunk in self.chunks_between(start, stop):
+            begin, end = max(0, start - self._start_list[chunk]), stop - self._start_list[chunk]
+            tokens = self._chunks[chunk][begin:end]
+            if self._checks and len(tokens):
+                self._check(chunk, begin, begin + len(tokens))
+            pieces.append(tokens)
         return np.concatenate([self._none, *pieces])
+
+    def _check(self, chunk: int, begin: int, end: int) -> None:
+        """Checks the blocks of some tokens of a chunk, as long as there are some that were not read before."""
+        if checks := self._checks:
+            at, size = self._begins[chunk], self._itemsize
+            checks.check(chunk, self._files[chunk], at + begin * size, at + end * size)
+            if not checks.left:
+                self._checks = None
 
     def chunks_between(self, start: int, stop: int) -> range:
         """Returns the numbers of the chunks that hold the tokens at positions [start, stop)."""
@@ -183,14 +205,18 @@ class TokenStore:
 class _Headers:
     """The offsets of each chunk's documents, memory-mapped and checked at first use."""
 
-    def __init__(self, folder: Path, index: TokenIndex, files: Sequence[np.ndarray]) -> None:
-        self.folder, self.index, self.files = folder, index, files
+    def __init__(
+        self, folder: Path, index: TokenIndex, files: Sequence[np.ndarray], checks: BlockChecks | None
+    ) -> None:
+        self.folder, self.index, self.files, self.checks = folder, index, files, checks
         self.found: dict[int, np.ndarray] = {}
 
     def __call__(self, number: int) -> np.ndarray:
         """Returns the byte offsets of a chunk's documents and of its end."""
         if number not in self.found:
             index, raw = self.index, self.files[number]
+            if self.checks:
+                self.checks.check(number, raw, 0, header_bytes(int(index.items[number])))
             try:
                 self.found[number] = checked_header(
                     raw, len(raw), int(index.items[number]), index.dtype.itemsize

@@ -47,6 +47,7 @@ class Totals:
         self.flow: Flow | None = Flow(transforms)  # None: an earlier version did some of the tasks
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.rejected: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.counted: list[Counter[str]] = [Counter() for _ in range(transforms)]
@@ -61,6 +62,7 @@ class Totals:
         for source, counts in record["sources"].items():
             self.sources[source].update(counts)
         self.rejected.update(record["rejected"])
+        self.skipped.update(record.get("skipped", {}))
         self.lost_bytes += record.get("lost_bytes", 0)
         self.lengths.update(record["lengths"])
         for mine, counts in zip(self.dropped, record["dropped"], strict=True):
@@ -160,6 +162,7 @@ def write_manifest(
         "sources": {name: dict(totals.sources[name]) for name in sorted(totals.sources)},
         "lengths": {key: totals.lengths[key] for key in sorted(totals.lengths, key=int)},
         "rejected": dict(sorted(totals.rejected.items())),
+        **({"skipped": dict(sorted(totals.skipped.items()))} if totals.skipped else {}),
         "blank": totals.blank,
         **_flow(totals),
         **_left_out(tasks),

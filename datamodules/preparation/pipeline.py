@@ -11,11 +11,12 @@ from typing import Any
 
 import pyarrow
 
-from core.contracts import Reader, Transform, raise_reject
+from core.contracts import Reader, Reject, Transform, raise_reject
 from datamodules.preparation.flow import SHOWN, Example, Flow, merged
 from datamodules.preparation.readers.opened_files import printable
 from datamodules.preparation.split import SPLITS
 from toolkit.arrow_columns import flags
+from toolkit.skipped_input import SkipsInput
 from toolkit.transform_counts import KeepsCounts
 
 MOST_LISTED = 10_000
@@ -52,7 +53,7 @@ class Pipeline:
         for index, transform in enumerate(transforms):
             if transform.needs_all_documents:
                 transform.load(self.reduced[index])
-        for batch in self.reader.read(task, raise_reject if self.strict else tally.reject):
+        for batch in self.reader.read(task, self._reject(tally)):
             kept = _without_blanks(batch, tally)
             tally.flow.count(0, kept)
             for index, transform in enumerate(transforms):
@@ -64,6 +65,21 @@ class Pipeline:
             if len(kept):
                 yield kept
 
+    def _reject(self, tally: Tally) -> Reject:
+        """Returns what the reader calls with input that cannot be used, or that it skips."""
+        reject = raise_reject if self.strict else tally.reject
+        if not isinstance(self.reader, SkipsInput):
+            return reject
+        skipped = frozenset(self.reader.skipped)
+
+        def rejected(source: str, place: str, reason: str, details: str, lost: int = 0) -> None:
+            if reason in skipped:
+                tally.skipped[reason] += 1
+            else:
+                reject(source, place, reason, details, lost)
+
+        return rejected
+
 
 def _without_blanks(batch: pyarrow.RecordBatch, tally: Tally) -> pyarrow.RecordBatch:
     full = [not (not text or text.isspace()) for text in batch["text"].to_pylist()]
@@ -74,11 +90,12 @@ def _without_blanks(batch: pyarrow.RecordBatch, tally: Tally) -> pyarrow.RecordB
 
 
 class Tally:
-    """Counts the documents of a task: kept, rejected, dropped and blank."""
+    """Counts the documents of a task: kept, rejected, skipped, dropped and blank."""
 
     def __init__(self, transforms: int) -> None:
         self.rejected: Counter[str] = Counter()
         self.rejects: list[dict[str, str]] = []  # the first ones
+        self.skipped: Counter[str] = Counter()
         self.lost_bytes = 0
         self.blank = 0
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
@@ -133,6 +150,7 @@ class Tally:
             "rejected": self.rejected,
             "first_rejected": self.rejects[:1],
             "lost_bytes": self.lost_bytes,
+            "skipped": self.skipped,
             "blank": self.blank,
             "dropped": self.dropped,
             "counted": self.counted,

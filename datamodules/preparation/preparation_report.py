@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from core import durable
-from datamodules.preparation.report_page import as_page
+from datamodules.preparation.report_page import as_page, in_order
 from toolkit import pictures
 from toolkit.prepared import read_manifest, splits_of
 
 FILES = ("report.md", "report.html", "report.json", "lengths.png")
 _MOST_SOURCES = 100
-_IF_COUNTED = ("left_out", "validation_tails_from_bytes", "flow", "source_bytes", "lost_bytes")
+_IF_COUNTED = ("left_out", "skipped", "validation_tails_from_bytes", "flow", "source_bytes", "lost_bytes")
 
 
 def write_report(folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
@@ -80,6 +80,7 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
         lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | | | |")
     lines += ["", "| left out | reason | documents |", "| --- | --- | ---: |"]
     left_out = [("blank", "", values["blank"])] if values["blank"] else []
+    left_out += [("skipped", reason, n) for reason, n in values.get("skipped", {}).items()]
     left_out += [("rejected", reason, n) for reason, n in values["rejected"].items()]
     left_out += [(name, reason, n) for name, of in values["dropped"].items() for reason, n in of.items()]
     left_out += [("not read", reason, n) for reason, n in values.get("left_out", {}).items()]
@@ -87,7 +88,9 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
     if values["counted"]:
         lines += ["", "| transform | counted | number |", "| --- | --- | ---: |"]
         lines += [
-            f"| {who} | {what} | {n:,} |" for who, of in values["counted"].items() for what, n in of.items()
+            f"| {who} | {what} | {of[what]:,} |"
+            for who, of in values["counted"].items()
+            for what in in_order(of)
         ]
     lines += ["", "![Documents by length in tokens](lengths.png)", ""]
     for who, reasons in values["dropped_examples"].items():

@@ -37,6 +37,7 @@ details{border:1px solid var(--line);border-radius:.4rem;margin:.4rem 0;padding:
 blockquote{margin:.5rem 0;padding:.5rem .7rem;background:var(--soft);border-radius:.4rem;font-size:.9rem}
 blockquote p{white-space:pre-wrap;unicode-bidi:plaintext;max-height:14rem;overflow:auto}
 """.strip().replace("\n", "")
+_CLUSTER = re.compile(r"(documents in )?clusters of (\d[\d,]*(?: to [\d,]+)?)")
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
@@ -55,6 +56,7 @@ def as_page(manifest: Mapping[str, Any]) -> str:
         _lengths(manifest),
         _sources(manifest),
         _languages(manifest),
+        _clusters(manifest),
         _changes(manifest),
         _samples(manifest),
     ]
@@ -91,11 +93,15 @@ def _summary(manifest: Mapping[str, Any]) -> str:
 def _funnel(manifest: Mapping[str, Any]) -> str:
     """Documents and bytes from the source to the splits, with what was left out between them."""
     transforms, passed = _transforms(manifest), _passed(manifest)
-    rejected, blank = manifest["rejected"], manifest["blank"]
-    most = [passed[0][0] + sum(rejected.values()) + blank, max(size or 0 for _, size in passed)]
+    rejected, skipped, blank = manifest["rejected"], manifest.get("skipped", {}), manifest["blank"]
+    most = [
+        passed[0][0] + sum(rejected.values()) + sum(skipped.values()) + blank,
+        max(size or 0 for _, size in passed),
+    ]
     source = f"files of {readable(manifest['source_bytes'])}" if manifest.get("source_bytes") else ""
     lines = [_place("Read", most[0], None, most, note=source)]
-    lost = [(f"rejected: {reason}", count) for reason, count in rejected.items()]
+    lost = [(f"skipped: {reason}", count) for reason, count in skipped.items()]
+    lost += [(f"rejected: {reason}", count) for reason, count in rejected.items()]
     lines += [_losses([*lost, ("blank", blank)] if blank else lost, most[0])]
     if lost_bytes := manifest.get("lost_bytes"):
         lines.append(f'<li class="drop lost">{readable(lost_bytes)} of the files could not be read</li>')
@@ -214,11 +220,36 @@ def _languages(manifest: Mapping[str, Any]) -> str:
     return "\n".join(sections)
 
 
+def _clusters(manifest: Mapping[str, Any]) -> str:
+    """Clusters of duplicates by their size, and the documents in them, as each transform counted them."""
+    sections = []
+    for label, transform in _transforms(manifest):
+        counted = transform.get("counted", {})
+        found = [match for what in in_order(counted) if (match := _CLUSTER.fullmatch(what))]
+        sizes = [match[2] for match in found if not match[1]]
+        if sizes:
+            rows = [
+                (size, (counted[f"clusters of {size}"], counted.get(f"documents in clusters of {size}", 0)))
+                for size in sizes
+            ]
+            keys = '<p class="faint"><span class="key one"></span>clusters<span class="key two"></span>documents in them</p>'
+            sections.append(
+                f"<h2>Duplicates by documents in a cluster ({_safe(label)})</h2>\n{keys}{_bars(rows)}"
+            )
+    return "\n".join(sections)
+
+
+def in_order(counts: Mapping[str, int]) -> list[str]:
+    """Returns what was counted, in the order of the words and numbers in it."""
+    return sorted(counts, key=lambda what: re.sub(r"\d[\d,]*", lambda number: number[0].rjust(20), what))
+
+
 def _changes(manifest: Mapping[str, Any]) -> str:
     """What transforms counted beside the documents that they dropped, such as placeholders."""
     sections = []
     for label, transform in _transforms(manifest):
         counted = transform.get("counted", {})
+        counted = {what: n for what, n in counted.items() if not _CLUSTER.fullmatch(what)}
         if counted and transform["name"] != "LanguageFilter":
             rows = sorted(counted.items(), key=lambda one: (-one[1], one[0]))
             sections.append(f"<h3>{_safe(label)}</h3>{_bars([(what, (count,)) for what, count in rows])}")

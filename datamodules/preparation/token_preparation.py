@@ -358,12 +358,12 @@ class TokenPreparation(TokenPreparer):
                 return chosen_groups(chain(begin, documents), *shares)
             return chosen_split((text for text, _ in chain(begin, documents)), *shares)
         except ConfigError as error:
-            if not tally.rejects:
-                raise
-            one = tally.rejects[0]
-            raise ConfigError(
-                f"{error}\n{sum(tally.rejected.values()):,} could not be used, for example {one['place']}: {one['reason']}."
-            ) from error
+            more = [f"{count:,} skipped: {reason}." for reason, count in tally.skipped.most_common(3)]
+            if tally.rejects:
+                one = tally.rejects[0]
+                found = f"{sum(tally.rejected.values()):,} could not be used"
+                more.append(f"{found}, for example {one['place']}: {one['reason']}.")
+            raise ConfigError("\n".join([str(error), *more])) from error
 
     def _documents(
         self, pipeline: Pipeline, tasks: Sequence[Mapping[str, Any]], tally: Tally | None = None

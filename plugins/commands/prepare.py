@@ -27,6 +27,7 @@ _OURS = (
     "report.json",
     "lengths.png",
     "rejects.jsonl",
+    "documents.parquet",
     "tokenizer.json",
     "train",
     "validation",
@@ -131,6 +132,8 @@ def _prepare(preparation: Any, source: str, folder: Path, overwrite: bool) -> No
     print(f"Tokens for {figures['shares']}")
     if least := figures.get("validation_tails_from_bytes"):
         print(f"Documents are few or unequal: the last part of each of {least:,} bytes and more is held out.")
+    if skipped := figures.get("skipped"):
+        print(f"Skipped: {', '.join(f'{reason} ({count:,})' for reason, count in skipped.items())}")
     if rejected := sum(figures["rejected"].values()):
         print(f"{rejected:,} documents could not be used: {folder}/rejects.jsonl")
     if left_out := figures.get("left_out"):

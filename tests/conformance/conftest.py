@@ -4,6 +4,7 @@ import bz2
 import json
 import os
 from functools import cache
+from xml.sax.saxutils import escape
 
 import numpy as np
 import pyarrow
@@ -18,6 +19,7 @@ from plugins.networks.gpt import GPT
 from tests.conformance.compatibility import SHORT
 from tests.support import slurm
 from tests.support.archives import page, response, write_archive
+from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
 from tests.support.wiki import dump, wiki_page
 from toolkit.hashed_ngrams import HashedNGrams
@@ -223,6 +225,10 @@ def _cases():
         Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
+        Case("InstructionDataModule", instructions()),
+        Case(
+            "InstructionDataModule", instructions() | {"pack": False, "too_long": "cut", "sequence_length": 8}
+        ),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("MixtureDataModule", mixture()),
         # Orthogonalised in bfloat16: where a sum's last bit changes a rounding there, the step changes by 2^-9 of a value.
@@ -232,6 +238,7 @@ def _cases():
         Case("Pretrained", {"path": neox()}, exempt=LOOKS),
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
+        Case("PreferenceDataModule", preferences()),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case(
             "PrefixLM",
@@ -265,6 +272,12 @@ def _cases():
         Case("SpikeRollback", {}, exempt=IN_MEMORY),
         Case("SpikeRollback", ROLLBACK, exempt=SHIFTED | IN_MEMORY),
         Case("SpikeRollback", ROLLBACK | {"on_disk": True}, exempt=SHIFTED),
+        Case("SourceCode", config={"data": {"init_args": {"source": str(repositories())}}}),
+        Case(
+            "StackExchangeDump",
+            {"min_answers": 0},
+            config={"data": {"init_args": {"source": str(stack_exchange())}}},
+        ),
         Case("TextSamples", {"num_samples": 1, "every_n_steps": 3, "max_new_tokens": 4}),
         Case(
             "TorchaoAdamW8bit",
@@ -326,6 +339,25 @@ def wiki_dump():
     return path
 
 
+def stack_exchange():
+    """Writes the kit's text as a dump of Stack Exchange."""
+    path = workshop() / "Posts.xml"
+    words = [f"<p>{escape(one)}</p>" for one in documents()["text"].to_pylist()]
+    rows = [question(2 * n, "T", one) + answer(2 * n + 1, 2 * n, one, 5) for n, one in enumerate(words)]
+    path.write_bytes(posts(rows))
+    return path
+
+
+def repositories():
+    """Writes the kit's text as a repository of source code."""
+    folder = workshop() / "repositories"
+    for number, words in enumerate(documents()["text"].to_pylist()):
+        path = folder / "one" / f"{number:03}.py"
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(f"# SPDX-License-Identifier: MIT\n{words!r}\n", encoding="utf-8")
+    return folder
+
+
 def saved_dataset():
     """Writes the kit's text as `save_to_disk` of Hugging Face datasets does."""
     folder = workshop() / "saved"
@@ -376,6 +408,27 @@ def bytes_tokenizer():
     tokenizer.add_special_tokens(vocabulary[:1])
     tokenizer.save(str(path))
     return str(path)
+
+
+def fine_tuning(name, records):
+    """Returns arguments of a data module for fine-tuning on these records, which it encodes with bytes."""
+    path = workshop() / f"{name}.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}}
+    rows = {"sequence_length": 16, "batch_size": 4, "cache_dir": str(workshop() / "encoded")}
+    return {"source": str(path), "tokenizer": tokenizer, "validation_fraction": 0.1, **rows}
+
+
+def instructions():
+    """Returns arguments with prompts and answers of up to 12 bytes."""
+    records = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}"} for n in range(200)]
+    return fine_tuning("instructions", records) | {"template": "plain"}
+
+
+def preferences():
+    """Returns arguments with pairs of answers to prompts, which differ in length."""
+    records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
+    return fine_tuning("preferences", records) | {"template": "plain"}
 
 
 def mixture():

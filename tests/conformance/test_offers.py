@@ -78,8 +78,11 @@ def test_hooks_that_can_be_called_are_not():
         ("optimizers", "AdEMAMix", {"BindsToLength"}),
         ("data", "Normalise", set()),
         ("data", "Decontaminate", {"KeepsCounts"}),
+        ("data", "ExactDuplicates", {"KeepsCounts"}),
         ("data", "PersonalData", {"KeepsCounts"}),
         ("data", "RepeatedLines", {"KeepsCounts"}),
+        ("data", "RepeatedSentences", {"KeepsCounts"}),
+        ("data", "RepeatedSubstrings", {"KeepsCounts"}),
         ("datamodules", "PretrainDataModule", {"CountsEpochs", "SkipsBatches"}),
     ],
 )

@@ -43,7 +43,7 @@ ARGUMENTS = [
     (
         "--data.reader=BPETokeniser",
         "--data.reader",
-        "Registered: HTMLDocuments, HuggingFaceDocuments, JSONLinesDocuments, ParquetDocuments, TextDocuments, WARCDocuments, WikipediaDump.",
+        "Registered: HTMLDocuments, HuggingFaceDocuments, JSONLinesDocuments, ParquetDocuments, SourceCode, StackExchangeDump, TextDocuments, WARCDocuments, WikipediaDump.",
     ),
     ("--seed_everything=often", "--seed_everything", "'often'"),
 ]

@@ -4,12 +4,15 @@ import hashlib
 import json
 import os
 import shutil
+from contextlib import suppress
 
 import numpy as np
 
 from core.errors import ConfigError
 from core.pretrain_datamodule import PretrainDataModule
 from datamodules.packing.best_fit import BestFit
+from datamodules.packing.block_checksums import CHECKSUMS, sums_of, write_sums
+from datamodules.packing.token_index import read_index
 from datamodules.preparation.preparation_task import file_digest
 from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
@@ -18,7 +21,12 @@ from toolkit.manifest_schema import checksum
 
 
 def sign(folder, manifest=None):
-    """Writes a manifest that fits what is in the folder."""
+    """Writes block checksums and a manifest that fit what is in the folder."""
+    for sums in folder.glob(f"*/{CHECKSUMS}"):
+        with suppress(OSError, ValueError):  # where the index itself is a strange one
+            chunks = [sums.parent / name for name in read_index(sums.parent).names]
+            if all(chunk.is_file() and chunk.stat().st_size < 1 << 30 for chunk in chunks):
+                write_sums(sums, map(sums_of, chunks))
     path = folder / "manifest.json"
     manifest = json.loads(path.read_text()) if manifest is None else manifest
     for name in manifest["files"]:

@@ -1,10 +1,11 @@
-"""What the transforms that drop duplicates share: which documents are dropped, as a sorted file of hashes."""
+"""What the transforms that drop duplicates share: which documents are dropped, and of which there were more, sorted."""
 
 from __future__ import annotations
 
 import hashlib
 import shutil
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,11 +21,15 @@ from toolkit.arrow_columns import flags
 HASH = np.dtype("S16")
 """128 bits. numpy compares all 16 bytes; only as a Python object it would lose zeros at the end."""
 
+CLUSTER = np.dtype([("document", HASH), ("size", "<u4")])
+"""A document and the size of the cluster of duplicates that it stands for; 0: it is dropped."""
+
 
 class DuplicateFilter(Transform):
-    """A transform whose `reduce` writes which documents are dropped, with :func:`write_dropped`.
+    """A transform whose `reduce` writes which documents are dropped, with :func:`write_clusters`.
 
     A document is recognised by a hash of its id and text: batches, processes and the order of tasks do not matter.
+    Clusters are counted by their size, each where the document is that stays of it.
 
     Attributes:
         reason: Why documents are dropped.
@@ -32,7 +37,8 @@ class DuplicateFilter(Transform):
 
     needs_all_documents = True
     reason: str
-    _dropped: np.ndarray | None = None
+    _clusters: tuple[np.ndarray, np.ndarray] | None = None
+    _counts: Counter[str] | None = None
 
     def fingerprint(self) -> Mapping[str, Any]:
         """Returns the options: all public attributes."""
@@ -44,30 +50,56 @@ class DuplicateFilter(Transform):
 
     @abstractmethod
     def reduce(self, findings: Sequence[Path], conclusion: Path) -> None:
-        """Chooses the documents that are dropped, and calls :func:`write_dropped`."""
+        """Chooses the documents that are dropped, and calls :func:`write_clusters`."""
 
     def load(self, conclusion: Path) -> None:
-        """Maps the sorted hashes of the dropped documents; they stay on disk."""
-        empty = conclusion.stat().st_size == 0  # which cannot be mapped
-        self._dropped = np.empty(0, HASH) if empty else np.asarray(np.memmap(conclusion, HASH, mode="r"))
+        """Maps the sorted hashes of documents, and the sizes of their clusters; they stay on disk."""
+        number = conclusion.stat().st_size // CLUSTER.itemsize
+        if not number:  # an empty file cannot be mapped
+            self._clusters = np.empty(0, HASH), np.empty(0, "<u4")
+            return
+        documents = np.memmap(conclusion, HASH, "r", 0, (number,))
+        sizes = np.memmap(conclusion, "<u4", "r", number * HASH.itemsize, (number,))
+        self._clusters = np.asarray(documents), np.asarray(sizes)
 
     def apply(self, batch: pyarrow.RecordBatch, drop: Callable[..., None]) -> pyarrow.RecordBatch:
         """Drops the documents that `reduce` has chosen."""
-        if self._dropped is None:
+        if self._clusters is None:
             raise RuntimeError(f"{type(self).__name__}.apply is called after `load`")
-        if not len(self._dropped):
-            return batch
-        found = identities(batch)
-        places = np.minimum(np.searchsorted(self._dropped, found), len(self._dropped) - 1)
-        chosen = self._dropped[places] == found
+        sizes = self._sizes(batch)
+        self._count(sizes[sizes > 0])
+        chosen = sizes == 0
         if not chosen.any():
             return batch
         drop(self.reason, np.flatnonzero(chosen).tolist())
         return batch.filter(flags(~chosen))
 
+    def _sizes(self, batch: pyarrow.RecordBatch) -> np.ndarray:
+        """Returns the size of the cluster of each document; 0 for those that are dropped."""
+        documents, sizes = self._clusters  # type: ignore[misc]
+        if not len(documents):
+            return np.ones(len(batch), np.int64)
+        found = identities(batch)
+        places = np.minimum(np.searchsorted(documents, found), len(documents) - 1)
+        return np.where(documents[places] == found, sizes[places].astype(np.int64), 1)
+
+    def _count(self, sizes: np.ndarray) -> None:
+        """Counts clusters by their size, in ranges that end at powers of two."""
+        counts = self._counts = self._counts or Counter()
+        for size, number in zip(*np.unique(sizes, return_counts=True), strict=True):
+            most = 1 << (int(size) - 1).bit_length()
+            named = f"{most // 2 + 1:,} to {most:,}" if most > 2 else f"{most}"
+            counts[f"clusters of {named}"] += int(number)
+            counts[f"documents in clusters of {named}"] += int(number * size)
+
+    def take_counts(self) -> Mapping[str, int]:
+        """Returns the clusters since the last call by their size, and the documents in them."""
+        counts, self._counts = self._counts or Counter(), None
+        return counts
+
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what `load` has read: a process that gets a copy reads it itself."""
-        return {name: value for name, value in vars(self).items() if name != "_dropped"}
+        return {name: value for name, value in vars(self).items() if name != "_clusters"}
 
 
 def hashes(texts: list[bytes]) -> np.ndarray:
@@ -87,14 +119,29 @@ def prefixes(found: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(found).view(">u8")[::2].astype(np.uint64)
 
 
-def write_dropped(dropped: Iterator[np.ndarray], expected: int, scratch: Path, conclusion: Path) -> None:
-    """Writes the identities of the dropped documents, sorted, for :meth:`DuplicateFilter.load`."""
-    spilled = SpilledRecords(scratch, HASH, expected)
-    for some in dropped:
-        spilled.add(some, prefixes(some))
-    with conclusion.open("wb") as file:
+def clusters(documents: np.ndarray, sizes: np.ndarray | int) -> np.ndarray:
+    """Returns records of documents, given by their identities, and their sizes."""
+    found = np.empty(len(documents), CLUSTER)
+    found["document"], found["size"] = documents, sizes
+    return found
+
+
+def write_clusters(found: Iterator[np.ndarray], expected: int, scratch: Path, conclusion: Path) -> None:
+    """Writes :data:`CLUSTER` records, those of documents that stay for themselves left out, for :meth:`DuplicateFilter.load`."""
+    spilled = SpilledRecords(scratch / "clusters", CLUSTER, expected)
+    for some in found:
+        spilled.add(some, prefixes(some["document"]))
+    sizes = scratch / "sizes"
+    with conclusion.open("wb") as file, sizes.open("wb") as behind:
         for records in spilled.partitions():
-            np.sort(records).tofile(file)
+            records = records[
+                np.argsort(records["size"], kind="stable")
+            ]  # of equal documents, one that is dropped is first
+            records = records[np.argsort(records["document"], kind="stable")]
+            np.ascontiguousarray(records["document"]).tofile(file)
+            np.ascontiguousarray(records["size"]).tofile(behind)
+    with conclusion.open("ab") as file, sizes.open("rb") as behind:
+        shutil.copyfileobj(behind, file)
 
 
 @contextmanager

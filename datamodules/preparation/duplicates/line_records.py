@@ -1,12 +1,12 @@
-"""Records of lines: which line is in how many documents, and in which one first; sorted on disk."""
+"""Records of lines, or spans of sentences: which is in how many places, and where first; sorted on disk."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,24 @@ def keys(texts: Iterable[str]) -> np.ndarray:
     """Returns 64 bits of BLAKE2b of each text."""
     digests = [blake2b(text.encode(), digest_size=KEY.itemsize).digest() for text in texts]
     return np.frombuffer(b"".join(digests), KEY)
+
+
+def without(parts: Sequence[str], chosen: Sequence[bool], order: Callable[[str], Any] = len) -> str:
+    """Returns a text without some of its lines.
+
+    Args:
+        parts: Lines, with what is between each two.
+        chosen: Whether a line is left out.
+        order: Of what is between two lines that stay, the greatest in this order does.
+    """
+    left, gap = list[str](), ""
+    for place, gone in enumerate(chosen):
+        if place:
+            gap = max(gap, parts[2 * place - 1], key=order)
+        if not gone:
+            left += [gap, parts[2 * place]] if left else [parts[2 * place]]
+            gap = ""
+    return "".join(left)
 
 
 def write_records(documents: Iterable[tuple[np.ndarray, np.ndarray, np.ndarray]], path: Path) -> None:

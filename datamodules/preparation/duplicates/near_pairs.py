@@ -11,7 +11,7 @@ from types import TracebackType
 import numpy as np
 
 from core.errors import ConfigError
-from datamodules.preparation.duplicates.duplicate_filter import HASH
+from datamodules.preparation.duplicates.duplicate_filter import HASH, clusters
 from datamodules.preparation.duplicates.shingles import jaccard
 from datamodules.preparation.duplicates.signature_file import count_documents, read_blocks
 from datamodules.preparation.duplicates.spilled_records import SpilledRecords
@@ -59,8 +59,10 @@ class NearPairs:
         self._opened.cache_clear()
         self._places = np.empty(0, _PLACE)  # it maps a file of the scratch folder
 
-    def dropped(self, threshold: float) -> Iterator[np.ndarray]:
-        """Yields the identities of the documents that resemble an earlier one that is not dropped itself.
+    def clusters(self, threshold: float) -> Iterator[np.ndarray]:
+        """Yields the documents that resemble an earlier one that is not dropped itself, and that one with their number.
+
+        A cluster is a document that stays, and those that are dropped because of it.
 
         Args:
             threshold: Least Jaccard similarity.
@@ -73,10 +75,15 @@ class NearPairs:
         for records in keys.partitions():
             for found in _pairs(records):
                 pairs.add(found, found)
+        kept = SpilledRecords(self._scratch / "kept", np.dtype("<u8"), self.number, self.number or 1)
         for records in pairs.partitions():
-            self._decide(np.unique(records), threshold, gone)
+            found = self._decide(np.unique(records), threshold, gone)
+            kept.add(found, found)
         for begin in range(0, self.number, _CHUNK):
-            yield self._places["identity"][begin : begin + _CHUNK][gone[begin : begin + _CHUNK]]
+            yield clusters(self._places["identity"][begin : begin + _CHUNK][gone[begin : begin + _CHUNK]], 0)
+        for records in kept.partitions():
+            found, numbers = np.unique(records, return_counts=True)
+            yield clusters(self._places["identity"][found], numbers + 1)
 
     def _sorted_in(self) -> SpilledRecords:
         """Returns the keys of all documents, by the range of the keys; notes where the documents' shingles are."""
@@ -98,8 +105,9 @@ class NearPairs:
             self._places = np.asarray(np.memmap(path, _PLACE, mode="r"))
         return keys
 
-    def _decide(self, pairs: np.ndarray, threshold: float, gone: np.ndarray) -> None:
-        """Marks the later document of each pair that resembles the earlier one, if that one stays."""
+    def _decide(self, pairs: np.ndarray, threshold: float, gone: np.ndarray) -> np.ndarray:
+        """Marks the later document of each pair that resembles the earlier one, if that one stays; returns the earlier ones."""
+        stay = list[int]()
         last, own = -1, np.empty(0, np.uint64)
         sizes, identities = self._places["count"], self._places["identity"]
         for one, other in zip((pairs & _LOW).tolist(), (pairs >> _NUMBER).tolist(), strict=True):
@@ -110,7 +118,10 @@ class NearPairs:
                 continue
             if other != last:
                 last, own = other, self._shingles(other)
-            gone[other] = jaccard(self._shingles(one), own) >= threshold
+            if jaccard(self._shingles(one), own) >= threshold:
+                gone[other] = True
+                stay.append(one)
+        return np.array(stay, np.uint64)
 
     def _shingles(self, document: int) -> np.ndarray:
         place = self._places[document]

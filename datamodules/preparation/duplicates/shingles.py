@@ -10,12 +10,12 @@ import numpy as np
 
 from core.errors import ConfigError
 
-_UNSPACED = (
+UNSPACED = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\U00020000-\U0003ffff"
 )
 """Scripts without spaces between words: Thai, Lao, Burmese, Khmer, kana and ideographs. Each character is a word."""
 
-_WORD, _ASCII_WORD = re.compile(rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+"), re.compile(r"\w+", re.ASCII)
+_WORD, _ASCII_WORD = re.compile(rf"[{UNSPACED}]|[^\W{UNSPACED}]+"), re.compile(r"\w+", re.ASCII)
 
 _GAP = re.compile(r"\s")
 _PART = 1 << 20

@@ -51,6 +51,18 @@ class SpilledRecords:
         for path in sorted(self.folder.iterdir()):
             yield np.fromfile(path, self.dtype)
 
+    def pieces(self, most: int) -> Iterator[Iterator[np.ndarray]]:
+        """Yields each file as :meth:`partitions` does, as at most `most` records at a time, and removes it: one key may have very many."""
+        self._write()
+        for path in sorted(self.folder.iterdir()):
+            yield self._read(path, most)
+
+    def _read(self, path: Path, most: int) -> Iterator[np.ndarray]:
+        with path.open("rb") as file:
+            while len(records := np.fromfile(file, self.dtype, most)):
+                yield records
+        path.unlink()
+
     def _write(self) -> None:
         if not self._held:
             return

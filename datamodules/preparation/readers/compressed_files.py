@@ -1,4 +1,4 @@
-"""Decompresses .gz and .zst files block by block; yields what can be read of broken ones, stops at bombs."""
+"""Decompresses .gz, .zst and .bz2 files block by block; yields what can be read of broken ones, stops at bombs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from core.contracts import Reject
 from datamodules.preparation.readers.opened_files import UnreadableError, opened
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+DUMP_CODECS = CODECS | {".bz2": "bz2"}
+"""Those of the dumps that large sites publish."""
+
 _BLOCK = 1 << 20
 _AHEAD = 1 << 16
 """Bytes that pyarrow may have read from the file but not yet decompressed."""
@@ -52,8 +55,8 @@ def rejecting_broken(path: Path, source: str, reject: Reject) -> Iterator[None]:
 
 
 def codec_of(path: Path) -> str | None:
-    """Returns "gzip", "zstd", or None for a plain file."""
-    return CODECS.get(path.suffix.lower())
+    """Returns "gzip", "zstd", "bz2", or None for a plain file."""
+    return DUMP_CODECS.get(path.suffix.lower())
 
 
 def decompressed(path: Path, codec: str) -> Iterator[bytes]:

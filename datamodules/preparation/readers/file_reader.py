@@ -91,9 +91,11 @@ def checked_metadata(reader: str, names: Sequence[str]) -> list[str]:
 
 
 def as_metadata(value: Any) -> str | None:
-    """Returns a value as text: numbers and booleans as JSON has them; None for anything else."""
+    """Returns a value as text: numbers, booleans, and lists of strings as JSON has them; None for anything else."""
     if isinstance(value, str):
         return None if unstorable(value) else value
+    if isinstance(value, list) and all(isinstance(one, str) and not unstorable(one) for one in value):
+        return json.dumps(value, ensure_ascii=False)
     return json.dumps(value) if isinstance(value, bool | int | float) else None
 
 

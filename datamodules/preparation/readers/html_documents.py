@@ -33,9 +33,9 @@ class HTMLDocuments(FileReader):
 
     Menus, footers and other boilerplate are left out. The encoding is that of the byte order mark, of the page's
     `meta`, or detected from its bytes. A document's id is the name of the file, and after a space the page's own
-    address (canonical link, `og:url`) if it names one. Pages without main text, and pages that a parser would take
-    minutes for (1,000 levels of blocks, 5,000 attributes of a tag), are rejected with the reason, and so are files
-    that cannot be read.
+    address (canonical link, `og:url`) if it names one; that and its language are its metadata. Pages without main
+    text, and pages that a parser would take minutes for (1,000 levels of blocks, 5,000 attributes of a tag), are
+    rejected with the reason, and so are files that cannot be read.
 
     Args:
         source: A path, a folder, or a glob.
@@ -53,6 +53,8 @@ class HTMLDocuments(FileReader):
           init_args:
             reader: {class_path: HTMLDocuments, init_args: {extractor: resiliparse}}
     """
+
+    metadata = ("url", "language")
 
     def __init__(
         self,
@@ -92,7 +94,8 @@ class HTMLDocuments(FileReader):
         except PageError as error:
             reject(source, str(path), error.reason, error.details)
             return
-        yield page.text, web_pages.counted_under(source, page, self.count_by), f"{name} {page.url}".rstrip()
+        counted = web_pages.counted_under(source, page, self.count_by)
+        yield page.text, counted, f"{name} {page.url}".rstrip(), web_pages.known_of(page)
 
     def _content(self, path: Path) -> bytes:
         """Returns the content of a file, or the begin of one that is too long."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pyarrow
 from core.contracts import Reject
 from core.errors import ConfigError, nearest
 from core.technique import technique
-from datamodules.preparation.readers.file_reader import FileReader, Row
+from datamodules.preparation.readers.file_reader import FileReader, Row, checked_metadata
 from datamodules.preparation.readers.parquet_documents import BROKEN, check_columns, rows
 from datamodules.preparation.readers.source_files import Piece, SourceFiles, whole_files
 
@@ -33,6 +33,8 @@ class HuggingFaceDocuments(FileReader):
         text_column: Column of the text.
         source_column: Column of the source that the document is counted under; None: the name of the
             split's folder where there are several, else "data".
+        metadata: Columns that are kept beside the tokens, in documents.parquet: strings; numbers, dates and lists of strings as
+            text.
 
     Raises:
         ConfigError: If the folder was not written by `save_to_disk`, lacks the split or column, or a file is missing.
@@ -49,10 +51,12 @@ class HuggingFaceDocuments(FileReader):
         split: str | None = None,
         text_column: str = "text",
         source_column: str | None = None,
+        metadata: Sequence[str] = (),
     ) -> None:
         self.text_column, self.source_column = text_column, source_column
-        self._folders = _split_folders(Path(source).expanduser(), split)
-        names = [_data_files(folder) for folder in self._folders]
+        self.metadata = checked_metadata("HuggingFaceDocuments", metadata)
+        self._folders = split_folders(Path(source).expanduser(), split)
+        names = [data_files(folder) for folder in self._folders]
         self.files = SourceFiles(source, (".arrow",))
         self.files.restrict(
             [folder / name for folder, of in zip(self._folders, names, strict=True) for name in of]
@@ -62,7 +66,8 @@ class HuggingFaceDocuments(FileReader):
 
     def options(self) -> dict[str, Any]:
         """Returns the columns."""
-        return {"text_column": self.text_column, "source_column": self.source_column}
+        kept = {"metadata": self.metadata} if self.metadata else {}
+        return {"text_column": self.text_column, "source_column": self.source_column} | kept
 
     def tasks(self) -> list[dict[str, Any]]:
         """Returns groups of files."""
@@ -72,7 +77,7 @@ class HuggingFaceDocuments(FileReader):
                     schema = pyarrow.ipc.open_stream(file).schema
             except BROKEN:  # it is rejected, with the reason, when it is read
                 continue
-            check_columns(path, schema, self.text_column, self.source_column)
+            check_columns(path, schema, self.text_column, self.source_column, metadata=self.metadata)
         return self.files.tasks(whole_files)
 
     def rows(self, piece: Piece, reject: Reject) -> Iterator[Row]:
@@ -85,25 +90,27 @@ class HuggingFaceDocuments(FileReader):
 
         def tables() -> Iterator[pyarrow.RecordBatch]:
             nonlocal read
-            for table in _checked(pyarrow.ipc.open_stream(file)):
+            for table in checked(pyarrow.ipc.open_stream(file)):
                 yield table
                 read = file.tell()
 
         try:
             with pyarrow.memory_map(str(path)) as file:
-                yield from rows(tables(), self.text_column, self.source_column, source, name, path, reject)
+                columns = self.text_column, self.source_column
+                yield from rows(tables(), *columns, source, name, path, reject, self.metadata)
         except BROKEN as error:
             lost = piece["bytes"] - read
             reject(source, str(path), "broken Arrow file", str(error).splitlines()[0], lost)
 
 
-def _checked(stream: Any) -> Iterator[pyarrow.RecordBatch]:
+def checked(stream: Any) -> Iterator[pyarrow.RecordBatch]:
+    """Yields the record batches of a stream."""
     for batch in stream:
         batch.validate(full=True)  # an offset out of range would read other memory of the process
         yield batch
 
 
-def _split_folders(folder: Path, split: str | None) -> list[Path]:
+def split_folders(folder: Path, split: str | None) -> list[Path]:
     """Returns the folders of the splits to read."""
     if (folder / _STATE).is_file():
         if split:
@@ -121,10 +128,10 @@ def _split_folders(folder: Path, split: str | None) -> list[Path]:
     return [folder / name for name in ([split] if split else splits)]
 
 
-def _data_files(folder: Path) -> list[str]:
+def data_files(folder: Path) -> list[str]:
     """Returns the names of a dataset's files, in their order."""
     try:
-        names = [entry["filename"] for entry in _json(folder / _STATE, "_data_files")]
+        names = [entry["filename"] for entry in _json(folder / _STATE, "data_files")]
     except (TypeError, KeyError):
         names = []
     if not names or any(os.path.basename(name) != name for name in names):

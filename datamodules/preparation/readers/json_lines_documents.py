@@ -98,17 +98,7 @@ def rows(
 ) -> Iterator[Row]:
     """Yields (text, source, id) of each line, and its metadata; the id is the file's name and the line's byte offset."""
     source, name = files.source_of(path), files.name(path)
-    for number, offset, line in _lines(path, piece, source, reject):
-        place = f"{path}:{number}" if not piece.get("begin") else f"{path}, byte {offset:,}"
-        try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            at = offset + error.start
-            reject(source, place, "not UTF-8", f"byte {at:,} of the file is 0x{line[error.start]:02x}")
-            continue
-        text = text if offset else text.removeprefix(codecs.BOM_UTF8.decode())
-        if not text or text.isspace():
-            continue
+    for place, offset, text in texts(path, piece, source, reject):
         record, reason, details = _parsed(text, text_field)
         if reason:
             reject(source, place, reason, details)
@@ -120,6 +110,21 @@ def rows(
             f"{name}:{offset}",
             {field: as_metadata(record.get(field)) for field in metadata},
         )
+
+
+def texts(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[str, int, str]]:
+    """Yields (place for messages, byte offset, text) of the lines that begin in a piece, without blank ones."""
+    for number, offset, line in lines(path, piece, source, reject):
+        place = f"{path}:{number}" if not piece.get("begin") else f"{path}, byte {offset:,}"
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            at = offset + error.start
+            reject(source, place, "not UTF-8", f"byte {at:,} of the file is 0x{line[error.start]:02x}")
+            continue
+        text = text if offset else text.removeprefix(codecs.BOM_UTF8.decode())
+        if text and not text.isspace():
+            yield place, offset, text
 
 
 def _parsed(line: str, field: str) -> tuple[Any, str, str]:
@@ -144,7 +149,7 @@ def _parsed(line: str, field: str) -> tuple[Any, str, str]:
     return record, "", ""
 
 
-def _lines(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[int, int, bytes]]:
+def lines(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[int, int, bytes]]:
     """Yields (number within the piece, byte offset in the text, line) of the lines that begin in a piece."""
     codec = codec_of(path)
     found = _plain_lines(path, piece) if codec is None else _unpacked_lines(path, codec)
@@ -192,10 +197,10 @@ def _unpacked_lines(path: Path, codec: str) -> Iterator[tuple[int, bytes]]:
         size += len(first)
         if not newline:
             continue
-        *lines, rest = rest.split(b"\n")
+        *whole, rest = rest.split(b"\n")
         yield offset, b"".join(parts)
         offset += size + 1
-        for line in lines:
+        for line in whole:
             yield offset, line
             offset += len(line) + 1
         parts, size = [rest], len(rest)

@@ -8,7 +8,7 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ class SourceFiles:
         source: A file, a folder (with its subfolders), or a glob.
         suffixes: Endings of the names of the files to read.
         names: Other sources that the reader accepts, with a description; for messages.
+        without: Names of folders, in lower case, whose files are not read.
 
     Attributes:
         paths: The files. Symbolic links to folders are not followed.
@@ -41,9 +42,13 @@ class SourceFiles:
     """
 
     def __init__(
-        self, source: str, suffixes: tuple[str, ...], names: Mapping[str, str] | None = None
+        self,
+        source: str,
+        suffixes: tuple[str, ...],
+        names: Mapping[str, str] | None = None,
+        without: Collection[str] = (),
     ) -> None:
-        found = _find(source, suffixes, names or {})
+        found = _find(source, suffixes, names or {}, without)
         self.paths = sorted(found.paths, key=Path.as_posix)
         self._faults, self._left_out = found.faults, +found.left_out
         folders = [path.parent.absolute() for path in (*self.paths, *found.faults)]
@@ -142,9 +147,11 @@ def _stat(path: Path) -> os.stat_result:
         raise ConfigError(f"{printable(str(path))} cannot be read: {error.strerror}.") from error
 
 
-def _find(source: str, suffixes: tuple[str, ...], names: Mapping[str, str]) -> _Found:
+def _find(
+    source: str, suffixes: tuple[str, ...], names: Mapping[str, str], without: Collection[str]
+) -> _Found:
     path = Path(source).expanduser()
-    found = _Found()
+    found = _Found(without)
     if path.is_dir():
         found.walk(path, suffixes)
     elif path.is_file():
@@ -193,9 +200,13 @@ class _Found:
         faults: Path -> reason, for paths that have the right suffix but cannot be read.
         left_out: Reason -> number of files or folders that are not read for it.
         example: Path of one file of another kind.
+
+    Args:
+        without: Names of folders, in lower case, that are not walked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, without: Collection[str] = ()) -> None:
+        self.without = without
         self.stats: dict[Path, os.stat_result] = {}
         self.faults: dict[Path, str] = {}
         self.left_out: Counter[str] = Counter()
@@ -213,6 +224,9 @@ class _Found:
             self.left_out["a symbolic link to a folder"] += sum(
                 os.path.islink(os.path.join(place, f)) for f in folders
             )
+            if left := [name for name in folders if name.lower() in self.without]:
+                self.left_out["a folder of others' code"] += len(left)
+                folders[:] = [name for name in folders if name not in left]
 
     def add(self, path: Path, suffixes: tuple[str, ...]) -> None:
         """Adds a file, or notes why it is not read."""

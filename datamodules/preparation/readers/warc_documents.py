@@ -26,6 +26,7 @@ NO_HTTP, REDIRECT, STATUS, OTHER = (
     "not HTML",
 )
 BODY, REVISIT = "broken HTTP body", "a page stored elsewhere (revisit)"
+OTHER_PROTOCOL = "no HTTP, such as DNS"
 
 _MOST_HEADERS = 1 << 15
 _HEADERS_END = re.compile(rb"\r?\n\r?\n")
@@ -49,10 +50,11 @@ class WARCDocuments(FileReader):
 
     A document is the main text of a response record with HTTP status 200 and HTML, or the text of a conversion record
     (WET). Its id is the file, the byte where its record begins (its compressed member), its date and its address.
-    Redirects, other statuses, what is no HTML, pages without main text and longer ones are rejected with the
-    reason; so are broken and truncated records, with their byte and all bytes up to the next record that can be
-    read, where reading goes on. Headers over 32 KiB, of a record or of HTTP, records over 256 MiB and files that expand
-    to more than 1,000 times their size are rejected before they take memory. A file is one task: use more files than workers.
+    Address, date and language are its metadata. Redirects, other statuses, revisits and what is no HTML are skipped, and
+    counted by reason. Pages without main text and longer ones are rejected with the reason; so are broken and truncated
+    records, with their byte and all bytes up to the next record that can be read, where reading goes on. Headers over
+    32 KiB, of a record or of HTTP, records over 256 MiB and files that expand to more than 1,000 times their size are
+    rejected before they take memory. A file is one task: use more files than workers.
 
     Args:
         source: A path, a folder, or a glob.
@@ -68,8 +70,11 @@ class WARCDocuments(FileReader):
         data:
           init_args:
             reader: {class_path: WARCDocuments, init_args: {count_by: language}}
-            max_reject_fraction: 0.9
+            max_reject_fraction: 0.5
     """
+
+    skipped = (REDIRECT, STATUS, OTHER, REVISIT, OTHER_PROTOCOL)
+    metadata = ("url", "date", "language")
 
     def __init__(
         self,
@@ -113,7 +118,8 @@ class WARCDocuments(FileReader):
             if page is not None:
                 date = web_pages.cleaned_url(record.headers.get("WARC-Date"))
                 row_id = " ".join(filter(None, (f"{name}:{record.at}", date, url)))
-                yield page.text, web_pages.counted_under(source, page, self.count_by), row_id
+                counted = web_pages.counted_under(source, page, self.count_by)
+                yield page.text, counted, row_id, web_pages.known_of(page, date)
 
     def _page(self, record: Record, url: str) -> Page | None:
         """Returns the page of a record; None if it is of a kind that has none.
@@ -129,7 +135,7 @@ class WARCDocuments(FileReader):
             return None
         kind = record.headers.get("Content-Type") or ""
         if not kind.strip().lower().startswith("application/http"):
-            raise PageError(NO_HTTP, kind[:80])
+            raise PageError(OTHER_PROTOCOL, kind[:80])
         body, headers = _http(record.content)
         charset = _wanted(headers)
         if record.size > len(record.content):

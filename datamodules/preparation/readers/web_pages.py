@@ -30,6 +30,107 @@ _SMALL, _ATTRIBUTES = 1 << 17, 5000
 """Characters of pages whose tags need no check, and attributes of a tag: parsers take a time of their square."""
 
 _LONGEST_URL = 2048
+_CODES = [
+    "ara",
+    "ar",
+    "ben",
+    "bn",
+    "bul",
+    "bg",
+    "cat",
+    "ca",
+    "ces",
+    "cs",
+    "dan",
+    "da",
+    "deu",
+    "de",
+    "ell",
+    "el",
+    "eng",
+    "en",
+    "est",
+    "et",
+    "fas",
+    "fa",
+    "fin",
+    "fi",
+    "fra",
+    "fr",
+    "heb",
+    "he",
+    "hin",
+    "hi",
+    "hrv",
+    "hr",
+    "hun",
+    "hu",
+    "ind",
+    "id",
+    "isl",
+    "is",
+    "ita",
+    "it",
+    "jpn",
+    "ja",
+    "kat",
+    "ka",
+    "kor",
+    "ko",
+    "lav",
+    "lv",
+    "lit",
+    "lt",
+    "msa",
+    "ms",
+    "nld",
+    "nl",
+    "nno",
+    "nn",
+    "nob",
+    "nb",
+    "nor",
+    "no",
+    "pol",
+    "pl",
+    "por",
+    "pt",
+    "ron",
+    "ro",
+    "rus",
+    "ru",
+    "slk",
+    "sk",
+    "slv",
+    "sl",
+    "spa",
+    "es",
+    "sqi",
+    "sq",
+    "srp",
+    "sr",
+    "swe",
+    "sv",
+    "tam",
+    "ta",
+    "tel",
+    "te",
+    "tha",
+    "th",
+    "tur",
+    "tr",
+    "ukr",
+    "uk",
+    "urd",
+    "ur",
+    "vie",
+    "vi",
+    "zho",
+    "zh",
+]
+_TWO_LETTERS = dict(zip(_CODES[::2], _CODES[1::2], strict=True))
+"""ISO 639-3, as Common Crawl has it -> ISO 639-1."""
+
 _BLOCKS = re.compile(r"<(?:div|article)", re.I)
 _ATTRIBUTE = r"""=?[^\s/>=]++(?>\s*+=\s*+(?>"[^"]*+"?|'[^']*+'?|[^\s>"'][^\s>]*+)?+)?+|=|[\s/]++"""
 _TAG = re.compile(rf"<!--|<([a-z][^\s/>]*+)((?>{_ATTRIBUTE})*+)", re.I)
@@ -122,11 +223,32 @@ def page_of(html: str, extractor: str, url: str = "") -> Page:
     return Page(text, url or _own_url(tree), _language(tree))
 
 
+def fragment_text(html: str) -> str:
+    """Returns all text of a part of a page; paragraphs, lists and the lines of code stay apart.
+
+    Raises:
+        PageError: If a parser would take minutes for this markup.
+    """
+    from resiliparse.extract.html2text import extract_plain_text
+    from resiliparse.parse.html import HTMLTree
+
+    _check_attributes(html)
+    tree = HTMLTree.parse(html)
+    _check_depth(html, tree)
+    return extract_plain_text(tree, main_content=False, alt_texts=False).strip("\n")
+
+
 def counted_under(source: str, page: Page, count_by: str) -> str:
     """Returns the source that a page is counted under: `source` itself, its site or its language."""
     if count_by == "site":
         return site(page.url)
     return page.language if count_by == "language" else source
+
+
+def known_of(page: Page, date: str = "") -> dict[str, str | None]:
+    """Returns the metadata of a page: its address, its date, and the language that it declares, as ISO 639-1 has it."""
+    code = _TWO_LETTERS.get(page.language, page.language)
+    return {"url": page.url or None, "date": date or None, "language": code if code != UNKNOWN else None}
 
 
 def site(url: str) -> str:

@@ -8,21 +8,23 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 from xml.parsers import expat
 
 from core.contracts import Reject
 from core.errors import ConfigError
 from core.technique import Package, technique
 from datamodules.preparation.readers.compressed_files import (
-    CODECS,
+    DUMP_CODECS,
     BrokenFileError,
+    codec_of,
     decompressed,
     rejecting_broken,
 )
 from datamodules.preparation.readers.file_reader import FileReader, Row
 from datamodules.preparation.readers.opened_files import opened
 from datamodules.preparation.readers.source_files import Piece, SourceFiles, whole_files
-from datamodules.preparation.readers.web_pages import EMPTY, need
+from datamodules.preparation.readers.web_pages import EMPTY, UNKNOWN, cleaned_url, language_code, need
 
 MWPARSERFROMHELL = Package("mwparserfromhell>=0.7", extra="web")
 BROKEN, REDIRECT, MODEL = "broken XML", "a redirect", "not wikitext"
@@ -31,10 +33,9 @@ TOO_LONG, UNCLOSED = (
     "too many tags, tables or links that do not end",
 )
 
-_CODECS = CODECS | {".bz2": "bz2"}
 _BLOCK, _MOST_AHEAD, _DEEPEST = 1 << 20, 1 << 24, 20
 _MOST_UNCLOSED = 500
-_FIELDS = {"title", "ns", "id", "redirect", "text", "model", "timestamp", "namespace"}
+_FIELDS = {"title", "ns", "id", "redirect", "text", "model", "timestamp", "namespace", "base"}
 _OPEN = re.compile(r"<[a-z][^<>]*(?<!/)>", re.I)
 _LEFT_OUT = {
     "ref",
@@ -56,12 +57,12 @@ _LEFT_OUT = {
 class WikipediaDump(FileReader):
     """Reads pages-articles dumps of MediaWiki, .xml, plain or .bz2, .gz, .zst: an article is a document.
 
-    Wikitext becomes plain text: templates, tables, references, formulas, files and categories are left out, links
-    and headings keep their words. A document's id is the file, the page's number, the time of its revision and its
-    title. Redirects and pages of other namespaces (talk, templates, users) are skipped. Articles without text, longer
-    ones, and those with over 500 tags, tables or links that do not end, which would take minutes, are rejected.
-    Entities and document types are refused, as dumps have none. A broken file is kept up to the damage. A file
-    is one task: use the dump in its parts (pages-articles1.xml-p1p41242.bz2).
+    Wikitext becomes plain text: templates, tables, references, formulas, files and categories are left out, links and
+    headings keep their words. A document's id is the file, the page's number, the time of its revision and its title.
+    Its title, date, address and language are its metadata. Redirects and pages of other namespaces (talk, templates,
+    users) are skipped. Articles without text, longer ones, and those with over 500 tags, tables or links that do not
+    end, which would take minutes, are rejected. Entities and document types are refused, as dumps have none. A broken
+    file is kept up to the damage. A file is one task: use the dump in its parts (pages-articles1.xml-p1p41242.bz2).
 
     Args:
         source: A path, a folder, or a glob.
@@ -77,6 +78,8 @@ class WikipediaDump(FileReader):
             reader: {class_path: WikipediaDump, init_args: {namespaces: [0]}}
     """
 
+    metadata = ("title", "url", "date", "language")
+
     def __init__(
         self, source: str, namespaces: tuple[int, ...] = (0,), max_page_bytes: int = 1 << 21
     ) -> None:
@@ -86,7 +89,7 @@ class WikipediaDump(FileReader):
                 "WikipediaDump: max_page_bytes is at least 1, and namespaces names at least one."
             )
         self.namespaces, self.max_page_bytes = tuple(namespaces), max_page_bytes
-        self.files = SourceFiles(source, (".xml", *(f".xml{codec}" for codec in _CODECS), ".bz2"))
+        self.files = SourceFiles(source, (".xml", *(f".xml{codec}" for codec in DUMP_CODECS), ".bz2"))
 
     def options(self) -> dict[str, Any]:
         """Returns the arguments, and the version of the package."""
@@ -115,7 +118,9 @@ class WikipediaDump(FileReader):
                     reject(source, f"{path}, page {page.get('id', '')[:20]}", reason, title[:200])
                 else:
                     time = page.get("timestamp", "")[:40]
-                    yield text, source, f"{name}:{page.get('id', '')[:20]} {time} {title[:300]}"
+                    row_id = f"{name}:{page.get('id', '')[:20]} {time} {title[:300]}"
+                    known = {"title": title[:300], "url": dump.url(title), "date": time or None}
+                    yield text, source, row_id, known | {"language": dump.language}
 
     def _text(self, page: dict[str, str], left_out: tuple[str, ...]) -> tuple[str, str]:
         """Returns the reason why a page is left out, or an empty one and its text."""
@@ -186,6 +191,8 @@ class _Dump:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.left_out: tuple[str, ...] = ("file:", "image:", "category:")
+        self.language: str | None = None
+        self._base = ""
         self._path: list[str] = []
         self._found: list[dict[str, str]] = []
         self._page: dict[str, str] = {}
@@ -217,6 +224,10 @@ class _Dump:
             raise BrokenFileError(BROKEN, str(error), size) from error
         yield from self._taken()
 
+    def url(self, title: str) -> str | None:
+        """Returns the address of a page; None if the dump does not say where its main page is."""
+        return f"{self._base}{quote(title.replace(' ', '_'), safe='/:,()!*@$;')}" if self._base else None
+
     def _taken(self) -> list[dict[str, str]]:
         found, self._found = self._found, []
         return found
@@ -228,6 +239,9 @@ class _Dump:
         self._key, self._size = name, 0
         if name == "page":
             self._parts.clear()
+        elif name == "mediawiki":
+            code = language_code(attributes.get("xml:lang"))
+            self.language = code if code != UNKNOWN else None
         elif name == "redirect":
             self._parts[name].append("")
         elif name == "namespace":
@@ -246,6 +260,9 @@ class _Dump:
         self._path.pop()
         if name == "namespace" and self._key and (words := "".join(self._parts[name]).strip()):
             self.left_out = (*self.left_out, f"{words.lower()}:")[:16]
+        elif name == "base" and len(self._path) == 2:
+            self._base = cleaned_url("".join(self._parts.pop(name, []))).rpartition("/")[0]
+            self._base += "/" if self._base else ""
         elif name == "page":
             self._found.append({key: "".join(parts) for key, parts in self._parts.items()})
             self._parts.clear()
@@ -257,7 +274,7 @@ def _refused(*_: Any) -> None:
 
 
 def _blocks(path: Path) -> Iterator[bytes]:
-    if codec := _CODECS.get(path.suffix.lower()):
+    if codec := codec_of(path):
         yield from decompressed(path, codec)
         return
     with opened(path) as stream:

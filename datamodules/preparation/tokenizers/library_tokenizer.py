@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 from tokenizers import Regex, models, pre_tokenizers
 from tokenizers import Tokenizer as Implementation
@@ -36,7 +36,7 @@ class LibraryTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Returns the ids of each text, on all cores."""
-        with _threads():
+        with threads():
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
@@ -58,8 +58,8 @@ class TrainedTokenizer(LibraryTokenizer):
         special_tokens: Further tokens that no text is encoded to, such as [MASK]; ids 1 and on.
     """
 
-    _LEAST: ClassVar[int] = 256 + 1
-    _BECAUSE: ClassVar[str] = f"256 bytes and {END_OF_TEXT}"  # what takes the least number of ids
+    _LEAST: int = 256 + 1
+    _BECAUSE: str = f"256 bytes and {END_OF_TEXT}"  # what takes the least number of ids
 
     def __init__(self, vocab_size: int = 4096, special_tokens: Sequence[str] = ()) -> None:
         self._special = [END_OF_TEXT, *special_tokens]
@@ -113,9 +113,7 @@ class TrainedTokenizer(LibraryTokenizer):
                 *cuts,
             ]
         )
-        with _threads():
-            tokenizer.train_from_iterator(documents, trainer)
-        return tokenizer
+        return trained_on(tokenizer, documents, trainer)
 
     def _require_all(self, found: int) -> None:
         """Raises a ConfigError if the text did not yield the requested number of ids."""
@@ -126,13 +124,20 @@ class TrainedTokenizer(LibraryTokenizer):
             )
 
 
+def trained_on(tokenizer: Implementation, documents: Iterable[str], trainer: Any) -> Implementation:
+    """Returns a tokenizer after training it on documents, on all cores."""
+    with threads():
+        tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
 def byte_alphabet() -> list[str]:
     """Returns the 256 characters that represent bytes, in a fixed order."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 @contextmanager
-def _threads() -> Iterator[None]:
+def threads() -> Iterator[None]:
     """Lets `tokenizers` use threads in this block only, unless the user has set TOKENIZERS_PARALLELISM.
 
     Its thread pool does not survive a fork: a child process that uses its parent's pool hangs, and the library warns

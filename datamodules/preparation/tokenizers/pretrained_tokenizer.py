@@ -56,6 +56,9 @@ class PretrainedTokenizer(LibraryTokenizer):
         pattern: Of tiktoken's ranks: how texts are cut before merging, `r50k_base`, `p50k_base`, `cl100k_base` (Llama 3,
             Qwen) or `o200k_base`, or a regular expression. None: as the file's name says.
 
+    Attributes:
+        path: As given; a chat template may lie beside it.
+
     Raises:
         ConfigError: If there is no such file, it is damaged or of another kind, or no token ends a text.
 
@@ -73,6 +76,7 @@ class PretrainedTokenizer(LibraryTokenizer):
         special_tokens_in_text: bool = False,
         pattern: str | None = None,
     ) -> None:
+        self.path = path
         files = _find(Path(path).expanduser())
         contents = [_of_gguf(file) if file.suffix == GGUF else _bytes(file) for file in files]
         try:

@@ -12,11 +12,12 @@ from core.technique import technique
 from datamodules.preparation.duplicates.duplicate_filter import (
     HASH,
     DuplicateFilter,
+    clusters,
     hashes,
     identities,
     prefixes,
     scratch_folder,
-    write_dropped,
+    write_clusters,
 )
 from datamodules.preparation.duplicates.spilled_records import SpilledRecords
 
@@ -71,8 +72,7 @@ class ExactDuplicates(DuplicateFilter):
             spilled = SpilledRecords(scratch / "texts", _RECORD, expected)
             for records in _read(findings):
                 spilled.add(records, prefixes(records["text"]))
-            dropped = (_repeated(records) for records in spilled.partitions())
-            write_dropped(dropped, expected, scratch / "dropped", conclusion)
+            write_clusters(map(_clusters, spilled.partitions()), expected, scratch, conclusion)
 
 
 def _read(findings: Sequence[Path]) -> Iterator[np.ndarray]:
@@ -82,10 +82,14 @@ def _read(findings: Sequence[Path]) -> Iterator[np.ndarray]:
                 yield records
 
 
-def _repeated(records: np.ndarray) -> np.ndarray:
-    """Returns the identities of documents that have the text of an earlier record."""
+def _clusters(records: np.ndarray) -> np.ndarray:
+    """Returns the documents that have the text of an earlier record, and the first of each text that they have."""
     records = records[np.argsort(records["text"], kind="stable")]
     new = np.ones(len(records), np.bool_)
     new[1:] = records["text"][1:] != records["text"][:-1]
-    first = records["document"][new][np.cumsum(new) - 1]
-    return records["document"][~new & (records["document"] != first)]
+    own = np.cumsum(new) - 1
+    first = records["document"][new]
+    dropped = records["document"] != first[own]
+    sizes = 1 + np.bincount(own[dropped], minlength=len(first))
+    found = clusters(records["document"][dropped], 0), clusters(first[sizes > 1], sizes[sizes > 1])
+    return np.concatenate(found)

@@ -16,7 +16,7 @@ from datamodules.preparation.duplicates.duplicate_filter import (
     DuplicateFilter,
     identities,
     scratch_folder,
-    write_dropped,
+    write_clusters,
 )
 from datamodules.preparation.duplicates.near_pairs import NearPairs
 from datamodules.preparation.duplicates.shingles import band_keys, min_hash, shingle_sets
@@ -94,10 +94,9 @@ class NearDuplicates(DuplicateFilter):
                 write_block(file, identities(batch)[filled], keys, kept)
 
     def reduce(self, findings: Sequence[Path], conclusion: Path) -> None:
-        """Writes which documents resemble an earlier one that stays."""
+        """Writes which documents resemble an earlier one that stays, and how many resemble that."""
         with (
             scratch_folder(conclusion) as scratch,
             NearPairs(findings, self.bands, scratch) as pairs,
         ):
-            dropped = pairs.dropped(self.threshold)
-            write_dropped(dropped, pairs.number, scratch / "dropped", conclusion)
+            write_clusters(pairs.clusters(self.threshold), pairs.number, scratch, conclusion)

@@ -20,6 +20,7 @@ from datamodules.preparation.duplicates.line_records import (
     Removed,
     keys,
     read_removed,
+    without,
     write_records,
     write_removed,
 )
@@ -172,15 +173,7 @@ class RepeatedLines(Transform):
 
     def _without(self, text: str, chosen: np.ndarray) -> str:
         """Returns a document without the chosen lines, and counts them."""
-        parts = _ENDS[self.unit].split(text)
-        left, gap = list[str](), ""
-        for place, gone in enumerate(chosen.tolist()):
-            if place:
-                gap = max(gap, parts[2 * place - 1], key=len)
-            if not gone:
-                left += [gap, parts[2 * place]] if left else [parts[2 * place]]
-                gap = ""
-        found = "".join(left)
+        found = without(_ENDS[self.unit].split(text), chosen.tolist())
         self._counts[f"{self.unit}s removed"] += int(np.count_nonzero(chosen))
         self._counts["characters removed"] += len(text) - len(found)
         return found

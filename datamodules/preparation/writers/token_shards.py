@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
 from core.technique import technique
+from datamodules.packing.block_checksums import CHECKSUMS, read_sums, sums_of, write_sums
 
 _MOST = 1 << 31
 _FORMATS = {"uint16": 5, "uint32": 6}
@@ -29,7 +31,8 @@ class TokenShards(TokenWriter):
     """Stores token ids in chunks of about `shard_bytes` and an index.json, the format of litdata's TokensLoader.
 
     Each document is one item: an array of uint16 if the vocabulary has at most 65,536 ids, else of
-    uint32. The same documents give the same bytes, on any rank.
+    uint32. The same documents give the same bytes, on any rank. Beside index.json, checksums.crc32 has a checksum of
+    each block of 16 KiB, against which a block is held when a run first reads it; litdata does not need it.
 
     Args:
         shard_bytes: Size of a chunk, in bytes, below 2 GiB: offsets in a chunk are uint32. A longer
@@ -80,6 +83,7 @@ class TokenShards(TokenWriter):
         if not sum(chunk["dim"] for chunk in chunks):
             raise ConfigError(f"{folder}: there is no document to write.")
         index = {"chunks": chunks, "config": _config(dtype, self.shard_bytes)}
+        write_sums(folder / CHECKSUMS, (sums_of(folder / chunk["filename"]) for chunk in chunks))
         (folder / "index.json").write_text(json.dumps(index, sort_keys=True), encoding="utf-8")
         return sum(chunk["dim"] for chunk in chunks)
 
@@ -92,15 +96,16 @@ class TokenShards(TokenWriter):
         folder.mkdir(parents=True, exist_ok=True)
         found, config = [], None
         for number, part in enumerate(parts):
-            index = json.loads((part / "index.json").read_text(encoding="utf-8"))
+            index = _index(part)
             config = index["config"]
             for count, chunk in enumerate(index["chunks"]):
                 found.append(
                     chunk | {"filename": f"chunk-{number}-{count}.bin", "path": part / chunk["filename"]}
                 )
         moved, chunks = {}, []
-        for group in self._fitting(found):
-            old, new = [chunk.pop("path") for chunk in group], folder / group[0]["filename"]
+        groups = self._fitting(found)
+        for group in groups:
+            old, new = [chunk["path"] for chunk in group], folder / group[0]["filename"]
             chunks.append(_as_one(group))
             if len(group) == 1:
                 moved[new.name] = old[0]
@@ -110,6 +115,8 @@ class TokenShards(TokenWriter):
                 _merge(old, group, new)
             for path in old:  # frees the room of what was merged
                 path.unlink(missing_ok=True)
+        with durable.replacing(folder / CHECKSUMS) as temporary:
+            write_sums(temporary, _joined_sums(groups, folder))
         durable.write(folder / "index.json", json.dumps({"chunks": chunks, "config": config}, sort_keys=True))
         return moved
 
@@ -170,7 +177,28 @@ def _as_one(chunks: list[dict[str, Any]]) -> dict[str, Any]:
         "chunk_size": items,
         "dim": sum(c["dim"] for c in chunks),
     }
-    return chunks[0] | sums
+    entry = {key: value for key, value in chunks[0].items() if key != "path"}
+    return entry | sums
+
+
+def _index(part: Path) -> dict[str, Any]:
+    return json.loads((part / "index.json").read_text(encoding="utf-8"))
+
+
+def _joined_sums(groups: list[list[dict[str, Any]]], folder: Path) -> Iterator[np.ndarray]:
+    """Yields the checksums of the chunks of a joined folder: what was moved keeps those that it was written with."""
+
+    @lru_cache(1)  # one after the other: a part's chunks follow each other
+    def written(part: Path) -> dict[str, np.ndarray]:
+        chunks = _index(part)["chunks"]
+        sums = (
+            read_sums(part, [chunk["chunk_bytes"] for chunk in chunks]) or []
+        )  # none: of an earlier version
+        return {chunk["filename"]: found for chunk, found in zip(chunks, sums, strict=False)}
+
+    for first, *others in groups:
+        sums = None if others else written(first["path"].parent).get(first["path"].name)
+        yield sums_of(folder / first["filename"]) if sums is None else sums
 
 
 def _merge(old: list[Path], chunks: list[dict[str, Any]], new: Path) -> None:

@@ -65,6 +65,14 @@ def test_a_changed_table_is_found_and_a_removed_one_is_not_missed(tmp_path, caps
     assert verify_data([str(folder)]) == 0
 
 
+def test_another_configuration_leaves_no_table_behind(tmp_path):
+    articles(tmp_path / "in")
+    prepare(tmp_path / "in", tmp_path / "out", reader=with_metadata("url"))
+    folder = prepare(tmp_path / "in", tmp_path / "out", overwrite=True)
+    assert not (folder / "documents.parquet").exists()
+    assert verify_data([str(folder)]) == 0
+
+
 @pytest.mark.parametrize("names", [("url", "url"), ("text",), ("split_key",)])
 def test_names_that_cannot_be_columns(names):
     with pytest.raises(ConfigError, match=f"metadata names '{names[0]}'"):

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from datamodules.preparation.engines.local_engine import LocalEngine
-from datamodules.preparation.preparation_report import write_report
+from datamodules.preparation.preparation_report import as_markdown, write_report
 from datamodules.preparation.report_page import as_page
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
 from datamodules.preparation.transforms.normalise import Normalise
@@ -108,6 +108,22 @@ def test_it_shows_what_becomes_of_the_documents(folder):
         assert title in shown
 
 
+def test_clusters_of_duplicates_by_size(folder):
+    manifest = manifest_of(folder)
+    section = "Duplicates by documents in a cluster (2. ExactDuplicates) clusters documents in them "
+    assert section + "1 119 / 119 2 2 / 4" in text_of((folder / "report.html").read_text())
+    assert "| 2. ExactDuplicates | clusters of 2 | 2 |" in (folder / "report.md").read_text()
+    sizes = ["1,025 to 2,048", "17 to 32", "2", "3 to 4", "513 to 1,024"]
+    counts = {f"clusters of {size}": 3 for size in sizes} | {
+        f"documents in clusters of {size}": 7 for size in sizes
+    }
+    manifest["transforms"][1]["counted"] = counts
+    ordered = ["2", "3 to 4", "17 to 32", "513 to 1,024", "1,025 to 2,048"]
+    assert section + " ".join(f"{size} 3 / 7" for size in ordered) in text_of(as_page(manifest))
+    rows = [f"| 2. ExactDuplicates | clusters of {size} | 3 |" for size in ordered]
+    assert "\n".join(rows) in as_markdown(manifest)
+
+
 def test_hostile_documents_are_text(folder):
     manifest = manifest_of(folder)
     samples = [["0", HOSTILE, HOSTILE]]
@@ -116,7 +132,12 @@ def test_hostile_documents_are_text(folder):
     manifest["rejected"] = {HOSTILE: 1}
     manifest["left_out"] = {HOSTILE: 1}
     for transform in manifest["transforms"]:
-        transform |= {"name": HOSTILE, "dropped": {HOSTILE: 1}, "counted": {HOSTILE: 1}, "option": [HOSTILE]}
+        transform |= {
+            "name": HOSTILE,
+            "dropped": {HOSTILE: 1},
+            "counted": {HOSTILE: 1, f"clusters of 3{HOSTILE}": 1},
+            "option": [HOSTILE],
+        }
         transform["examples"] = {HOSTILE: samples}
     manifest["transforms"][0]["name"] = "LanguageFilter"
     for place in manifest["flow"]:

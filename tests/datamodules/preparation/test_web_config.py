@@ -6,6 +6,7 @@ import random
 import pytest
 
 from core.__main__ import main
+from datamodules.preparation.readers.warc_documents import REDIRECT
 from tests.support.archives import page, response, write_archive
 from tests.support.corpus import contents, documents_of
 from tests.support.quality_corpus import prose
@@ -56,7 +57,9 @@ def test_each_stage_does_its_part_whoever_does_the_work(crawl, tmp_path):
     dropped = {name.partition(". ")[2]: sum(counts.values()) for name, counts in report["dropped"].items()}
     assert (dropped["LanguageFilter"], dropped["GopherRepetition"]) == (3, 1)
     assert (dropped["ExactDuplicates"], dropped["NearDuplicates"]) == (2, 1)
-    assert sum(report["rejected"].values()) == 1
+    assert (report["rejected"], report["skipped"]) == ({}, {REDIRECT: 1})
+    assert f"| skipped | {REDIRECT} | 1 |" in (folder / "report.md").read_text()
+    assert f"skipped: {REDIRECT}" in (folder / "report.html").read_text()
     splits = {split: documents_of(folder, split) for split in ("train", "validation", "test")}
     assert all(splits.values())
     kept = "\n".join(one for documents in splits.values() for one in documents)

@@ -15,6 +15,9 @@ from core.technique import Package
 from datamodules.preparation.readers import source_files, warc_documents, warc_records, web_pages
 from datamodules.preparation.readers.html_documents import TOO_LONG
 from datamodules.preparation.readers.warc_documents import WARCDocuments
+from datamodules.preparation.token_preparation import TokenPreparation
+from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
+from datamodules.preparation.writers.token_shards import TokenShards
 from tests.support.archives import DATE, PACK, page, record, response, write_archive
 from tests.support.corpus import rows_of, texts, texts_of
 from tests.support.restarts_of_preparation import ends_in_the_same_bytes
@@ -100,7 +103,7 @@ def test_what_is_no_page_is_counted_by_reason(tmp_path):
     begins = write_archive(tmp_path / "a.warc.gz", [*given.values(), *nothing, RESPONSES[0]])
     found, rejects = read(tmp_path / "a.warc.gz", max_page_bytes=100_000)
     assert found == TEXTS[:1]
-    reasons = [*given, *[warc_documents.NO_HTTP] * 4]
+    reasons = [*given, warc_documents.OTHER_PROTOCOL, *[warc_documents.NO_HTTP] * 3]
     assert rejects == [(f"byte {begin:,}", reason) for begin, reason in zip(begins, reasons, strict=False)]
     with pytest.raises(ConfigError, match=r"byte 0: a redirect: 301 http://example.org/"):
         list(WARCDocuments(str(tmp_path)).documents())
@@ -301,9 +304,51 @@ def test_workers_and_kills_change_no_byte(tmp_path, monkeypatch):
     assert len(reader.tasks()) > 5
     assert rows_of(pickle.loads(pickle.dumps(reader)), []) == rows_of(reader, [])
     out = ends_in_the_same_bytes(
-        tmp_path / "in", tmp_path / "out", reader=WARCDocuments, max_reject_fraction=0.9
+        tmp_path / "in", tmp_path / "out", reader=WARCDocuments, max_reject_fraction=0.1
     )
-    rejected = json.loads((out / "manifest.json").read_text())["rejected"]
-    assert rejected[warc_documents.REDIRECT] == 60
-    assert sum(rejected.values()) == 66
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["skipped"] == {warc_documents.REDIRECT: 60}
+    assert sum(manifest["rejected"].values()) == 6
     assert PACK.keys() >= {"gz", "zst"}
+
+
+# Skipped --------------------------------------------------------------------------------------------------
+
+
+def _prepared(folder, out, **options):
+    out.mkdir(exist_ok=True)
+    parts = WARCDocuments(str(folder)), BPETokenizer(300), TokenShards()
+    return TokenPreparation(*parts, validation_fraction=0.3, **options).run(out, "archive")
+
+
+def test_an_archive_mostly_of_redirects_needs_no_limit_and_broken_records_still_count(tmp_path):
+    http = "application/http; msgtype=response"
+    others = [
+        response(b"", status="301 Moved Permanently"),
+        response(b"", status="404 Not Found"),
+        response(b"\x89PNG", content_type="image/png"),
+        record("revisit", b"HTTP/1.1 200 OK\r\n\r\n", content_type=http),
+        record("response", b"10.0.0.1", "dns:example.org", "text/dns"),
+    ] * 20
+    pages = [response(page(one)) for one in texts(20)]
+    write_archive(tmp_path / "a" / "a.warc.gz", [*others, *pages])
+    totals = _prepared(tmp_path / "a", tmp_path / "one")  # max_reject_fraction is 0: nothing may be broken
+    assert totals.skipped == dict.fromkeys(WARCDocuments.skipped, 20)
+    assert (totals.documents >= 20, totals.rejected) == (True, {})
+    assert not (tmp_path / "one" / "rejects.jsonl").exists()
+    broken = record("response", b"HTTP/1.1 banana\r\n\r\nx", content_type=http)
+    write_archive(tmp_path / "b" / "b.warc.gz", [*others, *pages, broken])
+    with pytest.raises(ConfigError, match=warc_documents.NO_HTTP):
+        _prepared(tmp_path / "b", tmp_path / "two")
+    # One of 21, whatever was skipped.
+    with pytest.raises(ConfigError, match="1 of 21 documents cannot be used"):
+        _prepared(tmp_path / "b", tmp_path / "three", max_reject_fraction=0.04)
+    assert _prepared(tmp_path / "b", tmp_path / "four", max_reject_fraction=0.05).rejected == {
+        warc_documents.NO_HTTP: 1
+    }
+
+
+def test_an_archive_without_pages_says_what_it_held(tmp_path):
+    write_archive(tmp_path / "a" / "a.warc.gz", [response(b"", status="301 Moved Permanently")] * 7)
+    with pytest.raises(ConfigError, match="7 skipped: a redirect"):
+        _prepared(tmp_path / "a", tmp_path / "one")

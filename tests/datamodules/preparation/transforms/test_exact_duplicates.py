@@ -25,6 +25,29 @@ def test_the_first_of_equal_texts_stays(tmp_path, monkeypatch, files):
     assert not [path for path in (tmp_path / "all").iterdir() if path.is_dir()]
 
 
+def test_clusters_are_counted_by_size(tmp_path):
+    sizes = [1, 1, 1, 2, 3, 4, 4, 5, 8, 9, 16, 17, 1200]
+    documents = [f"text {number}" for number, size in enumerate(sizes) for _ in range(size)]
+    random.Random(0).shuffle(documents)
+    transform = ExactDuplicates()
+    left, _ = kept(transform, documents, tmp_path)
+    assert len(left) == len(sizes)
+    clusters = {"1": 3, "2": 1, "3 to 4": 3, "5 to 8": 2, "9 to 16": 2, "17 to 32": 1, "1,025 to 2,048": 1}
+    members = {
+        "1": 3,
+        "2": 2,
+        "3 to 4": 11,
+        "5 to 8": 13,
+        "9 to 16": 25,
+        "17 to 32": 17,
+        "1,025 to 2,048": 1200,
+    }
+    assert transform.take_counts() == {f"clusters of {size}": number for size, number in clusters.items()} | {
+        f"documents in clusters of {size}": number for size, number in members.items()
+    }
+    assert not transform.take_counts()
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

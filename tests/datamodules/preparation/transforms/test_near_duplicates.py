@@ -42,11 +42,11 @@ def similarity(one, other, length=5):
 
 
 def expected(documents, threshold):
-    """Compares each document with all that stay before it."""
-    left = []
+    """Compares each document with all that stay before it; returns these with the sizes of their clusters."""
+    left = {}
     for number, text in enumerate(documents):
-        if all(similarity(documents[other], text) < threshold for other in left):
-            left.append(number)
+        like = next((other for other in left if similarity(documents[other], text) >= threshold), number)
+        left[like] = left.get(like, 0) + 1
     return left
 
 
@@ -55,8 +55,16 @@ def test_the_same_documents_stay_as_of_all_pairs(tmp_path, monkeypatch, threshol
     """With so many bands that no pair is missed."""
     documents = planted()
     monkeypatch.setattr(spilled_records, "PARTITION_BYTES", len(documents) * 40 * 16 // files)
-    left, dropped = kept(NearDuplicates(threshold, bands=40, rows=2), documents, tmp_path)
-    assert left == expected(documents, threshold)
+    transform = NearDuplicates(threshold, bands=40, rows=2)
+    left, dropped = kept(transform, documents, tmp_path)
+    sizes = expected(documents, threshold)
+    assert left == list(sizes)
+    counts = transform.take_counts()
+    for name, most in {"1": 1, "2": 2, "3 to 4": 4, "5 to 8": 8, "9 to 16": 16}.items():
+        some = [size for size in sizes.values() if most // 2 < size <= most]
+        assert counts.pop(f"clusters of {name}", 0) == len(some)
+        assert counts.pop(f"documents in clusters of {name}", 0) == sum(some)
+    assert not counts
     assert dropped == {"near duplicate": len(documents) - len(left)}
     assert 20 < dropped["near duplicate"] < 120
 

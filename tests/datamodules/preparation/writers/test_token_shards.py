@@ -11,6 +11,7 @@ from litdata.constants import _NUMPY_DTYPES_MAPPING
 from litdata.streaming.writer import BinaryWriter
 
 from core.errors import ConfigError
+from datamodules.packing.block_checksums import CHECKSUMS
 from datamodules.packing.token_index import DTYPES
 from datamodules.packing.token_store import TokenStore
 from datamodules.preparation.writers.token_shards import TokenShards
@@ -116,7 +117,11 @@ def test_small_pieces_are_joined_to_shards_of_the_size_asked_for(parts, tmp_path
     paths = [tmp_path / "out" / chunk["filename"] for chunk in index]
     sizes = [path.stat().st_size for path in paths]
     assert [chunk["chunk_bytes"] for chunk in index] == sizes
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"index.json", *(p.name for p in paths)}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "index.json",
+        CHECKSUMS,
+        *(p.name for p in paths),
+    }
     content = [size - 4 * (chunk["chunk_size"] + 2) for size, chunk in zip(sizes, index, strict=True)]
     assert content == [2 * chunk["dim"] for chunk in index]
     for (one, other), (a, b) in zip(pairwise(content), pairwise(index), strict=True):
@@ -175,4 +180,5 @@ def test_the_files_are_those_of_litdatas_writer(tmp_path, vocab_size, shard_byte
         theirs.done()
     (tmp_path / "theirs" / "0.index.json").rename(tmp_path / "theirs" / "index.json")
     TokenShards(shard_bytes).write(DOCUMENTS, tmp_path / "ours", vocab_size)
+    (tmp_path / "ours" / CHECKSUMS).unlink()  # litdata has none
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")

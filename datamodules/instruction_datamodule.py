@@ -1,0 +1,98 @@
+"""Conversations, and prompts with their answers, for fine-tuning on the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from core.errors import ConfigError
+from core.technique import technique
+from datamodules.records.chats import Rendered, messages_of, plain, plain_sides, renderer_of, tools_of
+from datamodules.records.encoding import TextEncoder
+from datamodules.records.record_datamodule import RecordDataModule
+from datamodules.records.record_files import Placed, Record
+from datamodules.records.record_store import Encoded
+from datamodules.records.templates import find_template
+
+
+@technique(
+    paper="InstructGPT, arXiv:2203.02155, section 3.5: trained on demonstrations; rows of several by best-fit decreasing, "
+    "arXiv:2404.10830",
+    offers=("exact_resume",),
+)
+class InstructionDataModule(RecordDataModule):
+    """Conversations as rows whose labels are the answers alone, for `CausalLM` as it is.
+
+    A record is one of
+
+    - `{"messages": [{"role": ..., "content": ...}, ...]}`, also with `tools`,
+    - `{"conversations": [{"from": "human", "value": ...}, ...]}`, as ShareGPT has it,
+    - `{"prompt": ..., "completion": ...}`, each a text or a list of messages,
+    - `{"instruction": ..., "input": ..., "output": ...}`, as Alpaca has it.
+
+    The chat template renders it, and the answers with the token that ends a turn have labels; all other positions have
+    -100. Where a template has blocks `generation`, these say what an answer is. Special tokens spelt in a message stay text.
+    The records of a row do not see each other (`document_ids`, `position_ids`).
+
+    Args:
+        template: `chatml`; `plain`, in which the answer follows the prompt without a template, and the end-of-text token
+            the answer; or a file or folder with a template. None: the tokenizer's own.
+        roles: Whose messages are trained on.
+        last_turn_only: Whether the last of them is the only one.
+        pack: Whether several records share a row, which is `sequence_length` wide; else there is one a row, with others of
+            similar length.
+
+    Raises:
+        ConfigError: If there is no template, or no such file.
+
+    Example:
+        data:
+          class_path: InstructionDataModule
+          init_args:
+            source: chats.jsonl
+            tokenizer: {class_path: PretrainedTokenizer, init_args: {path: tokenizer.json}}
+            sequence_length: 1024
+            batch_size: 4
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        template: str | None = None,
+        roles: Sequence[str] = ("assistant",),
+        last_turn_only: bool = False,
+        pack: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if not roles:
+            raise ConfigError("data.roles is empty: name whose messages are trained on, such as [assistant].")
+        self.template = find_template(template, self.tokenizer)
+        self.roles, self.last_turn_only, self.pack = tuple(roles), last_turn_only, pack
+
+    def options(self) -> Mapping[str, Any]:
+        """Returns the template and what is trained on."""
+        shown = (self.template.source, self.template.special) if self.template else None
+        return {"template": shown, "roles": self.roles, "last_turn_only": self.last_turn_only}
+
+    def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:
+        """Takes the encoder for texts of users.
+
+        Raises:
+            ConfigError: If the special tokens of ChatML are none of the tokenizer's.
+        """
+        self._encoder = encoder.prompts
+        self._renderer = self.template and renderer_of(
+            self.template, encoder.prompts, self.roles, self.last_turn_only
+        )
+
+    def encode(self, record: Record) -> Rendered:
+        """Returns the text of a record and where its answers are."""
+        if not self._renderer:
+            return plain(self._encoder, *plain_sides(record))
+        return self._renderer.render(messages_of(record), tools_of(record))
+
+    def finish(self, encoder: TextEncoder, found: Sequence[Rendered]) -> Iterator[Encoded]:
+        """Yields a sequence of each text that has labels."""
+        for ids, labels in encoder.encode(found):
+            yield Encoded([(ids, labels)] if (labels >= 0).any() else [])

@@ -1,0 +1,137 @@
+"""Encoded records on disk: the ids and labels of their sequences, and numbers of each record."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from core import durable
+from core.errors import ConfigError
+from toolkit.bounded import parse_json, read_error, read_inside
+
+INDEX = "records.json"
+
+KINDS = {"ids": np.int32, "labels": np.int32, "ends": np.int64, "values": np.float64}
+"""Name of a file without its suffix -> type of its numbers, little-endian."""
+
+
+class Encoded(NamedTuple):
+    """A record as it is stored.
+
+    Attributes:
+        sequences: Ids and labels of each sequence, of the same length; labels of -100 are ignored.
+        values: Numbers of the record, as many for each.
+    """
+
+    sequences: Sequence[tuple[ArrayLike, ArrayLike]]
+    values: Sequence[float] = ()
+
+
+class RecordWriter:
+    """Writes records one after the other.
+
+    Args:
+        folder: A new folder.
+        sequences: Sequences of a record.
+        values: Numbers of a record.
+    """
+
+    def __init__(self, folder: Path, sequences: int, values: int) -> None:
+        folder.mkdir(parents=True)
+        self.folder, self.sequences, self.values = folder, sequences, values
+        self._stack = ExitStack()
+        paths = {name: folder / f"{name}.bin" for name in KINDS}
+        self._files = {name: self._stack.enter_context(path.open("wb")) for name, path in paths.items()}
+        self.records = self.tokens = 0
+
+    def add(self, record: Encoded) -> None:
+        """Appends a record."""
+        for ids, labels in record.sequences:
+            self.tokens += len(np.asarray(ids))
+            self._append("ids", ids)
+            self._append("labels", labels)
+            self._append("ends", [self.tokens])
+        self._append("values", record.values)
+        self.records += 1
+
+    def _append(self, name: str, numbers: ArrayLike) -> None:
+        self._files[name].write(np.asarray(numbers, np.dtype(KINDS[name]).newbyteorder("<")).tobytes())
+
+    def close(self) -> None:
+        """Finishes the files."""
+        self._stack.close()
+        sizes = {"records": self.records, "sequences": self.sequences, "values": self.values}
+        durable.write(self.folder / INDEX, json.dumps(sizes | {"tokens": self.tokens}))
+
+
+class RecordStore:
+    """The records of a folder, mapped into memory.
+
+    Args:
+        folder: What a :class:`RecordWriter` wrote.
+
+    Attributes:
+        number_of_documents: Number of records.
+        sequences: Sequences of a record.
+        values: Numbers of the records, (records, numbers of one).
+
+    Raises:
+        ConfigError: If a file is missing or has another size than it should.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            index = parse_json(read_inside(folder, INDEX))
+            records, self.sequences, width, tokens = (
+                int(index[name]) for name in ("records", "sequences", "values", "tokens")
+            )
+            self.number_of_documents = records
+            sizes = {
+                "ids": tokens,
+                "labels": tokens,
+                "ends": records * self.sequences,
+                "values": records * width,
+            }
+            self._ids, self._labels, self._ends, values = (
+                _mapped(folder / f"{name}.bin", KINDS[name], size) for name, size in sizes.items()
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = read_error(error) if isinstance(error, OSError | ValueError) else f"it lacks {error}"
+            raise ConfigError(
+                f"{folder} is missing or damaged: {what}.\nDelete {folder.parent} and run again: it is written again."
+            ) from error
+        self.values = values.reshape(records, width)
+        starts = np.concatenate([np.zeros(1, np.int64), self._ends])
+        self.lengths = np.diff(starts).reshape(records, self.sequences)
+        self._starts = starts[:-1].reshape(records, self.sequences)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecordStore, (self.folder,)  # a spawned worker maps the files itself
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
+        """Returns (number, tokens of the longest sequence) of records."""
+        longest = self.lengths[indices].max(axis=1)
+        return list(zip(indices.tolist(), longest.tolist(), strict=True))
+
+    def sequence(self, record: int, which: int, most: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the first ids and labels of a sequence of a record, at most so many."""
+        begin = int(self._starts[record, which])
+        end = begin + min(int(self.lengths[record, which]), most)
+        return self._ids[begin:end], self._labels[begin:end]
+
+
+def _mapped(path: Path, kind: Any, size: int) -> np.ndarray:
+    dtype = np.dtype(kind).newbyteorder("<")
+    if (found := path.stat().st_size) != size * dtype.itemsize:
+        raise ValueError(f"{path.name} has {found:,} bytes, not {size * dtype.itemsize:,}")
+    return np.asarray(np.memmap(path, dtype, mode="r")) if size else np.empty(0, dtype)
