@@ -89,7 +89,8 @@ class Rebalance(Transform):
                     f"Rebalance: the share of {name} in `target` is {share}; it has to be above 0."
                 )
         self.by, self.others, self.seed = by, others, seed
-        self.keep, self.target = (shares, None) if target is None else (None, shares)
+        self.keep = shares if target is None else None
+        self.target = None if target is None else shares
         self.needs_all_documents = target is not None
         self._kept = shares  # of `target`, what `load` reads
         self._bounds = _bounds(shares) if by == _CHARACTERS else None
