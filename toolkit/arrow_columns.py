@@ -45,3 +45,18 @@ def column_of(batch: pyarrow.RecordBatch, name: str, transform: str) -> pyarrow.
         f"{transform}: the documents have no column {name!r}.{nearest(name, set(names))}\nThey have {', '.join(names)}. "
         "See which metadata the reader gives, and what transforms before it add."
     )
+
+
+def with_column(
+    batch: pyarrow.RecordBatch, name: str, column: pyarrow.Array, transform: str
+) -> pyarrow.RecordBatch:
+    """Returns a batch with a further column, which a transform adds to documents.
+
+    Raises:
+        ConfigError: If the documents have a column of this name.
+    """
+    if name in batch.schema.names:
+        raise ConfigError(
+            f"{transform}: the documents have a column {name!r} already. Give another name for the one that it adds."
+        )
+    return batch.append_column(name, column)

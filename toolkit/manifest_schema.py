@@ -34,7 +34,7 @@ _LEAST = {
     "unigram_loss": 0,
 }
 _REQUIRED = ("vocab_size", "end_of_text_id", "train_tokens", "unigram_loss")
-_COUNTED = ("lengths", "rejected", "skipped", "left_out")
+_COUNTED = ("language_tokens", "license_tokens", "lengths", "rejected", "skipped", "left_out")
 _DIGEST = re.compile("[0-9a-f]{64}")
 _MOST = 1 << 62
 _LARGEST_VOCABULARY = 1 << 32

@@ -49,6 +49,7 @@ class Totals:
         self.rejected: Counter[str] = Counter()
         self.skipped: Counter[str] = Counter()
         self.lengths: Counter[str] = Counter()
+        self.described: dict[str, Counter[str]] = {}
         self.dropped: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.counted: list[Counter[str]] = [Counter() for _ in range(transforms)]
         self.examples: list[dict[str, list[Example]]] = [{} for _ in range(transforms)]
@@ -61,6 +62,8 @@ class Totals:
             self.splits[split].update(record["splits"].get(split, {}))  # earlier versions knew no third
         for source, counts in record["sources"].items():
             self.sources[source].update(counts)
+        for name, counts in record.get("described", {}).items():
+            self.described.setdefault(name, Counter()).update(counts)
         self.rejected.update(record["rejected"])
         self.skipped.update(record.get("skipped", {}))
         self.lost_bytes += record.get("lost_bytes", 0)
@@ -164,6 +167,10 @@ def write_manifest(
         "text_bytes": totals.text_bytes,
         "unigram_loss": unigram_loss(*frequencies),
         "sources": {name: dict(totals.sources[name]) for name in sorted(totals.sources)},
+        **{
+            f"{name}_tokens": dict(sorted(counts.items()))
+            for name, counts in sorted(totals.described.items())
+        },
         "lengths": {key: totals.lengths[key] for key in sorted(totals.lengths, key=int)},
         "rejected": dict(sorted(totals.rejected.items())),
         **({"skipped": dict(sorted(totals.skipped.items()))} if totals.skipped else {}),

@@ -23,6 +23,12 @@ from toolkit.transform_counts import KeepsCounts
 MOST_LISTED = 10_000
 """Most rejected documents of a task that are listed; all are counted."""
 
+DESCRIBED = ("language", "license")
+"""Columns of metadata by whose values tokens are counted."""
+
+_MOST_VALUES, _MOST_SHOWN = 1000, 100
+"""Values of such a column that are counted apart in a task, and characters of each: anybody may have written them."""
+
 
 def example(text: str, name: str) -> Example:
     """Returns a document as an example, chosen by a hash of its id and text."""
@@ -120,6 +126,7 @@ class Tally:
         self.splits = {split: Counter(documents=0, tokens=0, bytes=0) for split in SPLITS}
         self.sources: dict[str, Counter[str]] = defaultdict(Counter)
         self.lengths: Counter[int] = Counter()
+        self.described: dict[str, Counter[str]] = {}
 
     def reject(self, source: str, place: str, reason: str, details: str, lost: int = 0) -> None:
         """Counts input that cannot be used; `lost` is the number of bytes of the source's files lost with it."""
@@ -156,11 +163,27 @@ class Tally:
         self.sources[source].update(documents=1, tokens=tokens, bytes=size)
         self.lengths[tokens.bit_length() - 1] += 1
 
+    def describe(self, batch: pyarrow.RecordBatch, rows: Sequence[int], tokens: Sequence[int]) -> None:
+        """Counts tokens of documents by language and license, where a reader or transform gives these.
+
+        Args:
+            batch: What they were read as.
+            rows: The row in the batch of each.
+            tokens: Tokens of each.
+        """
+        for name in DESCRIBED:
+            if name in batch.schema.names:
+                values, counts = batch[name].to_pylist(), self.described.setdefault(name, Counter())
+                for row, number in zip(rows, tokens, strict=True):
+                    value = "unknown" if values[row] is None else printable(str(values[row])[:_MOST_SHOWN])
+                    counts[value if value in counts or len(counts) < _MOST_VALUES else "others"] += number
+
     def record(self) -> dict[str, Any]:
         """Returns the counts as JSON values; `lengths[k]` counts documents of 2**k to 2**(k+1)-1 tokens."""
         return {
             "splits": self.splits,
             "sources": self.sources,
+            "described": self.described,
             "lengths": {str(key): self.lengths[key] for key in sorted(self.lengths)},
             "rejected": self.rejected,
             "first_rejected": self.rejects[:1],

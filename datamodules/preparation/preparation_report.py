@@ -15,7 +15,16 @@ from toolkit.prepared import read_manifest, splits_of
 
 FILES = ("report.md", "report.html", "report.json", "lengths.png")
 _MOST_SOURCES = 100
-_IF_COUNTED = ("left_out", "skipped", "validation_tails_from_bytes", "flow", "source_bytes", "lost_bytes")
+_BY_VALUE = ("language_tokens", "license_tokens")
+_IF_COUNTED = (
+    *_BY_VALUE,
+    "left_out",
+    "skipped",
+    "validation_tails_from_bytes",
+    "flow",
+    "source_bytes",
+    "lost_bytes",
+)
 
 
 def write_report(folder: Path, manifest: Mapping[str, Any] | None = None) -> None:
@@ -78,6 +87,8 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
         lines.append(f"| {name} | {cells} |")
     if len(largest) > _MOST_SOURCES:
         lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | | | |")
+    for name in _BY_VALUE:
+        lines += _by_value(name.partition("_")[0], values[name]) if name in values else []
     lines += ["", "| left out | reason | documents |", "| --- | --- | ---: |"]
     left_out = [("blank", "", values["blank"])] if values["blank"] else []
     left_out += [("skipped", reason, n) for reason, n in values.get("skipped", {}).items()]
@@ -99,6 +110,18 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
             lines += [f"- {code(name)}: {code(' '.join(text.split()))}" for _, name, text in examples]
             lines.append("")
     return "\n".join(lines)
+
+
+def _by_value(name: str, tokens: Mapping[str, int]) -> list[str]:
+    """Returns a table of the tokens by the values of a column of metadata, the most frequent ones first."""
+    largest = sorted(tokens.items(), key=lambda one: (-one[1], one[0]))
+    lines = ["", f"| {name} | tokens | share of tokens |", "| --- | ---: | ---: |"]
+    total = max(sum(tokens.values()), 1)
+    for value, n in largest[:_MOST_SOURCES]:
+        lines.append(f"| {code(value.replace('|', ' '))} | {n:,} | {n / total:.2%} |")
+    if len(largest) > _MOST_SOURCES:
+        lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | |")
+    return lines
 
 
 def code(text: str) -> str:

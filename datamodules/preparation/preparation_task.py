@@ -120,9 +120,9 @@ class PreparationTask:
             for (split, part, row), ids in zip(cut, stored, strict=True):
                 found[split].append(ids)
                 tally.add(SPLITS[split], sources[row], len(part.encode()), len(ids))
-            table.add(
-                batch, [row for *_, row in cut], [split for split, *_ in cut], [len(ids) for ids in stored]
-            )
+            rows, sizes = [row for *_, row in cut], [len(ids) for ids in stored]
+            tally.describe(batch, rows, sizes)
+            table.add(batch, rows, [split for split, *_ in cut], sizes)
             for frequencies, group in zip(counts, found[: len(counts)], strict=True):
                 if group:
                     frequencies += np.bincount(np.concatenate(group), minlength=len(frequencies))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -186,15 +185,22 @@ def _lengths(manifest: Mapping[str, Any]) -> str:
 
 
 def _sources(manifest: Mapping[str, Any]) -> str:
-    """Tokens of the largest sources, and of all others together."""
-    tokens = Counter({name: counts["tokens"] for name, counts in manifest["sources"].items()})
-    total = max(tokens.total(), 1)
+    """Tokens of the largest sources, and of all others together; and by language and license, where documents say these."""
+    by_name = {"source": {name: counts["tokens"] for name, counts in manifest["sources"].items()}}
+    for name in ("language", "license"):
+        if found := manifest.get(f"{name}_tokens"):
+            by_name[name] = found
+    return "\n".join(f"<h2>Tokens by {name}</h2>\n{_shares(tokens)}" for name, tokens in by_name.items())
+
+
+def _shares(tokens: Mapping[str, int]) -> str:
+    """Returns the names with the most tokens, with their shares, and all others together."""
+    total = max(sum(tokens.values()), 1)
     largest = sorted(tokens.items(), key=lambda one: (-one[1], one[0]))
     if len(largest) > _MOST_SOURCES:
         rest = largest[_MOST_SOURCES:]
         largest[_MOST_SOURCES:] = [(f"{len(rest):,} more", sum(count for _, count in rest))]
-    rows = [(f"{name} ({count / total:.1%})", (count,)) for name, count in largest]
-    return f"<h2>Tokens by source</h2>\n{_bars(rows)}"
+    return _bars([(f"{name} ({count / total:.1%})", (count,)) for name, count in largest])
 
 
 def _languages(manifest: Mapping[str, Any]) -> str:

@@ -180,6 +180,7 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
+        Case("QualityClassifier", {"path": quality_model(), "min_score": 0.0, "column": "quality"}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),

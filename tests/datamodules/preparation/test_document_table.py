@@ -1,6 +1,7 @@
 """documents.parquet: what is known of each document, in the order in which its tokens are stored."""
 
 import json
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -8,6 +9,7 @@ from pyarrow import parquet
 
 from core.errors import ConfigError
 from datamodules.packing.token_store import TokenStore
+from datamodules.preparation.engines.local_engine import LocalEngine
 from datamodules.preparation.readers import source_files
 from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
@@ -77,3 +79,33 @@ def test_another_configuration_leaves_no_table_behind(tmp_path):
 def test_names_that_cannot_be_columns(names):
     with pytest.raises(ConfigError, match=f"metadata names '{names[0]}'"):
         JSONLinesDocuments("x", metadata=names)
+
+
+def test_the_report_counts_tokens_by_language_and_license(tmp_path):
+    values = [("en", "CC0-1.0"), ("de", None), ("<b>|x", "MIT"), (None, "MIT")]
+    (tmp_path / "in").mkdir()
+    for part in range(3):
+        described = enumerate(texts(300)[part::3])
+        lines = [
+            {"text": text, "language": values[n % 4][0], "license": values[n % 4][1]} for n, text in described
+        ]
+        (tmp_path / "in" / f"{part}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reader = with_metadata("language", "license")
+    folders = [
+        prepare(tmp_path / "in", tmp_path / str(number), reader=reader, engine=engine)
+        for number, engine in enumerate((None, LocalEngine(2)))
+    ]
+    assert contents(folders[0]) == contents(folders[1])
+    manifest = json.loads((folders[0] / "manifest.json").read_text())
+    table = parquet.read_table(folders[0] / "documents.parquet").to_pydict()
+    for name in ("language", "license"):
+        counted = Counter()
+        for value, tokens in zip(table[name], table["tokens"], strict=True):
+            counted[value or "unknown"] += tokens
+        assert manifest[f"{name}_tokens"] == counted
+        assert len(counted) == len({pair[name == "license"] for pair in values})
+    page, text = ((folders[0] / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert "<h2>Tokens by language</h2>" in page
+    assert "&lt;b&gt;|x (" in page
+    assert f"| ` MIT ` | {manifest['license_tokens']['MIT']:,} | " in text
+    assert "| ` <b> x ` | " in text
