@@ -23,10 +23,12 @@ class TextEncoder:
         end_of_text_id: What ends a text that no template renders.
 
     Attributes:
+        tokenizer_json: As given.
         prompts: Marks texts of users, so that no special token is read in them.
     """
 
     def __init__(self, tokenizer_json: str, end_of_text_id: int) -> None:
+        self.tokenizer_json = tokenizer_json
         self.prompts = PromptEncoder(tokenizer_json)
         self.prompts.tokenizer.post_processor = None  # some leave spaces out of the offsets
         self.end = end_of_text_id

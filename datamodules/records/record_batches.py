@@ -13,8 +13,9 @@ from core.contracts import IGNORED_LABEL, Batch
 from core.errors import ConfigError
 from datamodules.packing.best_fit import BestFitBatches
 from datamodules.packing.concatenate import Segment
-from datamodules.packing.grouped import GroupedBatches, Row
+from datamodules.packing.grouped import GROUP, GroupedBatches, Row
 from datamodules.packing.padded_documents import PaddedBatches
+from datamodules.packing.permutation import Permutation
 from datamodules.packing.prefetching import Chunk
 from datamodules.records.record_store import RecordStore
 
@@ -34,12 +35,31 @@ class RecordBatches(GroupedBatches):
     Args:
         store: The records.
         cut_long: Whether of a record that is longer than a row its first tokens are taken; else it is left out.
+        keep_end: Whether the last token of such a record is kept, too.
+        members: The records of each class, of which each then gives as many to an epoch; empty: all records once.
         further: Returns a batch of these rows with more tensors; picklable. None: there are none.
     """
 
     store: Any
     cut_long: bool = False
+    keep_end: bool = False
+    members: Sequence[np.ndarray] = ()
     further: Callable[[RecordStore, Sequence[Row], Tensors], Tensors] | None = None
+
+    def _documents_of(self, group: int) -> list[Segment]:
+        """Returns the records of a group; with `members` of each class in turn, in an order of its own."""
+        if not self.members:
+            return super()._documents_of(group)
+        epoch, number = divmod(group, self.groups)
+        first = epoch * self.documents
+        places = np.arange(first + number * GROUP, min(first + (number + 1) * GROUP, first + self.documents))
+        found = np.empty(len(places), np.int64)
+        for kind, records in enumerate(self.members):
+            mine = places % len(self.members) == kind
+            rounds, within = np.divmod(places[mine] // len(self.members), len(records))
+            orders = {at: Permutation(len(records), (self.seed, int(at), kind)) for at in np.unique(rounds)}
+            found[mine] = [records[orders[at](int(index))] for at, index in zip(rounds, within, strict=True)]
+        return list(self.store.documents(found))
 
     def cut(self, pieces: list[Segment], length: int) -> list[Segment]:
         """Returns the records that fit, and the beginnings of others that still have labels where these are taken."""
@@ -50,7 +70,10 @@ class RecordBatches(GroupedBatches):
         return fitting
 
     def _has_labels(self, record: int, length: int) -> bool:
-        labels = [self.store.sequence(record, which, length)[1] for which in range(self.store.sequences)]
+        labels = [
+            self.store.sequence(record, which, length, self.keep_end)[1]
+            for which in range(self.store.sequences)
+        ]
         return all((found != IGNORED_LABEL).any() for found in labels)
 
     def fits(self, length: int) -> int:
@@ -61,7 +84,11 @@ class RecordBatches(GroupedBatches):
 
     def order(self) -> dict[str, Any]:
         """Returns what a cursor depends on."""
-        return super().order() | {"rows": type(self).__name__, "cut_long": self.cut_long}
+        return super().order() | {
+            "rows": type(self).__name__,
+            "cut_long": self.cut_long,
+            "balanced": len(self.members),
+        }
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
         """Returns the records of each row."""
@@ -89,7 +116,7 @@ class RecordBatches(GroupedBatches):
             for which in range(each):
                 at, line = 0, index * each + which
                 for number, (record, most) in enumerate(row):
-                    found = self.store.sequence(record, which, most)
+                    found = self.store.sequence(record, which, most, self.keep_end)
                     here = slice(at, at + len(found[0]))
                     ids[line, here], labels[line, here] = found
                     documents[line, here], places[line, here] = number, np.arange(len(found[0]))

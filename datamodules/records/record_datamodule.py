@@ -132,7 +132,7 @@ class RecordDataModule(TokenDataModule):
 
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
-        """Returns what decides how a record is encoded, as JSON values; called before and after :meth:`begin`."""
+        """Returns what decides how a record is encoded, as JSON values: part of the folder's name."""
 
     def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:
         """Prepares for encoding.
@@ -144,6 +144,10 @@ class RecordDataModule(TokenDataModule):
         Raises:
             ConfigError: If the tokenizer does not fit.
         """
+
+    def learnt(self) -> Mapping[str, Any]:
+        """Returns what :meth:`begin` found in the records, as JSON values, for the manifest."""
+        return {}
 
     @abstractmethod
     def encode(self, record: Record) -> Any:
@@ -232,7 +236,10 @@ class RecordDataModule(TokenDataModule):
             "end_of_text_id": self.tokenizer.end_of_text_id,
         }
         sizes |= {"train_tokens": writers["train"].tokens, "records": kept, "rejected": dict(rejects.counts)}
-        durable.write(folder / MANIFEST, json.dumps(sizes | {"options": dict(self.options())}, default=str))
+        durable.write(
+            folder / MANIFEST,
+            json.dumps(sizes | {"options": dict(self.options()), "learnt": dict(self.learnt())}, default=str),
+        )
         said = ", ".join(f"{count:,} for {name}" for name, count in kept.items())
         print(f"Encoded {self.sources['train']}: {said}{rejects.summary()}", file=sys.stderr, flush=True)
 

@@ -123,11 +123,28 @@ class RecordStore:
         longest = self.lengths[indices].max(axis=1)
         return list(zip(indices.tolist(), longest.tolist(), strict=True))
 
-    def sequence(self, record: int, which: int, most: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the first ids and labels of a sequence of a record, at most so many."""
-        begin = int(self._starts[record, which])
-        end = begin + min(int(self.lengths[record, which]), most)
-        return self._ids[begin:end], self._labels[begin:end]
+    def sequence(
+        self, record: int, which: int, most: int, keep_end: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns ids and labels of a sequence of a record: at most so many, the first ones.
+
+        Args:
+            record: Number of the record.
+            which: Number of the sequence in it.
+            most: Number of tokens.
+            keep_end: Whether the last token is one of them also where the sequence is longer.
+        """
+        begin, size = int(self._starts[record, which]), int(self.lengths[record, which])
+        if size <= most or not keep_end:
+            here = slice(begin, begin + min(size, most))
+            return self._ids[here], self._labels[here]
+        places = [*range(begin, begin + most - 1), begin + size - 1]
+        return self._ids[places], self._labels[places]
+
+    def label_of_each(self) -> np.ndarray:
+        """Returns the first label of each record, of records of one sequence that all have one."""
+        labelled = np.flatnonzero(self._labels >= 0)
+        return self._labels[labelled[np.searchsorted(labelled, self._starts[:, 0])]]
 
 
 def _mapped(path: Path, kind: Any, size: int) -> np.ndarray:

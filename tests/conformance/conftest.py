@@ -234,6 +234,11 @@ def _cases():
         Case(
             "InstructionDataModule", instructions() | {"pack": False, "too_long": "cut", "sequence_length": 8}
         ),
+        Case("LabelledDataModule", labelled() | {"balance": "sample"}),
+        Case(
+            "LabelledDataModule",
+            labelled() | {"balance": "weights", "pack": True, "too_long": "cut", "sequence_length": 12},
+        ),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("LitdataDataModule", litdata_folder()),
         Case("MixtureDataModule", mixture()),
@@ -483,6 +488,12 @@ def preferences():
     """Returns arguments with pairs of answers to prompts, which differ in length."""
     records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
     return fine_tuning("preferences", records) | {"template": "plain"}
+
+
+def labelled():
+    """Returns arguments with texts of two classes of unequal size."""
+    records = [{"text": f"{n * 7919}", "label": "even" if n % 3 else "odd"} for n in range(200)]
+    return fine_tuning("labelled", records)
 
 
 def mixture():

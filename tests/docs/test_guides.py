@@ -3,6 +3,7 @@
 Blocks marked `bash` and `yaml` are executed here; `sh` marks what needs other machines. A `fit` is cut to two steps.
 """
 
+import json
 import re
 import shlex
 
@@ -47,6 +48,9 @@ def folder(tmp_path):
     (tmp_path / "prompts.txt").write_text("The function\nIf you\nThis is\n", encoding="utf-8")
     [template] = blocks(HOUSE / "docs" / "generation.md", "jinja")
     (tmp_path / "chat.jinja").write_text(template, encoding="utf-8")
+    turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}]
+    chats = [json.dumps({"messages": turns, "user": number}) for number in range(80)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(chats), encoding="utf-8")
     for name in ("notes", "corpus"):
         (tmp_path / name).mkdir()
         for number in range(12):
