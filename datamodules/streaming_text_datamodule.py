@@ -129,9 +129,9 @@ class StreamingTextDataModule(TokenDataModule):
         self._stream = self._open(self.source)
         pieces = range(len(self._stream.tasks))
         if self.validation_source is None:
-            count = min(len(pieces), _PIECES)
+            count = min(len(pieces), _PIECES, self.validation_documents)
             chosen = frozenset(len(pieces) * number // count for number in range(count))
-            held = HeldOut(chosen, self.validation_every, -(-self.validation_documents // count))
+            held = HeldOut(chosen, self.validation_every, self.validation_documents // count)
             self._stream.held_out = held
             texts = (text for piece in sorted(chosen) for text in _held(self._stream, piece))
         else:

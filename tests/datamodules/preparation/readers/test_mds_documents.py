@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from litdata import StreamingDataset
 
+from core.contracts import raise_reject
 from core.errors import ConfigError
 from datamodules.preparation.readers.mds_documents import MDSDocuments
 from tests.support.mosaic_folders import DOCUMENTS, FOLDERS
@@ -38,12 +39,11 @@ def test_what_mosaicml_wrote(kind, tmp_path):
 
 
 def test_litdata_reads_the_same(tmp_path):
-    folder = write_mds(tmp_path / "mds", TEXTS)
+    folder = write_mds(tmp_path / "mds", TEXTS, size=500)
     assert len(list(folder.glob("*.mds"))) > 1
-    assert read(MDSDocuments(str(folder)))[0] == [sample["text"] for sample in StreamingDataset(str(folder))]
-    [batch] = [
-        b for task in MDSDocuments(str(folder)).tasks() for b in MDSDocuments(str(folder)).read(task, None)
-    ]
+    reader = MDSDocuments(str(folder))
+    assert read(reader)[0] == [sample["text"] for sample in StreamingDataset(str(folder))]
+    [batch] = [batch for task in reader.tasks() for batch in reader.read(task, raise_reject)]
     assert batch["id"].to_pylist()[:2] == ["shard.00000.mds:0", "shard.00000.mds:1"]
     assert set(batch["source"].to_pylist()) == {"mds"}
 
