@@ -154,6 +154,14 @@ def scoring_checkpoint():
     return str(store(network, arguments, workshop() / "scoring.ckpt", tokenizer=tokenizer))
 
 
+def scoring():
+    """Returns a transform that scores text with that network."""
+    return {
+        "class_path": "PerplexityFilter",
+        "init_args": {"path": scoring_checkpoint(), "tokens": 24, "window": 16},
+    }
+
+
 @cache
 def mds_samples():
     """Returns a folder of the kit's texts in MosaicML's format."""
@@ -311,6 +319,7 @@ def _cases():
             "StreamingTextDataModule",
             streamed(str(parquet_file()), "ParquetDocuments") | {"mask_documents": True},
         ),
+        Case("StoredNetwork", config={"data": {"init_args": {"transforms": [scoring()]}}}),
         Case("SplitBy", {"column": "id"}),  # the kit's text is one source
         Case("SlurmEngine", {"jobs": 2, "poll_seconds": 0.05, "folder": str(workshop() / "slurm")}),
         Case(

@@ -144,10 +144,12 @@ class _Scorer:
     """
 
     def __init__(self, path: str) -> None:
+        import torch
         from tokenizers import Tokenizer
 
         self.path = path
-        self.network, tokenizer, self.end = catalog.offering("stored_network", "data").load()(path).load()
+        with torch.random.fork_rng(devices=[]):  # building it draws weights
+            self.network, tokenizer, self.end = catalog.offering("stored_network", "data").load()(path).load()
         kind = type(self.network)
         if "bidirectional" in declaration_of(kind).offers:
             raise ConfigError(

@@ -143,7 +143,10 @@ def corpus(tmp_path):
 
 
 def test_prepare_gives_the_same_folder_with_any_number_of_workers(plain, corpus, tmp_path):
-    stage = {"class_path": "PerplexityFilter", "init_args": {"path": str(plain), "max_perplexity": 220.0, "tokens": 20}}
+    stage = {
+        "class_path": "PerplexityFilter",
+        "init_args": {"path": str(plain), "max_perplexity": 220.0, "tokens": 20},
+    }
     for workers in (1, 2):
         words = [f"--data.source={corpus}", f"--output={tmp_path / str(workers)}", "--data.reader=JSONLinesDocuments",
                  f"--data.engine.workers={workers}", "--data.tokenizer.vocab_size=300", f"--data.transforms={json.dumps([stage])}"]  # fmt: skip
