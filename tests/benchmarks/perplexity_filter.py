@@ -6,6 +6,7 @@ python -m tests.benchmarks.perplexity_filter
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow
 
@@ -25,7 +26,7 @@ def main() -> None:
     batch = pyarrow.record_batch(columns, ["text", "source", "id"])
     with tempfile.TemporaryDirectory() as name:
         for size, (layers, heads, width) in SIZES.items():
-            arguments = {
+            arguments: dict[str, Any] = {
                 "vocab_size": 61,
                 "n_layer": layers,
                 "n_head": heads,

@@ -151,7 +151,8 @@ class _Scorer:
         with torch.random.fork_rng(devices=[]):  # building it draws weights
             self.network, tokenizer, self.end = catalog.offering("stored_network", "data").load()(path).load()
         kind = type(self.network)
-        if "bidirectional" in declaration_of(kind).offers:
+        declared = declaration_of(kind)
+        if declared is not None and "bidirectional" in declared.offers:
             raise ConfigError(
                 f"PerplexityFilter: {path} holds a {kind.__name__}, which sees later tokens: it gives no perplexity.\nTake a "
                 "checkpoint of a decoder, such as GPT."

@@ -104,7 +104,7 @@ def test_what_is_out_of_range_is_dropped_and_all_is_counted(plain):
 
 def test_no_bit_depends_on_neighbours_threads_or_what_came_before(plain):
     together = applied(PerplexityFilter(str(plain), column="p"), TEXTS)[0]["p"].to_pylist()
-    threads = torch.get_num_threads()
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
     torch.set_num_threads(3)
     try:
         stage = PerplexityFilter(str(plain), column="p")
@@ -113,6 +113,7 @@ def test_no_bit_depends_on_neighbours_threads_or_what_came_before(plain):
         perplexity_filter._scorer.cache_clear()
         alone = [applied(stage, [text])[0]["p"].to_pylist() for text in TEXTS[::-1]]
         assert torch.get_num_threads() == 3
+        assert torch.equal(torch.get_rng_state(), random)  # a run prepares on one rank, or on none
     finally:
         torch.set_num_threads(threads)
     assert [value for [value] in alone[::-1]] == together
