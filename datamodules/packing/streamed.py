@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from core.contracts import Batch, PackedBatches, Reader, Transform, raise_reject
+from core.contracts import Batch, PackedBatches, Reader, Transform
 from core.errors import ConfigError
 from datamodules.packing.concatenate import to_batch
 from datamodules.packing.permutation import Permutation
 from datamodules.packing.token_window import TokenWindow
+from toolkit.skipped_input import SkipsInput
 
 TOGETHER = 4
 """Pieces of the source that are read in turn where documents are shuffled, so that neighbours are not of one file."""
@@ -77,13 +79,20 @@ class TextStream:
     def texts_of(self, piece: int) -> Iterator[tuple[int, str]]:
         """Yields number and text of the documents of a piece that are not blank."""
         number = 0
-        for batch in self.reader.read(self.tasks[piece], raise_reject):
+        for batch in self.reader.read(self.tasks[piece], self._reject):
             for transform in self.transforms:
                 batch = transform.apply(batch, _ignore)
             for text in batch["text"].to_pylist():
                 if text and not text.isspace():
                     yield number, text
                     number += 1
+
+    def _reject(self, source: str, place: str, reason: str, details: str, lost: int = 0) -> None:
+        if not (isinstance(self.reader, SkipsInput) and reason in self.reader.skipped):
+            raise ConfigError(
+                f"{place}: {reason}{f': {details}' if details else '.'}\nMend it, or `prepare` the source, which sets aside what "
+                "cannot be used, and train on that folder."
+            )
 
     def documents(self, place: Place, shuffle: bool, seed: int) -> Iterator[tuple[Place, np.ndarray]]:
         """Yields documents from a place on without end, each with its place, ids and the end of the text.
@@ -176,7 +185,7 @@ class _Reading:
     """
 
     def __init__(self, documents: Iterator[tuple[Place, np.ndarray]], cursor: dict[str, int]) -> None:
-        self._documents, self.cursor = documents, cursor
+        self._documents, self.cursor, self.process = documents, cursor, os.getpid()
         self._held: deque[_Held] = deque()
         self._begin = cursor["token"]  # of what is held
         self._size = -self._begin
@@ -255,12 +264,14 @@ class StreamedBatches(PackedBatches):
 
     def take(self, cursor: dict[str, int], count: int) -> tuple[list[Row], dict[str, int]]:
         """Returns the next rows, tokenised, and the cursor after them."""
-        if self._reading is None or self._reading.cursor != cursor:
+        reading = self._reading
+        # A forked worker shares the open files of its parent, and their positions.
+        if reading is None or reading.cursor != cursor or reading.process != os.getpid():
             place = (cursor["epoch"], cursor["group"], cursor["document"])
-            self._reading = _Reading(self.stream.documents(place, self.shuffle, self.seed), cursor)
-        window = self._reading.take(count * self.sequence_length)
-        rows = [(window, row * self.sequence_length) for row in range(count)]
-        return rows, self._reading.cursor
+            reading = _Reading(self.stream.documents(place, self.shuffle, self.seed), cursor)
+            self._reading = reading
+        window = reading.take(count * self.sequence_length)
+        return [(window, row * self.sequence_length) for row in range(count)], reading.cursor
 
     def read(self, rows: Sequence[Row], own: slice) -> Batch:
         """Returns the rows of a slice as a batch."""
