@@ -133,7 +133,7 @@ def test_the_checkpoint_is_part_of_the_fingerprint(plain, tmp_path):
 def corpus(tmp_path):
     """150 documents in several tasks, of which little is scored."""
     lines = [
-        json.dumps({"text": f"{text} number {'abc' * number} {'further words ' * 2000}"}) + "\n"
+        json.dumps({"text": f"{text} number {'abc' * number} {'further words ' * 1000}"}) + "\n"
         for number in range(30)
         for text in TEXTS
     ]
@@ -143,6 +143,7 @@ def corpus(tmp_path):
     return tmp_path / "in"
 
 
+@pytest.mark.ci  # workers import torch
 def test_prepare_gives_the_same_folder_with_any_number_of_workers(plain, corpus, tmp_path):
     stage = {
         "class_path": "PerplexityFilter",
