@@ -75,11 +75,14 @@ def own_tensors(path: Path) -> dict[str, LazyTensor]:
     Raises:
         ConfigError: As :func:`merged_network`, or if the checkpoint is damaged.
     """
-    items = (stored_config(path).get("trainer") or {}).get("callbacks") or []
-    entries = [catalog.by_class_path(item["class_path"]) for item in items]
-    if any(entry is not None and entry.kind == "adapters" for entry in entries):
-        return as_lazy(merged_network(path))
-    return open_own(path)
+    return as_lazy(merged_network(path)) if is_adapted(stored_config(path)) else open_own(path)
+
+
+def is_adapted(config: Mapping[str, Any]) -> bool:
+    """Returns whether a run with a configuration has adapters."""
+    items = (config.get("trainer") or {}).get("callbacks") or []
+    entries = (catalog.by_class_path(item["class_path"]) for item in items)
+    return any(entry is not None and entry.kind == "adapters" for entry in entries)
 
 
 def _filled(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Network, list[Adapter]]:
