@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.adapters.peft_folder import PeftFolder
+from plugins.adapters.peft_folder import PeftFolder, form, layer_of
 from plugins.precision.layers import linear_layers, make_dense, weight_of
 from toolkit.adapters import Adapter, change_layer, restore_layer
 
@@ -77,6 +77,7 @@ class IA3(Adapter):
         """Adds the factors."""
         if self.weights is not None:
             folder = PeftFolder(self.weights)
+            folder.check_type("IA3")
             for name, tensors in folder.layers(network, NAMES).items():
                 layer: Any = network.get_submodule(name)
                 change_layer(layer, IA3Linear).add(on_inputs=tensors["ia3_l"].shape[0] == 1)
@@ -103,6 +104,8 @@ class IA3(Adapter):
                 make_dense(network, name, weight)
         return True
 
-    def peft_config(self) -> dict[str, Any]:
-        """Returns what peft's adapter_config.json says of these adapters, beside their layers."""
-        return {"peft_type": "IA3"}
+    def peft_form(self, network: Network) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns what peft's files hold; see `toolkit.adapters.HasPeftForm`."""
+        config, keys = form(network, {"peft_type": "IA3"}, NAMES)
+        inputs = [layer_of(key) for key, name in keys.items() if network.get_parameter(name).shape[0] == 1]
+        return config | {"feedforward_modules": inputs}, keys

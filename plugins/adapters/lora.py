@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.adapters.peft_folder import PeftFolder
+from plugins.adapters.peft_folder import PeftFolder, form, layer_of
 from plugins.precision.layers import linear_layers, make_dense, weight_of
 from toolkit.adapters import Adapter, change_layer, restore_layer
 
@@ -156,7 +156,11 @@ class LoRA(Adapter):
                 make_dense(network, name, weight)
         return True
 
-    def peft_config(self) -> dict[str, Any]:
-        """Returns what peft's adapter_config.json says of these adapters, beside their layers."""
-        names = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
-        return {"peft_type": "LORA", **names, "use_rslora": self.use_rslora, "use_dora": self.use_dora}
+    def peft_form(self, network: Network) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns what peft's files hold; see `toolkit.adapters.HasPeftForm`."""
+        numbers = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
+        kinds = {"peft_type": "LORA", "use_rslora": self.use_rslora, "use_dora": self.use_dora}
+        config, keys = form(network, numbers | kinds, NAMES)
+        ranks = {k: network.get_parameter(n).shape[0] for k, n in keys.items() if n.endswith("lora_A")}
+        other = {layer_of(key): rank for key, rank in ranks.items() if rank != self.rank}
+        return config | {"rank_pattern": other}, keys
