@@ -11,7 +11,7 @@ from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.adapters.peft_folder import PeftFolder, form, layer_of
-from plugins.precision.layers import linear_layers, make_dense, weight_of
+from plugins.precision.layers import linear_layers, make_dense, weight_of, wide_type
 from toolkit.adapters import Adapter, change_layer, restore_layer
 
 NAMES = ("ia3_l",)
@@ -21,7 +21,7 @@ class IA3Linear(nn.Linear):
     """A linear layer whose inputs or outputs are multiplied by learned factors.
 
     Attributes:
-        ia3_l: (1, in), factors of the inputs, or (out, 1), of the outputs; float32.
+        ia3_l: (1, in), factors of the inputs, or (out, 1), of the outputs; in at least float32.
         on_inputs: Which of the two.
     """
 
@@ -32,7 +32,7 @@ class IA3Linear(nn.Linear):
         """Adds the factors: 1 at first."""
         self.on_inputs = on_inputs
         shape = (1, self.in_features) if on_inputs else (self.out_features, 1)
-        self.ia3_l = nn.Parameter(torch.ones(shape, dtype=torch.float32, device=self.weight.device))
+        self.ia3_l = nn.Parameter(torch.ones(shape, dtype=wide_type(self), device=self.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., in) to (..., out)."""
@@ -97,7 +97,7 @@ class IA3(Adapter):
         """Multiplies the weights, and biases, by the factors; quantised weights become weights in float32."""
         for name, layer in list(network.named_modules()):
             if isinstance(layer, IA3Linear):
-                weight = weight_of(layer).float() * layer.ia3_l
+                weight = weight_of(layer) * layer.ia3_l
                 if not layer.on_inputs and layer.bias is not None:
                     layer.bias.mul_(layer.ia3_l.flatten())
                 restore_layer(layer, NAMES)

@@ -171,4 +171,4 @@ def form(
             )
         keys[key_of(there[layer], leaf)] = name
     layers = {there[name.rpartition(".")[0]]: None for name in keys.values()}
-    return {**config, "target_modules": list(layers), "bias": "none", "fan_in_fan_out": False}, keys
+    return {**config, "target_modules": list(layers), "fan_in_fan_out": False}, keys
