@@ -45,6 +45,8 @@ def change_as_trained(
     adapters = change(network, config, checkpoint, build, kept)
     if not is_on_meta(network):
         network.load_state_dict(weights)
+    for adapter in adapters:  # from here on the base is here
+        adapter.base_is_elsewhere = False
     return adapters
 
 
@@ -98,7 +100,6 @@ def merge(network: Network, adapters: list[Adapter], path: Path) -> None:
     from plugins.precision.layers import is_quantised, make_dense, weight_of
 
     for adapter in reversed(adapters):
-        adapter.base_is_elsewhere = False
         if not adapter.merge(network):
             raise ConfigError(
                 f"{path}: what {type(adapter).__name__} trained cannot be merged into the weights of the network. "
