@@ -183,6 +183,7 @@ def streamed(source, reader):
         "reader": {"class_path": reader},
         "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}},
         "validation_documents": 8,
+        "mask_documents": True,
         "sequence_length": 16,
         "batch_size": 4,
     }
@@ -226,14 +227,7 @@ def _cases():
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.0, "column": "quality"}),
-        Case(
-            "PerplexityFilter",
-            {"path": scoring_checkpoint(), "max_perplexity": 320.0, "tokens": 24, "window": 16},
-        ),
-        Case(
-            "PerplexityFilter",
-            {"path": scoring_checkpoint(), "tokens": 24, "window": 16, "column": "perplexity"},
-        ),
+        Case("PerplexityFilter", scoring()["init_args"] | {"max_perplexity": 320.0, "column": "perplexity"}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),
@@ -315,11 +309,7 @@ def _cases():
         ),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
         Case("RandomRestart", SHORT["RandomRestart"]),
-        Case("StreamingTextDataModule", streamed(mds_samples(), "MDSDocuments")),
-        Case(
-            "StreamingTextDataModule",
-            streamed(str(parquet_file()), "ParquetDocuments") | {"mask_documents": True},
-        ),
+        Case("StreamingTextDataModule", streamed(str(parquet_file()), "ParquetDocuments")),
         Case("StoredNetwork", config={"data": {"init_args": {"transforms": [scoring()]}}}),
         Case("SplitBy", {"column": "id"}),  # the kit's text is one source
         Case("SlurmEngine", {"jobs": 2, "poll_seconds": 0.05, "folder": str(workshop() / "slurm")}),
