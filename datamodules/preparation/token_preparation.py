@@ -27,6 +27,7 @@ from core.contracts import (
 from core.errors import ConfigError, deprecated
 from core.technique import technique
 from datamodules.preparation.cached_folder import cached_folder
+from datamodules.preparation.diversity import sampled_share
 from datamodules.preparation.engines.engine_worker import over_tasks, return_memory
 from datamodules.preparation.kept_documents import KeptDocuments, places
 from datamodules.preparation.manifest import FORMAT, Totals, shares, source_bytes, write_manifest
@@ -42,6 +43,7 @@ from datamodules.remote.litdata_folder import refuse_tokens
 from datamodules.remote.remote_folder import open_remote
 from toolkit.generation.prompts import leading_ids
 from toolkit.prepared import (
+    PLAN,
     is_remote,
     prepared_folder,
     read_manifest,
@@ -270,8 +272,10 @@ class TokenPreparation(TokenPreparer):
         encode = self.tokenizer.encode_batch if in_process else in_workers
         sizes = vocabulary["vocab_size"], vocabulary["end_of_text_id"]
         leading = tuple(vocabulary.get("leading_ids", ()))
-        work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts, leading)
-        seen = Totals(len(self.transforms), source_bytes(self.tasks))
+        size = source_bytes(self.tasks)
+        sampled = sampled_share(size) if (folder / PLAN).exists() else 0.0  # a run's cache has no report
+        work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts, leading, sampled)
+        seen = Totals(len(self.transforms), size)
         for record in watch(over(work, self.tasks), len(self.tasks)):
             seen.add(record)
             seen.check_rejects(self.max_reject_fraction, final=False)
