@@ -74,6 +74,33 @@ def test_stack_exchange(tmp_path):
     assert set(stored) == expected
 
 
+def test_arxiv(tmp_path):
+    """As in Kaggle's file: lines are wrapped, and begin with two spaces."""
+    abstracts = [" ".join(text.split()) for text in texts(60, 4)]
+    abstracts[50] = abstracts[3]
+    lines = []
+    for number, text in enumerate(abstracts):
+        paper = {
+            "id": f"2101.{number:05}",
+            "submitter": None,
+            "title": f"Paper {number}",
+            "abstract": f"  {text}\n",
+        }
+        paper |= {
+            "categories": "cs.CL cs.LG",
+            "license": "http://creativecommons.org/licenses/by/4.0/" if number % 2 else None,
+        }
+        lines.append(
+            json.dumps(paper | {"update_date": "2021-01-07", "authors_parsed": [["Doe", "J.", ""]]}) + "\n"
+        )
+    (tmp_path / "arxiv.jsonl").write_text("".join(lines))
+    report, stored, table = prepared("arxiv", tmp_path / "arxiv.jsonl", tmp_path / "out")
+    assert {text.strip() for text in stored} == set(abstracts)
+    assert len(table) == 59
+    assert {"title", "categories", "license", "update_date"} <= set(table[0])
+    assert set(report["license_tokens"]) == {"unknown", "http://creativecommons.org/licenses/by/4.0/"}
+
+
 def test_github(tmp_path):
     (tmp_path / "in").mkdir()
     draw = random.Random(3)
