@@ -62,7 +62,8 @@ class PeftFolder:
             ConfigError: If it is no LoRA, or a value has another type.
         """
         self.check_type("LORA")
-        rank, alpha = self.config.get("r"), self.config.get("lora_alpha")
+        rank: Any = self.config.get("r")
+        alpha: Any = self.config.get("lora_alpha")
         if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
             raise ConfigError(
                 f"{self.path / CONFIG}: r is {str(rank)[:40]} and lora_alpha {str(alpha)[:40]}; both are above 0."
