@@ -193,7 +193,8 @@ def change_layer(layer: nn.Module, kind: type[nn.Module]) -> Any:
     Returns:
         The same module.
     """
-    layer.__class__ = _joined(kind, type(layer))
+    pair: Any = kind, type(layer)  # for mypy a class of modules has no hash
+    layer.__class__ = _joined(*pair)
     return layer
 
 
