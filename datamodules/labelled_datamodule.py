@@ -207,8 +207,10 @@ class LabelledDataModule(RecordDataModule):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, the tokenizer, and the classes."""
-        return super().state_dict() | {"label_names": self.label_names}
+        """Returns the position, the tokenizer, the classes, and how texts are read: enough to find the class of a text."""
+        texts = {"task": self.task, "position": self.position, "separator": self.separator}
+        fields = {"text": self.form.text, "pair": self.form.pair, "before": self.form.before}
+        return super().state_dict() | {"label_names": self.label_names, "texts": texts | fields}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the position over.

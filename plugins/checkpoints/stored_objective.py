@@ -11,6 +11,7 @@ from core.contracts import ChangesNetwork, Network, Objective
 from core.errors import ConfigError
 from plugins.checkpoints.matching import stored_data
 from plugins.checkpoints.stored_network import build, described, network_in, read
+from toolkit.class_labels import give_labels
 
 PREFIX = "objective."
 
@@ -47,6 +48,8 @@ def load_objective(path: Path) -> StoredObjective:
     network, _, _ = network_in(checkpoint, path)
     objective: Objective = build(Objective, config["model"]["objective"], ("model", "objective"))
     data = stored_data(path)
+    if names := data.get("label_names"):
+        give_labels(objective, names)
     for part in list(objective.modules()):
         if isinstance(part, ChangesNetwork):
             part.change_network(network)

@@ -176,11 +176,11 @@ class ClassObjective(LabelObjective):
         scores = self.scores(network, batch)[batch["labels"] != IGNORED_LABEL]
         if self.several:
             found = scores.sigmoid().tolist()
-            return [{"label": [self.labels[k] for k, p in enumerate(row) if p > 0.5],
+            return [{"prediction": [self.labels[k] for k, p in enumerate(row) if p > 0.5],
                      "probabilities": dict(zip(self.labels, row, strict=True))} for row in found]  # fmt: skip
         best, places = scores.softmax(-1).max(-1)
         return [
-            {"label": self.labels[place], "probability": value}
+            {"prediction": self.labels[place], "probability": value}
             for value, place in zip(best.tolist(), places.tolist(), strict=True)
         ]
 

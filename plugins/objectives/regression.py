@@ -104,4 +104,4 @@ class Regression(LabelObjective):
     def predict(self, network: Network, batch: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Returns the number at each label."""
         found = self.scores(network, batch).squeeze(-1)[batch["labels"] != IGNORED_LABEL]
-        return [{"label": value} for value in found.tolist()]
+        return [{"prediction": value} for value in found.tolist()]
