@@ -112,6 +112,9 @@ IN_MEMORY = {
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
 
+ROOM = {"model": {"network": {"init_args": {"max_sequence_length": 18}}}}
+"""For two virtual tokens in front of the kit's texts."""
+
 FEW_TOKENS = {"model": {"network": {"init_args": {"vocab_size": 320}}}}
 
 LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
@@ -264,6 +267,12 @@ def _cases():
         ),
         Case("SupervisedFineTuning", {"weigh": "answer"}, config=reading(instructions())),
         Case("SupervisedFineTuning", {"noise": 5.0, "chunk_tokens": 10}, config=reading(instructions())),
+        Case("PromptTuning", {"count": 2}, config=ROOM),
+        Case("PTuning", {"count": 2, "hidden": 8}, config=ROOM),
+        Case("PTuning", {"count": 2, "encoder": "lstm", "hidden": 8}, config=ROOM),
+        Case("PrefixTuning", {"count": 2}),
+        Case("BottleneckAdapter", {"size": 4}),
+        Case("BottleneckAdapter", {"size": 4, "places": "mlp"}),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("LitdataDataModule", litdata_folder()),
         Case("MixtureDataModule", mixture()),
