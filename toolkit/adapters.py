@@ -179,7 +179,7 @@ def _difference(record: Any, base: Mapping[str, Any]) -> str | None:
 
 
 @cache
-def _joined(kind: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
+def _joined(kind: Any, layer: Any) -> Any:
     return type(f"{kind.__name__}_{layer.__name__}", (kind, layer), {})
 
 
