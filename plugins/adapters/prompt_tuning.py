@@ -17,7 +17,7 @@ from plugins.networks.parts.decoder import Decoder
 class Prompts(VirtualTokens):
     """Embeddings of virtual tokens, (n, C), float32, and what the network's blocks make of them.
 
-    A token sees those before it alone: keys and values of virtual tokens are the same for each text, and are computed once.
+    A token sees those before it alone: keys and values of virtual tokens are the same for each text, and are computed once for all rows.
 
     Args:
         count: n.
@@ -38,8 +38,8 @@ class Prompts(VirtualTokens):
 
     def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, Making]:
         """Returns what makes those of the blocks; those before the last of them are run on the virtual tokens."""
-        ropes = network._rotary(torch.arange(self.count, device=self.embeddings.device))
-        x, found = self.embedded()[None].to(network.embed_tokens.weight.dtype), {}
+        ropes, found = network.rotary(self.count), {}
+        x = self.embedded()[None].to(network.embed_tokens.weight.dtype)
         for index in range(max(blocks) + 1):
             block = network.layers[index]
             found[index] = partial(keys_and_values, block, x, ropes[index])

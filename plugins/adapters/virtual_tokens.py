@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, n virtual tokens, C features, G key-value heads of D f
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -90,6 +91,10 @@ class SeesVirtualTokens(Decoder):
 
     virtual: VirtualTokens
 
+    def rotary(self, count: int) -> list[Tensor | None]:
+        """Returns for each block sines and cosines of the first positions; None: it has none."""
+        return self._rotary(torch.arange(count, device=self.embed_tokens.weight.device))
+
     def _run(
         self,
         blocks: Mapping[int, nn.Module],
@@ -154,9 +159,9 @@ class VirtualTokenAdapter(Adapter):
             if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
                 yield f"{cls.__name__} needs all heads, whole rows and all blocks on each rank: set {name} to 1"
 
+    @abstractmethod
     def tokens_of(self, network: Decoder) -> VirtualTokens:
         """Returns what is learned, for a network that may be on the meta device."""
-        raise NotImplementedError
 
     def adapt(self, network: Network) -> None:
         """Adds the virtual tokens to a decoder.
