@@ -14,10 +14,15 @@ from tests.conformance.conftest import (
     bytes_tokenizer,
     evaluation_items,
     html_pages,
+    instructions,
+    labelled,
+    labelled_words,
     litdata_texts,
     mds_samples,
     neox,
+    numbered,
     parquet_file,
+    preferences,
     quality_model,
     repositories,
     saved_dataset,
@@ -65,6 +70,11 @@ def own_files(path):
         "source_code": lambda: ["--data.source", repositories()],
         "html_documents": lambda: ["--data.source", html_pages()],
         "litdata": litdata_tokens,
+        "sequence_classification": lambda: ["--data.source", labelled()["source"]],
+        "token_classification": lambda: ["--data.source", labelled_words()["source"]],
+        "regression": lambda: ["--data.source", numbered()["source"]],
+        "reward_model": lambda: ["--data.source", preferences()["source"]],
+        "supervised_fine_tuning": lambda: ["--data.source", instructions()["source"]],
     }
     return [str(word) for word in found.get(path.stem, list)()]
 

@@ -164,7 +164,7 @@ def with_adapters(base: Network, path: Path) -> Network:
         )
     shared = {id(tensor): tensor for name, tensor in named.items() if name not in weights}
     network = copy.deepcopy(base, shared)
-    change(network, config, checkpoint, _build, True, ("callbacks",))
+    change(network, config, checkpoint, build, True, ("callbacks",))
     network.load_state_dict(weights)
     return network.eval()
 
@@ -190,7 +190,7 @@ def _filled(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[N
     if network.state_dict().keys() == weights.keys():
         network.load_state_dict(weights)
         return network, []
-    return network, change_as_trained(network, config, checkpoint, weights, _build)
+    return network, change_as_trained(network, config, checkpoint, weights, build)
 
 
 def described(checkpoint: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str, int | None]:
@@ -223,10 +223,20 @@ def build_network(config: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: If it names a class that is not a network, or an argument that the class does not take.
     """
-    return _build(Network, config, ("model", "network"))
+    return build(Network, config, ("model", "network"))
 
 
-def _build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:
+def build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:
+    """Builds a part of a saved configuration.
+
+    Args:
+        base: What it is: `Network`, `Objective`...
+        config: Its `class_path` and `init_args`.
+        place: Its keys in the configuration, for messages.
+
+    Raises:
+        ConfigError: If it names a class of another kind, or an argument that the class does not take.
+    """
     if not isinstance(config, Mapping):
         raise ConfigError(f"{'.'.join(map(str, place))}: the stored configuration names no class.")
     with trusting():
