@@ -45,18 +45,24 @@ class Answers(NamedTuple):
 
 
 def answers(network: Network, batch: Mapping[str, Tensor], chunk_tokens: int) -> Answers:
-    """Returns the log-probabilities of the answers of a batch.
+    """Returns the log-probabilities of the answers of a batch."""
+    return Answers(*row_sums(log_probabilities(network, batch, chunk_tokens), batch["labels"]))
 
-    Raises:
-        ConfigError: If the batch has half a record.
-    """
-    labels = batch["labels"]
-    if len(labels) % 2:
+
+def check_whole(batch: Mapping[str, Tensor]) -> None:
+    """Raises a ConfigError if a batch has half a record."""
+    if (rows := len(batch["labels"])) % 2:
         raise ConfigError(
-            f"A batch of {len(labels)} rows has half a record: rows 2 i and 2 i + 1 belong together.\n"
+            f"A batch of {rows} rows has half a record: rows 2 i and 2 i + 1 belong together.\n"
             "Split batches after an even number of rows."
         )
-    return Answers(*row_sums(log_probabilities(network, batch, chunk_tokens), labels))
+
+
+def pairs_of(network: Network, batch: Mapping[str, Tensor], chunk_tokens: int) -> tuple[Answers, Tensor]:
+    """Returns the log-probabilities of a batch of pairs, and which are pairs, (B,) bool: others only fill the batch."""
+    check_whole(batch)
+    found = answers(network, batch, chunk_tokens)
+    return found, found.counts.view(-1, 2).amin(1) > 0
 
 
 def references(batch: Mapping[str, Tensor]) -> Tensor:

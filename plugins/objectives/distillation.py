@@ -132,7 +132,9 @@ class Distillation(Objective):
             ConfigError: If it cannot be read, or has another number of token ids than the network.
         """
         if not self._teacher:
-            with torch.random.fork_rng(devices=[]):  # in the middle of a step, whose random numbers stay the same
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # in the middle of a step, whose random numbers stay the same
                 found = load_teacher(self.path)
             if found.vocab_size != network.vocab_size:
                 raise ConfigError(

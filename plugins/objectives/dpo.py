@@ -15,11 +15,11 @@ from core.technique import Feature, technique
 from plugins.objectives.answers import (
     SPLITS_PAIRS,
     Answers,
-    answers,
     check_above_0,
     check_at_least,
     faults,
     pair_figures,
+    pairs_of,
     references,
 )
 from toolkit.log_probabilities import CHUNK_TOKENS
@@ -105,9 +105,8 @@ class DPO(Objective):
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of pairs as its weight."""
         reference = references(batch)
-        found = answers(network, batch, self.chunk_tokens)
+        found, pairs = pairs_of(network, batch, self.chunk_tokens)
         ratios = found.sums - reference
-        pairs = found.counts.view(-1, 2).amin(1) > 0
         losses = self.losses(found._replace(sums=ratios)).where(pairs, 0.0)
         chosen, rejected = (self.beta * ratios).view(-1, 2).unbind(1)
         return (

@@ -16,6 +16,7 @@ from plugins.objectives.answers import (
     answers,
     check_above_0,
     check_at_least,
+    check_whole,
     faults,
     references,
 )
@@ -91,6 +92,7 @@ class KTO(Objective):
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of answers as its weight."""
+        check_whole(batch)
         reference = references(batch)
         own, others = ({name: value[at::2] for name, value in batch.items()} for at in (0, 1))
         with torch.no_grad():

@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 
 from core.contracts import Network, Objective, TokenSum
 from core.technique import Feature, technique
-from plugins.objectives.answers import SPLITS_PAIRS, answers, check_at_least, faults, pair_figures
+from plugins.objectives.answers import SPLITS_PAIRS, check_at_least, faults, pair_figures, pairs_of
 from toolkit.log_probabilities import CHUNK_TOKENS
 
 if TYPE_CHECKING:
@@ -65,8 +65,7 @@ class ORPO(Objective):
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of pairs as its weight."""
-        found = answers(network, batch, self.chunk_tokens)
-        pairs = found.counts.view(-1, 2).amin(1) > 0
+        found, pairs = pairs_of(network, batch, self.chunk_tokens)
         # rows that only fill the batch have probability 1, and no odds
         means = found.means.where(pairs.repeat_interleave(2), -1.0)
         odds = (means - log_of_rest(means)).view(-1, 2)

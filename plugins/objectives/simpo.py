@@ -12,11 +12,11 @@ from core.contracts import Network, Objective, TokenSum
 from core.technique import Feature, technique
 from plugins.objectives.answers import (
     SPLITS_PAIRS,
-    answers,
     check_above_0,
     check_at_least,
     faults,
     pair_figures,
+    pairs_of,
 )
 from toolkit.log_probabilities import CHUNK_TOKENS
 
@@ -71,8 +71,7 @@ class SimPO(Objective):
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of pairs as its weight."""
-        found = answers(network, batch, self.chunk_tokens)
+        found, pairs = pairs_of(network, batch, self.chunk_tokens)
         chosen, rejected = (self.beta * found.means).view(-1, 2).unbind(1)
-        pairs = found.counts.view(-1, 2).amin(1) > 0
         losses = -logsigmoid(chosen - rejected - self.gamma).where(pairs, 0.0)
         return TokenSum(losses.sum(), found.tokens, pairs.sum()), pair_figures(chosen, rejected, pairs)
