@@ -21,7 +21,7 @@ from toolkit.trials import say
 
 @technique(
     paper="DPO, arXiv:2305.18290, equation 7: its reference policy",
-    needs=(Feature("exact_resume"), Feature("preferences")),
+    needs=(Feature("exact_resume"), Feature("preference_pairs")),
     offers=("reference_log_probabilities",),
     conflicts={
         "SequenceLengthSchedule": "it changes which tokens of an answer a batch has, and its log-probability is computed once"

@@ -13,6 +13,7 @@ from core.technique import technique
 from datamodules.packing.grouped import Row
 from datamodules.records.chats import Rendered, field, plain, renderer_of, side_of, tools_of
 from datamodules.records.encoding import TextEncoder
+from datamodules.records.labels import number_of
 from datamodules.records.preferences import dialogue, is_dialogue, last_turn, split_prompt
 from datamodules.records.record_batches import RecordBatches, Tensors
 from datamodules.records.record_datamodule import RecordDataModule
@@ -25,7 +26,7 @@ from toolkit.references import RECORDS, REFERENCE
 @technique(
     paper="Bai et al., arXiv:2204.05862 (pairs of dialogues); DPO, arXiv:2305.18290; KTO, arXiv:2402.01306, section 4 (single "
     "answers)",
-    offers=("exact_resume", "preferences"),
+    offers=("exact_resume", "preference_pairs"),
 )
 class PreferenceDataModule(RecordDataModule):
     """Pairs of answers to a prompt, the chosen and the rejected one, or single answers that are desirable or not.
@@ -38,9 +39,10 @@ class PreferenceDataModule(RecordDataModule):
 
     A batch of B pairs has 2 B rows: row 2 i is the chosen answer of pair i with its prompt, row 2 i + 1 the rejected one.
     `batch_size` counts pairs, and a batch that is split is split after an even number of rows. `input_ids`, `labels`,
-    `document_ids` (-1 in padding) and `position_ids` are (2 B, T), int64; labels are -100 in the prompt. `records` has the
-    number of the row's record, and `reference` the log-probability of the row's labels once ReferenceLogProbabilities has
-    computed it, both at each position.
+    `document_ids` (-1 in padding) and `position_ids` are (2 B, T), int64; labels are -100 in the prompt. Where records have a
+    number `margin`, by which the chosen answer should be better, `margin` (2 B, T), float32, holds it at each position of both.
+    `records` has the number of the row's record, and `reference` the log-probability of the row's labels once
+    ReferenceLogProbabilities has computed it, both at each position.
 
     A single answer (`paired: false`) is a record with `prompt`, `completion` and `label`, true or false. Row 2 i is the answer;
     row 2 i + 1 is the same prompt with the answer of the record before it in the files, from which KTO estimates how far the
@@ -65,19 +67,20 @@ class PreferenceDataModule(RecordDataModule):
             batch_size: 4
     """
 
-    sequences = 2
+    sequences, values = 2, 1
 
     def __init__(self, *args: Any, template: str | None = None, paired: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.template, self.paired = find_template(template, self.tokenizer), paired
-        self.values = 0 if paired else 1
         self.references: dict[str, torch.Tensor] = {}
         self._before: tuple[np.ndarray, np.ndarray] | None = None
 
     def options(self) -> Mapping[str, Any]:
         """Returns the template, and whether records are pairs."""
         shown = (self.template.source, self.template.special) if self.template else None
-        return {"template": shown, "paired": self.paired} | ({} if self.paired else {"rows": 2})
+        return {"template": shown, "paired": self.paired} | (
+            {"margin": "margin"} if self.paired else {"rows": 2}
+        )
 
     def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:
         """Takes the encoder for texts of users.
@@ -92,16 +95,16 @@ class PreferenceDataModule(RecordDataModule):
         self._before = None
 
     def encode(self, record: Record) -> tuple[list[Rendered], list[float]]:
-        """Returns the texts of a record, and whether a single answer is desirable."""
+        """Returns the texts of a record, and the margin of a pair, or whether a single answer is desirable."""
         if not self.paired:
             label = field(record, "label", bool)
             return [
                 self._rendered(record, {"prompt": record.get("prompt"), "answer": record.get("completion")})
             ], [float(label)]
         sides = split_prompt(record)
-        return [
-            self._rendered(record, sides | {"answer": sides[name]}) for name in ("chosen", "rejected")
-        ], []
+        return [self._rendered(record, sides | {"answer": sides[name]}) for name in ("chosen", "rejected")], [
+            0.0 if record.get("margin") is None else number_of(record, "margin")
+        ]
 
     def _rendered(self, record: Record, sides: Mapping[str, Any]) -> Rendered:
         if not self._renderer:
@@ -138,7 +141,10 @@ class PreferenceDataModule(RecordDataModule):
     def packed(self, split: str, **order: Any) -> RecordBatches:
         """Returns the batches of a split."""
         found = super().packed(split, **order)
-        found.further = Further(split, self.references, not self.paired)
+        named = "desirable"
+        if self.paired:
+            named = "margin" if self._stores[split].values.any() else ""
+        found.further = Further(split, self.references, named)
         return found
 
     def every_record(self) -> Iterator[tuple[str, tuple[int, int], Iterable[Mapping[str, torch.Tensor]]]]:
@@ -170,16 +176,16 @@ class PreferenceDataModule(RecordDataModule):
 
 
 class Further:
-    """Adds to a batch the numbers of its records, their references if these are known, and whether they are desirable.
+    """Adds to a batch the numbers of its records, their references if these are known, and margins or labels.
 
     Args:
         split: Whose records these are.
         references: Of the data module: they may become known later.
-        labelled: Whether the first number that is stored of a record says that it is desirable.
+        named: What the number is that is stored of a record: margin, desirable or nothing.
     """
 
-    def __init__(self, split: str, references: Mapping[str, torch.Tensor], labelled: bool) -> None:
-        self.split, self.references, self.labelled = split, references, labelled
+    def __init__(self, split: str, references: Mapping[str, torch.Tensor], named: str) -> None:
+        self.split, self.references, self.named = split, references, named
 
     def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
         """Returns a batch with these tensors, each (2 B, T) and the same at all positions of a row."""
@@ -189,9 +195,10 @@ class Further:
         if (table := self.references.get(self.split)) is not None:
             values = table[here].flatten()[:, None].expand(records.shape)
             more[REFERENCE] = values.masked_fill(records < 0, 0.0)
-        if self.labelled:
-            desirable = torch.from_numpy((store.values[here, 0] > 0).repeat(store.sequences))
-            more["desirable"] = desirable[:, None] & (batch["document_ids"] >= 0)
+        if self.named:
+            stored = torch.from_numpy(store.values[here, 0].astype(np.float32).repeat(store.sequences))
+            values = stored[:, None].where(batch["document_ids"] >= 0, 0.0)
+            more[self.named] = values > 0 if self.named == "desirable" else values
         return batch | more
 
 

@@ -33,7 +33,7 @@ KINDS = ("sigmoid", "ipo", "hinge", "robust")
 @technique(
     paper="DPO, arXiv:2305.18290, equation 7; IPO, arXiv:2310.12036, equation 17; hinge: SLiC, arXiv:2305.10425; robust: "
     "arXiv:2403.00409, equation 12",
-    needs=(Feature("preferences"),),
+    needs=(Feature("preference_pairs"),),
     conflicts=SPLITS_PAIRS,
 )
 class DPO(Objective):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @technique(
     paper="KTO, arXiv:2402.01306, equation 7 and section 4.1",
-    needs=(Feature("preferences"),),
+    needs=(Feature("preference_pairs"),),
     conflicts=SPLITS_PAIRS,
 )
 class KTO(Objective):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @technique(
     paper="ORPO, arXiv:2403.07691, equations 6 and 7",
-    needs=(Feature("preferences"),),
+    needs=(Feature("preference_pairs"),),
     conflicts=SPLITS_PAIRS,
 )
 class ORPO(Objective):

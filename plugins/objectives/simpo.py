@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @technique(
     paper="SimPO, arXiv:2405.14734, equation 6",
-    needs=(Feature("preferences"),),
+    needs=(Feature("preference_pairs"),),
     conflicts=SPLITS_PAIRS,
 )
 class SimPO(Objective):
