@@ -110,6 +110,8 @@ FEW_TOKENS = {"model": {"network": {"init_args": {"vocab_size": 320}}}}
 
 LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
 
+BY_MICRO_BATCH = {"accumulation_changes_nothing": "the divergence is that of a micro-batch, as in the paper"}
+
 KILLED = "killed while its first checkpoint is being written a run has none; tests/distributed/test_kills.py"
 
 
@@ -251,6 +253,14 @@ def _cases():
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PreferenceDataModule", preferences()),
+        Case("PreferenceDataModule", single_answers()),
+        Case("Distillation", {"teacher": stored_teacher(), "temperature": 2.0, "label_weight": 0.5}),
+        Case("DPO", {"kind": "ipo"}, config=preferred()),
+        Case("DPO", {"beta": 0.5, "label_smoothing": 0.1, "chunk_tokens": 20}, config=preferred()),
+        Case("KTO", {}, config=preferred(single_answers), exempt=BY_MICRO_BATCH),
+        Case("ORPO", {"weight": 0.5}, config=preferred()),
+        Case("ReferenceLogProbabilities", config=preferred()),
+        Case("SimPO", {}, config=preferred()),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case(
             "PrefixLM",
@@ -418,6 +428,12 @@ def stored_weights():
     return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
 
 
+def stored_teacher():
+    """Writes a checkpoint of a network of the same vocabulary as that of the kit's tiny run, with a tokenizer."""
+    init_args = tiny([])["model"]["network"]["init_args"] | {"n_layer": 3}
+    return str(store(GPT(**init_args), init_args, workshop() / "teacher.ckpt"))
+
+
 def neox(vocab_size=1024, length=16):
     """Writes a small GPT-NeoX, of which there is no class here, as transformers does; returns the folder."""
     import torch
@@ -488,6 +504,17 @@ def preferences():
     """Returns arguments with pairs of answers to prompts, which differ in length."""
     records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
     return fine_tuning("preferences", records) | {"template": "plain"}
+
+
+def single_answers():
+    """Returns arguments with answers to prompts, each desirable or not."""
+    records = [{"prompt": f"{n}+{n}=", "completion": f"{(2 + n % 2) * n}", "label": n % 2 == 0} for n in range(200)]
+    return fine_tuning("answers", records) | {"template": "plain", "paired": False}
+
+
+def preferred(data=preferences):
+    """Returns what is laid over the examples of objectives on preferences."""
+    return {"data": {"class_path": "PreferenceDataModule", "init_args": data()}}
 
 
 def labelled():
