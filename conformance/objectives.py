@@ -18,14 +18,15 @@ Batch = dict[str, Tensor]
 Sums = dict[str, TokenSum]
 
 
-def batch_of(network: Network) -> Batch:
-    """Returns a batch whose rows have 12, 9, 6 and 3 labels."""
+def batch_of(network: Network, case: Case) -> Batch:
+    """Returns a batch whose rows have 12, 9, 6 and 3 labels, as the case's objective takes it."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(network.vocab_size, (ROWS, LENGTH + 1), generator=generator)
     labels = rows[:, 1:].clone()
     for row in range(ROWS):
         labels[row, LENGTH - 3 * row :] = IGNORED_LABEL
-    return {"input_ids": rows[:, :-1], "labels": labels}
+    batch = {"input_ids": rows[:, :-1], "labels": labels}
+    return case.batch(batch) if case.batch else batch
 
 
 MODES = {False: "in validation", True: "in training"}
@@ -63,7 +64,7 @@ def sums_are_additive(case: Case) -> None:
     """The sums over a batch are those over its rows, added up, in both modes: no mean, and no mean of means."""
     for training, mode in MODES.items():
         objective, network = parts(case, training)
-        batch = batch_of(network)
+        batch = batch_of(network, case)
         with torch.no_grad():
             whole = sums(objective, network, batch)
             halves = [sums(objective, network, _rows(batch, part)) for part in (slice(0, 2), slice(2, 4))]
@@ -94,7 +95,7 @@ def ignored_labels_do_not_count(case: Case) -> None:
     """Positions whose label is -100 count neither in a total nor among the tokens, in both modes."""
     for training, mode in MODES.items():
         objective, network = parts(case, training)
-        batch = batch_of(network)
+        batch = batch_of(network, case)
         ignored = {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)}
         with torch.no_grad():
             whole = sums(objective, network, batch)
@@ -116,7 +117,7 @@ def ignored_labels_do_not_count(case: Case) -> None:
 def gradients_are_finite(case: Case) -> None:
     """Gradients exist and are finite in training, also where no position, or one, has a label; figures carry none."""
     objective, network = parts(case, training=True)
-    batch = batch_of(network)
+    batch = batch_of(network, case)
     one = torch.full_like(batch["labels"], IGNORED_LABEL)
     none = one.clone()
     one[0, 0] = batch["labels"][0, 0]

@@ -105,15 +105,17 @@ class AtLabels:
 
     def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
         """Returns the batch with the tensor, float32."""
-        labels, documents = batch["labels"].numpy(), batch["document_ids"].numpy()
-        found = np.zeros((*labels.shape, 1 if self.single else store.values.shape[1]), np.float32)
-        for line, row in enumerate(rows):
-            for number, (record, _) in enumerate(row):
-                here = (documents[line] == number) & (labels[line] >= 0)
-                found[line, here] = (
-                    store.values[record] if self.table is None else self.table[labels[line, here]][:, None]
-                )
-        return batch | {self.name: torch.from_numpy(found[..., 0] if self.single else found)}
+        labels, documents = batch["labels"], batch["document_ids"].clamp(min=0)
+        if self.table is not None:
+            found = torch.from_numpy(self.table)[labels.clamp(min=0)][..., None]
+        else:
+            most = max((len(row) for row in rows), default=0)
+            values = np.zeros((len(rows), max(most, 1), store.values.shape[1]))
+            for line, row in enumerate(rows):
+                values[line, : len(row)] = store.values[[record for record, _ in row]]
+            found = torch.from_numpy(values)[torch.arange(len(rows))[:, None], documents]
+        found = found.float().where(labels[..., None] >= 0, 0.0)
+        return batch | {self.name: found[..., 0] if self.single else found}
 
 
 def class_weights(counts: np.ndarray) -> np.ndarray:

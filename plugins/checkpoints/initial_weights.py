@@ -16,7 +16,7 @@ from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.checkpoints.finding import resolve
 from plugins.checkpoints.foreign import is_foreign, open_foreign, read_text
-from plugins.checkpoints.matching import form_of, has_own_names, open_own, pieces_of, stored_data
+from plugins.checkpoints.matching import form_of, has_own_names, pieces_of, stored_data
 from toolkit.hugging_face import HasHuggingFaceForm
 from toolkit.initial_weights import MayLackWeights
 from toolkit.local_paths import is_url
@@ -89,7 +89,9 @@ class InitialWeights:
     def _found(self, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, LazyTensor]:
         """Returns the stored tensors under the network's names."""
         if not is_foreign(self.path):
-            return open_own(resolve(str(self.path), self.path))
+            from plugins.checkpoints.stored_network import own_tensors  # which needs this to read the base
+
+            return own_tensors(resolve(str(self.path), self.path))
         foreign = open_foreign(self.path)
         form = form_of(network, foreign.config)
         if has_own_names(foreign, form, shapes):

@@ -126,7 +126,8 @@ class _Opened:
         from plugins.checkpoints import sharded
         from plugins.checkpoints.checkpoint import read_checkpoint, stored_config
         from plugins.checkpoints.kept_files import KEPT
-        from plugins.checkpoints.matching import open_own, stored_data
+        from plugins.checkpoints.matching import stored_data
+        from plugins.checkpoints.stored_network import own_tensors
         from plugins.commands import hf_folder
 
         model = stored_config(path).get("model")
@@ -135,7 +136,7 @@ class _Opened:
                 f"{path} was not written by `python -m core`: it does not say which network it holds."
             )
         self.config: dict[str, Any] = dict(model["network"])
-        self.network, self.tensors = hf_folder.on_meta(self.config), open_own(path)
+        self.network, self.tensors = hf_folder.on_meta(self.config), own_tensors(path)
         own = {name: tuple(value.shape) for name, value in self.network.state_dict().items()}
         if odd := [name for name in {**own, **self.tensors} if own.get(name) != _shape(self.tensors, name)]:
             raise ConfigError(

@@ -184,13 +184,14 @@ def test_a_batch_without_labels_has_no_sums():
 
 
 OVERLAY = {
+    "data": {"class_path": "tests.support.uneven.UnevenAnswers"},
     "model": {
         "network": {"init_args": {"tie_embeddings": False}},
         "objective": {
             "class_path": "SequenceClassification",
             "init_args": {"labels": [str(n) for n in range(64)]},
         },
-    }
+    },
 }
 
 

@@ -123,6 +123,6 @@ def test_data_whose_labels_are_all_tokens_are_refused(tmp_path):
 @pytest.mark.ci
 @pytest.mark.parametrize("weigh", ["answer", "token"])
 def test_it_trains_on_ranks_as_in_one_process(weigh):
-    overlay = {"model": {"objective": {"class_path": "plugins.objectives.supervised_fine_tuning.SupervisedFineTuning", "init_args": {"weigh": weigh, "chunk_tokens": 9}}}}  # fmt: skip
+    overlay = {"data": {"class_path": "tests.support.uneven.UnevenAnswers"}, "model": {"objective": {"class_path": "plugins.objectives.supervised_fine_tuning.SupervisedFineTuning", "init_args": {"weigh": weigh, "chunk_tokens": 9}}}}  # fmt: skip
     apart = differences(fit({**overlay, "trainer": {"strategy": {"class_path": "FSDP"}}}, 2), one_process(overlay))  # fmt: skip
     assert max(apart.values()) < TOLERANCE, apart
