@@ -16,10 +16,13 @@ from tests.conformance.conftest import (
     html_pages,
     neox,
     parquet_file,
+    preferences,
     quality_model,
     repositories,
     saved_dataset,
+    single_answers,
     stack_exchange,
+    stored_teacher,
     web_archive,
     wiki_dump,
     word_list,
@@ -58,6 +61,12 @@ def own_files(path):
         "source_code": lambda: ["--data.source", repositories()],
         "html_documents": lambda: ["--data.source", html_pages()],
         "litdata": litdata_tokens,
+        "distillation": lambda: ["--model.objective.teacher", stored_teacher(2048)],
+        "kto": lambda: ["--data.source", single_answers()["source"]],
+        **dict.fromkeys(
+            ("dpo", "orpo", "reference_log_probabilities", "sim_po"),
+            lambda: ["--data.source", preferences()["source"]],
+        ),
     }
     return [str(word) for word in found.get(path.stem, list)()]
 

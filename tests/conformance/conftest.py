@@ -465,10 +465,11 @@ def stored_weights():
     return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
 
 
-def stored_teacher():
-    """Writes a checkpoint of a network of the same vocabulary as that of the kit's tiny run, with a tokenizer."""
-    init_args = tiny([])["model"]["network"]["init_args"] | {"n_layer": 3}
-    return str(store(GPT(**init_args), init_args, workshop() / "teacher.ckpt"))
+def stored_teacher(vocab_size=1024):
+    """Writes a checkpoint of a small network with a tokenizer; 1,024 token ids are those of the kit's tiny run."""
+    init_args = tiny([])["model"]["network"]["init_args"] | {"n_layer": 3, "vocab_size": vocab_size}
+    init_args["max_sequence_length"] = 256
+    return str(store(GPT(**init_args), init_args, workshop() / f"teacher-{vocab_size}.ckpt"))
 
 
 def neox(vocab_size=1024, length=16):
