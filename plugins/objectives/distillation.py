@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError, nearest
 from core.technique import technique
+from core.training.shards import full_tensor
 from plugins.objectives.answers import check_above_0, check_at_least
 from toolkit.log_probabilities import CHUNK_TOKENS
 
@@ -86,10 +87,10 @@ class Distillation(Objective):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error where a strategy takes rows, network or logits apart."""
-        for name, whole in {"pipeline": 1, "context": 1, "loss_parallel": False}.items():
-            if any((item.arguments.get(name) or whole) != whole for item in run.selected):
-                yield f"Distillation needs whole rows, and all logits on each rank: set {name} to {str(whole).lower()}"
+        """Yields an error where a strategy takes rows or network apart."""
+        for name in ("pipeline", "context"):
+            if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
+                yield f"Distillation needs whole rows, and both networks on each rank: set {name} to 1"
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of label tokens, and its terms."""
@@ -189,4 +190,5 @@ def _kl(p: Tensor, q: Tensor) -> Tensor:
 
 
 def _wide(logits: Tensor) -> Tensor:
+    logits = full_tensor(logits)  # with a head that is sharded along the vocabulary: those of a chunk
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

@@ -87,7 +87,7 @@ def test_the_others_on_two_ranks_are_the_run_of_one_process(objective):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("strategy", [FSDP, DDP], ids=["FSDP", "DDP"])
+@pytest.mark.parametrize("strategy", [FSDP, DDP, TENSOR], ids=["FSDP", "DDP", "tensor"])
 def test_distillation_on_two_ranks_is_the_run_of_one_process(strategy):
     apart = compared(strategy, "Distillation", False, teacher=teacher(), label_weight=0.5, chunk_tokens=10)
     assert max(apart.values()) <= TOLERANCE, apart
