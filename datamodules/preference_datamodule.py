@@ -15,7 +15,7 @@ from datamodules.records.chats import Rendered, field, plain, renderer_of, side_
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.labels import number_of
 from datamodules.records.preferences import dialogue, is_dialogue, last_turn, split_prompt
-from datamodules.records.record_batches import RecordBatches, Tensors
+from datamodules.records.record_batches import Arrays, RecordBatches
 from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
 from datamodules.records.record_store import Encoded, RecordStore
@@ -187,17 +187,20 @@ class Further:
     def __init__(self, split: str, references: Mapping[str, torch.Tensor], named: str) -> None:
         self.split, self.references, self.named = split, references, named
 
-    def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
-        """Returns a batch with these tensors, each (2 B, T) and the same at all positions of a row."""
-        here = np.array([row[0][0] if row else -1 for row in rows])
-        records = torch.from_numpy(here.repeat(store.sequences))[:, None].expand(batch["labels"].shape)
-        more = {RECORDS: records.contiguous()}
+    def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
+        """Returns a batch with these arrays, each (2 B, T) and the same at all positions of a row."""
+        here = np.array([row[0][0] if row else -1 for row in rows], np.int64)
+        shape, each = batch["labels"].shape, store.sequences
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            return np.ascontiguousarray(np.broadcast_to(values[:, None], shape))
+
+        more = {RECORDS: spread(here.repeat(each))}
         if (table := self.references.get(self.split)) is not None:
-            values = table[here].flatten()[:, None].expand(records.shape)
-            more[REFERENCE] = values.masked_fill(records < 0, 0.0)
+            more[REFERENCE] = spread(np.where(here[:, None] < 0, np.float32(0), table.numpy()[here]).flatten())
         if self.named:
-            stored = torch.from_numpy(store.values[here, 0].astype(np.float32).repeat(store.sequences))
-            values = stored[:, None].where(batch["document_ids"] >= 0, 0.0)
+            stored = spread(store.values[here, 0].astype(np.float32).repeat(each))
+            values = np.where(batch["document_ids"] >= 0, stored, np.float32(0))
             more[self.named] = values > 0 if self.named == "desirable" else values
         return batch | more
 

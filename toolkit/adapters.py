@@ -6,7 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ from core.contracts import Network
 from core.errors import ConfigError
 from core.training.weights import EXTRA_STATE
 
-__all__ = ["Adapter", "change_layer", "restore_layer"]
+__all__ = ["Adapter", "HasPeftForm", "change_layer", "restore_layer"]
 
 SAMPLES = 16
 """Values of each tensor that the record of a base has."""
@@ -126,6 +126,18 @@ class Adapter(Callback, ABC):
                 f"{type(self).__name__}: the checkpoint was trained on another base: {other}.\n"
                 "Set model.weights to the weights that its run started from."
             )
+
+
+@runtime_checkable
+class HasPeftForm(Protocol):
+    """An adapter that the peft library knows, too: `export --format peft` writes it."""
+
+    def peft_form(self, network: Network) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns adapter_config.json, and key in adapter_model.safetensors -> name of a parameter of the network.
+
+        Args:
+            network: With the adapter in it; on the meta device.
+        """
 
 
 def _stored(network: nn.Module) -> set[str]:

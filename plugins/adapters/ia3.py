@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.adapters.peft_folder import PeftFolder
-from plugins.precision.layers import linear_layers, make_dense, weight_of
+from plugins.adapters.peft_folder import PeftFolder, form, layer_of
+from plugins.precision.layers import linear_layers, make_dense, weight_of, wide_type
 from toolkit.adapters import Adapter, change_layer, restore_layer
 
 NAMES = ("ia3_l",)
@@ -21,7 +21,7 @@ class IA3Linear(nn.Linear):
     """A linear layer whose inputs or outputs are multiplied by learned factors.
 
     Attributes:
-        ia3_l: (1, in), factors of the inputs, or (out, 1), of the outputs; float32.
+        ia3_l: (1, in), factors of the inputs, or (out, 1), of the outputs; in at least float32.
         on_inputs: Which of the two.
     """
 
@@ -32,7 +32,7 @@ class IA3Linear(nn.Linear):
         """Adds the factors: 1 at first."""
         self.on_inputs = on_inputs
         shape = (1, self.in_features) if on_inputs else (self.out_features, 1)
-        self.ia3_l = nn.Parameter(torch.ones(shape, dtype=torch.float32, device=self.weight.device))
+        self.ia3_l = nn.Parameter(torch.ones(shape, dtype=wide_type(self), device=self.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., in) to (..., out)."""
@@ -77,6 +77,7 @@ class IA3(Adapter):
         """Adds the factors."""
         if self.weights is not None:
             folder = PeftFolder(self.weights)
+            folder.check_type("IA3")
             for name, tensors in folder.layers(network, NAMES).items():
                 layer: Any = network.get_submodule(name)
                 change_layer(layer, IA3Linear).add(on_inputs=tensors["ia3_l"].shape[0] == 1)
@@ -96,13 +97,15 @@ class IA3(Adapter):
         """Multiplies the weights, and biases, by the factors; quantised weights become weights in float32."""
         for name, layer in list(network.named_modules()):
             if isinstance(layer, IA3Linear):
-                weight = weight_of(layer).float() * layer.ia3_l
+                weight = weight_of(layer) * layer.ia3_l
                 if not layer.on_inputs and layer.bias is not None:
                     layer.bias.mul_(layer.ia3_l.flatten())
                 restore_layer(layer, NAMES)
                 make_dense(network, name, weight)
         return True
 
-    def peft_config(self) -> dict[str, Any]:
-        """Returns what peft's adapter_config.json says of these adapters, beside their layers."""
-        return {"peft_type": "IA3"}
+    def peft_form(self, network: Network) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns what peft's files hold; see `toolkit.adapters.HasPeftForm`."""
+        config, keys = form(network, {"peft_type": "IA3"}, NAMES)
+        inputs = [layer_of(key) for key, name in keys.items() if network.get_parameter(name).shape[0] == 1]
+        return config | {"feedforward_modules": inputs}, keys

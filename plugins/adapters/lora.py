@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.adapters.peft_folder import PeftFolder
-from plugins.precision.layers import linear_layers, make_dense, weight_of
+from plugins.adapters.peft_folder import PeftFolder, form, layer_of
+from plugins.precision.layers import linear_layers, make_dense, weight_of, wide_type
 from toolkit.adapters import Adapter, change_layer, restore_layer
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
@@ -24,8 +24,8 @@ class LoRALinear(nn.Linear):
     """A linear layer, possibly with quantised weights, to whose output a low-rank map of its input is added.
 
     Attributes:
-        lora_A: (r, in), float32.
-        lora_B: (out, r), float32.
+        lora_A: (r, in), in at least float32.
+        lora_B: (out, r), in at least float32.
         lora_magnitude_vector: (out,), DoRA's norms of the rows of the weight; None: LoRA.
         scaling: Of the low-rank map.
         dropout: Of its input.
@@ -39,12 +39,12 @@ class LoRALinear(nn.Linear):
 
     def add(self, rank: int, scaling: float, dropout: float, use_dora: bool) -> None:
         """Adds the parameters: the map is 0 at first."""
-        device = self.weight.device
+        like = {"device": self.weight.device, "dtype": wide_type(self)}
         self.scaling, self.dropout = scaling, dropout
-        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, dtype=torch.float32, device=device))
-        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, dtype=torch.float32, device=device))
+        self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, **like))
+        self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, **like))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as peft and the paper's code
-        norms = nn.Parameter(weight_of(self).float().norm(dim=1)) if use_dora else None
+        norms = nn.Parameter(weight_of(self).norm(dim=1)) if use_dora else None
         self.register_parameter("lora_magnitude_vector", norms)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class LoRALinear(nn.Linear):
         if self.lora_magnitude_vector is None:
             return y + update.to(y.dtype)
         weight = weight_of(self)
-        norms = (weight.float() + self.scaling * self.lora_B.detach() @ self.lora_A.detach()).norm(dim=1)
+        norms = (weight + self.scaling * self.lora_B.detach() @ self.lora_A.detach()).norm(dim=1)
         factor = self.lora_magnitude_vector / norms  # section 4.3: gradients do not pass through the norms
         if dropped is x:
             plain = y if self.bias is None else y - self.bias.to(y.dtype)
@@ -66,11 +66,12 @@ class LoRALinear(nn.Linear):
 
     @torch.no_grad()
     def merged(self) -> Tensor:
-        """Returns the weight (out, in) with which a plain layer computes the same; float32."""
-        weight = weight_of(self).float() + self.scaling * (self.lora_B.float() @ self.lora_A.float())
+        """Returns the weight (out, in) with which a plain layer computes the same; in at least float32."""
+        weight = weight_of(self)
+        weight = weight + self.scaling * (self.lora_B.to(weight.dtype) @ self.lora_A.to(weight.dtype))
         if self.lora_magnitude_vector is None:
             return weight
-        return weight * (self.lora_magnitude_vector.float() / weight.norm(dim=1))[:, None]
+        return weight * (self.lora_magnitude_vector.to(weight.dtype) / weight.norm(dim=1))[:, None]
 
 
 @technique(
@@ -156,7 +157,16 @@ class LoRA(Adapter):
                 make_dense(network, name, weight)
         return True
 
-    def peft_config(self) -> dict[str, Any]:
-        """Returns what peft's adapter_config.json says of these adapters, beside their layers."""
-        names = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
-        return {"peft_type": "LORA", **names, "use_rslora": self.use_rslora, "use_dora": self.use_dora}
+    def peft_form(self, network: Network) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns what peft's files hold; see `toolkit.adapters.HasPeftForm`."""
+        numbers = {"r": self.rank, "lora_alpha": self.alpha, "lora_dropout": self.dropout}
+        kinds = {
+            "peft_type": "LORA",
+            "bias": "none",
+            "use_rslora": self.use_rslora,
+            "use_dora": self.use_dora,
+        }
+        config, keys = form(network, numbers | kinds, NAMES)
+        ranks = {k: network.get_parameter(n).shape[0] for k, n in keys.items() if n.endswith("lora_A")}
+        other = {layer_of(key): rank for key, rank in ranks.items() if rank != self.rank}
+        return config | {"rank_pattern": other}, keys

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from core.errors import ConfigError, nearest
 from toolkit.bounded import parse_json, read_error, read_inside
 from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm
 from toolkit.local_paths import require_local_path
-from toolkit.safetensors_files import LazyTensor, read_safetensors, write_safetensors
+from toolkit.safetensors_files import LazyTensor, read_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEAD = "base_model.model."
@@ -126,6 +124,11 @@ def key_of(layer: str, leaf: str) -> str:
     return f"{HEAD}{layer}.{leaf}" + (".weight" if leaf in ("lora_A", "lora_B") else "")
 
 
+def layer_of(key: str) -> str:
+    """Returns the layer's name in transformers for a key of peft's file."""
+    return key.removeprefix(HEAD).removesuffix(".weight").rpartition(".")[0]
+
+
 def names_there(network: Network) -> dict[str, str]:
     """Returns the names in transformers of the linear layers that are layers of their own there, too."""
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
@@ -143,11 +146,12 @@ def _name_there(form: HuggingFaceForm, name: str) -> str | None:
     return None if stored.transposed else stored.theirs.removesuffix(".weight")
 
 
-def write(folder: Path, network: Network, config: Mapping[str, Any], leaves: Sequence[str]) -> None:
-    """Writes what an adapter has added to a network.
+def form(
+    network: Network, config: Mapping[str, Any], leaves: Sequence[str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns what `toolkit.adapters.HasPeftForm` asks for.
 
     Args:
-        folder: An empty folder.
         network: With the adapter in it.
         config: What adapter_config.json says, beside the layers.
         leaves: Names of a layer's parameters.
@@ -155,8 +159,8 @@ def write(folder: Path, network: Network, config: Mapping[str, Any], leaves: Seq
     Raises:
         ConfigError: If a layer is a part of one in transformers.
     """
-    there, tensors, ranks = names_there(network), {}, {}
-    for name, parameter in network.named_parameters():
+    there, keys = names_there(network), {}
+    for name, _ in network.named_parameters():
         layer, _, leaf = name.rpartition(".")
         if leaf not in leaves:
             continue
@@ -165,18 +169,6 @@ def write(folder: Path, network: Network, config: Mapping[str, Any], leaves: Seq
                 f"--format peft: {layer} is a part of a layer in transformers, which peft changes as a whole. "
                 "--format hf merges the adapter into the weights."
             )
-        tensors[key_of(there[layer], leaf)] = LazyTensor(
-            tuple(parameter.shape), parameter.dtype, partial(_on_host, parameter)
-        )
-        ranks[there[layer]] = parameter.shape
-    inputs = [name for name, shape in ranks.items() if shape[0] == 1 and config["peft_type"] == "IA3"]
-    layers: dict[str, Any] = {"target_modules": list(ranks)}
-    if config["peft_type"] == "IA3":
-        layers["feedforward_modules"] = inputs
-    write_safetensors(folder / WEIGHTS, tensors)
-    text = json.dumps({**config, **layers, "bias": "none"}, indent=2)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
-
-
-def _on_host(parameter: Tensor) -> Tensor:
-    return parameter.detach().cpu()
+        keys[key_of(there[layer], leaf)] = name
+    layers = {there[name.rpartition(".")[0]]: None for name in keys.values()}
+    return {**config, "target_modules": list(layers), "fan_in_fan_out": False}, keys

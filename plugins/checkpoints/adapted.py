@@ -41,21 +41,53 @@ def change_as_trained(
     leaves_out = network.state_dict().keys() - weights.keys()
     if leaves_out and base:
         InitialWeights(base).change_network(network)
+    kept = bool(leaves_out and base)
+    adapters = change(network, config, checkpoint, build, kept)
+    if not is_on_meta(network):
+        network.load_state_dict(weights)
+    for adapter in adapters:  # from here on the base is here
+        adapter.base_is_elsewhere = False
+    return adapters
+
+
+def base_of(network: Network, config: Mapping[str, Any], path: Path) -> Network:
+    """Fills a network that was just built with the base that a run with adapters started from.
+
+    Raises:
+        ConfigError: If the run had none: its checkpoints hold all weights.
+    """
+    if not (base := config["model"].get("weights")):
+        raise ConfigError(f"{path} has no base that adapters share: its run had no model.weights.")
+    InitialWeights(base).change_network(network)
+    return network
+
+
+def change(
+    network: Network,
+    config: Mapping[str, Any],
+    checkpoint: Mapping[str, Any],
+    build: Any,
+    base_is_elsewhere: bool,
+    sections: tuple[str, ...] = ("plugins", "callbacks"),
+) -> list[Adapter]:
+    """Applies the precision and the callbacks of a run that change the network; returns its adapters.
+
+    Raises:
+        ConfigError: If they were trained on another base.
+    """
     adapters = []
-    for name in ("plugins", "callbacks"):
-        for index, item in enumerate(config["trainer"].get(name) or []):
+    for section in sections:
+        for index, item in enumerate(config["trainer"].get(section) or []):
             entry = catalog.by_class_path(item["class_path"])
             if entry is None or not issubclass(entry.load(), ChangesNetwork):
                 continue
-            part = build(entry.load(), item, ("trainer", name, index))
+            part = build(entry.load(), item, ("trainer", section, index))
             if isinstance(part, Adapter):
-                part.base_is_elsewhere = bool(leaves_out and base)
+                part.base_is_elsewhere = base_is_elsewhere
                 adapters.append(part)
             part.change_network(network)
             if isinstance(part, Adapter):
                 part.check_base(checkpoint)
-    if not is_on_meta(network):
-        network.load_state_dict(weights)
     return adapters
 
 
@@ -68,7 +100,6 @@ def merge(network: Network, adapters: list[Adapter], path: Path) -> None:
     from plugins.precision.layers import is_quantised, make_dense, weight_of
 
     for adapter in reversed(adapters):
-        adapter.base_is_elsewhere = False
         if not adapter.merge(network):
             raise ConfigError(
                 f"{path}: what {type(adapter).__name__} trained cannot be merged into the weights of the network. "

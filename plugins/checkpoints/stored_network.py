@@ -5,6 +5,7 @@ It imports the command line's checks of classes, which import the reading of che
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from core import catalog
 from core.contracts import Network
 from core.errors import ConfigError
 from plugins.checkpoints import sharded
-from plugins.checkpoints.adapted import as_lazy, change_as_trained, merge
+from plugins.checkpoints.adapted import as_lazy, base_of, change, change_as_trained, merge
 from plugins.checkpoints.checkpoint import RECORD, parse_config, read_checkpoint, stored_config
 from plugins.checkpoints.matching import open_own
 from plugins.cli.configuration.class_check import ClassChecker
@@ -44,9 +45,19 @@ def read(path: Path) -> Mapping[str, Any]:
     return sharded.read_sharded(path, optimizers=False) if sharded.is_sharded(path) else read_checkpoint(path)
 
 
-def network_in(checkpoint: Mapping[str, Any], path: Path) -> tuple[Network, str, int | None]:
-    """Returns what :func:`load_network` does, for a checkpoint that was read from a path."""
+def network_in(
+    checkpoint: Mapping[str, Any], path: Path, base_alone: bool = False
+) -> tuple[Network, str, int | None]:
+    """Returns what :func:`load_network` does, for a checkpoint that was read from a path.
+
+    Args:
+        checkpoint: What it holds.
+        path: Where it was read.
+        base_alone: Whether the base of an adapted network is returned, without its adapters.
+    """
     config, tokenizer, end = described(checkpoint, path)
+    if base_alone and is_adapted(config):
+        return base_of(build_network(config["model"]["network"]), config, path).eval(), tokenizer, end
     network, adapters = _filled(checkpoint, config)
     if not any(is_quantised(layer) for layer in network.modules()):
         for adapter in reversed(adapters):
@@ -67,6 +78,42 @@ def merged_network(path: Path) -> Network:
         network, adapters = _filled(checkpoint, stored_config(path))
         merge(network, adapters, path)
     return network
+
+
+def adapted_on_meta(path: Path) -> tuple[Network, list[Adapter]]:
+    """Returns the network of a checkpoint on the meta device with its adapters in it; the base is not read.
+
+    Raises:
+        ConfigError: If the checkpoint has no adapter.
+    """
+    config = stored_config(path)
+    if not is_adapted(config):
+        raise ConfigError(f"{path} holds no adapter: its run trained the whole network.")
+    with torch.device("meta"):
+        return _filled(read(path), config)
+
+
+def with_adapters(base: Network, path: Path) -> Network:
+    """Returns a network that shares the weights of a base, with the adapters of a checkpoint in it.
+
+    Args:
+        base: The network that the adapters were trained on; it stays as it is.
+        path: The checkpoint.
+
+    Raises:
+        ConfigError: If the checkpoint has no adapter, was trained on another base, or holds all weights by itself.
+    """
+    config, checkpoint = stored_config(path), read(path)
+    weights, named = weights_of(checkpoint), {**dict(base.named_parameters()), **dict(base.named_buffers())}
+    if not is_adapted(config) or base.state_dict().keys() <= weights.keys():
+        raise ConfigError(
+            f"{path} holds a whole network, not an adapter beside its base: take it as --ckpt_path."
+        )
+    shared = {id(tensor): tensor for name, tensor in named.items() if name not in weights}
+    network = copy.deepcopy(base, shared)
+    change(network, config, checkpoint, _build, True, ("callbacks",))
+    network.load_state_dict(weights)
+    return network.eval()
 
 
 def own_tensors(path: Path) -> dict[str, LazyTensor]:

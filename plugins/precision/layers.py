@@ -51,13 +51,19 @@ def is_quantised(module: nn.Module) -> bool:
 
 
 def weight_of(layer: nn.Linear) -> Tensor:
-    """Returns the detached weight (out, in) of a linear layer, dequantised if it is quantised."""
+    """Returns the detached weight (out, in) of a linear layer in at least float32, dequantised if it is quantised."""
     weight = layer.weight.detach()
     if weight.is_floating_point():
-        return weight
+        return weight.to(torch.promote_types(weight.dtype, torch.float32))
     from plugins.precision.frozen_linear import dequantised
 
     return dequantised(layer)
+
+
+def wide_type(layer: nn.Linear) -> torch.dtype:
+    """Returns the data type of what is trained beside a layer's weights: float32, or theirs if that is wider."""
+    weight = layer.weight
+    return torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
 
 
 def make_dense(network: nn.Module, name: str, weight: Tensor) -> None:
