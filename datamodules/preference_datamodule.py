@@ -197,7 +197,9 @@ class Further:
 
         more = {RECORDS: spread(here.repeat(each))}
         if (table := self.references.get(self.split)) is not None:
-            more[REFERENCE] = spread(np.where(here[:, None] < 0, np.float32(0), table.numpy()[here]).flatten())
+            more[REFERENCE] = spread(
+                np.where(here[:, None] < 0, np.float32(0), table.numpy()[here]).flatten()
+            )
         if self.named:
             stored = spread(store.values[here, 0].astype(np.float32).repeat(each))
             values = np.where(batch["document_ids"] >= 0, stored, np.float32(0))

@@ -14,7 +14,11 @@ from tests.conformance.conftest import (
     bytes_tokenizer,
     evaluation_items,
     html_pages,
+    instructions,
+    labelled,
+    labelled_words,
     neox,
+    numbered,
     parquet_file,
     preferences,
     quality_model,
@@ -67,6 +71,11 @@ def own_files(path):
             ("dpo", "orpo", "reference_log_probabilities", "sim_po"),
             lambda: ["--data.source", preferences()["source"]],
         ),
+        "sequence_classification": lambda: ["--data.source", labelled()["source"]],
+        "token_classification": lambda: ["--data.source", labelled_words()["source"]],
+        "regression": lambda: ["--data.source", numbered()["source"]],
+        "reward_model": lambda: ["--data.source", preferences()["source"]],
+        "supervised_fine_tuning": lambda: ["--data.source", instructions()["source"]],
     }
     return [str(word) for word in found.get(path.stem, list)()]
 

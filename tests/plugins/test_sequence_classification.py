@@ -8,6 +8,7 @@ from torchmetrics.functional import classification
 from core.contracts import TokenSum
 from core.errors import ConfigError
 from core.training.token_sums import TokenSums
+from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.networks.bert import BERT
 from plugins.networks.llama import Llama
 from plugins.objectives.balanced_routing import BalancedRouting
@@ -15,6 +16,7 @@ from plugins.objectives.sequence_classification import SequenceClassification
 from tests.support.reference_models import both, lively, tokens
 from tests.support.same_run import TOLERANCE, differences, fit, one_process
 from tests.support.small_networks import DENSE
+from tests.support.stored_networks import store
 
 NAMES = ["bad", "fair", "good"]
 LENGTHS = (50, 31, 12, 1)
@@ -209,3 +211,18 @@ def test_it_trains_on_ranks_as_in_one_process(strategy):
     assert max(apart.values()) < TOLERANCE, apart
     one, other = (max(run.record["figures"].items())[1] for run in (found, expected))
     assert one["val/macro_f1"] == pytest.approx(other["val/macro_f1"], abs=1e-12)
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_it_starts_from_an_encoder_that_predicts_masked_tokens(ours, tmp_path):
+    sizes = {"vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32, "max_sequence_length": 64, "intermediate_size": 48}  # fmt: skip
+    with_head, reference = both(BERT, sizes)
+    path = tmp_path / "bert"
+    if ours:
+        store(with_head, sizes, path := tmp_path / "masked.ckpt")
+    else:
+        reference.save_pretrained(path)
+    network = BERT(**sizes, head=False)
+    InitialWeights(str(path)).change_network(network)
+    for name, weight in network.state_dict().items():
+        assert torch.equal(weight, with_head.state_dict()[name])
