@@ -79,15 +79,16 @@ class Distillation(Objective):
         if not 0 <= label_weight <= 1:
             raise ConfigError(f"Distillation takes label_weight from 0 to 1, not {label_weight}.")
         self.path = Path(teacher).expanduser()
-        if not self.path.exists():
-            raise ConfigError(f"Distillation: teacher is {teacher}: there is no such file or folder.")
         self.divergence, self.temperature, self.label_weight = divergence, temperature, label_weight
         self.chunk_tokens = chunk_tokens
         self._teacher: list[Network] = []  # no submodule: neither trained, sharded nor saved
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error where a strategy takes rows or network apart."""
+        """Yields an error where a strategy takes rows or network apart, and for a teacher that is not there."""
+        teacher = own.arguments.get("teacher") or ""
+        if not run.offline and not Path(teacher).expanduser().exists():
+            yield f"teacher is {teacher}: there is no such file or folder"
         for name in ("pipeline", "context"):
             if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
                 yield f"Distillation needs whole rows, and both networks on each rank: set {name} to 1"
@@ -171,6 +172,8 @@ def load_teacher(path: Path) -> Network:
     Raises:
         ConfigError: If it cannot be read.
     """
+    if not path.exists():
+        raise ConfigError(f"Distillation: teacher is {path}: there is no such file or folder.")
     from plugins.checkpoints.finding import resolve
     from plugins.checkpoints.foreign import is_foreign, open_foreign
     from plugins.checkpoints.initial_weights import InitialWeights

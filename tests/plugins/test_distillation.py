@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from core.errors import ConfigError
+from plugins.cli.selection import describe
 from plugins.commands.export import export
 from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
@@ -16,6 +17,7 @@ from tests.support.largest_tensor import LargestTensor
 from tests.support.stored_networks import FAMILIES, lively_network, store
 from tests.support.tiny_training import fit, module, uneven_batches
 from tests.support.trl_losses import STORED, Given, batch, ours
+from toolkit.selection import Run
 
 ARGUMENTS = FAMILIES["Llama"][1] | {"vocab_size": 61}
 
@@ -101,8 +103,14 @@ def test_another_vocabulary_and_a_path_that_is_not_there_are_explained(teacher, 
         ConfigError, match=r"has 61 token ids, the network 62.*\n.*--model.network.vocab_size=61"
     ):
         Distillation(teacher).loss(GPT(62, 1, 2, 16, 24), uneven_batches(1)[0])
+    nowhere = str(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="there is no such file or folder"):
-        Distillation(str(tmp_path / "nowhere"))
+        Distillation(nowhere).loss(GPT(61, 1, 2, 16, 24), uneven_batches(1)[0])
+    own = describe("model.objective", Distillation, "x.Distillation", {"teacher": nowhere})
+    assert list(Distillation.preflight(Run((own,)), own)) == [
+        f"teacher is {nowhere}: there is no such file or folder"
+    ]
+    assert not list(Distillation.preflight(Run((own,), offline=True), own))
 
 
 def test_no_tensor_holds_all_logits(tmp_path):
