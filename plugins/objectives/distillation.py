@@ -176,9 +176,9 @@ def load_teacher(path: Path) -> Network:
         raise ConfigError(f"Distillation: teacher is {path}: there is no such file or folder.")
     from plugins.checkpoints.finding import resolve
     from plugins.checkpoints.foreign import is_foreign, open_foreign
+    from plugins.checkpoints.hf_folder import network_config
     from plugins.checkpoints.initial_weights import InitialWeights
     from plugins.checkpoints.stored_network import build_network, load_network
-    from plugins.commands.hf_folder import network_config
 
     if not is_foreign(path):
         return load_network(resolve(str(path), path))[0]
