@@ -26,6 +26,7 @@ TUNING = {
     "multi_task": tuning_files.tasks,
     "qlora_8b": tuning_files.chats,
     "continual_pretraining": tuning_files.corpora,
+    "dpo": tuning_files.pairs,
 }
 """Recipe that starts from weights -> what writes the files that it names."""
 

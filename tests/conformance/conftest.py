@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from conformance import Case
@@ -120,6 +121,9 @@ ROOM = {"model": {"network": {"init_args": {"max_sequence_length": 18}}}}
 FEW_TOKENS = {"model": {"network": {"init_args": {"vocab_size": 320}}}}
 
 LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
+
+NO_PAIR = {"gradients_are_finite": "one label makes no pair"}
+BY_MICRO_BATCH = {"accumulation_changes_nothing": "the divergence is that of a micro-batch, as in the paper"}
 
 KILLED = "killed while its first checkpoint is being written a run has none; tests/distributed/test_kills.py"
 
@@ -310,7 +314,7 @@ def _cases():
             "RewardModel",
             {"centre": 0.01},
             config=reading(preferences()),
-            exempt={"gradients_are_finite": "one label makes no pair"},
+            exempt=NO_PAIR,
         ),
         Case("SupervisedFineTuning", {"weigh": "answer"}, config=reading(instructions())),
         Case("SupervisedFineTuning", {"noise": 5.0, "chunk_tokens": 10}, config=reading(instructions())),
@@ -334,6 +338,25 @@ def _cases():
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PreferenceDataModule", preferences()),
+        Case("PreferenceDataModule", single_answers()),
+        Case("Distillation", {"teacher": stored_teacher(), "temperature": 2.0, "label_weight": 0.5}),
+        Case("DPO", {"kind": "ipo"}, config=reading(preferences()), batch=referred, exempt=NO_PAIR),
+        Case(
+            "DPO",
+            {"beta": 0.5, "label_smoothing": 0.1, "chunk_tokens": 20},
+            config=reading(preferences()),
+            batch=referred,
+            exempt=NO_PAIR,
+        ),
+        Case(
+            "KTO", {}, config=reading(single_answers()), batch=referred, exempt=BY_MICRO_BATCH, tolerance=1e-4
+        ),
+        Case("ORPO", {"weight": 0.5}, config=reading(preferences()), exempt=NO_PAIR),
+        Case(  # DPO makes no run without it, which some proofs compare with
+            "ReferenceLogProbabilities",
+            config=reading(preferences()) | {"model": {"objective": {"class_path": "CausalLM"}}},
+        ),
+        Case("SimPO", {}, config=reading(preferences()), exempt=NO_PAIR),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case(
             "PrefixLM",
@@ -503,6 +526,13 @@ def stored_weights():
     return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
 
 
+def stored_teacher(vocab_size=1024):
+    """Writes a checkpoint of a small network with a tokenizer; 1,024 token ids are those of the kit's tiny run."""
+    init_args = tiny([])["model"]["network"]["init_args"] | {"n_layer": 3, "vocab_size": vocab_size}
+    init_args["max_sequence_length"] = 256
+    return str(store(GPT(**init_args), init_args, workshop() / f"teacher-{vocab_size}.ckpt"))
+
+
 def neox(vocab_size=1024, length=16):
     """Writes a small GPT-NeoX, of which there is no class here, as transformers does; returns the folder."""
     import torch
@@ -583,6 +613,20 @@ def preferences():
     """Returns arguments with pairs of answers to prompts, which differ in length."""
     records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
     return fine_tuning("preferences", records) | {"template": "plain"}
+
+
+def single_answers():
+    """Returns arguments with answers to prompts, each desirable or not."""
+    records = [
+        {"prompt": f"{n}+{n}=", "completion": f"{(2 + n % 2) * n}", "label": n % 2 == 0} for n in range(200)
+    ]
+    return fine_tuning("answers", records) | {"template": "plain", "paired": False}
+
+
+def referred(batch):
+    """Returns a batch with a reference that finds all answers certain, and is further from the network than any; all are desirable."""
+    rows = batch["labels"].shape
+    return batch | {"reference": torch.zeros(rows), "desirable": torch.ones(rows, dtype=torch.bool)}
 
 
 def labelled():
