@@ -190,8 +190,10 @@ class Rollouts(Callback):
             answers = self._sample(pl_module.network, prompts, seeds, trainer)
             scores = self._score(trainer, "train", records, answers)
             parts = self._parts_of(trainer, pl_module, prompts, answers, scores)
+            for part in parts:
+                objective.add_log_probabilities(pl_module.network, part)
+            self._count(pl_module, answers, scores, parts)
             objective.prepare(pl_module.network, Rollout(parts, self.samples, pl_module.sum_over_ranks))
-        self._count(pl_module, answers, scores, parts)
         return parts
 
     def _sample(
@@ -280,7 +282,7 @@ class Rollouts(Callback):
         }
         found |= {f"{REWARD}/{name}": (sum(values), rows) for name, values in scores.parts.items()}
         for name, of in {"rollout/entropy": _surprise, "rollout/gap": _gap, KL: _distance}.items():
-            if values := [of(part) for part in parts if OLD in part and (name != KL or REFERENCE in part)]:
+            if values := [of(part) for part in parts if name != KL or REFERENCE in part]:
                 tokens = sum(int((part["labels"] != IGNORED_LABEL).sum()) for part in parts)
                 found[name] = (float(sum(value.double().sum() for value in values)), tokens)
         sums = torch.tensor(list(found.values()), dtype=torch.float64)

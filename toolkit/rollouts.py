@@ -19,6 +19,8 @@ from toolkit.generation.rows import evaluating
 from toolkit.log_probabilities import log_probabilities
 
 __all__ = [
+    "ADVANTAGES",
+    "CORRECTIONS",
     "OLD",
     "RECORDS",
     "REFERENCE",
@@ -54,8 +56,11 @@ OLD = "old_log_probabilities"
 REFERENCE = "reference_log_probabilities"
 """Key of a part: those of the reference, (R, T) float32."""
 
+ADVANTAGES, CORRECTIONS = "advantages", "importance_weights"
+"""Keys that objectives use: the advantage of each row or label, and what a label's loss is multiplied by."""
+
 Part = dict[str, Tensor]
-"""The rows of one micro-batch: `input_ids` and `labels` (R, T), `REWARDS`, `ROOM`, `SAMPLED`, and what an objective adds.
+"""The rows of one micro-batch: `input_ids` and `labels` (R, T), `REWARDS`, `ROOM`, `SAMPLED`, `OLD`, and what an objective adds.
 
 All tensors have R rows. Labels are the answer's tokens, with the one that ended it; answers of one prompt are successive rows.
 """
@@ -135,9 +140,9 @@ class OnPolicyObjective(Objective):
 
     @abstractmethod
     def prepare(self, network: Network, rollout: Rollout) -> None:
-        """Adds to the parts of a rollout what the loss needs, such as advantages.
+        """Adds to the parts of a rollout what the loss needs, such as advantages; they have `OLD` and `REFERENCE`.
 
-        Called once for a rollout, with the weights that sampled it, in eval mode and without gradients. Whatever the network
+        Called once for a rollout, with the weights that sampled it, in eval mode and without gradients. What the network
         computes of a part has the bits that it has in training.
         """
 

@@ -161,7 +161,8 @@ class RecordStore:
 
     def note(self, record: int) -> str:
         """Returns the note of a record, where records have one."""
-        assert self._notes is not None and self._note_ends is not None
+        assert self._notes is not None
+        assert self._note_ends is not None
         begin = int(self._note_ends[record - 1]) if record else 0
         return self._notes[begin : int(self._note_ends[record])].tobytes().decode()
 

@@ -12,6 +12,8 @@ from core.errors import ConfigError, nearest
 from core.technique import Feature, technique
 from toolkit.log_probabilities import log_probabilities
 from toolkit.rollouts import (
+    ADVANTAGES,
+    CORRECTIONS,
     REFERENCE,
     REWARDS,
     OnPolicyObjective,
@@ -23,7 +25,6 @@ from toolkit.rollouts import (
 
 BASELINES = ("group", "mean", "leave_one_out")
 WEIGHTS = ("tokens", "answers", "room")
-ADVANTAGES, CORRECTIONS = "advantages", "importance_weights"
 
 
 @technique(
@@ -95,14 +96,13 @@ class GRPO(OnPolicyObjective):
         self.baseline, self.weigh, self.kl, self.importance_cap = baseline, weigh, kl, importance_cap
 
     def prepare(self, network: Network, rollout: Rollout) -> None:
-        """Adds log-probabilities and advantages."""
+        """Adds advantages."""
         if rollout.samples < 2:
             raise ConfigError(
                 f"GRPO compares the answers to a prompt, and Rollouts samples {rollout.samples} of each.\n"
                 "Set `samples` of Rollouts to 2 or more; 8 is usual."
             )
         for part in rollout.parts:
-            self.add_log_probabilities(network, part)
             part[CORRECTIONS] = importance_weights(part, self.importance_cap)
             part[ADVANTAGES] = group_advantages(part[REWARDS], rollout.samples, self.baseline)
 
