@@ -117,6 +117,12 @@ class Rollouts(Callback):
         parts, rows = own.arguments.get("mini_batches") or 1, run.argument("data.batch_size")
         if rows and rows % parts:
             yield f"mini_batches: {parts} do not divide data.batch_size={rows}: set one to fit the other"
+        accumulated = run.argument("trainer.accumulate_grad_batches") or 1
+        if (own.arguments.get("epochs") or 1) > 1 and parts % accumulated:
+            yield (
+                f"mini_batches: {parts} is no multiple of trainer.accumulate_grad_batches={accumulated}: with several epochs a "
+                "step would hold rows twice"
+            )
         for item in run.selected:
             if item.kind == "strategies" and item.name in SHARDING:
                 yield f"{item.name} shards the network, and {WHOLE}"

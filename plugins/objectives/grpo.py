@@ -114,12 +114,13 @@ class GRPO(OnPolicyObjective):
         losses, clipped = clipped_policy_loss(now, batch, batch[ADVANTAGES][:, None], self.clip)
         losses = losses * batch[CORRECTIONS]
         weights, divisor = token_weights(batch, self.weigh)
-        tokens = (batch["labels"] != IGNORED_LABEL).sum()
+        labelled = batch["labels"] != IGNORED_LABEL
+        tokens = labelled.sum()
         figures = {"clipped": TokenSum(clipped.sum(), tokens)}
         if self.kl:
             distances = k3(now, batch[REFERENCE])
             losses = losses + self.kl * distances
-            figures["kl"] = TokenSum(distances.detach().sum(), tokens)
+            figures["kl"] = TokenSum(distances.detach().where(labelled, 0.0).sum(), tokens)
         return TokenSum((weights * losses).sum(), tokens, divisor), figures
 
 
