@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from core.errors import ConfigError
+from core.errors import ConfigError, nearest
 
 __all__ = [
     "KL",
@@ -18,6 +18,7 @@ __all__ = [
     "Reward",
     "Sample",
     "Scores",
+    "field",
     "repetition",
     "score",
 ]
@@ -53,6 +54,29 @@ class Sample(NamedTuple):
     answer_ids: Sequence[int]
     ended: bool
     record: Mapping[str, Any]
+
+
+def field(sample: Sample, name: str, option: str) -> Any:
+    """Returns a field of a sample's record.
+
+    Args:
+        sample: The sample.
+        name: The field.
+        option: Which argument of the reward names it, such as "ExactAnswer.field".
+
+    Raises:
+        ConfigError: If the record has none, or it is empty: names the nearest.
+    """
+    value = sample.record.get(name)
+    if value is None or value in ("", []):
+        fields = [str(key) for key in sample.record]
+        what = "is empty." if name in fields else f"is missing.{nearest(name, fields)}"
+        raise ConfigError(
+            f"{option}: the field {name!r} of a record {what}\n"
+            f"  prompt: {_shown(sample.prompt)}\n  fields: {', '.join(fields)[:100]}\n"
+            "The reward compares answers with it: add it to the data, or name another field."
+        )
+    return value
 
 
 class Reward(ABC):
