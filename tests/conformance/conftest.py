@@ -112,9 +112,7 @@ LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find
 
 WAITS = {"idle_costs_nothing": "text is generated in each step, and each token waits for the device"}
 ROUNDING = "rollout/gap is a rounding, and so is a loss whose advantages add up to 0"
-ROLLOUTS = WAITS | dict.fromkeys(
-    ("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING
-)
+ROLLOUTS = WAITS | dict.fromkeys(("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING)
 LOW_TOKENS = {"class_path": "tests.support.rewarded.LowTokens", "init_args": {"below": 160}}
 
 ANSWERS = {"reward": LOW_TOKENS, "samples": 2, "max_new_tokens": 8, "epochs": 2}
@@ -267,7 +265,13 @@ def _cases():
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("PromptDataModule", prompts(), config=on_policy(), exempt=WAITS, tolerance=1e-4),
         Case("GRPO", {"kl": 0.04}, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
-        Case("PPO", {"kl": 0.05, "kl_target": 0.01}, config=on_policy("PPO", epochs=2, mini_batches=2), exempt=ROLLOUTS, tolerance=1e-4),
+        Case(
+            "PPO",
+            {"kl": 0.05, "kl_target": 0.01},
+            config=on_policy("PPO", epochs=2, mini_batches=2),
+            exempt=ROLLOUTS,
+            tolerance=1e-4,
+        ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
@@ -506,6 +510,17 @@ def preferences():
     """Returns arguments with pairs of answers to prompts, which differ in length."""
     records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
     return fine_tuning("preferences", records) | {"template": "plain"}
+
+
+def problems():
+    """Returns a file of questions with answers as GSM8K has them."""
+    path = workshop() / "problems.jsonl"
+    records = [
+        {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        for n in range(200)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
 
 
 def prompts():
