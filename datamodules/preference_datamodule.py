@@ -6,14 +6,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from core.technique import technique
 from datamodules.packing.grouped import Row
 from datamodules.records.chats import Rendered, field, plain, renderer_of, side_of, tools_of
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.preferences import dialogue, is_dialogue, last_turn, split_prompt
-from datamodules.records.record_batches import RecordBatches, Tensors
+from datamodules.records.record_batches import Arrays, RecordBatches
 from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
 from datamodules.records.record_store import Encoded, RecordStore
@@ -120,7 +119,7 @@ class PreferenceDataModule(RecordDataModule):
         return found
 
 
-def with_desirable(store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
+def with_desirable(store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
     """Returns a batch with `desirable`, (B, T) bool; false in padding."""
-    desirable = torch.from_numpy(np.array([bool(row) and store.values[row[0][0], 0] > 0 for row in rows]))
+    desirable = np.array([bool(row) and store.values[row[0][0], 0] > 0 for row in rows])
     return batch | {"desirable": desirable[:, None] & (batch["document_ids"] >= 0)}

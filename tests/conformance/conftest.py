@@ -240,6 +240,7 @@ def _cases():
         Case("GutenbergTexts", config={"data": {"init_args": {"source": str(gutenberg_files())}}}),
         Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
+        Case("TaskMixtureDataModule", task_mixture()),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
         Case("InstructionDataModule", instructions()),
         Case(
@@ -504,6 +505,16 @@ def instructions():
     """Returns arguments with prompts and answers of up to 12 bytes."""
     records = [{"prompt": f"{n}+{n}=", "completion": f"{2 * n}"} for n in range(200)]
     return fine_tuning("instructions", records) | {"template": "plain"}
+
+
+def task_mixture():
+    """Returns arguments with two tasks, whose shares change over the run."""
+    one = instructions()
+    other = fine_tuning("other task", [{"prompt": f"{n}*2=", "completion": f"{2 * n}!"} for n in range(200)])
+    shape = {key: one.pop(key) for key in ("sequence_length", "batch_size") if key in one}
+    tasks = {name: {"class_path": "InstructionDataModule", "init_args": given | {"template": "plain"}}
+             for name, given in (("one", one), ("other", {k: v for k, v in other.items() if k not in shape}))}  # fmt: skip
+    return {"tasks": tasks, "weights": {"one": 1.0, "other": [[0, 0.2], [256, 0.8]]}} | shape
 
 
 def preferences():
