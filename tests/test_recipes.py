@@ -23,6 +23,8 @@ TUNING = {
     "sft": tuning_files.chats,
     "multi_task": tuning_files.tasks,
     "continual_pretraining": tuning_files.corpora,
+    "grpo": tuning_files.problems,
+    "ppo": tuning_files.problems,
 }
 """Recipe that starts from weights -> what writes the files that it names."""
 
