@@ -11,6 +11,7 @@ from callbacks.rollouts import Rollouts
 from conformance.runs import run
 from core.errors import ConfigError
 from datamodules.prompt_datamodule import PromptDataModule
+from plugins.adapters.lora import LoRA
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.grpo import GRPO
 from plugins.objectives.ppo import PPO
@@ -238,3 +239,24 @@ def test_mistakes_are_found_before_anything_is_started(name, tmp_path):
     assert done.code == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) <= 10
+
+
+def test_the_reference_of_an_adapter_is_the_network_without_it(tmp_path):
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    lora = dict(rank=4, alpha=8)
+    objective = GRPO(kl=0.1)
+    runner, trained, figures = on_policy(
+        folders[0], objective, 3, callbacks=[LoRA(**lora)], limit_val_batches=0
+    )
+    assert figures[0]["rollout/kl"] == 0
+    assert figures[-1]["rollout/kl"] != 0
+    network = dict(trained.network.named_parameters())
+    shared = [parameter.data_ptr() == network[name].data_ptr() for name, parameter in objective.reference.named_parameters()]  # fmt: skip
+    assert all(shared)
+    path = tmp_path / "stopped.ckpt"
+    runner.save_checkpoint(path)
+    options = dict(callbacks=[LoRA(**lora)], ckpt_path=path, limit_val_batches=0)
+    _, _, again = on_policy(folders[1], GRPO(kl=0.1), 4, **options)
+    assert again[0]["rollout/kl"] != 0
