@@ -110,6 +110,15 @@ FEW_TOKENS = {"model": {"network": {"init_args": {"vocab_size": 320}}}}
 
 LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
 
+WAITS = {"idle_costs_nothing": "text is generated in each step, and each token waits for the device"}
+ROUNDING = "rollout/gap is a rounding, and so is a loss whose advantages add up to 0"
+ROLLOUTS = WAITS | dict.fromkeys(
+    ("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING
+)
+LOW_TOKENS = {"class_path": "tests.support.rewarded.LowTokens", "init_args": {"below": 160}}
+
+ANSWERS = {"reward": LOW_TOKENS, "samples": 2, "max_new_tokens": 8, "epochs": 2}
+
 KILLED = "killed while its first checkpoint is being written a run has none; tests/distributed/test_kills.py"
 
 
@@ -256,6 +265,11 @@ def _cases():
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PreferenceDataModule", preferences()),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
+        Case("PromptDataModule", prompts(), config=on_policy(), exempt=WAITS, tolerance=1e-4),
+        Case("GRPO", {"kl": 0.04}, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
+        Case("PPO", {"kl": 0.05, "kl_target": 0.01}, config=on_policy("PPO", epochs=2, mini_batches=2), exempt=ROLLOUTS, tolerance=1e-4),
+        Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
             "PrefixLM",
             {"objective": {"class_path": "CausalLM"}, "max_fraction": 0.5},
@@ -492,6 +506,23 @@ def preferences():
     """Returns arguments with pairs of answers to prompts, which differ in length."""
     records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
     return fine_tuning("preferences", records) | {"template": "plain"}
+
+
+def prompts():
+    """Returns arguments with prompts of up to 8 bytes."""
+    records = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(200)]
+    return fine_tuning("prompts", records) | {"template": "plain", "sequence_length": 8}
+
+
+def on_policy(objective="GRPO", **rollouts):
+    """Returns what is laid over the tiny run so that it answers prompts; its rewards are of the tests' own."""
+    os.environ["LEYDEN_TRUST"] = "tests"
+    options = ANSWERS | {"epochs": 1} | rollouts
+    return {
+        "trainer": {"callbacks": [{"class_path": "Rollouts", "init_args": options}]},
+        "model": {"objective": {"class_path": objective}},
+        "data": {"class_path": "PromptDataModule", "init_args": prompts()},
+    }
 
 
 def labelled():

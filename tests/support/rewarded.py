@@ -1,0 +1,68 @@
+"""A small task with a reward that a random network gets half of, and runs on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from callbacks.rollouts import Rollouts
+from datamodules.prompt_datamodule import PromptDataModule
+from tests.support.records import build
+from tests.support.tiny_training import Record, module, tiny_gpt, trainer
+from toolkit.rewards import Reward, Sample
+
+VOCAB = 264
+
+
+class LowTokens(Reward):
+    """The share of an answer's tokens whose id is below a limit.
+
+    Args:
+        below: The limit; half of the vocabulary by default.
+    """
+
+    def __init__(self, below: int = VOCAB // 2) -> None:
+        self.below = below
+
+    def score(self, samples: Sequence[Sample]) -> list[float]:
+        """Returns the shares; 0 for an answer without tokens."""
+        ids = [sample.answer_ids for sample in samples]
+        return [sum(id < self.below for id in one) / max(len(one), 1) for one in ids]
+
+
+def prompts(count=40):
+    """Returns records of prompts of different lengths, with an answer that no network sees."""
+    return [{"prompt": f"{'?' * (n % 5)}{n}: ", "answer": str(n)} for n in range(count)]
+
+
+def network(**changes):
+    """Returns a small GPT for the task."""
+    return tiny_gpt(**({"vocab_size": VOCAB, "max_sequence_length": 32, "bias": False} | changes))
+
+
+def on_policy(
+    folder,
+    objective,
+    steps,
+    *,
+    lr=1e-2,
+    ckpt_path=None,
+    callbacks=(),
+    batch_size=4,
+    rollouts=None,
+    seed=0,
+    **options,
+):
+    """Trains on the task; returns the trainer, the module and the recorded figures."""
+    given = {"reward": LowTokens(), "samples": 4, "max_new_tokens": 8} | (rollouts or {})
+    data = build(
+        PromptDataModule, folder, prompts(), template="plain", sequence_length=16, batch_size=batch_size
+    )
+    torch.manual_seed(seed)
+    trained = module(network, objective=objective, optimizer=lambda groups: torch.optim.Adam(groups, lr=lr))
+    trained.seed = seed
+    record = Record()
+    runner = trainer(folder, max_steps=steps, callbacks=[Rollouts(**given), record, *callbacks], **options)
+    runner.fit(trained, datamodule=data, ckpt_path=ckpt_path)
+    return runner, trained, record.figures
