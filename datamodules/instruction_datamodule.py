@@ -18,7 +18,7 @@ from datamodules.records.templates import find_template
 @technique(
     paper="InstructGPT, arXiv:2203.02155, section 3.5: trained on demonstrations; rows of several by best-fit decreasing, "
     "arXiv:2404.10830",
-    offers=("exact_resume",),
+    offers=("exact_resume", "answer_labels"),
 )
 class InstructionDataModule(RecordDataModule):
     """Conversations as rows whose labels are the answers alone, for `CausalLM` as it is.

@@ -12,6 +12,7 @@ from core.technique import technique
 from datamodules.packing.grouped import Row
 from datamodules.records.chats import Rendered, field, plain, renderer_of, side_of, tools_of
 from datamodules.records.encoding import TextEncoder
+from datamodules.records.labels import number_of
 from datamodules.records.preferences import dialogue, is_dialogue, last_turn, split_prompt
 from datamodules.records.record_batches import RecordBatches, Tensors
 from datamodules.records.record_datamodule import RecordDataModule
@@ -23,7 +24,7 @@ from datamodules.records.templates import find_template
 @technique(
     paper="Bai et al., arXiv:2204.05862 (pairs of dialogues); DPO, arXiv:2305.18290; KTO, arXiv:2402.01306, section 4 (single "
     "answers)",
-    offers=("exact_resume",),
+    offers=("exact_resume", "preference_pairs"),
 )
 class PreferenceDataModule(RecordDataModule):
     """Pairs of answers to a prompt, the chosen and the rejected one, or single answers that are desirable or not.
@@ -36,7 +37,8 @@ class PreferenceDataModule(RecordDataModule):
 
     A batch of B pairs has 2 B rows: row 2 i is the chosen answer of pair i with its prompt, row 2 i + 1 the rejected one.
     `batch_size` counts pairs, and a batch that is split is split after an even number of rows. `input_ids`, `labels`,
-    `document_ids` (-1 in padding) and `position_ids` are (2 B, T), int64; labels are -100 in the prompt.
+    `document_ids` (-1 in padding) and `position_ids` are (2 B, T), int64; labels are -100 in the prompt. Where records have a
+    number `margin`, by which the chosen answer should be better, `margin` (2 B, T), float32, holds it at each position of both.
 
     A single answer (`paired: false`) is a record with `prompt`, `completion` and `label`, true or false. Then there is a row
     for each, and `desirable` (B, T), bool, holds its label at each of its positions.
@@ -63,12 +65,12 @@ class PreferenceDataModule(RecordDataModule):
     def __init__(self, *args: Any, template: str | None = None, paired: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.template, self.paired = find_template(template, self.tokenizer), paired
-        self.sequences, self.values = (2, 0) if paired else (1, 1)
+        self.sequences, self.values = (2 if paired else 1), 1
 
     def options(self) -> Mapping[str, Any]:
         """Returns the template, and whether records are pairs."""
         shown = (self.template.source, self.template.special) if self.template else None
-        return {"template": shown, "paired": self.paired}
+        return {"template": shown, "paired": self.paired} | ({"margin": "margin"} if self.paired else {})
 
     def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:
         """Takes the encoder for texts of users.
@@ -82,16 +84,16 @@ class PreferenceDataModule(RecordDataModule):
         )
 
     def encode(self, record: Record) -> tuple[list[Rendered], list[float]]:
-        """Returns the texts of a record, and whether a single answer is desirable."""
+        """Returns the texts of a record, and the margin of a pair, or whether a single answer is desirable."""
         if not self.paired:
             label = field(record, "label", bool)
             return [
                 self._rendered(record, {"prompt": record.get("prompt"), "answer": record.get("completion")})
             ], [float(label)]
         sides = split_prompt(record)
-        return [
-            self._rendered(record, sides | {"answer": sides[name]}) for name in ("chosen", "rejected")
-        ], []
+        return [self._rendered(record, sides | {"answer": sides[name]}) for name in ("chosen", "rejected")], [
+            0.0 if record.get("margin") is None else number_of(record, "margin")
+        ]
 
     def _rendered(self, record: Record, sides: Mapping[str, Any]) -> Rendered:
         if not self._renderer:
@@ -116,8 +118,18 @@ class PreferenceDataModule(RecordDataModule):
     def packed(self, split: str, **order: Any) -> RecordBatches:
         """Returns the batches of a split."""
         found = super().packed(split, **order)
-        found.further = None if self.paired else with_desirable
+        if not self.paired:
+            found.further = with_desirable
+        elif self._stores[split].values.any():
+            found.further = with_margin
         return found
+
+
+def with_margin(store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
+    """Returns a batch of pairs with `margin`, (2 B, T); 0 in padding."""
+    margins = np.array([store.values[row[0][0], 0] if row else 0.0 for row in rows], np.float32)
+    spread = torch.from_numpy(margins.repeat(2))[:, None].expand(batch["labels"].shape)
+    return batch | {"margin": spread.where(batch["document_ids"] >= 0, 0.0)}
 
 
 def with_desirable(store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:

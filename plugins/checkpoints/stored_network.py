@@ -79,7 +79,7 @@ def build_network(config: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: If it names a class that is not a network, or an argument that the class does not take.
     """
-    return _build(Network, config, ("model", "network"))
+    return build(Network, config, ("model", "network"))
 
 
 def _change_as_trained(network: Network, trainer: Mapping[str, Any]) -> None:
@@ -88,10 +88,20 @@ def _change_as_trained(network: Network, trainer: Mapping[str, Any]) -> None:
         for index, item in enumerate(trainer.get(name) or []):
             entry = catalog.by_class_path(item["class_path"])
             if entry is not None and issubclass(entry.load(), ChangesNetwork):
-                _build(entry.load(), item, ("trainer", name, index)).change_network(network)
+                build(entry.load(), item, ("trainer", name, index)).change_network(network)
 
 
-def _build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:
+def build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:
+    """Builds a part of a saved configuration.
+
+    Args:
+        base: What it is: `Network`, `Objective`...
+        config: Its `class_path` and `init_args`.
+        place: Its keys in the configuration, for messages.
+
+    Raises:
+        ConfigError: If it names a class of another kind, or an argument that the class does not take.
+    """
     if not isinstance(config, Mapping):
         raise ConfigError(f"{'.'.join(map(str, place))}: the stored configuration names no class.")
     with trusting():
