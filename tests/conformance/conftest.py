@@ -269,6 +269,7 @@ def _cases():
         Case("GRPO", {"kl": 0.04}, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("PPO", {"kl": 0.05, "kl_target": 0.01}, config=on_policy("PPO", epochs=2, mini_batches=2), exempt=ROLLOUTS, tolerance=1e-4),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
             "PrefixLM",
@@ -523,6 +524,12 @@ def on_policy(objective="GRPO", **rollouts):
         "model": {"objective": {"class_path": objective}},
         "data": {"class_path": "PromptDataModule", "init_args": prompts()},
     }
+
+
+def watched():
+    """Returns what is laid over the tiny run so that a further callback finds rollouts."""
+    found = on_policy()
+    return found | {"trainer": {"callbacks+": found["trainer"]["callbacks"]}}
 
 
 def labelled():
