@@ -22,6 +22,7 @@ from tests.support.archives import page, response, write_archive
 from tests.support.books import epub, lines, pdf
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
+from tests.support.stored_reward_model import store_reward_model
 from tests.support.wiki import dump, wiki_page
 from toolkit.hashed_ngrams import HashedNGrams
 from toolkit.quality_model import QualityModel
@@ -112,9 +113,7 @@ LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find
 
 WAITS = {"idle_costs_nothing": "text is generated in each step, and each token waits for the device"}
 ROUNDING = "rollout/gap is a rounding, and so is a loss whose advantages add up to 0"
-ROLLOUTS = WAITS | dict.fromkeys(
-    ("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING
-)
+ROLLOUTS = WAITS | dict.fromkeys(("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING)
 LOW_TOKENS = {"class_path": "tests.support.rewarded.LowTokens", "init_args": {"below": 160}}
 
 ANSWERS = {"reward": LOW_TOKENS, "samples": 2, "max_new_tokens": 8, "epochs": 2}
@@ -189,6 +188,7 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
+        Case("LearnedReward", {"path": reward_model()}),
         Case("RefusalReward", {"model": quality_model(), "field": "harmful"}),
         Case("ToxicityReward", {"files": [word_list()]}),
         Case("ToxicityReward", {"model": quality_model()}),
@@ -267,7 +267,13 @@ def _cases():
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("PromptDataModule", prompts(), config=on_policy(), exempt=WAITS, tolerance=1e-4),
         Case("GRPO", {"kl": 0.04}, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
-        Case("PPO", {"kl": 0.05, "kl_target": 0.01}, config=on_policy("PPO", epochs=2, mini_batches=2), exempt=ROLLOUTS, tolerance=1e-4),
+        Case(
+            "PPO",
+            {"kl": 0.05, "kl_target": 0.01},
+            config=on_policy("PPO", epochs=2, mini_batches=2),
+            exempt=ROLLOUTS,
+            tolerance=1e-4,
+        ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
         Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
@@ -524,6 +530,17 @@ def on_policy(objective="GRPO", **rollouts):
         "model": {"objective": {"class_path": objective}},
         "data": {"class_path": "PromptDataModule", "init_args": prompts()},
     }
+
+
+def reward_model():
+    """Returns the checkpoint of a reward model."""
+    data = preferences() | {
+        "tokenizer": {
+            "class_path": "datamodules.preparation.tokenizers.pretrained_tokenizer.PretrainedTokenizer",
+            "init_args": {"path": bytes_tokenizer()},
+        }
+    }
+    return str(store_reward_model(workshop() / "reward-model.ckpt", data))
 
 
 def watched():
