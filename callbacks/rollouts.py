@@ -84,7 +84,7 @@ class Rollouts(Callback):
           callbacks+:
             - class_path: Rollouts
               init_args:
-                reward: {class_path: ExactAnswer}
+                reward: {class_path: ExactAnswer, init_args: {field: answer}}
                 samples: 8
                 max_new_tokens: 256
     """

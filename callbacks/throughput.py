@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import dp_size
-from toolkit.flops import AddsFlops, CountsFlops
+from toolkit.flops import AddsFlops, ComputesIn, CountsFlops
 
 
 class Peak(NamedTuple):
@@ -178,7 +178,7 @@ class Throughput(Callback):
         self, trainer: Trainer, pl_module: Any, rate: float, steps_per_second: float, batch: Any
     ) -> dict[str, float]:
         if self._peak is None:
-            self._peak = peak_flops(pl_module.device, str(trainer.precision))
+            self._peak = peak_flops(pl_module.device, compute_dtype(trainer))
         name, peak = self._peak
         if not peak:
             return {}
@@ -214,17 +214,24 @@ def peak_resident_set() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def peak_flops(device: torch.device, precision: str) -> tuple[str, float]:
+def compute_dtype(trainer: Any) -> torch.dtype | None:
+    """Returns the data type of a run's matrix products; None: not known."""
+    strategy, precision = trainer.strategy, str(trainer.precision)
+    if isinstance(strategy, ComputesIn) and strategy.compute_dtype is not None:
+        return strategy.compute_dtype
+    return next((dtype for start, dtype in PRECISIONS.items() if precision.startswith(start)), None)
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype | None) -> tuple[str, float]:
     """Returns the name of the MFU figure and the peak that it is measured against.
 
     Args:
         device: The device of this process.
-        precision: The trainer's precision, for example "bf16-mixed".
+        dtype: The data type of matrix products; None: not known.
 
     Returns:
         The name and the device's peak in FLOP/s; 0 where the peak is not known, with a warning.
     """
-    dtype = next((dtype for start, dtype in PRECISIONS.items() if precision.startswith(start)), None)
     if device.type == "cpu" and dtype is not None:
         return "throughput/mfu_of_measured_cpu_peak", measured_peak(device, dtype)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
@@ -237,7 +244,7 @@ def peak_flops(device: torch.device, precision: str) -> tuple[str, float]:
         tera = None
     if tera is None:
         rank_zero_info(
-            f"No MFU: the peak of {name} in precision {precision} is not in callbacks/throughput.py."
+            f"No MFU: the peak of {name} in {dtype or 'this precision'} is not in callbacks/throughput.py."
         )
     return "throughput/mfu", 1e12 * (tera or 0.0)
 

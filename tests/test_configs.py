@@ -16,6 +16,7 @@ from tests.conformance.conftest import (
     html_pages,
     neox,
     parquet_file,
+    problems,
     quality_model,
     repositories,
     saved_dataset,
@@ -58,6 +59,9 @@ def own_files(path):
         "source_code": lambda: ["--data.source", repositories()],
         "html_documents": lambda: ["--data.source", html_pages()],
         "litdata": litdata_tokens,
+        **dict.fromkeys(
+            ("rollouts", "grpo", "ppo", "rejection_sampling"), lambda: ["--data.source", problems()]
+        ),
     }
     return [str(word) for word in found.get(path.stem, list)()]
 

@@ -1,4 +1,4 @@
-"""The recipes for clusters pass preflight on a laptop, have the sizes they are named for, and run shrunken."""
+"""The recipes pass preflight on a laptop, have the sizes they are named for, and run shrunken."""
 
 import csv
 import math
@@ -10,6 +10,7 @@ import yaml
 from conformance.runs import run
 from conformance.workshop import workshop
 from tests.conftest import HOUSE
+from tests.support import tuning_files
 
 RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's by its table 2.1
     "gpt2_124m": 124_439_808 + 47 * 768,  # the vocabulary is rounded up from 50,257 to 50,304
@@ -18,12 +19,20 @@ RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's b
     "gpt3_13b_zero3_offload": (50257 + 2048 + 2 + 40 * 13) * 5120 + 40 * 12 * 5120**2,
     "gpt3_175b_3d": (50257 + 2048 + 2 + 96 * 13) * 12288 + 96 * 12 * 12288**2,
 }
+TUNING = {
+    "sft": tuning_files.chats,
+    "multi_task": tuning_files.tasks,
+    "continual_pretraining": tuning_files.corpora,
+}
+"""Recipe that starts from weights -> what writes the files that it names."""
+
 FOLDER = HOUSE / "configs" / "recipes"
 
 
 def test_each_recipe_is_here():
-    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(RECIPES)
-    assert {path.stem for path in FOLDER.glob("shrunken/*.yaml")} == {*RECIPES, "shrink"}
+    names = {*RECIPES, *TUNING}
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == names
+    assert {path.stem for path in FOLDER.glob("shrunken/*.yaml")} == names | {"shrink", "shrink_tuning"}
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -55,8 +64,36 @@ def test_a_recipe_runs_shrunken(name, tmp_path):
     words += [f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.cache_dir={workshop() / 'recipes'}"]
     done = run(words, tmp_path, ranks=shrunken["trainer"]["devices"])
     assert done.code == 0, done.error_text
-    with open(tmp_path / "run" / "metrics.csv", encoding="utf-8", newline="") as file:
+    check_losses(tmp_path / "run")
+
+
+def check_losses(folder):
+    with open(folder / "metrics.csv", encoding="utf-8", newline="") as file:
         losses = [float(row["train/loss"]) for row in csv.DictReader(file) if row["train/loss"]]
     assert len(losses) == 2
     assert all(math.isfinite(loss) and loss < 2 * math.log(512) for loss in losses)
-    assert list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert list((folder / "checkpoints").glob("step-*"))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tuning_files.base_folder(folder)
+    return folder / tuning_files.BASE
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name != "sft")) for name in TUNING]
+)
+def test_a_recipe_for_fine_tuning_passes_preflight_and_runs_shrunken(name, base, tmp_path):
+    (tmp_path / tuning_files.BASE).symlink_to(base)
+    TUNING[name](tmp_path)
+    words = [f"--config=recipes/{name}"]
+    done = run(["check", "--offline", *words, "--model.weights=null"], tmp_path, cwd=tmp_path)
+    assert done.code == 0, done.error_text
+    words += [f"--config=recipes/shrunken/{name}", f"--trainer.default_root_dir={tmp_path / 'run'}"]
+    done = run(
+        ["fit", *words], tmp_path, cwd=tmp_path, environments=[{"XDG_CACHE_HOME": str(tmp_path / "cache")}]
+    )
+    assert done.code == 0, done.error_text
+    check_losses(tmp_path / "run")

@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 
 from core.errors import ConfigError
 
-__all__ = ["FILES", "ChatTemplate", "HasTemplate", "special_tokens", "stored_template"]
+__all__ = ["CONFIG", "FILES", "TEMPLATE", "ChatTemplate", "HasTemplate", "special_tokens", "stored_template"]
 
 FILES = TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """Where a Hugging Face folder has its template."""

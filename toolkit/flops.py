@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from core.contracts import Network
 
-__all__ = ["AddsFlops", "CountsFlops"]
+__all__ = ["AddsFlops", "ComputesIn", "CountsFlops"]
 
 
 @runtime_checkable
@@ -29,3 +30,14 @@ class AddsFlops(Protocol):
 
     def further_flops_per_token(self, network: Network, sequence_length: int) -> float:
         """Operations of forward and backward that it adds for one token in a row of this many, to those of the network."""
+
+
+@runtime_checkable
+class ComputesIn(Protocol):
+    """A strategy that may compute in another data type than the run's precision says.
+
+    Attributes:
+        compute_dtype: The data type of matrix products; None: that of the precision.
+    """
+
+    compute_dtype: torch.dtype | None

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from core.errors import ConfigError, nearest
 from datamodules.packing.grouped import Row
 from datamodules.records.chats import WrongRecord, field
-from datamodules.records.record_batches import Tensors
+from datamodules.records.record_batches import Arrays
 from datamodules.records.record_store import RecordStore
 
 MOST_CLASSES = 1 << 16
@@ -103,9 +102,9 @@ class AtLabels:
     table: np.ndarray | None = None
     single: bool = True
 
-    def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
-        """Returns the batch with the tensor, float32."""
-        labels, documents = batch["labels"].numpy(), batch["document_ids"].numpy()
+    def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
+        """Returns the batch with one array more, float32."""
+        labels, documents = batch["labels"], batch["document_ids"]
         found = np.zeros((*labels.shape, 1 if self.single else store.values.shape[1]), np.float32)
         for line, row in enumerate(rows):
             for number, (record, _) in enumerate(row):
@@ -113,7 +112,7 @@ class AtLabels:
                 found[line, here] = (
                     store.values[record] if self.table is None else self.table[labels[line, here]][:, None]
                 )
-        return batch | {self.name: torch.from_numpy(found[..., 0] if self.single else found)}
+        return batch | {self.name: found[..., 0] if self.single else found}
 
 
 def class_weights(counts: np.ndarray) -> np.ndarray:

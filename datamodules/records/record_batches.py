@@ -22,7 +22,7 @@ from datamodules.records.record_store import RecordStore
 PADDING = -1
 """`document_ids` of padding."""
 
-Tensors = dict[str, torch.Tensor]
+Arrays = dict[str, np.ndarray]
 
 
 @dataclass(eq=False)
@@ -37,14 +37,14 @@ class RecordBatches(GroupedBatches):
         cut_long: Whether of a record that is longer than a row its first tokens are taken; else it is left out.
         keep_end: Whether the last token of such a record is kept, too.
         members: The records of each class, of which each then gives as many to an epoch; empty: all records once.
-        further: Returns a batch of these rows with more tensors; picklable. None: there are none.
+        further: Returns the arrays of these rows with more of them; picklable. None: there are none.
     """
 
     store: Any
     cut_long: bool = False
     keep_end: bool = False
     members: Sequence[np.ndarray] = ()
-    further: Callable[[RecordStore, Sequence[Row], Tensors], Tensors] | None = None
+    further: Callable[[RecordStore, Sequence[Row], Arrays], Arrays] | None = None
 
     def _documents_of(self, group: int) -> list[Segment]:
         """Returns the records of a group; with `members` of each class in turn, in an order of its own."""
@@ -122,8 +122,9 @@ class RecordBatches(GroupedBatches):
                     documents[line, here], places[line, here] = number, np.arange(len(found[0]))
                     at = here.stop
         arrays = {"input_ids": ids, "labels": labels, "document_ids": documents, "position_ids": places}
-        batch = {name: torch.from_numpy(values) for name, values in arrays.items()}
-        return cast(Batch, self.further(self.store, chosen, batch) if self.further else batch)
+        if self.further:
+            arrays = self.further(self.store, chosen, arrays)
+        return cast(Batch, {name: torch.from_numpy(values) for name, values in arrays.items()})
 
     def chunks(self, rows: Sequence[Row], own: slice) -> Iterator[Chunk]:
         """Yields nothing: the records are on this machine."""

@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import uuid
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,7 +41,7 @@ SPLITS = ("train", "validation", "test")
 TOO_LONG = ("drop", "cut")
 
 
-class RecordDataModule(TokenDataModule):
+class RecordDataModule(TokenDataModule, ABC):
     """Records that are encoded once, into a folder of `cache_dir`, and dealt out as rows of `sequence_length`.
 
     Batches depend on the global batch size alone, and the position is a number of records: see

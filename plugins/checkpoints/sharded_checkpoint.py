@@ -80,7 +80,7 @@ class ShardedCheckpoint(AtomicCheckpoint):
         self.wait()
         tensors, rest = sharded.split(checkpoint)
         if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._thread = ThreadPoolExecutor(1, "checkpoint", _set_device, (_device(),))
         if self.asynchronous:
             tensors, rest = self._snapshot(tensors), tree_map(_copied, rest)
         # A thread in both cases: Ctrl-C is raised in the main thread only, not inside torch's writer.
@@ -138,6 +138,16 @@ class ShardedCheckpoint(AtomicCheckpoint):
             times = f"{most:,.1f} ms at most, {total:,.1f} ms in all ({len(self._stalls)} written)"
             print(f"Checkpoints interrupted training for {times}.", flush=True)
         self._stalls.clear()
+
+
+def _device() -> int | None:
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def _set_device(device: int | None) -> None:
+    """Gives a thread the device of this rank: torch copies without waiting, and then synchronises the thread's device."""
+    if device is not None:
+        torch.cuda.set_device(device)
 
 
 def _stager() -> DefaultStager:

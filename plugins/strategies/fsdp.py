@@ -72,8 +72,11 @@ class FSDP(MeshStrategy):
         self.stage, self.replicas, self.offload = stage, replicas, offload
         self.format = FORMATS[param_format]
         # Inputs are cast by `_cast_hidden`, not here: tables of rotary positions would lose too much in two bytes.
+        # Without a reduce_dtype torch takes param_dtype, or float32, by its version.
         self.policy = MixedPrecisionPolicy(
-            param_dtype=self.format, reduce_dtype=FORMATS[reduce_format], cast_forward_inputs=False
+            param_dtype=self.format,
+            reduce_dtype=FORMATS[reduce_format] or self.format,
+            cast_forward_inputs=False,
         )
 
     @classmethod
@@ -88,6 +91,11 @@ class FSDP(MeshStrategy):
         if replicas > 0 and run.world_size % replicas:
             fits = [number for number in range(1, run.world_size + 1) if run.world_size % number == 0]
             yield f"replicas is {replicas}, which does not divide {run.world_size} ranks; {fits} do"
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The data type of matrix products; None: that of the precision."""
+        return self.format
 
     def connect_mesh(self) -> None:
         """Makes a mesh of replicas x ranks per replica."""

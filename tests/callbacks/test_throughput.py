@@ -9,13 +9,15 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from callbacks.throughput import Throughput, measured_peak, peak_flops, peak_memory
+from callbacks.throughput import Throughput, compute_dtype, measured_peak, peak_flops, peak_memory
 from plugins.networks.llama import Llama
 from plugins.networks.t5 import T5
 from plugins.objectives.balanced_routing import BalancedRouting
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.multi_token_prediction import MultiTokenPrediction
 from plugins.objectives.span_corruption import SpanCorruption
+from plugins.strategies.ddp import DDP
+from plugins.strategies.fsdp import FSDP
 
 TOKENS_PER_STEP = 8 * 32
 MFU = "throughput/mfu_of_measured_cpu_peak"
@@ -197,34 +199,47 @@ def test_mfu_of_an_encoder_counts_all_positions_and_that_of_an_objective_its_mod
 def test_peaks_of_devices(name, half, tf32, fp32, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     device = torch.device("cuda:0")
-    assert peak_flops(device, "bf16-mixed") == ("throughput/mfu", half * 1e12)
-    assert peak_flops(device, "16-true") == ("throughput/mfu", half * 1e12)
-    assert peak_flops(device, "32-true") == ("throughput/mfu", fp32 * 1e12)
+    assert peak_flops(device, torch.bfloat16) == ("throughput/mfu", half * 1e12)
+    assert peak_flops(device, torch.float16) == ("throughput/mfu", half * 1e12)
+    assert peak_flops(device, torch.float32) == ("throughput/mfu", fp32 * 1e12)
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision("high")
-        assert peak_flops(device, "32-true") == ("throughput/mfu", tf32 * 1e12)
+        assert peak_flops(device, torch.float32) == ("throughput/mfu", tf32 * 1e12)
     finally:
         torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize(
-    ("name", "precision"),
+    ("name", "dtype", "said"),
     [
-        ("NVIDIA GeForce RTX 4090 D", "bf16-mixed"),  # another chip than the 4090
-        ("NVIDIA H20", "bf16-mixed"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16-mixed"),  # a seventh of one
-        ("NVIDIA H100 PCIe", "64-true"),
-        ("NVIDIA H100 PCIe", "transformer-engine"),
+        ("NVIDIA GeForce RTX 4090 D", torch.bfloat16, "torch.bfloat16"),  # another chip than the 4090
+        ("NVIDIA H20", torch.bfloat16, "torch.bfloat16"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, "torch.bfloat16"),  # a seventh of one
+        ("NVIDIA H100 PCIe", torch.float64, "torch.float64"),
+        ("NVIDIA H100 PCIe", None, "this precision"),
     ],
 )
-def test_an_unknown_peak_is_said_and_gives_no_mfu(name, precision, monkeypatch, run, caplog):
+def test_an_unknown_peak_is_said_and_gives_no_mfu(name, dtype, said, monkeypatch, run, caplog):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     throughput = Throughput()
     with caplog.at_level("INFO", logger="lightning.pytorch.utilities.rank_zero"):
-        throughput._peak = peak_flops(torch.device("cuda:0"), precision)
+        throughput._peak = peak_flops(torch.device("cuda:0"), dtype)
     assert throughput._utilisation(run.trainer, run.module, 10.0, 1.0, {}) == {}
-    assert f"the peak of {name} in precision {precision}" in caplog.text
+    assert f"the peak of {name} in {said}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "expected"),
+    [
+        (FSDP(param_format="bf16"), "32-true", torch.bfloat16),
+        (FSDP(), "32-true", torch.float32),
+        (DDP(), "16-mixed", torch.float16),
+        (DDP(), "transformer-engine", None),
+    ],
+)
+def test_the_peak_is_that_of_the_data_type_that_the_strategy_computes_in(strategy, precision, expected):
+    assert compute_dtype(SimpleNamespace(strategy=strategy, precision=precision)) is expected
 
 
 def test_the_cpu_peak_is_that_of_the_fastest_matrix_product(monkeypatch):

@@ -242,6 +242,7 @@ def _cases():
         Case("GutenbergTexts", config={"data": {"init_args": {"source": str(gutenberg_files())}}}),
         Case("HTMLDocuments", config={"data": {"init_args": {"source": str(html_pages())}}}),
         Case("HuggingFaceDocuments", config={"data": {"init_args": {"source": str(saved_dataset())}}}),
+        Case("TaskMixtureDataModule", task_mixture()),
         Case("InitialWeights", config={"model": {"weights": str(stored_weights())}}),
         Case("InstructionDataModule", instructions()),
         Case(
@@ -509,10 +510,31 @@ def instructions():
     return fine_tuning("instructions", records) | {"template": "plain"}
 
 
+def task_mixture():
+    """Returns arguments with two tasks, whose shares change over the run."""
+    one = instructions()
+    other = fine_tuning("other task", [{"prompt": f"{n}*2=", "completion": f"{2 * n}!"} for n in range(200)])
+    shape = {key: one.pop(key) for key in ("sequence_length", "batch_size") if key in one}
+    tasks = {name: {"class_path": "InstructionDataModule", "init_args": given | {"template": "plain"}}
+             for name, given in (("one", one), ("other", {k: v for k, v in other.items() if k not in shape}))}  # fmt: skip
+    return {"tasks": tasks, "weights": {"one": 1.0, "other": [[0, 0.2], [256, 0.8]]}} | shape
+
+
 def preferences():
     """Returns arguments with pairs of answers to prompts, which differ in length."""
     records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
     return fine_tuning("preferences", records) | {"template": "plain"}
+
+
+def problems():
+    """Returns a file of questions with answers as GSM8K has them."""
+    path = workshop() / "problems.jsonl"
+    records = [
+        {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        for n in range(200)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
 
 
 def prompts():

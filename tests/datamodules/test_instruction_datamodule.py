@@ -19,9 +19,9 @@ from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from plugins.objectives.causal_lm import CausalLM
 from tests.support.chat_checkpoint import bytes_tokenizer
+from tests.support.chat_templates import SPECIAL, TEMPLATES
 from tests.support.records import answers, build, chat, rows_of, tokenizer, write_lines
 from tests.support.tiny_training import Record, module, tiny_gpt, trainer
-from tests.toolkit.test_chat_template import SPECIAL, TEMPLATES
 
 CHATS = [
     chat("Hello <b>&</b> zoë 🙂", "Hi!", "Tell me\nmore.", "  It is <|im_end|> long.\n"),

@@ -303,3 +303,16 @@ def test_removing_is_calm_about_what_is_gone(save, tmp_path):
     ShardedCheckpoint().remove_checkpoint(path)
     ShardedCheckpoint().remove_checkpoint(path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_written_of_another_device_than_the_first_is_whole(tmp_path, asynchronous):
+    """torch copies to the host without waiting, and synchronises the device of its thread."""
+    with torch.cuda.device(1):
+        values = torch.arange(1 << 26, dtype=torch.float32, device="cuda").cos()
+        plugin = ShardedCheckpoint(asynchronous=asynchronous)
+        plugin.save_checkpoint({"state_dict": {"weight": values}}, tmp_path / "x.ckpt")
+        plugin.teardown()
+    assert torch.equal(read_checkpoint(tmp_path / "x.ckpt")["state_dict"]["weight"], values.cpu())

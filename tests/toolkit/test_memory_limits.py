@@ -58,6 +58,11 @@ def test_held_bytes_are_counted():
     [
         (torch.OutOfMemoryError("CUDA out of memory."), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (
+            RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
+            True,
+        ),
+        (RuntimeError("NCCL error: unhandled cuda error\nCuda failure 2 'out of memory'"), True),
         (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
         (ValueError("can't allocate memory"), False),
     ],

@@ -10,6 +10,7 @@ from conformance.runs import run
 from core.__main__ import main
 from core.technique import Device, Feature, Package, WorldSize, technique
 from plugins.networks.gpt import GPT
+from tests.support.offers import offering
 
 HERE = __name__
 
@@ -114,8 +115,8 @@ PROBLEMS = {
     "set --trainer.accelerator=cuda on a machine that has one",
     "LacksCompany": "at least 2 processes are needed, this run has 1: "
     "set --trainer.devices or --trainer.num_nodes",
-    "LacksFeature": "nothing in this run offers exact_resume: select MaskedDataModule or "
-    "MixtureDataModule or PretrainDataModule or SpanCorruptionDataModule",
+    "LacksFeature": "nothing in this run offers exact_resume: select "
+    f"{' or '.join(sorted(offering('exact_resume', 'datamodules')))}",
 }
 
 

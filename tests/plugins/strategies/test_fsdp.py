@@ -157,3 +157,10 @@ def test_what_a_network_saves_beside_its_weights_is_refused():
 def test_what_is_offloaded_can_be_summed_too(offload, device, backend, monkeypatch):
     monkeypatch.setattr(FSDP, "root_device", torch.device(device))
     assert FSDP(offload=offload).process_group_backend == backend
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, None), ({"param_format": "bf16"}, torch.bfloat16),
+                         ({"param_format": "bf16", "reduce_format": "fp32"}, torch.float32)])  # fmt: skip
+def test_gradients_are_averaged_in_one_data_type_with_every_version_of_torch(given, expected):
+    """Without a data type torch took that of the parameters before 2.15, and takes float32 since."""
+    assert FSDP(**given).policy.reduce_dtype is expected
