@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from core.technique import technique
 from datamodules.packing.grouped import Row
@@ -14,7 +13,7 @@ from datamodules.records.chats import Rendered, field, plain, renderer_of, side_
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.labels import number_of
 from datamodules.records.preferences import dialogue, is_dialogue, last_turn, split_prompt
-from datamodules.records.record_batches import RecordBatches, Tensors
+from datamodules.records.record_batches import Arrays, RecordBatches
 from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
 from datamodules.records.record_store import Encoded, RecordStore
@@ -125,14 +124,13 @@ class PreferenceDataModule(RecordDataModule):
         return found
 
 
-def with_margin(store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
+def with_margin(store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
     """Returns a batch of pairs with `margin`, (2 B, T); 0 in padding."""
     margins = np.array([store.values[row[0][0], 0] if row else 0.0 for row in rows], np.float32)
-    spread = torch.from_numpy(margins.repeat(2))[:, None].expand(batch["labels"].shape)
-    return batch | {"margin": spread.where(batch["document_ids"] >= 0, 0.0)}
+    return batch | {"margin": np.where(batch["document_ids"] >= 0, margins.repeat(2)[:, None], np.float32(0))}
 
 
-def with_desirable(store: RecordStore, rows: Sequence[Row], batch: Tensors) -> Tensors:
+def with_desirable(store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
     """Returns a batch with `desirable`, (B, T) bool; false in padding."""
-    desirable = torch.from_numpy(np.array([bool(row) and store.values[row[0][0], 0] > 0 for row in rows]))
+    desirable = np.array([bool(row) and store.values[row[0][0], 0] > 0 for row in rows])
     return batch | {"desirable": desirable[:, None] & (batch["document_ids"] >= 0)}
