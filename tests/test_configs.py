@@ -19,6 +19,7 @@ from tests.conformance.conftest import (
     problems,
     quality_model,
     repositories,
+    reward_model,
     saved_dataset,
     stack_exchange,
     web_archive,
@@ -60,10 +61,29 @@ def own_files(path):
         "html_documents": lambda: ["--data.source", html_pages()],
         "litdata": litdata_tokens,
         **dict.fromkeys(
-            ("rollouts", "grpo", "ppo", "rejection_sampling"), lambda: ["--data.source", problems()]
+            (
+                "rollouts",
+                "grpo",
+                "ppo",
+                "rejection_sampling",
+                "reward_watch",
+                "exact_answer",
+                "regex_reward",
+                "length_penalty",
+                "weighted_rewards",
+            ),
+            lambda: ["--data.source", problems()],
         ),
+        "learned_reward": lambda: with_reward("path", reward_model()),
+        "refusal_reward": lambda: with_reward("files", f"[{word_list()}]"),
+        "toxicity_reward": lambda: with_reward("files", f"[{word_list()}]"),
+        "unit_test_reward": lambda: with_reward("isolated", "false"),
     }
     return [str(word) for word in found.get(path.stem, list)()]
+
+
+def with_reward(argument, value):
+    return ["--data.source", problems(), f"--callbacks.Rollouts.reward.init_args.{argument}={value}"]
 
 
 def litdata_tokens():

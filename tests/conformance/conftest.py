@@ -531,6 +531,7 @@ def problems():
     path = workshop() / "problems.jsonl"
     records = [
         {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        | {"harmful": n % 2 == 0, "tests": f"assert twice({n}) == {2 * n}"}
         for n in range(200)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
