@@ -155,8 +155,7 @@ class Rollouts(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Gives the reference the weights that a new run begins with."""
-        if not trainer.ckpt_path:
-            _objective(pl_module).begin(pl_module.network)
+        _objective(pl_module).begin(pl_module.network, resumed=bool(trainer.ckpt_path))
 
     # -- training -------------------------------------------------------------------------------------------------
 

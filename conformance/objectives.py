@@ -19,8 +19,11 @@ Batch = dict[str, Tensor]
 Sums = dict[str, TokenSum]
 
 
-def batch_of(network: Network, objective: Objective) -> Batch:
-    """Returns a batch whose rows have 12, 9, 6 and 3 labels; for an objective on rollouts two such, with rewards."""
+def batch_of(network: Network, case: Case, objective: Objective) -> Batch:
+    """Returns a batch whose rows have 12, 9, 6 and 3 labels, as the case's objective takes it.
+
+    For an objective on rollouts two such, with rewards.
+    """
     on_policy = [part for part in objective.modules() if isinstance(part, OnPolicyObjective)]
     count = 2 * ROWS if on_policy else ROWS
     generator = torch.Generator().manual_seed(0)
@@ -29,6 +32,7 @@ def batch_of(network: Network, objective: Objective) -> Batch:
     for row in range(count):
         labels[row, LENGTH - 3 * (row % ROWS) :] = IGNORED_LABEL
     batch = {"input_ids": rows[:, :-1], "labels": labels}
+    batch = case.batch(batch) if case.batch else batch
     return _rollout(on_policy[0], network, batch) if on_policy else batch
 
 
@@ -80,7 +84,7 @@ def sums_are_additive(case: Case) -> None:
     """The sums over a batch are those over its rows, added up, in both modes: no mean, and no mean of means."""
     for training, mode in MODES.items():
         objective, network = parts(case, training)
-        batch = batch_of(network, objective)
+        batch = batch_of(network, case, objective)
         with torch.no_grad():
             whole = sums(objective, network, batch)
             middle = len(batch["labels"]) // 2
@@ -115,7 +119,7 @@ def ignored_labels_do_not_count(case: Case) -> None:
     """Positions whose label is -100 count neither in a total nor among the tokens, in both modes."""
     for training, mode in MODES.items():
         objective, network = parts(case, training)
-        batch = batch_of(network, objective)
+        batch = batch_of(network, case, objective)
         ignored = {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)}
         with torch.no_grad():
             whole = sums(objective, network, batch)
@@ -137,7 +141,7 @@ def ignored_labels_do_not_count(case: Case) -> None:
 def gradients_are_finite(case: Case) -> None:
     """Gradients exist and are finite in training, also where no position, or one, has a label; figures carry none."""
     objective, network = parts(case, training=True)
-    batch = batch_of(network, objective)
+    batch = batch_of(network, case, objective)
     one = torch.full_like(batch["labels"], IGNORED_LABEL)
     none = one.clone()
     one[0, 0] = batch["labels"][0, 0]

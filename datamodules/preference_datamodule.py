@@ -127,7 +127,7 @@ class PreferenceDataModule(RecordDataModule):
 def with_margin(store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
     """Returns a batch of pairs with `margin`, (2 B, T); 0 in padding."""
     margins = np.array([store.values[row[0][0], 0] if row else 0.0 for row in rows], np.float32)
-    return batch | {"margin": np.where(batch["document_ids"] >= 0, margins.repeat(2)[:, None], np.float32(0))}
+    return batch | {"margin": margins.repeat(2)[:, None] * (batch["document_ids"] >= 0)}
 
 
 def with_desirable(store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:

@@ -14,9 +14,14 @@ from tests.conformance.conftest import (
     bytes_tokenizer,
     evaluation_items,
     html_pages,
+    instructions,
+    labelled,
+    labelled_words,
     neox,
+    numbered,
     parquet_file,
     problems,
+    preferences,
     quality_model,
     repositories,
     reward_model,
@@ -78,6 +83,11 @@ def own_files(path):
         "refusal_reward": lambda: with_reward("files", f"[{word_list()}]"),
         "toxicity_reward": lambda: with_reward("files", f"[{word_list()}]"),
         "unit_test_reward": lambda: with_reward("isolated", "false"),
+        "sequence_classification": lambda: ["--data.source", labelled()["source"]],
+        "token_classification": lambda: ["--data.source", labelled_words()["source"]],
+        "regression": lambda: ["--data.source", numbered()["source"]],
+        "reward_model": lambda: ["--data.source", preferences()["source"]],
+        "supervised_fine_tuning": lambda: ["--data.source", instructions()["source"]],
     }
     return [str(word) for word in found.get(path.stem, list)()]
 

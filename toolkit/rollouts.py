@@ -133,10 +133,24 @@ class OnPolicyObjective(Objective):
         if self.keeps_reference:
             self.reference = copy.deepcopy(network).requires_grad_(False)
 
-    def begin(self, network: Network) -> None:
-        """Gives the reference the weights of the network; called before the first step of a run that was not resumed."""
-        if self.reference is not None:
-            self.reference.load_state_dict(network.state_dict())
+    def begin(self, network: Network, resumed: bool = False) -> None:
+        """Gives the reference the weights of the network, unless they are in the checkpoint of a resumed run.
+
+        Weights that are frozen, because an adapter is trained, are shared: the reference is the network without the adapter,
+        and takes no memory.
+        """
+        if self.reference is None:
+            return
+        now = dict(network.named_parameters())
+        for name, parameter in self.reference.named_parameters():
+            if not now[name].requires_grad:
+                parameter.data = now[name].data
+            elif not resumed:
+                parameter.data.copy_(now[name].data)
+        if not resumed:
+            buffers = dict(network.named_buffers())
+            for name, buffer in self.reference.named_buffers():
+                buffer.copy_(buffers[name])
 
     @abstractmethod
     def prepare(self, network: Network, rollout: Rollout) -> None:

@@ -5,20 +5,27 @@ It imports the command line's checks of classes, which import the reading of che
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from jsonargparse import ArgumentError, ArgumentParser
 
 from core import catalog
-from core.contracts import ChangesNetwork, Network
+from core.contracts import Network
 from core.errors import ConfigError
 from plugins.checkpoints import sharded
-from plugins.checkpoints.checkpoint import RECORD, parse_config, read_checkpoint
+from plugins.checkpoints.adapted import as_lazy, base_of, change, change_as_trained, merge
+from plugins.checkpoints.checkpoint import RECORD, parse_config, read_checkpoint, stored_config
+from plugins.checkpoints.matching import open_own
 from plugins.cli.configuration.class_check import ClassChecker
 from plugins.cli.configuration.mistakes import main_reason
 from plugins.cli.configuration.trust import trusting
+from plugins.precision.layers import is_quantised
+from toolkit.adapters import Adapter
+from toolkit.safetensors_files import LazyTensor
 
 
 def load_network(path: Path) -> tuple[Network, str, int | None]:
@@ -38,15 +45,99 @@ def read(path: Path) -> Mapping[str, Any]:
     return sharded.read_sharded(path, optimizers=False) if sharded.is_sharded(path) else read_checkpoint(path)
 
 
-def network_in(checkpoint: Mapping[str, Any], path: Path) -> tuple[Network, str, int | None]:
-    """Returns what :func:`load_network` does, for a checkpoint that was read from a path."""
+def network_in(
+    checkpoint: Mapping[str, Any], path: Path, base_alone: bool = False
+) -> tuple[Network, str, int | None]:
+    """Returns what :func:`load_network` does, for a checkpoint that was read from a path.
+
+    Args:
+        checkpoint: What it holds.
+        path: Where it was read.
+        base_alone: Whether the base of an adapted network is returned, without its adapters.
+    """
     config, tokenizer, end = described(checkpoint, path)
-    network = build_network(config["model"]["network"])
-    weights = weights_of(checkpoint)
-    if network.state_dict().keys() != weights.keys():
-        _change_as_trained(network, config["trainer"])
-    network.load_state_dict(weights)
+    if base_alone and is_adapted(config):
+        return base_of(build_network(config["model"]["network"]), config, path).eval(), tokenizer, end
+    network, adapters = _filled(checkpoint, config)
+    if not any(is_quantised(layer) for layer in network.modules()):
+        for adapter in reversed(adapters):
+            adapter.merge(network)
     return network.eval(), tokenizer, end
+
+
+def merged_network(path: Path) -> Network:
+    """Returns the network of a checkpoint as its class builds it: adapters merged, quantised weights dequantised.
+
+    It is on the CPU; where the meta device is the default one, there, with names and shapes alone.
+
+    Raises:
+        ConfigError: If its base is not there or another one, or weights cannot express one of the adapters.
+    """
+    checkpoint = read(path)
+    with torch.device("meta" if torch.get_default_device().type == "meta" else "cpu"):
+        network, adapters = _filled(checkpoint, stored_config(path))
+        merge(network, adapters, path)
+    return network
+
+
+def adapted_on_meta(path: Path) -> tuple[Network, list[Adapter]]:
+    """Returns the network of a checkpoint on the meta device with its adapters in it; the base is not read.
+
+    Raises:
+        ConfigError: If the checkpoint has no adapter.
+    """
+    config = stored_config(path)
+    if not is_adapted(config):
+        raise ConfigError(f"{path} holds no adapter: its run trained the whole network.")
+    with torch.device("meta"):
+        return _filled(read(path), config)
+
+
+def with_adapters(base: Network, path: Path) -> Network:
+    """Returns a network that shares the weights of a base, with the adapters of a checkpoint in it.
+
+    Args:
+        base: The network that the adapters were trained on; it stays as it is.
+        path: The checkpoint.
+
+    Raises:
+        ConfigError: If the checkpoint has no adapter, was trained on another base, or holds all weights by itself.
+    """
+    config, checkpoint = stored_config(path), read(path)
+    weights, named = weights_of(checkpoint), {**dict(base.named_parameters()), **dict(base.named_buffers())}
+    if not is_adapted(config) or base.state_dict().keys() <= weights.keys():
+        raise ConfigError(
+            f"{path} holds a whole network, not an adapter beside its base: take it as --ckpt_path."
+        )
+    shared = {id(tensor): tensor for name, tensor in named.items() if name not in weights}
+    network = copy.deepcopy(base, shared)
+    change(network, config, checkpoint, _build, True, ("callbacks",))
+    network.load_state_dict(weights)
+    return network.eval()
+
+
+def own_tensors(path: Path) -> dict[str, LazyTensor]:
+    """Returns the network's tensors in a checkpoint; of an adapted one those of the merged network.
+
+    Raises:
+        ConfigError: As :func:`merged_network`, or if the checkpoint is damaged.
+    """
+    return as_lazy(merged_network(path)) if is_adapted(stored_config(path)) else open_own(path)
+
+
+def is_adapted(config: Mapping[str, Any]) -> bool:
+    """Returns whether a run with a configuration has adapters."""
+    items = (config.get("trainer") or {}).get("callbacks") or []
+    entries = (catalog.by_class_path(item["class_path"]) for item in items)
+    return any(entry is not None and entry.kind == "adapters" for entry in entries)
+
+
+def _filled(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Network, list[Adapter]]:
+    network, weights = build_network(config["model"]["network"]), weights_of(checkpoint)
+    if network.state_dict().keys() == weights.keys():
+        network.load_state_dict(weights)
+        return network, []
+    return network, change_as_trained(network, config, checkpoint, weights, build)
 
 
 def described(checkpoint: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str, int | None]:
@@ -80,15 +171,6 @@ def build_network(config: Mapping[str, Any]) -> Any:
         ConfigError: If it names a class that is not a network, or an argument that the class does not take.
     """
     return build(Network, config, ("model", "network"))
-
-
-def _change_as_trained(network: Network, trainer: Mapping[str, Any]) -> None:
-    """Applies the run's techniques that change the network: quantised weights have other names."""
-    for name in ("plugins", "callbacks"):
-        for index, item in enumerate(trainer.get(name) or []):
-            entry = catalog.by_class_path(item["class_path"])
-            if entry is not None and issubclass(entry.load(), ChangesNetwork):
-                build(entry.load(), item, ("trainer", name, index)).change_network(network)
 
 
 def build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:

@@ -40,13 +40,13 @@ def report(path: Path, folder: Path) -> str:
 
     from plugins.checkpoints.checkpoint import stored_config
     from plugins.checkpoints.foreign import open_foreign
-    from plugins.checkpoints.matching import form_of, open_own, pieces_of
-    from plugins.checkpoints.stored_network import build_network
+    from plugins.checkpoints.matching import form_of, pieces_of
+    from plugins.checkpoints.stored_network import build_network, own_tensors
 
     logging.disable_progress_bar()
     network = build_network(stored_config(path)["model"]["network"])
     gguf = {} if folder.is_dir() else {"gguf_file": folder.name}
-    tensors: Mapping[str, LazyTensor] = open_own(path)
+    tensors: Mapping[str, LazyTensor] = own_tensors(path)
     if gguf:
         found = open_foreign(folder)
         form = form_of(network, found.config)

@@ -31,6 +31,7 @@ def export(arguments: list[str]) -> int:
 
     hf: config.json, safetensors, generation_config.json, tokenizer; for `AutoModelForCausalLM.from_pretrained(DIR)`.
     gguf: one file for llama.cpp and what builds on it, with the tokenizer in it; `--type` is that of its matrices.
+    peft: adapter_config.json and adapter_model.safetensors of a checkpoint with an adapter, for peft on the base.
     torch: weights.pt, the network's `state_dict` for `torch.load(..., weights_only=True)`; network.yaml, tokenizer.json.
 
     Example:
@@ -49,6 +50,8 @@ def export(arguments: list[str]) -> int:
             _to_hugging_face(path, output, int((options.shard_gb or 5.0) * 1e9), options.template)
         elif options.format == "gguf":
             _to_gguf(path, output, options.type or "f16")
+        elif options.format == "peft":
+            _to_peft(path, output)
         else:
             _to_torch(path, output)
         files = list(output.iterdir()) if output.is_dir() else [output]
@@ -64,7 +67,9 @@ def _parser() -> Parser:
     parser.add_argument(
         "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
     )
-    parser.add_argument("--format", choices=("hf", "gguf", "torch"), default="hf", help="who reads it")
+    parser.add_argument(
+        "--format", choices=("hf", "gguf", "peft", "torch"), default="hf", help="who reads it"
+    )
     parser.add_argument("--output", required=True, metavar="PATH", help="the folder, or .gguf file, to write")
     parser.add_argument("--type", choices=TYPES, help="of the matrices in a GGUF file; default: f16")
     parser.add_argument("--shard_gb", type=float, help="most gigabytes of a safetensors file; default: 5")
@@ -97,7 +102,7 @@ def _check(options: Namespace, output: Path) -> None:
         raise ConfigError(
             "--type is of GGUF files: it takes --format gguf. Other formats keep the data types of the weights."
         )
-    if options.check and options.format == "torch":
+    if options.check and options.format in ("torch", "peft"):
         raise ConfigError("--check compares with transformers: it takes --format hf or gguf.")
     if options.format == "gguf":
         require_gguf("--format gguf")
@@ -126,7 +131,8 @@ class _Opened:
         from plugins.checkpoints import sharded
         from plugins.checkpoints.checkpoint import read_checkpoint, stored_config
         from plugins.checkpoints.kept_files import KEPT
-        from plugins.checkpoints.matching import open_own, stored_data
+        from plugins.checkpoints.matching import stored_data
+        from plugins.checkpoints.stored_network import own_tensors
         from plugins.commands import hf_folder
 
         model = stored_config(path).get("model")
@@ -135,7 +141,7 @@ class _Opened:
                 f"{path} was not written by `python -m core`: it does not say which network it holds."
             )
         self.config: dict[str, Any] = dict(model["network"])
-        self.network, self.tensors = hf_folder.on_meta(self.config), open_own(path)
+        self.network, self.tensors = hf_folder.on_meta(self.config), own_tensors(path)
         own = {name: tuple(value.shape) for name, value in self.network.state_dict().items()}
         if odd := [name for name in {**own, **self.tensors} if own.get(name) != _shape(self.tensors, name)]:
             raise ConfigError(
@@ -193,6 +199,33 @@ def _to_gguf(path: Path, output: Path, type_name: str) -> None:
         opened.kept,
         type_name,
     )
+
+
+def _to_peft(path: Path, output: Path) -> None:
+    import json
+
+    from plugins.checkpoints.matching import open_own
+    from plugins.checkpoints.stored_network import adapted_on_meta
+    from toolkit.adapters import HasPeftForm
+    from toolkit.safetensors_files import write_safetensors
+
+    network, adapters = adapted_on_meta(path)
+    [first, *more] = adapters
+    odd = next((one for one in (*more, first) if one is not first or not isinstance(one, HasPeftForm)), None)
+    if odd is not None or not isinstance(first, HasPeftForm):
+        raise ConfigError(
+            f"{path}: peft's files have no place for what {type(odd).__name__} trained. "
+            "--format hf merges adapters into the weights."
+        )
+    config, keys = first.peft_form(network)
+    own = open_own(path)
+    with new_output(output) as temporary:
+        temporary.mkdir()
+        write_safetensors(
+            temporary / "adapter_model.safetensors", {key: own[name] for key, name in keys.items()}
+        )
+        text = json.dumps(config, indent=2)
+        (temporary / "adapter_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _joined(stored: StoredTensor, parts: list[LazyTensor]) -> Tensor:

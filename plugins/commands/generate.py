@@ -30,15 +30,19 @@ def generate(arguments: list[str]) -> int:
     """Continues prompts with a checkpoint: one as text, token by token; several as JSON lines.
 
     A JSON line has `prompt`, `text`, `ids` (the new tokens), `finish_reason` (stop, or length for --max_new_tokens), and
-    `seed`, with which `--prompt` alone gives the same text; for beams `score` instead.
+    `seed`, with which `--prompt` alone gives the same text; for beams `score` instead; with `--adapter` also `adapter`.
 
     Example:
         python -m core generate --ckpt_path last --prompt "The function returns" --temperature 0.8
         python -m core generate --ckpt_path last --prompts prompts.txt --n 4 --min_p 0.1 --output texts.jsonl
+        python -m core generate --ckpt_path runs/base --adapter chat=runs/chat --adapter code=runs/code --prompt "Sort"
     """
     given, (trusted, arguments) = arguments, take_option(arguments)
     options = _options(arguments)
-    prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
+    prompts = read_prompts(options.prompts, options.adapters) if options.prompts else [(options.prompt, None)]
+    prompts = [
+        (text, one) for text, named in prompts for one in ([named] if named else options.adapters or [None])
+    ]
     if options.seed + len(prompts) * options.n > 2**64:
         raise ConfigError("--seed is out of range: the last text's would be above 2^64 - 1, torch's largest.")
     if options.tensor_parallel > 1:
@@ -52,16 +56,20 @@ def generate(arguments: list[str]) -> int:
     return _generate(options, prompts, trusted)
 
 
-def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: tuple[str, ...]) -> int:
+def _generate(
+    options: argparse.Namespace, prompts: Sequence[tuple[str, str | None]], trusted: tuple[str, ...]
+) -> int:
     from plugins.checkpoints.finding import resolve
     from plugins.commands.generate_job import Job, encode, print_text, write_lines
-    from plugins.commands.generate_network import prepare
+    from plugins.commands.generate_network import adapted, prepare
     from toolkit.generation.single_rows import store_for_single_rows
     from toolkit.generation.texts import split_stops
 
     path = resolve(options.ckpt_path, Path(options.root))
     with trusting(Trust(trusted)):
         model = prepare(path, options)
+        networks = adapted(model, path, options)
+    texts = [text for text, _ in prompts]
     stops, stop_ids = split_stops(model.tokenizer, options.stop)
     job = Job(
         options=options,
@@ -69,8 +77,10 @@ def _generate(options: argparse.Namespace, prompts: Sequence[str], trusted: tupl
         tokenizer=model.tokenizer,
         stops=stops,
         stop_ids=[*stop_ids, *model.stop_ids],
-        texts=prompts,
-        prompts=encode(model, prompts, options.special_tokens),
+        texts=texts,
+        prompts=encode(model, texts, options.special_tokens),
+        networks=networks,
+        adapters=[adapter for _, adapter in prompts],
     )
     streams = not (options.as_lines or options.num_beams > 1)
     if streams:
@@ -107,6 +117,14 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--length_penalty", type=float, help="of beam search: above 0 favours long texts; default: 1"
     )
+    parser.add_argument(
+        "--adapter",
+        metavar="NAME=PATH",
+        action="append",
+        default=[],
+        help="a checkpoint with an adapter of the same base; may be repeated. Each prompt is continued with each of them, "
+        "but a line with an `adapter` with that one alone",
+    )
     parser.add_argument("--n", type=int, default=1, help="texts for each prompt")
     parser.add_argument(
         "--logprobs", action="store_true", help="log-probability of each token, before filters, in JSON lines"
@@ -124,6 +142,7 @@ def _options(arguments: list[str]) -> argparse.Namespace:
 
 def _checked(options: argparse.Namespace) -> argparse.Namespace:
     check_seed(options.seed)
+    options.adapters = dict(_named(word) for word in options.adapter)
     for name in ("n", "num_beams", "batch_size", "tensor_parallel", "max_new_tokens"):
         least = 0 if name == "max_new_tokens" else 1
         if getattr(options, name) < least:
@@ -133,7 +152,12 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if problem := next(_contradictions(options), None):
         raise ConfigError(problem)
     options.as_lines = bool(
-        options.json or options.prompts or options.output or options.n > 1 or options.logprobs
+        options.json
+        or options.prompts
+        or options.output
+        or options.n > 1
+        or options.logprobs
+        or options.adapters
     )
     options.prompt = options.prompt or ""
     if options.temperature is None:
@@ -146,6 +170,13 @@ def _checked(options: argparse.Namespace) -> argparse.Namespace:
     if wrong := Sampling(options.temperature, *filters).fault():
         raise ConfigError(f"--{wrong}")
     return options
+
+
+def _named(word: str) -> tuple[str, str]:
+    name, equals, path = word.partition("=")
+    if not (name and equals and path):
+        raise ConfigError(f"--adapter {word}: write NAME=PATH, such as --adapter chat=runs/chat.")
+    return name, path
 
 
 def _check_output(name: str) -> None:
@@ -164,6 +195,9 @@ def _contradictions(options: argparse.Namespace) -> Iterator[str]:
         yield "--prompt and --prompts: give one of them."
     if options.quantize and options.tensor_parallel > 1:
         yield "--quantize: quantised weights are not sharded. Leave it, or --tensor_parallel, away."
+    for name in ("quantize", "tensor_parallel"):
+        if options.adapters and getattr(options, name) not in (None, 1):
+            yield f"--adapter and --{name}: adapters share the weights of one process, as they are. Leave one away."
     if options.num_beams == 1:
         if options.length_penalty is not None:
             yield "--length_penalty is of beam search: give --num_beams as well."

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,12 @@ from toolkit.generation.texts import TextStream, texts
 
 @dataclass(frozen=True)
 class Job:
-    """What is generated: prompts as texts and token ids, and with what."""
+    """What is generated: prompts as texts and token ids, and with what.
+
+    Attributes:
+        networks: Name of an adapter -> network with it.
+        adapters: Of each prompt; empty: none has one.
+    """
 
     options: argparse.Namespace
     network: Any
@@ -30,6 +35,21 @@ class Job:
     stop_ids: Sequence[int]
     texts: Sequence[str]
     prompts: Sequence[Sequence[int]]
+    networks: Mapping[str, Any] = field(default_factory=dict)
+    adapters: Sequence[str | None] = ()
+
+    def adapter_of(self, prompt: int) -> str | None:
+        """Returns the name of the adapter that continues a prompt; None: the network has none."""
+        return self.adapters[prompt] if self.adapters else None
+
+    def named(self, prompt: int) -> dict[str, str]:
+        """Returns what the record of a prompt says of its adapter."""
+        adapter = self.adapter_of(prompt)
+        return {} if adapter is None else {"adapter": adapter}
+
+    def network_of(self, which: Sequence[int]) -> Any:
+        """Returns the network that continues some prompts, all of one adapter."""
+        return self.networks.get(self.adapter_of(which[0]) or "", self.network)
 
     def decoding(self, which: Sequence[int]) -> tuple[Any, list[Any], list[int]]:
         """Returns the loop over some prompts, and for each of its rows the stream of its text and its seed."""
@@ -37,7 +57,7 @@ class Job:
         seeds = [options.seed + prompt * number + sample for prompt in which for sample in range(number)]
         filters = options.top_k, options.top_p, options.min_p, options.repetition_penalty
         decoding = Decoding(
-            self.network,
+            self.network_of(which),
             [self.prompts[prompt] for prompt in which],
             max_new_tokens=options.max_new_tokens,
             sampling=Sampling(options.temperature, *filters),
@@ -53,8 +73,10 @@ class Job:
     def batches(self) -> Iterator[list[int]]:
         """Yields indexes of prompts, those of similar length together: what is shorter is padded."""
         size = max(1, self.options.batch_size // max(self.options.n, self.options.num_beams))
-        order = sorted(range(len(self.prompts)), key=lambda index: len(self.prompts[index]))
-        yield from (order[start : start + size] for start in range(0, len(order), size))
+        for adapter in dict.fromkeys(map(self.adapter_of, range(len(self.prompts)))):
+            own = [index for index in range(len(self.prompts)) if self.adapter_of(index) == adapter]
+            order = sorted(own, key=lambda index: len(self.prompts[index]))
+            yield from (order[start : start + size] for start in range(0, len(order), size))
 
 
 def print_text(job: Job) -> int:
@@ -111,6 +133,7 @@ def _samples(job: Job, which: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
         index = which[row // job.options.n]
         whole = len(tokens) == job.options.max_new_tokens and not stream.stopped
         record = {
+            **job.named(index),
             "prompt": job.texts[index],
             "text": stream.text,
             "ids": [token.id for token in tokens],
@@ -127,7 +150,7 @@ def _beams(job: Job, which: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     """Returns the records of some prompts by beam search: the best `n` of each."""
     options = job.options
     searched = beam_search(
-        job.network,
+        job.network_of(which),
         [job.prompts[index] for index in which],
         max_new_tokens=options.max_new_tokens,
         num_beams=options.num_beams,
@@ -138,6 +161,7 @@ def _beams(job: Job, which: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
     return {
         index: [
             {
+                **job.named(index),
                 "prompt": job.texts[index],
                 "text": "".join(texts(job.tokenizer, one.ids, job.prompts[index][-8:])),
                 "ids": one.ids,

@@ -64,6 +64,22 @@ def prepare(path: Path, options: argparse.Namespace) -> Loaded:
     return model
 
 
+def adapted(model: Loaded, path: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """Returns name -> network of each `--adapter`; all share the weights of the model's, the base.
+
+    Raises:
+        ConfigError: If one was trained on another base, or the checkpoint holds none.
+    """
+    from plugins.checkpoints.finding import resolve
+    from plugins.checkpoints.stored_network import with_adapters
+
+    found = {}
+    for name, place in options.adapters.items():
+        network = with_adapters(model.network, resolve(place, Path(options.root)))
+        found[name] = move(network, options.device, options.dtype)
+    return found
+
+
 def _ranks(options: argparse.Namespace | None) -> int:
     return getattr(options, "tensor_parallel", 1)  # chat and serve have no such option
 
@@ -111,7 +127,7 @@ def _read(path: Path, options: argparse.Namespace | None) -> tuple[Mapping[str, 
         from plugins.checkpoints.stored_network import network_in, read
 
         checkpoint = read(path)
-        return checkpoint, *network_in(checkpoint, path)
+        return checkpoint, *network_in(checkpoint, path, bool(getattr(options, "adapters", None)))
     import torch
 
     from plugins.commands.generate_shards import read_shards, shard_network

@@ -16,7 +16,13 @@ from core.errors import ConfigError
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.checkpoints.sharded import load_tensors
-from plugins.checkpoints.stored_network import build_network, described, weights_of
+from plugins.checkpoints.stored_network import (
+    build_network,
+    described,
+    is_adapted,
+    merged_network,
+    weights_of,
+)
 from plugins.strategies import tensor_parallel, tensors
 
 
@@ -30,7 +36,8 @@ def shard_network(
 ) -> tuple[Network, str, int | None]:
     """Returns what `network_in` does, with the network sharded over all ranks; called on every rank.
 
-    It is built on the meta device. A rank reads its parts of the weights, and no others.
+    It is built on the meta device. A rank reads its parts of the weights, and no others; of an adapted network all, to merge
+    them.
 
     Args:
         checkpoint: What :func:`read_shards` returned.
@@ -44,7 +51,7 @@ def shard_network(
     config, tokenizer, end = described(checkpoint, path)
     with torch.device("meta"):
         network = build_network(config["model"]["network"])
-    weights = weights_of(checkpoint)
+    weights = merged_network(path).state_dict() if is_adapted(config) else weights_of(checkpoint)
     _check(network, weights, path)
     for parameter in network.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)
@@ -62,7 +69,7 @@ def _check(network: Network, weights: Mapping[str, Any], path: Path) -> None:
     own, ranks = network.state_dict(), dist.get_world_size()
     if other := sorted(own.keys() ^ weights.keys()):
         raise ConfigError(
-            f"{path} has other weights than its network: {other[0]}. Quantised and adapted ones are not sharded: leave "
+            f"{path} has other weights than its network: {other[0]}. Quantised ones are not sharded: leave "
             "--tensor_parallel away."
         )
     for name, value in own.items():

@@ -98,3 +98,12 @@ def in_autocast(x: Tensor) -> Tensor:
 def with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     """Returns y (..., out) plus the bias, in y's dtype."""
     return y if bias is None else y + bias.to(y.dtype)
+
+
+def dequantised(layer: Any) -> Tensor:
+    """Returns the weight (out, in) of a quantised layer in float32."""
+    weight = layer.weight
+    if (state := getattr(weight, "quant_state", None)) is not None:
+        return bnb.functional.dequantize_4bit(weight.data, state).float()
+    rows, scales = (weight.CB, weight.SCB) if weight.CB is not None else (layer.state.CB, layer.state.SCB)
+    return rows.float() * (scales.float() / 127)[:, None]

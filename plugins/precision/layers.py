@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from core.contracts import Network
 from core.errors import ConfigError, nearest
@@ -42,3 +43,36 @@ def linear_layers(network: Network, patterns: Sequence[str] | None, who: str) ->
                 f"{nearest(pattern, set(found))} It has, for example, {', '.join([*found][-3:]) or 'none'}."
             )
     return {name: layer for name, layer in found.items() if any(fnmatchcase(name, p) for p in patterns)}
+
+
+def is_quantised(module: nn.Module) -> bool:
+    """Returns whether a module is a linear layer with quantised weights."""
+    return isinstance(module, nn.Linear) and not module.weight.is_floating_point()
+
+
+def weight_of(layer: nn.Linear) -> Tensor:
+    """Returns the detached weight (out, in) of a linear layer in at least float32, dequantised if it is quantised."""
+    weight = layer.weight.detach()
+    if weight.is_floating_point():
+        return weight.to(torch.promote_types(weight.dtype, torch.float32))
+    from plugins.precision.frozen_linear import dequantised
+
+    return dequantised(layer)
+
+
+def wide_type(layer: nn.Linear) -> torch.dtype:
+    """Returns the data type of what is trained beside a layer's weights: float32, or theirs if that is wider."""
+    weight = layer.weight
+    return torch.promote_types(weight.dtype, torch.float32) if weight.is_floating_point() else torch.float32
+
+
+def make_dense(network: nn.Module, name: str, weight: Tensor) -> None:
+    """Gives a linear layer a weight (out, in): the layer stays, or becomes an `nn.Linear` if it is quantised."""
+    layer: Any = network.get_submodule(name)
+    if layer.weight.is_floating_point():
+        layer.weight.data.copy_(weight)
+        return
+    with torch.device("meta"):
+        dense = nn.Linear(layer.in_features, layer.out_features, bias=False)
+    dense.weight, dense.bias = nn.Parameter(weight), layer.bias
+    network.set_submodule(name, dense.train(layer.training))

@@ -25,8 +25,9 @@ def with_full_shapes(module: nn.Module, state: dict[str, Any], prefix: str, meta
     """Replaces sharded parameters by meta tensors of the full shape: a hook of `state_dict`."""
     parameters: Iterator[tuple[str, Any]] = module.named_parameters(remove_duplicate=False)
     for name, parameter in parameters:
-        if is_cut(parameter) and not isinstance(state.get(prefix + name), nn.Parameter):
-            state[prefix + name] = torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
+        key = prefix + name
+        if is_cut(parameter) and key in state and not isinstance(state[key], nn.Parameter):
+            state[key] = torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
 
 
 # -- weights -----------------------------------------------------------------------------------------

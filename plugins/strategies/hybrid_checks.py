@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from core.errors import ConfigError
 from plugins.strategies import context_parallel, expert_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
@@ -111,6 +112,17 @@ def _pipeline_errors(
         )
     if scales_losses(run) or str(run.argument("trainer.precision")) == "16-true":
         yield NO_SCALER
+
+
+def check_stages(network: Network, layout: Layout, pipeline: int) -> None:
+    """Raises a ConfigError on every rank if an adapter leaves one of them nothing to train."""
+    trained = [any(p.requires_grad for p in block.parameters()) for block in network.blocks]
+    ranks = {layout.rank_of(s) for s in range(layout.stages) if any(trained[i] for i in layout.span_of(s))}
+    if idle := sorted(set(range(pipeline)) - ranks):
+        raise ConfigError(
+            f"HybridParallel: pipeline is {pipeline}, and all blocks of stage {idle[0]} are frozen: each stage has to train "
+            "some of its own.\nSet pipeline to 1, or let the adapter train something in every block."
+        )
 
 
 def _network(run: Run) -> Network | None:

@@ -175,6 +175,7 @@ class HybridParallel(MeshStrategy):
                 f"HybridParallel: {type(objective).__name__} has parameters, which no stage holds: set pipeline to 1."
             )
         layout = Layout(self.schedule, self.sizes.pipeline, len(network.blocks))
+        hybrid_checks.check_stages(network, layout, self.sizes.pipeline)
         first, last = layout.rank_of(0), layout.rank_of(layout.stages - 1)
         shared, here = {id(p) for p in tied(network)}, dist.get_rank(self._stages)
         self._tied_names = {n for n, p in module.named_parameters() if id(p) in shared and first != last}

@@ -24,11 +24,18 @@ def apply(network: Network, mesh: DeviceMesh, sequence: bool, vocabulary: bool) 
         vocabulary: Whether the output weight is sharded along the vocabulary: logits are then DTensors, of which
             each rank holds its shard (use `torch.distributed.tensor.parallel.loss_parallel`).
     """
+    frozen = {name for name, parameter in network.named_parameters() if not parameter.requires_grad}
     for name, styles in plan_of(network, sequence).items():
         for style in styles:
             parallelize_module(network, mesh, {name: style}, src_data_rank=None)
     if vocabulary:
         _split_vocabulary(network, mesh)
+    for (
+        name,
+        parameter,
+    ) in network.named_parameters():  # some of torch's styles make parameters that are trained
+        if name in frozen:
+            parameter.requires_grad_(False)
 
 
 def plan_of(network: Network, sequence: bool) -> dict[str, list[ParallelStyle]]:

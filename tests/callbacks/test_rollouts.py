@@ -11,6 +11,7 @@ from callbacks.rollouts import Rollouts
 from conformance.runs import run
 from core.errors import ConfigError
 from datamodules.prompt_datamodule import PromptDataModule
+from plugins.adapters.lora import LoRA
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.grpo import GRPO
 from plugins.objectives.ppo import PPO
@@ -154,6 +155,7 @@ def apart(folder, ranks, objective, rollouts):
     return results(folder)
 
 
+@pytest.mark.ci  # the kit compares shorter runs by default
 @pytest.mark.parametrize(
     ("objective", "rollouts"),
     [
@@ -161,7 +163,7 @@ def apart(folder, ranks, objective, rollouts):
             {"class_path": "PPO", "init_args": {"kl": 0.1, "kl_target": 0.01}},
             {"mini_batches": 2, "epochs": 2},
         ),
-        pytest.param({"class_path": "GRPO", "init_args": {"kl": 0.1}}, {}, marks=pytest.mark.ci),
+        ({"class_path": "GRPO", "init_args": {"kl": 0.1}}, {}),
     ],
     ids=lambda value: value.get("class_path", ""),
 )
@@ -238,3 +240,24 @@ def test_mistakes_are_found_before_anything_is_started(name, tmp_path):
     assert done.code == 2
     assert said in done.stderr
     assert len(done.stderr.splitlines()) <= 10
+
+
+def test_the_reference_of_an_adapter_is_the_network_without_it(tmp_path):
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    lora = dict(rank=4, alpha=8)
+    objective = GRPO(kl=0.1)
+    runner, trained, figures = on_policy(
+        folders[0], objective, 3, callbacks=[LoRA(**lora)], limit_val_batches=0
+    )
+    assert figures[0]["rollout/kl"] == 0
+    assert figures[-1]["rollout/kl"] != 0
+    network = dict(trained.network.named_parameters())
+    shared = [parameter.data_ptr() == network[name].data_ptr() for name, parameter in objective.reference.named_parameters()]  # fmt: skip
+    assert all(shared)
+    path = tmp_path / "stopped.ckpt"
+    runner.save_checkpoint(path)
+    options = dict(callbacks=[LoRA(**lora)], ckpt_path=path, limit_val_batches=0)
+    _, _, again = on_policy(folders[1], GRPO(kl=0.1), 4, **options)
+    assert again[0]["rollout/kl"] != 0

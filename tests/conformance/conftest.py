@@ -83,6 +83,12 @@ MASKED = ROWS | {"model": {"network": {"init_args": ENCODER}}}
 SPANS = ROWS | {"model": {"network": {"init_args": ENCODER_DECODER}}}
 """What is laid over examples that mask tokens, or take spans out."""
 
+
+def reading(arguments):
+    """Returns what is laid over an example that has records of its user."""
+    return {"data": {"init_args": arguments}}
+
+
 TOKENS = dict.fromkeys(
     ("rates_are_sound", "bind_tells_it_the_length"), "the proof counts steps and no tokens"
 )
@@ -253,6 +259,24 @@ def _cases():
             "LabelledDataModule",
             labelled() | {"balance": "weights", "pack": True, "too_long": "cut", "sequence_length": 12},
         ),
+        Case(
+            "SequenceClassification",
+            {"labels": ["even", "odd"]},
+            config=reading(labelled() | {"balance": "weights"}),
+            batch=of_classes,
+        ),
+        Case(
+            "TokenClassification", {"labels": ["0", "1"]}, config=reading(labelled_words()), batch=of_classes
+        ),
+        Case("Regression", config=reading(numbered()), batch=with_targets),
+        Case(
+            "RewardModel",
+            {"centre": 0.01},
+            config=reading(preferences()),
+            exempt={"gradients_are_finite": "one label makes no pair"},
+        ),
+        Case("SupervisedFineTuning", {"weigh": "answer"}, config=reading(instructions())),
+        Case("SupervisedFineTuning", {"noise": 5.0, "chunk_tokens": 10}, config=reading(instructions())),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("LitdataDataModule", litdata_folder()),
         Case("MixtureDataModule", mixture()),
@@ -576,6 +600,29 @@ def labelled():
     """Returns arguments with texts of two classes of unequal size."""
     records = [{"text": f"{n * 7919}", "label": "even" if n % 3 else "odd"} for n in range(200)]
     return fine_tuning("labelled", records)
+
+
+def labelled_words():
+    """Returns arguments with lists of words that have one of two classes."""
+    records = [{"text": [str(n), str(n * 7)], "label": [str(n % 2), "1"]} for n in range(200)]
+    return fine_tuning("words", records) | {"task": "words"}
+
+
+def numbered():
+    """Returns arguments with texts that have a number."""
+    return fine_tuning("numbers", [{"text": f"{n}", "label": n / 100} for n in range(200)]) | {
+        "task": "values"
+    }
+
+
+def of_classes(batch):
+    """Returns a batch with two classes."""
+    return batch | {"labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % 2)}
+
+
+def with_targets(batch):
+    """Returns a batch with numbers at the labels."""
+    return batch | {"targets": batch["labels"].clamp(min=0) / 1000}
 
 
 def mixture():

@@ -21,6 +21,7 @@ from plugins.networks.llama import Llama
 from plugins.objectives.reward_model import RewardModel
 from tests.support.records import build, tokenizer, write_lines
 from tests.support.reference_models import both, lively
+from tests.support.same_run import TOLERANCE, differences, fit, one_process
 from tests.support.small_networks import DENSE
 
 SIZES = {**DENSE, "vocab_size": 320}
@@ -234,3 +235,13 @@ def test_predict_is_refused_with_what_to_do(tmp_path):
     assert done.code == 2
     assert "select PreferenceDataModule" in done.error_text
     assert len(done.error_text.splitlines()) <= 10
+
+
+@pytest.mark.ci
+def test_it_trains_on_ranks_as_in_one_process():
+    data = {"class_path": "tests.support.uneven.UnevenAnswers"}
+    objective = {"class_path": "RewardModel", "init_args": {"centre": 0.1}}
+    overlay = {"data": data, "model": {"objective": objective}}
+    expected = one_process(overlay)
+    apart = differences(fit({**overlay, "trainer": {"strategy": {"class_path": "FSDP"}}}, 2), expected)
+    assert max(apart.values()) < TOLERANCE, apart

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from lightning.pytorch import Callback, Trainer
 
 from callbacks.rollouts import Rollouts
 from datamodules.prompt_datamodule import PromptDataModule
 from tests.support.records import build
-from tests.support.tiny_training import Record, module, tiny_gpt, trainer
+from tests.support.tiny_training import module, tiny_gpt, trainer
 from toolkit.rewards import Reward, Sample
 
 VOCAB = 264
@@ -29,6 +31,20 @@ class LowTokens(Reward):
         """Returns the shares; 0 for an answer without tokens."""
         ids = [sample.answer_ids for sample in samples]
         return [sum(id < self.below for id in one) / max(len(one), 1) for one in ids]
+
+
+class Figures(Callback):
+    """Keeps the figures of each logged step."""
+
+    def __init__(self) -> None:
+        self.figures: list[dict[str, float]] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Takes what was logged."""
+        if pl_module.logging_step:
+            self.figures.append({k: float(v) for k, v in trainer.callback_metrics.items()})
 
 
 def prompts(count=40):
@@ -62,7 +78,7 @@ def on_policy(
     torch.manual_seed(seed)
     trained = module(network, objective=objective, optimizer=lambda groups: torch.optim.Adam(groups, lr=lr))
     trained.seed = seed
-    record = Record()
+    record = Figures()
     runner = trainer(folder, max_steps=steps, callbacks=[Rollouts(**given), record, *callbacks], **options)
     runner.fit(trained, datamodule=data, ckpt_path=ckpt_path)
     return runner, trained, record.figures

@@ -40,6 +40,7 @@ from plugins.cli.runs.network_draft import NetworkDraft
 from plugins.cli.runs.no_profiler import NoProfiler
 from plugins.cli.runs.run_record import RunRecord
 from plugins.cli.selection import by_trainer, describe_parts, selection, table
+from toolkit.adapters import Adapter
 from toolkit.ranks import launched_rank
 from toolkit.selection import Run, Selected
 
@@ -190,10 +191,11 @@ class BuiltRun:
             built = self.parsed.parser.instantiate_classes(self.parsed.values)
             self.datamodule: LightningDataModule = built["data"]
             self.model: LanguageModule = built["model"]
-            if self.request.checkpoint is not None:
-                self.model.weights = None  # the checkpoint's are taken, and the file may be gone
             self.arguments = {name: built[name] for name in self.parsed.method_arguments}
             self.trainer = self._trainer(built["trainer"])
+            adapted = any(isinstance(callback, Adapter) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+            if self.request.checkpoint is not None and not adapted:
+                self.model.weights = None  # the checkpoint's are taken, and the file may be gone
 
     def _trainer(self, given: Mapping[str, Any]) -> Trainer:
         """Builds the Trainer with the run's record, and sorts the callbacks into their declared order."""

@@ -1,0 +1,68 @@
+"""Trains a part of a network and leaves the rest as it is."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+from core.contracts import Network
+from core.errors import ConfigError, nearest
+from core.technique import technique
+from toolkit.adapters import Adapter
+
+
+@technique(
+    paper="training the last layers: ULMFiT, arXiv:1801.06146, section 3.3; biases: BitFit, arXiv:2106.10199"
+)
+class Freeze(Adapter):
+    """Trains the last blocks, or the parameters whose names match, and freezes all others.
+
+    Beside another adapter it chooses what is trained in addition, such as norms or the output head. Checkpoints hold
+    what is trained; the rest is read from `model.weights` again.
+
+    Args:
+        last_blocks: Number of blocks at the end of the network that are trained.
+        train: Patterns for names of parameters that are trained, with `*` and `?`: "*.bias", "lm_head.*".
+
+    Raises:
+        ConfigError: If nothing is trained, the network has fewer blocks, or a pattern matches no parameter.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: Freeze
+              init_args: {last_blocks: 1, train: ["norm.*"]}
+    """
+
+    def __init__(self, last_blocks: int = 0, train: list[str] | None = None) -> None:
+        if last_blocks < 0 or not (last_blocks or train):
+            raise ConfigError(
+                "Freeze leaves no trainable parameter: set last_blocks to 1 or more, or name parameters in train."
+            )
+        self.last_blocks, self.train = last_blocks, train or []
+
+    def adapt(self, network: Network) -> None:
+        """Chooses what is trained."""
+        if self.last_blocks > len(network.blocks):
+            raise ConfigError(
+                f"Freeze: last_blocks is {self.last_blocks}, the network has {len(network.blocks)} blocks. "
+                "Set it to at most that."
+            )
+        for block in list(network.blocks)[len(network.blocks) - self.last_blocks :]:
+            block.requires_grad_(True)
+        named = dict(network.named_parameters())
+        for pattern in self.train:
+            chosen = [name for name in named if fnmatchcase(name, pattern)]
+            if not chosen:
+                raise ConfigError(
+                    f"Freeze: no parameter of {type(network).__name__} is named {pattern!r}.{nearest(pattern, set(named))}"
+                )
+            for name in chosen:
+                if not named[name].is_floating_point():
+                    raise ConfigError(
+                        f"Freeze: {name} is quantised and cannot be trained. Leave {pattern!r} out."
+                    )
+                named[name].requires_grad_(True)
+
+    def merge(self, network: Network) -> bool:
+        """Does nothing: what was trained are weights of the network."""
+        return True
