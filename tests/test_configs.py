@@ -17,6 +17,8 @@ from tests.conformance.conftest import (
     instructions,
     labelled,
     labelled_words,
+    litdata_texts,
+    mds_samples,
     neox,
     numbered,
     parquet_file,
@@ -26,6 +28,7 @@ from tests.conformance.conftest import (
     repositories,
     reward_model,
     saved_dataset,
+    scoring_checkpoint,
     stack_exchange,
     web_archive,
     wiki_dump,
@@ -34,7 +37,7 @@ from tests.conformance.conftest import (
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
-WITHOUT = {"InitialWeights", "TokenPreparation"}
+WITHOUT = {"InitialWeights", "StoredNetwork", "TokenPreparation"}
 """What a run does not choose by name."""
 
 UNSCHEDULED = {"schedule_free_adamw"}
@@ -56,6 +59,10 @@ def own_files(path):
         "harmful_content": lambda: ["--data.transforms", word_filter()],
         "decontaminate": lambda: ["--data.transforms", item_filter()],
         "quality_classifier": lambda: ["--data.transforms", quality_filter()],
+        "perplexity_filter": lambda: ["--data.transforms", perplexity_filter()],
+        "litdata_documents": lambda: ["--data.source", litdata_texts()],
+        "mds_documents": lambda: ["--data.source", mds_samples()],
+        "streaming": streamed_text,
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
@@ -110,6 +117,16 @@ def litdata_tokens():
     ]
 
 
+def streamed_text():
+    return [
+        "--data.source",
+        mds_samples(),
+        "--data.tokenizer.path",
+        bytes_tokenizer(),
+        "--model.network.vocab_size=320",
+    ]
+
+
 def word_filter():
     return json.dumps([{"class_path": "HarmfulContent", "init_args": {"files": [word_list()]}}])
 
@@ -121,6 +138,10 @@ def item_filter():
 
 def quality_filter():
     return json.dumps([{"class_path": "QualityClassifier", "init_args": {"path": quality_model()}}])
+
+
+def perplexity_filter():
+    return json.dumps([{"class_path": "PerplexityFilter", "init_args": {"path": scoring_checkpoint()}}])
 
 
 def absent(path):

@@ -24,6 +24,7 @@ RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's b
 TUNING = {
     "sft": tuning_files.chats,
     "multi_task": tuning_files.tasks,
+    "qlora_8b": tuning_files.chats,
     "continual_pretraining": tuning_files.corpora,
     "grpo": tuning_files.problems,
     "ppo": tuning_files.problems,
@@ -100,7 +101,8 @@ def base(tmp_path_factory):
     "name", [pytest.param(name, marks=[pytest.mark.ci] * (name != "sft")) for name in TUNING]
 )
 def test_a_recipe_for_fine_tuning_passes_preflight_and_runs_shrunken(name, base, tmp_path):
-    (tmp_path / tuning_files.BASE).symlink_to(base)
+    for published in (tuning_files.BASE, "Llama-3.1-8B"):
+        (tmp_path / published).symlink_to(base)
     TUNING[name](tmp_path)
     words = [f"--config=recipes/{name}"]
     done = run(["check", "--offline", *words, "--model.weights=null"], tmp_path, cwd=tmp_path)

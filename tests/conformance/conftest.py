@@ -4,6 +4,7 @@ import bz2
 import json
 import os
 from functools import cache
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
@@ -20,6 +21,7 @@ from tests.conformance.compatibility import SHORT
 from tests.support import slurm
 from tests.support.archives import page, response, write_archive
 from tests.support.books import epub, lines, pdf
+from tests.support.raw_folders import write_mds, write_texts
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
 from tests.support.stored_reward_model import store_reward_model
@@ -157,6 +159,49 @@ def quality_model():
     return str(path)
 
 
+@cache
+def scoring_checkpoint():
+    """Returns a checkpoint of a small network on bytes, with its tokenizer."""
+    network = GPT(vocab_size=257, n_layer=1, n_head=2, n_embd=16, max_sequence_length=16)
+    arguments = {"vocab_size": 257, "n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16}
+    tokenizer = Path(bytes_tokenizer()).read_text(encoding="utf-8")
+    return str(store(network, arguments, workshop() / "scoring.ckpt", tokenizer=tokenizer))
+
+
+def scoring():
+    """Returns a transform that scores text with that network."""
+    return {
+        "class_path": "PerplexityFilter",
+        "init_args": {"path": scoring_checkpoint(), "tokens": 24, "window": 16},
+    }
+
+
+@cache
+def mds_samples():
+    """Returns a folder of the kit's texts in MosaicML's format."""
+    return str(write_mds(workshop() / "mds", documents()["text"].to_pylist()))
+
+
+@cache
+def litdata_texts():
+    """Returns a folder of the kit's texts as litdata.optimize writes them."""
+    return str(
+        write_texts(workshop() / "litdata-texts", [{"text": one} for one in documents()["text"].to_pylist()])
+    )
+
+
+def streamed(source, reader):
+    """Returns arguments of a data module that tokenises a source while it reads it."""
+    return {
+        "source": source,
+        "reader": {"class_path": reader},
+        "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}},
+        "validation_documents": 8,
+        "sequence_length": 16,
+        "batch_size": 4,
+    }
+
+
 os.environ |= slurm.environment(workshop())
 """For the kit's runs of SlurmEngine; set before the fork server begins, whose processes have what it has."""
 
@@ -200,6 +245,14 @@ def _cases():
         Case("ToxicityReward", {"model": quality_model()}),
         Case("UnitTestReward", {"isolated": False, "seconds": 10.0, "workers": 2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.0, "column": "quality"}),
+        Case(
+            "PerplexityFilter",
+            {"path": scoring_checkpoint(), "max_perplexity": 320.0, "tokens": 24, "window": 16},
+        ),
+        Case(
+            "PerplexityFilter",
+            {"path": scoring_checkpoint(), "tokens": 24, "window": 16, "column": "perplexity"},
+        ),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),
@@ -279,6 +332,8 @@ def _cases():
         Case("SupervisedFineTuning", {"noise": 5.0, "chunk_tokens": 10}, config=reading(instructions())),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("LitdataDataModule", litdata_folder()),
+        Case("LitdataDocuments", config={"data": {"init_args": {"source": litdata_texts()}}}),
+        Case("MDSDocuments", config={"data": {"init_args": {"source": mds_samples()}}}),
         Case("MixtureDataModule", mixture()),
         # Orthogonalised in bfloat16: where a sum's last bit changes a rounding there, the step changes by 2^-9 of a value.
         # With steps as small as these that stays below what float32 adds, on every processor.
@@ -309,6 +364,12 @@ def _cases():
         ),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
         Case("RandomRestart", SHORT["RandomRestart"]),
+        Case("StreamingTextDataModule", streamed(mds_samples(), "MDSDocuments")),
+        Case(
+            "StreamingTextDataModule",
+            streamed(str(parquet_file()), "ParquetDocuments") | {"mask_documents": True},
+        ),
+        Case("StoredNetwork", config={"data": {"init_args": {"transforms": [scoring()]}}}),
         Case("SplitBy", {"column": "id"}),  # the kit's text is one source
         Case("SlurmEngine", {"jobs": 2, "poll_seconds": 0.05, "folder": str(workshop() / "slurm")}),
         Case(
