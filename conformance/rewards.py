@@ -7,7 +7,7 @@ that reads others names a file of records: `Case("Mine", config={"data": {"init_
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +74,21 @@ def samples(case: Case) -> list[Sample]:
 
 @proof("rewards")
 def judges_each_answer_alone(case: Case) -> None:
-    """An answer has the same value in whatever company and order, each time, and from a second instance."""
+    """An answer has the same value, to rounding, in whatever company and order, each time, and from a second instance."""
     reward, given = build(case), samples(case)
     usual = score(reward, given).values
     alone = [score(reward, [sample]).values[0] for sample in given]
-    _same(alone, usual, given, "alone, and among others,")
-    _same(score(reward, given[::-1]).values[::-1], usual, given, "in reverse order, and in this one,")
-    _same(score(build(case), given).values, usual, given, "from a second instance, and from the first,")
+    reverse = score(reward, given[::-1]).values[::-1]
+    again = score(build(case), given).values
+    for found, where in ((alone, "alone"), (reverse, "in reverse order"), (again, "from a second instance")):
+        for one, other, sample in zip(found, usual, given, strict=True):
+            require(
+                abs(one - other) <= case.tolerance * max(1.0, abs(other)),
+                f"{where}, the answer {sample.answer[:40]!r} has the value {one!r}, not {other!r}",
+            )
 
 
 @proof("rewards")
 def has_no_value_without_an_answer(case: Case) -> None:
     """For no samples it returns no values: a rank may have none."""
     score(build(case), [])
-
-
-def _same(found: Sequence[float], usual: Sequence[float], given: Sequence[Sample], where: str) -> None:
-    for one, other, sample in zip(found, usual, given, strict=True):
-        require(
-            one == other, f"{where} the answer {sample.answer[:40]!r} has the values {one!r} and {other!r}"
-        )

@@ -164,7 +164,7 @@ def with_adapters(base: Network, path: Path) -> Network:
         )
     shared = {id(tensor): tensor for name, tensor in named.items() if name not in weights}
     network = copy.deepcopy(base, shared)
-    change(network, config, checkpoint, _build, True, ("callbacks",))
+    change(network, config, checkpoint, build, True, ("callbacks",))
     network.load_state_dict(weights)
     return network.eval()
 

@@ -24,6 +24,7 @@ from tests.support.books import epub, lines, pdf
 from tests.support.raw_folders import write_mds, write_texts
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
+from tests.support.stored_reward_model import store_reward_model
 from tests.support.wiki import dump, wiki_page
 from toolkit.hashed_ngrams import HashedNGrams
 from toolkit.quality_model import QualityModel
@@ -238,6 +239,7 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
+        Case("LearnedReward", {"path": reward_model()}),
         Case("RefusalReward", {"model": quality_model(), "field": "harmful"}),
         Case("ToxicityReward", {"files": [word_list()]}),
         Case("ToxicityReward", {"model": quality_model()}),
@@ -353,6 +355,7 @@ def _cases():
             tolerance=1e-4,
         ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
             "PrefixLM",
@@ -613,6 +616,7 @@ def problems():
     path = workshop() / "problems.jsonl"
     records = [
         {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        | {"harmful": n % 2 == 0, "tests": f"assert twice({n}) == {2 * n}"}
         for n in range(200)
     ]
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
@@ -634,6 +638,23 @@ def on_policy(objective="GRPO", **rollouts):
         "model": {"objective": {"class_path": objective}},
         "data": {"class_path": "PromptDataModule", "init_args": prompts()},
     }
+
+
+def reward_model():
+    """Returns the checkpoint of a reward model."""
+    data = preferences() | {
+        "tokenizer": {
+            "class_path": "datamodules.preparation.tokenizers.pretrained_tokenizer.PretrainedTokenizer",
+            "init_args": {"path": bytes_tokenizer()},
+        }
+    }
+    return str(store_reward_model(workshop() / "reward-model.ckpt", data))
+
+
+def watched():
+    """Returns what is laid over the tiny run so that a further callback finds rollouts."""
+    found = on_policy()
+    return found | {"trainer": {"callbacks+": found["trainer"]["callbacks"]}}
 
 
 def labelled():
