@@ -77,6 +77,9 @@ class RecordDataModule(TokenDataModule, ABC):
     values = 0
     """Numbers that are stored of a record."""
 
+    notes = False
+    """Whether a text is stored with each record."""
+
     pack = False
     """Whether several records share a row; else there is one a row, with others of similar length."""
 
@@ -218,7 +221,7 @@ class RecordDataModule(TokenDataModule, ABC):
         encoder = TextEncoder(tokenizer_json, self.tokenizer.end_of_text_id)
         self.begin(encoder, training())
         writers = {
-            name: RecordWriter(folder / name, self.sequences, self.values)
+            name: RecordWriter(folder / name, self.sequences, self.values, self.notes)
             for name in SPLITS
             if name == "train" or name in self.sources or name in self.shares
         }
