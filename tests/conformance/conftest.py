@@ -651,6 +651,8 @@ def referred(batch):
     """Returns a batch with a reference that finds all answers certain, and is further from the network than any; all are desirable."""
     rows = batch["labels"].shape
     return batch | {"reference": torch.zeros(rows), "desirable": torch.ones(rows, dtype=torch.bool)}
+
+
 def problems():
     """Returns a file of questions with answers as GSM8K has them."""
     path = workshop() / "problems.jsonl"
