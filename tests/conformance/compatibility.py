@@ -33,7 +33,7 @@ from conformance.case import Case, tiny
 from conformance.runs import run
 from conformance.workshop import text, workshop, write_config
 from core import catalog
-from core.technique import Declaration, declaration_of
+from core.technique import Declaration, Feature, declaration_of
 from plugins.cli.configuration.config_files import merge
 from plugins.commands.docs_page import overlay_name
 from toolkit import pictures
@@ -113,11 +113,31 @@ def declaration(entry: catalog.Entry) -> Declaration:
     return declaration_of(entry.load()) or Declaration(paper="")
 
 
+def needs_other_data(entry: catalog.Entry) -> bool:
+    """Returns whether a callback needs data, or an objective, that the tiny run has not; the kit tries it alone."""
+    if "data" in Case(entry).overlay:
+        return True
+    usual = {
+        feature
+        for name in ("PretrainDataModule", "CausalLM")
+        for feature in declaration(catalog.find(name)).offers
+    }
+    return any(
+        all(
+            offer.kind in ("datamodules", "objectives")
+            or (offer.kind == "callbacks" and needs_other_data(offer))
+            for offer in catalog.offers(need.name)
+        )
+        for need in declaration(entry).needs
+        if isinstance(need, Feature) and need.name not in usual
+    )
+
+
 def callbacks() -> list[Part]:
-    """Returns the rows: without callbacks that need data of their own, which the kit tries alone."""
+    """Returns the rows: without callbacks that need data of their own."""
     found = []
     for entry in entries("callbacks"):
-        if "data" in Case(entry).overlay:
+        if needs_other_data(entry):
             continue
         target, declared = entry.load(), declaration(entry)
         hooks = {name for name in dir(Callback) if getattr(target, name) is not getattr(Callback, name)}
