@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -94,7 +95,9 @@ class TextStream:
                 "cannot be used, and train on that folder."
             )
 
-    def documents(self, place: Place, shuffle: bool, seed: int) -> Iterator[tuple[Place, np.ndarray]]:
+    def documents(
+        self, place: Place, shuffle: bool, seed: int
+    ) -> Generator[tuple[Place, np.ndarray], None, None]:
         """Yields documents from a place on without end, each with its place, ids and the end of the text.
 
         What is before the place in its group is read, but not encoded.
@@ -184,7 +187,10 @@ class _Reading:
         cursor: Where to begin.
     """
 
-    def __init__(self, documents: Iterator[tuple[Place, np.ndarray]], cursor: dict[str, int]) -> None:
+    def __init__(
+        self, documents: Generator[tuple[Place, np.ndarray], None, None], cursor: dict[str, int]
+    ) -> None:
+        weakref.finalize(self, documents.close)  # before the interpreter takes its modules apart
         self._documents, self.cursor, self.process = documents, cursor, os.getpid()
         self._held: deque[_Held] = deque()
         self._begin = cursor["token"]  # of what is held

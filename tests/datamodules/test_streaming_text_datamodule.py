@@ -1,6 +1,8 @@
 """StreamingTextDataModule: rows of text that is tokenised while it is read, against stored tokens, and resumed anywhere."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from itertools import chain, islice
 
@@ -26,6 +28,7 @@ from datamodules.preparation.transforms.normalise import Normalise
 from datamodules.preparation.writers.token_shards import TokenShards
 from datamodules.streaming_text_datamodule import StreamingTextDataModule
 from tests.conformance.conftest import bytes_tokenizer
+from tests.conftest import HOUSE
 from tests.support.corpus import texts
 from tests.support.raw_folders import write_mds, write_texts
 
@@ -322,6 +325,22 @@ def test_mistakes_are_explained(build, sources, tmp_path):
     data = StreamingTextDataModule(str(folder), MDSDocuments, PretrainedTokenizer(bytes_tokenizer()))
     with pytest.raises(ConfigError, match=r"shard.00001.mds: broken chunk: .*\n.*`prepare` the source"):
         data.setup()
+
+
+@pytest.mark.ci
+def test_a_process_ends_quietly_in_the_middle_of_the_text(sources):
+    code = f"""
+from datamodules.preparation.readers.mds_documents import MDSDocuments
+from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
+from datamodules.streaming_text_datamodule import StreamingTextDataModule
+data = StreamingTextDataModule({str(sources / "MDS")!r}, MDSDocuments, PretrainedTokenizer({bytes_tokenizer()!r}))
+data.setup()
+batches = data.packed("train", sequence_length=16, batch_size=4, shuffle=True)
+batches.take(batches.cursor, 4)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HOUSE)
+    assert done.returncode == 0, done.stderr
+    assert "ignored" not in done.stderr
 
 
 @pytest.mark.ci
