@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -42,6 +42,8 @@ class Case:
         exempt: Proof -> why the technique does not give this promise.
         tolerance: How far losses on two ranks may be from one process's, relatively; None: what adding float32
             numbers in another order does, for a precision what bfloat16 does.
+        batch: Changes a batch of the proofs of objectives, (B, T) ids and labels of tokens, into what the objective takes;
+            None: it is as it is.
 
     Attributes:
         entry: The technique in the catalogue.
@@ -59,12 +61,13 @@ class Case:
         config: Mapping[str, Any] | None = None,
         exempt: Mapping[str, str] | None = None,
         tolerance: float | None = None,
+        batch: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         self.entry = technique if isinstance(technique, catalog.Entry) else catalog.find(technique, kind)
         self.init_args = init_args
         self.config: dict[str, Any] = copy.deepcopy(CALM.get(self.entry.kind, {}))
         merge(self.config, copy.deepcopy(dict(config or {})))
-        self.exempt = exempt or {}
+        self.exempt, self.batch = exempt or {}, batch
         self.tolerance = TOLERANCES.get(self.entry.kind, TOLERANCE) if tolerance is None else tolerance
 
     def __repr__(self) -> str:

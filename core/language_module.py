@@ -219,7 +219,7 @@ class LanguageModule(AveragedWeights):
         self.tokens_seen += tokens
         more = {"tokens": self.tokens_seen, "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
         data: Any = getattr(self.trainer, "datamodule", None)
-        figures = named("train", means) | {f"train/{name}": float(value) for name, value in more.items()}
+        figures = named("train", self.objective.summary(means) | more)
         if isinstance(data, CountsEpochs):
             figures |= {f"epoch/{name}": float(count) for name, count in data.epochs().items()}
         log_figures(self.trainer, figures)
@@ -235,7 +235,7 @@ class LanguageModule(AveragedWeights):
 
     def on_validation_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole validation set and all ranks."""
-        figures = named("val", self._validation.means(self.sum_over_ranks)[0])
+        figures = named("val", self.objective.summary(self._validation.means(self.sum_over_ranks)[0]))
         fitting = self.trainer.state.fn == "fit"
         # Not False: Lightning would not return and print them either. Not True, of which it warns without a logger.
         self.log_dict(figures, logger=False if fitting else None)
@@ -248,7 +248,7 @@ class LanguageModule(AveragedWeights):
 
     def on_test_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole test set and all ranks."""
-        self.log_dict(named("test", self._validation.means(self.sum_over_ranks)[0]))
+        self.log_dict(named("test", self.objective.summary(self._validation.means(self.sum_over_ranks)[0])))
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns log-probabilities (B, T) in nats of the labels; 0 where the label is ignored."""

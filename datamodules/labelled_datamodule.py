@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer as Implementation
 
 from core.contracts import IGNORED_LABEL
 from core.errors import ConfigError, nearest
@@ -18,8 +17,10 @@ from datamodules.records.glue import FORMS, Form
 from datamodules.records.labels import AtLabels, LabelNames, class_weights, found_names, number_of
 from datamodules.records.record_batches import RecordBatches
 from datamodules.records.record_datamodule import RecordDataModule
-from datamodules.records.record_files import Placed, Record
+from datamodules.records.record_files import Placed, Record, RecordFiles
 from datamodules.records.record_store import Encoded
+from toolkit.class_labels import give_labels
+from toolkit.labelled_texts import LabelledTexts
 
 TASKS = ("classes", "values", "several", "words")
 POSITIONS = ("last", "first")
@@ -29,7 +30,7 @@ BALANCES = ("sample", "weights")
 @technique(
     paper="GPT, Radford et al. 2018, section 3.3 (the last token); BERT, arXiv:1810.04805, section 4 (the first; first pieces of "
     "words); GLUE, arXiv:1804.07461",
-    offers=("exact_resume",),
+    offers=("exact_resume", "labels"),
 )
 class LabelledDataModule(RecordDataModule):
     """Texts or pairs of texts whose labels are at one token, or at the first token of each word.
@@ -48,7 +49,8 @@ class LabelledDataModule(RecordDataModule):
     Args:
         task: What a label is.
         form: A data set whose fields and labels are known: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli (.tsv), boolq, cb,
-            super_rte, wic (.jsonl). None: the fields named here.
+            copa, multirc, record, super_rte, wic, wsc (.jsonl). Each answer of multirc, and each entity of record, is a
+            record; `group_by: paragraph` or `passage` keeps those of a text in one split. None: the fields named here.
         text_field: Field of the text.
         pair_field: Field of the second text; None: there is none.
         label_field: Field of the label.
@@ -117,9 +119,14 @@ class LabelledDataModule(RecordDataModule):
         self.values = {"values": 1, "several": len(self.form.names or ())}.get(self.task, 0)
         self.label_names: list[str] = []
 
+    def files_of(self, source: str) -> RecordFiles:
+        """Returns the records of a source, in the fields of `form`."""
+        return RecordFiles(source, self.columns, self.form.spread)
+
     def options(self) -> Mapping[str, Any]:
         """Returns what decides the ids and labels of a record."""
-        return {"task": self.task, "form": self.form, "position": self.position, "separator": self.separator}
+        form = self.form._replace(spread=self.form.spread and self.form.spread.__name__)  # type: ignore[arg-type]
+        return {"task": self.task, "form": form, "position": self.position, "separator": self.separator}
 
     def learnt(self) -> Mapping[str, Any]:
         """Returns the classes."""
@@ -131,13 +138,7 @@ class LabelledDataModule(RecordDataModule):
         Raises:
             ConfigError: If there are fewer than two.
         """
-        self._tokenizer = Implementation.from_str(encoder.tokenizer_json)
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._ends = not any(
-            self._tokenizer.encode("a").special_tokens_mask[-1:]
-        )  # nothing is put behind a text
+        self._texts = LabelledTexts(encoder.tokenizer_json, encoder.end, self.position, self.separator)
         names = self.form.names
         if names is None and self.task != "values":
             names = tuple(found_names(self._labels(records), self.form.label))
@@ -181,26 +182,20 @@ class LabelledDataModule(RecordDataModule):
         self, encoder: TextEncoder, found: Sequence[tuple[Any, list[int], list[float]]]
     ) -> Iterator[Encoded]:
         """Yields the ids of each record, with its labels at their tokens."""
-        texts = [" ".join(given) if isinstance(given, list) else self._joined(given) for given, _, _ in found]
         with threads():
-            encodings = self._tokenizer.encode_batch(texts)
-        for (given, labels, values), encoding in zip(found, encodings, strict=True):
-            ids = [*encoding.ids, *([encoder.end] if self._ends else [])]
+            encoded = self._texts.encode([given for given, _, _ in found])
+        for (ids, places), (_, labels, values) in zip(encoded, found, strict=True):
             at = np.full(len(ids), IGNORED_LABEL, np.int64)
-            places = [0 if self.position == "first" else len(ids) - 1]
-            if isinstance(given, list):
-                places = _first_tokens(given, encoding)
             if len(places) == len(labels) and ids:
                 at[places] = labels
-            yield Encoded([(ids, at)] if (at >= 0).any() else [], values)
-
-    def _joined(self, given: Any) -> Any:
-        return self.separator.join(given) if isinstance(given, tuple) and self._ends else given
+            yield Encoded([(np.array(ids, np.int64), at)] if (at >= 0).any() else [], values)
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the classes; see the base class."""
         super().setup(stage)
         self.label_names = list(self.manifest["learnt"]["label_names"])
+        if self.trainer is not None and self.label_names:
+            give_labels(self.trainer.lightning_module, self.label_names)
 
     def packed(self, split: str, **order: Any) -> RecordBatches:
         """Returns the batches of a split; those for training are balanced."""
@@ -218,8 +213,10 @@ class LabelledDataModule(RecordDataModule):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, the tokenizer, and the classes."""
-        return super().state_dict() | {"label_names": self.label_names}
+        """Returns the position, the tokenizer, the classes, and how texts are read: enough to find the class of a text."""
+        texts = {"task": self.task, "position": self.position, "separator": self.separator}
+        fields = {"text": self.form.text, "pair": self.form.pair, "before": self.form.before}
+        return super().state_dict() | {"label_names": self.label_names, "texts": texts | fields}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes the position over.
@@ -233,18 +230,3 @@ class LabelledDataModule(RecordDataModule):
                 f"The checkpoint's classes are {', '.join(then)[:200]}; those of the data are {', '.join(self.label_names)[:200]}.\n"
                 "Name them in their order: data.labels=[...]."
             )
-
-
-def _first_tokens(words: Sequence[str], encoding: Any) -> list[int]:
-    """Returns the token that holds the first character of each word of a text of words with spaces between them.
-
-    A word of which a tokenizer leaves nothing has none.
-    """
-    begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
-    places, found = 0, []
-    for word in words:
-        first = places + len(word) - len(word.lstrip())
-        holding = np.flatnonzero((begins <= first) & (first < ends))
-        found += holding[:1].tolist()
-        places += len(word) + 1
-    return found

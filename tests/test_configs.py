@@ -14,12 +14,24 @@ from tests.conformance.conftest import (
     bytes_tokenizer,
     evaluation_items,
     html_pages,
+    instructions,
+    labelled,
+    labelled_words,
+    litdata_texts,
+    mds_samples,
     neox,
+    numbered,
     parquet_file,
+    preferences,
+    problems,
     quality_model,
     repositories,
+    reward_model,
     saved_dataset,
+    scoring_checkpoint,
+    single_answers,
     stack_exchange,
+    stored_teacher,
     web_archive,
     wiki_dump,
     word_list,
@@ -27,7 +39,7 @@ from tests.conformance.conftest import (
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
-WITHOUT = {"InitialWeights", "TokenPreparation"}
+WITHOUT = {"InitialWeights", "StoredNetwork", "TokenPreparation"}
 """What a run does not choose by name."""
 
 UNSCHEDULED = {"schedule_free_adamw"}
@@ -49,6 +61,10 @@ def own_files(path):
         "harmful_content": lambda: ["--data.transforms", word_filter()],
         "decontaminate": lambda: ["--data.transforms", item_filter()],
         "quality_classifier": lambda: ["--data.transforms", quality_filter()],
+        "perplexity_filter": lambda: ["--data.transforms", perplexity_filter()],
+        "litdata_documents": lambda: ["--data.source", litdata_texts()],
+        "mds_documents": lambda: ["--data.source", mds_samples()],
+        "streaming": streamed_text,
         "json_lines_documents": lambda: ["--data.source", text()],
         "parquet_documents": lambda: ["--data.source", parquet_file()],
         "hugging_face_documents": lambda: ["--data.source", saved_dataset()],
@@ -58,8 +74,41 @@ def own_files(path):
         "source_code": lambda: ["--data.source", repositories()],
         "html_documents": lambda: ["--data.source", html_pages()],
         "litdata": litdata_tokens,
+        "distillation": lambda: ["--model.objective.teacher", stored_teacher(2048)],
+        "kto": lambda: ["--data.source", single_answers()["source"]],
+        **dict.fromkeys(
+            ("dpo", "orpo", "reference_log_probabilities", "sim_po"),
+            lambda: ["--data.source", preferences()["source"]],
+        ),
+        **dict.fromkeys(
+            (
+                "rollouts",
+                "grpo",
+                "ppo",
+                "rejection_sampling",
+                "reward_watch",
+                "exact_answer",
+                "regex_reward",
+                "length_penalty",
+                "weighted_rewards",
+            ),
+            lambda: ["--data.source", problems()],
+        ),
+        "learned_reward": lambda: with_reward("path", reward_model()),
+        "refusal_reward": lambda: with_reward("files", f"[{word_list()}]"),
+        "toxicity_reward": lambda: with_reward("files", f"[{word_list()}]"),
+        "unit_test_reward": lambda: with_reward("isolated", "false"),
+        "sequence_classification": lambda: ["--data.source", labelled()["source"]],
+        "token_classification": lambda: ["--data.source", labelled_words()["source"]],
+        "regression": lambda: ["--data.source", numbered()["source"]],
+        "reward_model": lambda: ["--data.source", preferences()["source"]],
+        "supervised_fine_tuning": lambda: ["--data.source", instructions()["source"]],
     }
     return [str(word) for word in found.get(path.stem, list)()]
+
+
+def with_reward(argument, value):
+    return ["--data.source", problems(), f"--callbacks.Rollouts.reward.init_args.{argument}={value}"]
 
 
 def litdata_tokens():
@@ -70,6 +119,16 @@ def litdata_tokens():
     return [
         "--data.source",
         folder,
+        "--data.tokenizer.path",
+        bytes_tokenizer(),
+        "--model.network.vocab_size=320",
+    ]
+
+
+def streamed_text():
+    return [
+        "--data.source",
+        mds_samples(),
         "--data.tokenizer.path",
         bytes_tokenizer(),
         "--model.network.vocab_size=320",
@@ -87,6 +146,10 @@ def item_filter():
 
 def quality_filter():
     return json.dumps([{"class_path": "QualityClassifier", "init_args": {"path": quality_model()}}])
+
+
+def perplexity_filter():
+    return json.dumps([{"class_path": "PerplexityFilter", "init_args": {"path": scoring_checkpoint()}}])
 
 
 def absent(path):

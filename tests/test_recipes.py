@@ -17,6 +17,8 @@ RECIPES = {  # -> parameters: GPT-2's and Llama 3's published numbers, GPT-3's b
     "gpt2_1558m_fsdp": 1_557_611_200 + 47 * 1600,
     "llama_70b_hsdp_tensor": 70_553_706_496,
     "gpt3_13b_zero3_offload": (50257 + 2048 + 2 + 40 * 13) * 5120 + 40 * 12 * 5120**2,
+    # BERT's, and the pooler and head of the objective are not the network's
+    "bert_classification": (30522 + 512 + 2 + 2) * 768 + 12 * (12 * 768**2 + 13 * 768),
     "gpt3_175b_3d": (50257 + 2048 + 2 + 96 * 13) * 12288 + 96 * 12 * 12288**2,
 }
 TUNING = {
@@ -24,6 +26,9 @@ TUNING = {
     "multi_task": tuning_files.tasks,
     "qlora_8b": tuning_files.chats,
     "continual_pretraining": tuning_files.corpora,
+    "dpo": tuning_files.pairs,
+    "grpo": tuning_files.problems,
+    "ppo": tuning_files.problems,
 }
 """Recipe that starts from weights -> what writes the files that it names."""
 
@@ -40,7 +45,7 @@ def test_each_recipe_is_here():
 def test_a_recipe_passes_preflight_elsewhere(name):
     done = run(["check", "--offline", f"--config=recipes/{name}"], workshop())
     assert done.code == 0, done.error_text
-    [count] = re.findall(r"GPT: ([\d,]+) parameters", done.stdout)
+    [count] = re.findall(r"(?:GPT|BERT): ([\d,]+) parameters", done.stdout)
     assert int(count.replace(",", "")) == RECIPES[name]
 
 
@@ -53,6 +58,14 @@ def test_elsewhere_sizes_are_still_held_against_each_other():
     assert len(done.stderr.splitlines()) <= 10
 
 
+def sentences():
+    """Writes sentences with classes, as SST-2 has them."""
+    path = workshop() / "sst2.tsv"
+    lines = [f"the film number {n} is {('bad', 'good')[n % 2]}\t{n % 2}" for n in range(100)]
+    path.write_text("\n".join(["sentence\tlabel", *lines]), encoding="utf-8")
+    return path
+
+
 BY_DEFAULT = {"gpt3_175b_3d"}  # which has most of what the others have
 
 
@@ -63,6 +76,8 @@ def test_a_recipe_runs_shrunken(name, tmp_path):
     shrunken = yaml.safe_load((FOLDER / "shrunken" / f"{name}.yaml").read_text(encoding="utf-8"))
     words = ["fit", f"--config=recipes/{name}", f"--config=recipes/shrunken/{name}"]
     words += [f"--trainer.default_root_dir={tmp_path / 'run'}", f"--data.cache_dir={workshop() / 'recipes'}"]
+    if name == "bert_classification":
+        words.append(f"--data.source={sentences()}")
     done = run(words, tmp_path, ranks=shrunken["trainer"]["devices"])
     assert done.code == 0, done.error_text
     check_losses(tmp_path / "run")

@@ -268,6 +268,16 @@ class Objective(nn.Module, ABC):
         into the second under their own name; they are logged as means over their own weights.
         """
 
+    def summary(self, means: dict[str, float]) -> dict[str, float]:
+        """Returns the figures that are logged, given those means over tokens, micro-batches and ranks.
+
+        For figures that are no mean, such as a correlation: their parts are means, and are replaced here. By default those
+        of the objectives within this one.
+        """
+        for part in self.children():
+            means = part.summary(means) if isinstance(part, Objective) else means
+        return means
+
 
 class Schedule(torch.optim.lr_scheduler.LRScheduler):
     """A learning-rate schedule that needs to know how long the run is, or how many tokens it has seen.

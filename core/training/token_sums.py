@@ -46,8 +46,7 @@ class TokenSums:
         """
         *values, count = reduce(self._flat()).tolist()  # the one wait for the device
         pairs = dict(zip(self._sums, zip(values[::2], values[1::2], strict=True), strict=True))
-        self._sums.clear()
-        self._tokens = None
+        self._sums, self._tokens = {}, None
         means = {name: total / (weight if weight > 0 else 1) for name, (total, weight) in pairs.items()}
         return means, round(count)
 
@@ -72,10 +71,8 @@ class TokenSums:
     def _flat(self) -> Tensor:
         """Returns total and weight of each figure, and last the number of tokens."""
         tensors = [tensor for pair in self._sums.values() for tensor in pair]
-        tokens = self._tokens
-        if tokens is None:
-            tokens = torch.zeros_like(tensors[0]) if tensors else to_float64(torch.zeros(()))
-        return torch.stack([*tensors, tokens])
+        none = torch.zeros_like(tensors[0]) if tensors else to_float64(torch.zeros(()))
+        return torch.stack([*tensors, none if self._tokens is None else self._tokens])
 
 
 def to_float64(value: Tensor) -> Tensor:
@@ -84,8 +81,7 @@ def to_float64(value: Tensor) -> Tensor:
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
 
 
-def named(stage: str, means: Mapping[str, float]) -> dict[str, float]:
+def named(stage: str, means: dict[str, Any]) -> dict[str, float]:
     """Returns the means under the names that they are logged by, the perplexity among them."""
-    figures = {f"{stage}/{name}": value for name, value in means.items()}
-    figures[f"{stage}/perplexity"] = math.exp(min(means["loss"], 700.0))
-    return figures
+    more = means | {"perplexity": math.exp(min(means["loss"], 700.0))}
+    return {f"{stage}/{name}": float(value) for name, value in more.items()}

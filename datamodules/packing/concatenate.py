@@ -17,6 +17,7 @@ from datamodules.packing.permutation import Permutation
 from datamodules.packing.prefetching import Chunk
 from datamodules.packing.stored_batches import StoredBatches
 from datamodules.packing.token_store import TokenStore
+from datamodules.packing.token_window import TokenWindow
 
 Segment = tuple[int, int]
 """Position of the first token in the store, and number of tokens."""
@@ -112,7 +113,9 @@ def _joined(segments: Iterator[Segment]) -> list[Segment]:
     return result
 
 
-def to_batch(store: TokenStore, rows: list[list[Segment]], length: int, mask_documents: bool) -> Batch:
+def to_batch(
+    store: TokenStore | TokenWindow, rows: list[list[Segment]], length: int, mask_documents: bool
+) -> Batch:
     """Returns rows that consist of parts of the store as a batch; padding has ignored labels.
 
     Args:
@@ -144,7 +147,9 @@ def to_batch(store: TokenStore, rows: list[list[Segment]], length: int, mask_doc
     return cast(Batch, {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **ids})
 
 
-def _document_begins(store: TokenStore, rows: list[list[Segment]], labels: np.ndarray) -> np.ndarray:
+def _document_begins(
+    store: TokenStore | TokenWindow, rows: list[list[Segment]], labels: np.ndarray
+) -> np.ndarray:
     """Returns where a document or a part begins, (B, T) bool; sets the labels before these places to -1."""
     begins = np.zeros(labels.shape, bool)
     for row, parts in enumerate(rows):

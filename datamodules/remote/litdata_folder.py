@@ -20,7 +20,7 @@ from core.errors import ConfigError
 from datamodules.packing.token_index import INDEX, TokenIndex, parsed_index
 from datamodules.remote import remote_folder
 from datamodules.remote.remote_folder import AtMost, RemoteFolder, writing
-from toolkit.bounded import MOST_BYTES
+from toolkit.bounded import MOST_BYTES, parse_json, read_inside
 from toolkit.prepared import is_remote
 
 _PACKED = 1 << 20
@@ -123,11 +123,20 @@ def has_index(url: str, storage_options: Mapping[str, Any] | None, cache_dir: Pa
 def refuse_tokens(source: str) -> None:
     """Raises a ConfigError if a source holds tokens that litdata wrote: they have no manifest."""
     root = Path(os.path.expanduser(source))
-    if any((root / name / "index.json").is_file() for name in ("", "train")):
+    if any(_holds_tokens(root / name) for name in ("", "train")):
         raise ConfigError(
             f"{source} has an index.json, as litdata.optimize writes, and no manifest.json of prepare. Tokens of litdata are "
             "read by\nanother data module: --config data/litdata --data.source=... --data.tokenizer.path=FILE"
         )
+
+
+def _holds_tokens(folder: Path) -> bool:
+    """Returns whether a folder has litdata's index of tokens; that of texts is for readers of documents."""
+    try:
+        config = parse_json(read_inside(folder, INDEX))["config"]
+        return any("no_header" in str(kind) for kind in config["data_format"])
+    except (OSError, ValueError, TypeError, LookupError):
+        return False
 
 
 def _indexed(url: str, content: bytes) -> TokenIndex:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class InitialWeights:
 
     Optimizer, schedule, step and position in the data start from the beginning. Tensors are read one by one and cast to the data type of
     the network. If the network has a larger vocabulary, the new rows of embedding and head are the mean of the old ones.
-    Parts that a network may lack in stored weights, such as BERT's head, begin as new ones, and a message says so. A
-    resumed run takes the checkpoint's weights instead.
+    Parts that a network may lack in stored weights, such as BERT's head, begin as new ones, and a message says so; where the
+    network is without them, stored ones are not read. A resumed run takes the checkpoint's weights instead.
     Where the weights have a tokenizer with them, the data need to have the same token for each id that both know.
 
     Args:
@@ -104,7 +104,9 @@ class InitialWeights:
         if form is None:
             there = (foreign.config or {}).get("architectures", ["another network"])
             raise ConfigError(f"{self.path} holds {there}, which {type(network).__name__} is not.")
-        return pieces_of(foreign, form, shapes)
+        absent = _absent(network, shapes)
+        unused = [rename.theirs for rename in form.renames if f"{rename.ours}.".startswith(absent)]
+        return pieces_of(foreign, form, shapes, tuple(unused))
 
     def _check_tokenizer(self, of_data: str) -> None:
         """Raises a ConfigError if ids mean other tokens in the data than they did in the training of the weights."""
@@ -149,7 +151,7 @@ class InitialWeights:
                 f"{head} has no {missing[0]} ({len(missing)} of {len(own)} tensors are missing).{nearest(missing[0], set(found))}\n"
                 "Give the network the kind and arguments that it was stored with."
             )
-        if left := [name for name in found if name not in own]:
+        if left := [name for name in found if name not in own and not name.startswith(_absent(network, own))]:
             raise ConfigError(
                 f"{head} has {left[0]}, which the network has not.{nearest(left[0], set(own))}\n"
                 "Give the network the kind and arguments that it was stored with."
@@ -182,6 +184,12 @@ def _vocabulary(network: Network) -> set[str]:
 
 def _may_lack(network: Network) -> tuple[str, ...]:
     return tuple(network.may_lack) if isinstance(network, MayLackWeights) else ()
+
+
+def _absent(network: Network, own: Iterable[str]) -> tuple[str, ...]:
+    """Returns the beginnings of names of parts that it may lack, and lacks: of stored ones nothing is read."""
+    names = tuple(own)
+    return tuple(part for part in _may_lack(network) if not any(name.startswith(part) for name in names))
 
 
 def _fill(target: Any, value: Tensor) -> None:

@@ -64,7 +64,10 @@ def form_of(network: Any, config: Mapping[str, Any] | None) -> HuggingFaceForm |
 
 
 def pieces_of(
-    found: ForeignWeights, form: HuggingFaceForm, shapes: Mapping[str, tuple[int, ...]]
+    found: ForeignWeights,
+    form: HuggingFaceForm,
+    shapes: Mapping[str, tuple[int, ...]],
+    left_out: tuple[str, ...] = (),
 ) -> dict[str, LazyTensor]:
     """Returns the tensors of a network of ours, each a part of one that is stored.
 
@@ -72,6 +75,7 @@ def pieces_of(
         found: The stored weights.
         form: How its names and ours belong together.
         shapes: Shapes of our tensors. How many rows each has matters only where one of theirs holds several.
+        left_out: Beginnings of further names of theirs that are not needed.
 
     Raises:
         ConfigError: If one is missing, or one is left over; names the nearest.
@@ -81,7 +85,8 @@ def pieces_of(
     if missing := [name for name, other in names.items() if other is None]:
         raise ConfigError(f"{found.path} has no {missing[0]}.{nearest(missing[0], set(there))}")
     left = [name for name in there if name not in names.values() and not name.endswith(IGNORED)]
-    if left := [name for name in left if name not in form.copies and not name.startswith(form.left_out)]:
+    unused = (*form.left_out, *left_out)
+    if left := [name for name in left if name not in form.copies and not name.startswith(unused)]:
         raise ConfigError(
             f"{found.path} has {ascii(left[0])[1:-1][:100]}, for which the network has no place.{nearest(left[0], set(names))}"
         )

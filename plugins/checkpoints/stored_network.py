@@ -6,7 +6,9 @@ It imports the command line's checks of classes, which import the reading of che
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,11 @@ from jsonargparse import ArgumentError, ArgumentParser
 from core import catalog
 from core.contracts import Network
 from core.errors import ConfigError
+from core.technique import technique
 from plugins.checkpoints import sharded
 from plugins.checkpoints.adapted import as_lazy, base_of, change, change_as_trained, merge
 from plugins.checkpoints.checkpoint import RECORD, parse_config, read_checkpoint, stored_config
+from plugins.checkpoints.finding import resolve
 from plugins.checkpoints.matching import open_own
 from plugins.cli.configuration.class_check import ClassChecker
 from plugins.cli.configuration.mistakes import main_reason
@@ -26,6 +30,55 @@ from plugins.cli.configuration.trust import trusting
 from plugins.precision.layers import is_quantised
 from toolkit.adapters import Adapter
 from toolkit.safetensors_files import LazyTensor
+
+
+@technique(
+    paper="a checkpoint that holds its network's configuration and tokenizer, see docs/interchange.md",
+    offers=("stored_network",),
+)
+class StoredNetwork:
+    """The network of a checkpoint of ours, for data parts that score text with it, such as PerplexityFilter.
+
+    They find it through the catalogue. The checkpoint is found at once, and read when `load` is called.
+
+    Args:
+        path: A checkpoint, or a run folder (its newest checkpoint).
+
+    Attributes:
+        path: The checkpoint.
+
+    Raises:
+        ConfigError: If there is no complete checkpoint.
+
+    Example:
+        data:
+          init_args:
+            transforms:
+              - class_path: PerplexityFilter            # reads the path by StoredNetwork
+                init_args: {path: runs/base, max_perplexity: 1000}
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = resolve(str(Path(path).expanduser()), Path())
+
+    @cached_property
+    def digest(self) -> str:
+        """The SHA-256 of its files, hexadecimal."""
+        files = sorted(self.path.rglob("*")) if self.path.is_dir() else [self.path]
+        found = hashlib.sha256()
+        for file in files:
+            if file.is_file():
+                with file.open("rb") as stream:
+                    found.update(hashlib.file_digest(stream, "sha256").digest())
+        return found.hexdigest()
+
+    def load(self) -> tuple[Network, str, int | None]:
+        """Returns the network in eval mode on the CPU, the JSON of its tokenizer, and the end-of-text id.
+
+        Raises:
+            ConfigError: If the checkpoint holds no configuration or no tokenizer.
+        """
+        return load_network(self.path)
 
 
 def load_network(path: Path) -> tuple[Network, str, int | None]:
@@ -111,7 +164,7 @@ def with_adapters(base: Network, path: Path) -> Network:
         )
     shared = {id(tensor): tensor for name, tensor in named.items() if name not in weights}
     network = copy.deepcopy(base, shared)
-    change(network, config, checkpoint, _build, True, ("callbacks",))
+    change(network, config, checkpoint, build, True, ("callbacks",))
     network.load_state_dict(weights)
     return network.eval()
 
@@ -137,7 +190,7 @@ def _filled(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[N
     if network.state_dict().keys() == weights.keys():
         network.load_state_dict(weights)
         return network, []
-    return network, change_as_trained(network, config, checkpoint, weights, _build)
+    return network, change_as_trained(network, config, checkpoint, weights, build)
 
 
 def described(checkpoint: Mapping[str, Any], path: Path) -> tuple[dict[str, Any], str, int | None]:
@@ -170,10 +223,20 @@ def build_network(config: Mapping[str, Any]) -> Any:
     Raises:
         ConfigError: If it names a class that is not a network, or an argument that the class does not take.
     """
-    return _build(Network, config, ("model", "network"))
+    return build(Network, config, ("model", "network"))
 
 
-def _build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:
+def build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -> Any:
+    """Builds a part of a saved configuration.
+
+    Args:
+        base: What it is: `Network`, `Objective`...
+        config: Its `class_path` and `init_args`.
+        place: Its keys in the configuration, for messages.
+
+    Raises:
+        ConfigError: If it names a class of another kind, or an argument that the class does not take.
+    """
     if not isinstance(config, Mapping):
         raise ConfigError(f"{'.'.join(map(str, place))}: the stored configuration names no class.")
     with trusting():

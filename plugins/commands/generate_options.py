@@ -11,8 +11,8 @@ from plugins.cli.configuration.command_parser import Parser
 FILTERS = ("top_k", "top_p", "min_p")
 
 
-def add_model_options(parser: Parser) -> None:
-    """Adds which checkpoint is loaded, and how."""
+def add_model_options(parser: Parser, quantize: bool = True) -> None:
+    """Adds which checkpoint is loaded, and how; with weights quantised if a command takes such."""
     parser.add_argument(
         "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
     )
@@ -22,11 +22,12 @@ def add_model_options(parser: Parser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="data type of the weights; default: float32, as they are stored",
     )
-    parser.add_argument(
-        "--quantize",
-        choices=("int8", "nf4"),
-        help="quantise the weights of the blocks' linear layers to 8 or 4.5 bits each",
-    )
+    if quantize:
+        parser.add_argument(
+            "--quantize",
+            choices=("int8", "nf4"),
+            help="quantise the weights of the blocks' linear layers to 8 or 4.5 bits each",
+        )
     parser.add_argument("--root", default="runs", help="where `last` looks for runs")
     parser.add_argument(
         "--trust", metavar="MODULE", help="let the checkpoint's config import from a module; may be repeated"

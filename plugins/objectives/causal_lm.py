@@ -113,7 +113,7 @@ class CausalLM(Objective):
             sums = parts(network.logits(hidden).flatten(0, 1), labels.flatten())
         else:
             sums = in_chunks(
-                parts, hidden.flatten(0, 1), _weight(network), labels.flatten(), self.chunk_tokens
+                parts, hidden.flatten(0, 1), output_weight(network), labels.flatten(), self.chunk_tokens
             )
         total, plain, squares = sums.unbind()
         figures = {}
@@ -147,7 +147,8 @@ def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, z_loss: floa
     return torch.stack((total, plain, squares))
 
 
-def _weight(network: Network) -> Tensor:
+def output_weight(network: Network) -> Tensor:
+    """Returns the weight that logits are computed with, a chunk at a time; ConfigError if the network computes them itself."""
     weight = network.output_weight
     if weight is None or type(network).logits is not Network.logits:
         raise ConfigError(

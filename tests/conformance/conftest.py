@@ -4,11 +4,13 @@ import bz2
 import json
 import os
 from functools import cache
+from pathlib import Path
 from xml.sax.saxutils import escape
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from conformance import Case
@@ -20,8 +22,10 @@ from tests.conformance.compatibility import SHORT
 from tests.support import slurm
 from tests.support.archives import page, response, write_archive
 from tests.support.books import epub, lines, pdf
+from tests.support.raw_folders import write_mds, write_texts
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
+from tests.support.stored_reward_model import store_reward_model
 from tests.support.wiki import dump, wiki_page
 from toolkit.hashed_ngrams import HashedNGrams
 from toolkit.quality_model import QualityModel
@@ -82,6 +86,12 @@ MASKED = ROWS | {"model": {"network": {"init_args": ENCODER}}}
 SPANS = ROWS | {"model": {"network": {"init_args": ENCODER_DECODER}}}
 """What is laid over examples that mask tokens, or take spans out."""
 
+
+def reading(arguments):
+    """Returns what is laid over an example that has records of its user."""
+    return {"data": {"init_args": arguments}}
+
+
 TOKENS = dict.fromkeys(
     ("rates_are_sound", "bind_tells_it_the_length"), "the proof counts steps and no tokens"
 )
@@ -106,9 +116,21 @@ IN_MEMORY = {
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
 
+ROOM = {"model": {"network": {"init_args": {"max_sequence_length": 18}}}}
+"""For two virtual tokens in front of the kit's texts."""
+
 FEW_TOKENS = {"model": {"network": {"init_args": {"vocab_size": 320}}}}
 
 LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
+
+NO_PAIR = {"gradients_are_finite": "one label makes no pair"}
+BY_MICRO_BATCH = {"accumulation_changes_nothing": "the divergence is that of a micro-batch, as in the paper"}
+WAITS = {"idle_costs_nothing": "text is generated in each step, and each token waits for the device"}
+ROUNDING = "rollout/gap is a rounding, and so is a loss whose advantages add up to 0"
+ROLLOUTS = WAITS | dict.fromkeys(("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING)
+LOW_TOKENS = {"class_path": "tests.support.rewarded.LowTokens", "init_args": {"below": 160}}
+
+ANSWERS = {"reward": LOW_TOKENS, "samples": 2, "max_new_tokens": 8, "epochs": 2}
 
 KILLED = "killed while its first checkpoint is being written a run has none; tests/distributed/test_kills.py"
 
@@ -141,6 +163,50 @@ def quality_model():
     weights[ngrams.of("alpha beta")], weights[ngrams.of("gamma delta")] = 2, -2
     QualityModel(ngrams, weights, 0.0, {}).write(path)
     return str(path)
+
+
+@cache
+def scoring_checkpoint():
+    """Returns a checkpoint of a small network on bytes, with its tokenizer."""
+    network = GPT(vocab_size=257, n_layer=1, n_head=2, n_embd=16, max_sequence_length=16)
+    arguments = {"vocab_size": 257, "n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16}
+    tokenizer = Path(bytes_tokenizer()).read_text(encoding="utf-8")
+    return str(store(network, arguments, workshop() / "scoring.ckpt", tokenizer=tokenizer))
+
+
+def scoring():
+    """Returns a transform that scores text with that network."""
+    return {
+        "class_path": "PerplexityFilter",
+        "init_args": {"path": scoring_checkpoint(), "tokens": 24, "window": 16},
+    }
+
+
+@cache
+def mds_samples():
+    """Returns a folder of the kit's texts in MosaicML's format."""
+    return str(write_mds(workshop() / "mds", documents()["text"].to_pylist()))
+
+
+@cache
+def litdata_texts():
+    """Returns a folder of the kit's texts as litdata.optimize writes them."""
+    return str(
+        write_texts(workshop() / "litdata-texts", [{"text": one} for one in documents()["text"].to_pylist()])
+    )
+
+
+def streamed(source, reader):
+    """Returns arguments of a data module that tokenises a source while it reads it."""
+    return {
+        "source": source,
+        "reader": {"class_path": reader},
+        "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}},
+        "validation_documents": 8,
+        "mask_documents": True,
+        "sequence_length": 16,
+        "batch_size": 4,
+    }
 
 
 os.environ |= slurm.environment(workshop())
@@ -180,7 +246,13 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
+        Case("LearnedReward", {"path": reward_model()}),
+        Case("RefusalReward", {"model": quality_model(), "field": "harmful"}),
+        Case("ToxicityReward", {"files": [word_list()]}),
+        Case("ToxicityReward", {"model": quality_model()}),
+        Case("UnitTestReward", {"isolated": False, "seconds": 10.0, "workers": 2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.0, "column": "quality"}),
+        Case("PerplexityFilter", scoring()["init_args"] | {"max_perplexity": 320.0, "column": "perplexity"}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),
@@ -240,8 +312,34 @@ def _cases():
             "LabelledDataModule",
             labelled() | {"balance": "weights", "pack": True, "too_long": "cut", "sequence_length": 12},
         ),
+        Case(
+            "SequenceClassification",
+            {"labels": ["even", "odd"]},
+            config=reading(labelled() | {"balance": "weights"}),
+            batch=of_classes,
+        ),
+        Case(
+            "TokenClassification", {"labels": ["0", "1"]}, config=reading(labelled_words()), batch=of_classes
+        ),
+        Case("Regression", config=reading(numbered()), batch=with_targets),
+        Case(
+            "RewardModel",
+            {"centre": 0.01},
+            config=reading(preferences()),
+            exempt=NO_PAIR,
+        ),
+        Case("SupervisedFineTuning", {"weigh": "answer"}, config=reading(instructions())),
+        Case("SupervisedFineTuning", {"noise": 5.0, "chunk_tokens": 10}, config=reading(instructions())),
+        Case("PromptTuning", {"count": 2}, config=ROOM),
+        Case("PTuning", {"count": 2, "hidden": 8}, config=ROOM),
+        Case("PTuning", {"count": 2, "encoder": "lstm", "hidden": 8}, config=ROOM),
+        Case("PrefixTuning", {"count": 2}),
+        Case("BottleneckAdapter", {"size": 4}),
+        Case("BottleneckAdapter", {"size": 4, "places": "mlp"}),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("LitdataDataModule", litdata_folder()),
+        Case("LitdataDocuments", config={"data": {"init_args": {"source": litdata_texts()}}}),
+        Case("MDSDocuments", config={"data": {"init_args": {"source": mds_samples()}}}),
         Case("MixtureDataModule", mixture()),
         # Orthogonalised in bfloat16: where a sum's last bit changes a rounding there, the step changes by 2^-9 of a value.
         # With steps as small as these that stays below what float32 adds, on every processor.
@@ -252,7 +350,38 @@ def _cases():
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PreferenceDataModule", preferences()),
+        Case("PreferenceDataModule", single_answers()),
+        Case("Distillation", {"teacher": stored_teacher(), "temperature": 2.0, "label_weight": 0.5}),
+        Case("DPO", {"kind": "ipo"}, config=reading(preferences()), batch=referred, exempt=NO_PAIR),
+        Case(
+            "DPO",
+            {"beta": 0.5, "label_smoothing": 0.1, "chunk_tokens": 20},
+            config=reading(preferences()),
+            batch=referred,
+            exempt=NO_PAIR,
+        ),
+        Case(
+            "KTO", {}, config=reading(single_answers()), batch=referred, exempt=BY_MICRO_BATCH, tolerance=1e-4
+        ),
+        Case("ORPO", {"weight": 0.5}, config=reading(preferences()), exempt=NO_PAIR),
+        Case(  # DPO makes no run without it, which some proofs compare with
+            "ReferenceLogProbabilities",
+            config=reading(preferences()) | {"model": {"objective": {"class_path": "CausalLM"}}},
+        ),
+        Case("SimPO", {}, config=reading(preferences()), exempt=NO_PAIR),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
+        Case("PromptDataModule", prompts(), config=on_policy(), exempt=WAITS, tolerance=1e-4),
+        Case("GRPO", {"kl": 0.04}, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
+        Case(
+            "PPO",
+            {"kl": 0.05, "kl_target": 0.01},
+            config=on_policy("PPO", epochs=2, mini_batches=2),
+            exempt=ROLLOUTS,
+            tolerance=1e-4,
+        ),
+        Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
+        Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
             "PrefixLM",
             {"objective": {"class_path": "CausalLM"}, "max_fraction": 0.5},
@@ -260,6 +389,8 @@ def _cases():
         ),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
         Case("RandomRestart", SHORT["RandomRestart"]),
+        Case("StreamingTextDataModule", streamed(str(parquet_file()), "ParquetDocuments")),
+        Case("StoredNetwork", config={"data": {"init_args": {"transforms": [scoring()]}}}),
         Case("SplitBy", {"column": "id"}),  # the kit's text is one source
         Case("SlurmEngine", {"jobs": 2, "poll_seconds": 0.05, "folder": str(workshop() / "slurm")}),
         Case(
@@ -419,6 +550,13 @@ def stored_weights():
     return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
 
 
+def stored_teacher(vocab_size=1024):
+    """Writes a checkpoint of a small network with a tokenizer; 1,024 token ids are those of the kit's tiny run."""
+    init_args = tiny([])["model"]["network"]["init_args"] | {"n_layer": 3, "vocab_size": vocab_size}
+    init_args["max_sequence_length"] = 256
+    return str(store(GPT(**init_args), init_args, workshop() / f"teacher-{vocab_size}.ckpt"))
+
+
 def neox(vocab_size=1024, length=16):
     """Writes a small GPT-NeoX, of which there is no class here, as transformers does; returns the folder."""
     import torch
@@ -501,10 +639,93 @@ def preferences():
     return fine_tuning("preferences", records) | {"template": "plain"}
 
 
+def single_answers():
+    """Returns arguments with answers to prompts, each desirable or not."""
+    records = [
+        {"prompt": f"{n}+{n}=", "completion": f"{(2 + n % 2) * n}", "label": n % 2 == 0} for n in range(200)
+    ]
+    return fine_tuning("answers", records) | {"template": "plain", "paired": False}
+
+
+def referred(batch):
+    """Returns a batch with a reference that finds all answers certain, and is further from the network than any; all are desirable."""
+    rows = batch["labels"].shape
+    return batch | {"reference": torch.zeros(rows), "desirable": torch.ones(rows, dtype=torch.bool)}
+
+
+def problems():
+    """Returns a file of questions with answers as GSM8K has them."""
+    path = workshop() / "problems.jsonl"
+    records = [
+        {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        | {"harmful": n % 2 == 0, "tests": f"assert twice({n}) == {2 * n}"}
+        for n in range(200)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def prompts():
+    """Returns arguments with prompts of up to 8 bytes."""
+    records = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(200)]
+    return fine_tuning("prompts", records) | {"template": "plain", "sequence_length": 8}
+
+
+def on_policy(objective="GRPO", **rollouts):
+    """Returns what is laid over the tiny run so that it answers prompts; its rewards are of the tests' own."""
+    os.environ["LEYDEN_TRUST"] = "tests"
+    options = ANSWERS | {"epochs": 1} | rollouts
+    return {
+        "trainer": {"callbacks": [{"class_path": "Rollouts", "init_args": options}]},
+        "model": {"objective": {"class_path": objective}},
+        "data": {"class_path": "PromptDataModule", "init_args": prompts()},
+    }
+
+
+def reward_model():
+    """Returns the checkpoint of a reward model."""
+    data = preferences() | {
+        "tokenizer": {
+            "class_path": "datamodules.preparation.tokenizers.pretrained_tokenizer.PretrainedTokenizer",
+            "init_args": {"path": bytes_tokenizer()},
+        }
+    }
+    return str(store_reward_model(workshop() / "reward-model.ckpt", data))
+
+
+def watched():
+    """Returns what is laid over the tiny run so that a further callback finds rollouts."""
+    found = on_policy()
+    return found | {"trainer": {"callbacks+": found["trainer"]["callbacks"]}}
+
+
 def labelled():
     """Returns arguments with texts of two classes of unequal size."""
     records = [{"text": f"{n * 7919}", "label": "even" if n % 3 else "odd"} for n in range(200)]
     return fine_tuning("labelled", records)
+
+
+def labelled_words():
+    """Returns arguments with lists of words that have one of two classes."""
+    records = [{"text": [str(n), str(n * 7)], "label": [str(n % 2), "1"]} for n in range(200)]
+    return fine_tuning("words", records) | {"task": "words"}
+
+
+def numbered():
+    """Returns arguments with texts that have a number."""
+    return fine_tuning("numbers", [{"text": f"{n}", "label": n / 100} for n in range(200)]) | {
+        "task": "values"
+    }
+
+
+def of_classes(batch):
+    """Returns a batch with two classes."""
+    return batch | {"labels": batch["labels"].where(batch["labels"] < 0, batch["labels"] % 2)}
+
+
+def with_targets(batch):
+    """Returns a batch with numbers at the labels."""
+    return batch | {"targets": batch["labels"].clamp(min=0) / 1000}
 
 
 def mixture():

@@ -51,6 +51,12 @@ def folder(tmp_path):
     turns = [{"role": "user", "content": "Is it?"}, {"role": "assistant", "content": "Yes."}]
     chats = [json.dumps({"messages": turns, "user": number}) for number in range(80)]
     (tmp_path / "chats.jsonl").write_text("\n".join(chats), encoding="utf-8")
+    reviews = [
+        json.dumps({"text": f"It is {w}, {n}", "label": w}) for n in range(40) for w in ("good", "bad")
+    ]
+    (tmp_path / "reviews.jsonl").write_text("\n".join(reviews), encoding="utf-8")
+    problems = [json.dumps({"question": f"{n} + {n}?", "answer": f"#### {2 * n}"}) for n in range(80)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(problems), encoding="utf-8")
     for name in ("notes", "corpus"):
         (tmp_path / name).mkdir()
         for number in range(12):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from core.errors import ConfigError
 from plugins.cli.selection import describe
@@ -12,6 +11,7 @@ from plugins.objectives.causal_lm import CausalLM
 from plugins.strategies.ddp import DDP
 from plugins.strategies.deepspeed_zero import DeepSpeedZero
 from plugins.strategies.fsdp import FSDP
+from tests.support.largest_tensor import LargestTensor
 from toolkit.selection import Run
 
 VOCAB, B, T = 37, 3, 12
@@ -184,19 +184,6 @@ def test_chunks_give_the_loss_and_the_gradients_of_the_whole(chunk_tokens, netwo
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
-class LargestTensor(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for value in result if isinstance(result, tuple | list) else [result]:
-            if isinstance(value, torch.Tensor):
-                self.elements = max(self.elements, value.untyped_storage().nbytes())
-        return result
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_in_chunks_no_tensor_holds_all_logits(training):
     torch.manual_seed(0)
@@ -209,7 +196,7 @@ def test_in_chunks_no_tensor_holds_all_logits(training):
             loss = CausalLM(chunk_tokens=chunk_tokens).loss(network, batch)[0].mean
             if training:
                 loss.backward()
-        found[chunk_tokens] = largest.elements
+        found[chunk_tokens] = largest.bytes
     assert found[None] >= 4 * 1000 * 16 * 64
     assert found[32] <= 4 * 1000 * 64  # a chunk, or the weights
 

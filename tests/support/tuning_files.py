@@ -25,6 +25,12 @@ def chats(folder):
     write_lines(folder / "chats.jsonl", [{"messages": both} for both in turns])
 
 
+def pairs(folder):
+    """Writes pairs.jsonl."""
+    records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(1, 80)]
+    write_lines(folder / "pairs.jsonl", records)
+
+
 def tasks(folder):
     """Writes chats.jsonl and questions.jsonl."""
     chats(folder)
@@ -32,6 +38,12 @@ def tasks(folder):
         folder / "questions.jsonl",
         [{"prompt": f"{n} even?", "completion": "no" if n % 2 else "yes"} for n in range(80)],
     )
+
+
+def problems(folder):
+    """Writes gsm8k.jsonl."""
+    records = [{"question": f"{n}+{n}?", "answer": f"{n}+{n} is {2 * n}.\n#### {2 * n}"} for n in range(80)]
+    write_lines(folder / "gsm8k.jsonl", records)
 
 
 def corpora(folder):

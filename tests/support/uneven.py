@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 
 from core.contracts import IGNORED_LABEL
+from core.technique import technique
 
 
 class Resumable:
@@ -69,6 +70,11 @@ class UnevenData(LightningDataModule):
 
     def val_dataloader(self) -> Resumable:
         return self._loader(1)
+
+
+@technique(paper="", offers=("labels", "answer_labels", "preference_pairs"))
+class UnevenAnswers(UnevenData):
+    """Rows of which any objective for fine-tuning takes the labels: as classes, answers or pairs."""
 
 
 class LastStep(Callback):

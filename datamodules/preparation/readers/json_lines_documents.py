@@ -40,7 +40,8 @@ class JSONLinesDocuments(FileReader):
         source: A path, a folder, or a glob.
         text_field: Field of the text.
         source_field: Field of the source that the document is counted under; None: named after the file.
-        metadata: Fields that are kept beside the tokens, in documents.parquet: strings, and numbers as text.
+        metadata: Fields that are kept beside the tokens, in documents.parquet: strings, and numbers as text. meta.url is the
+            field url of the object in the field meta.
 
     Raises:
         ConfigError: If there is no such file, `text_field` is empty, or `metadata` names a field that every document has.
@@ -108,8 +109,16 @@ def rows(
             record[text_field],
             own if isinstance(own, str) and not unstorable(own) else source,
             f"{name}:{offset}",
-            {field: as_metadata(record.get(field)) for field in metadata},
+            {field: as_metadata(_value(record, field)) for field in metadata},
         )
+
+
+def _value(record: Any, field: str) -> Any:
+    """Returns a field of an object, or a.b where it holds an object in its field a."""
+    if field in record:
+        return record[field]
+    outer, _, inner = field.partition(".")
+    return _value(record[outer], inner) if isinstance(record.get(outer), dict) else None
 
 
 def texts(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[str, int, str]]:

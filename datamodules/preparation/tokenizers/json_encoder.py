@@ -26,10 +26,12 @@ class JSONEncoder:
     Args:
         path: The tokenizer.json.
         special_tokens: Whether the spelling of a special token becomes that token; else it is text.
+        content: What to take for the file's content; None: it is read.
     """
 
     path: Path
     special_tokens: bool = False
+    content: str | None = None
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -41,7 +43,7 @@ class JSONEncoder:
 
     @cached_property
     def _content(self) -> str:
-        return self.path.read_text(encoding="utf-8")
+        return self.path.read_text(encoding="utf-8") if self.content is None else self.content
 
     @cached_property
     def _divisible(self) -> bool:
@@ -78,7 +80,7 @@ class JSONEncoder:
             found[index] += encoding.ids
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JSONEncoder, (self.path, self.special_tokens)
+        return JSONEncoder, (self.path, self.special_tokens, self.content)
 
 
 def splits_at_spaces(tokenizer: Mapping[str, Any]) -> bool:

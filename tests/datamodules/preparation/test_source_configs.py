@@ -1,11 +1,13 @@
 """configs/data for the usual sources, each on a small sample in the source's own format, from the command line."""
 
 import bz2
+import gzip
 import io
 import json
 import random
 import zipfile
 
+import pyarrow
 import pytest
 from pyarrow import parquet
 
@@ -24,9 +26,9 @@ def texts(count, seed, words=90):
     return [prose(draw, words=words, odd=0.0) for _ in range(count)]
 
 
-def prepared(name, source, folder):
+def prepared(name, source, folder, *words):
     """Prepares the sample; returns the report, the documents that are stored, and documents.parquet."""
-    command = ["prepare", "--config", f"data/{name}", f"--data.source={source}", f"--output={folder}"]
+    command = ["prepare", "--config", f"data/{name}", f"--data.source={source}", f"--output={folder}", *words]
     assert main([*command, "--data.tokenizer.vocab_size=400", "--data.validation_fraction=0.2"]) == 0
     stored = [one for split in ("train", "validation", "test") for one in documents_of(folder, split)]
     report = json.loads((folder / "report.json").read_text())
@@ -95,3 +97,61 @@ def test_github(tmp_path):
     assert set(stored) == kept
     assert {(row["language"], row["license"]) for row in table} == {("Python", "MIT")}
     assert len({row["repository"] for row in table}) == 20
+
+
+def latex(number, words):
+    return f"\\section{{Introduction}}\n\n{words} See \\cite{{a{number}}}; $x_{{{number}}} = \\alpha^2$."
+
+
+def test_arxiv_papers(tmp_path):
+    papers = [latex(number, text) for number, text in enumerate(texts(40, 4))]
+    lines = []
+    for number, text in enumerate([*papers, papers[5], "withdrawn", papers[7] + " v2"]):
+        meta = {"timestamp": "2021-03-01T00:00:00Z", "yymm": "2103", "arxiv_id": f"2103.{number:05}", "language": "en",
+                "url": f"https://arxiv.org/abs/2103.{number:05}"}  # fmt: skip
+        lines.append(json.dumps({"text": text, "meta": meta}) + "\n")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "arxiv_0.jsonl").write_text("".join(lines[:20]))
+    (tmp_path / "in" / "arxiv_1.jsonl.gz").write_bytes(gzip.compress("".join(lines[20:]).encode()))
+    report, stored, table = prepared("arxiv", tmp_path / "in", tmp_path / "out")
+    assert set(stored) == set(papers)
+    assert {row["meta.arxiv_id"] for row in table} == {f"2103.{number:05}" for number in range(40)}
+    assert table[3]["meta.url"].endswith(table[3]["meta.arxiv_id"])
+    dropped = {name.partition(". ")[2]: sum(counts.values()) for name, counts in report["dropped"].items()}
+    assert (dropped["GopherQuality"], dropped["ExactDuplicates"], dropped["NearDuplicates"]) == (1, 1, 1)
+
+
+def test_arxiv_metadata(tmp_path):
+    abstracts = texts(40, 5)
+    lines = []
+    for number, text in enumerate(abstracts):
+        record = {"id": f"0704.{number:04}", "submitter": "A. B.", "authors": "A. B. and C. D.", "title": f"Title {number}",
+                  "comments": None, "journal-ref": None, "doi": None, "report-no": None, "categories": "math.CO cs.CG",
+                  "license": None if number % 2 else "http://arxiv.org/licenses/nonexclusive-distrib/1.0/", "abstract": f"  {text}\n",
+                  "versions": [{"version": "v1", "created": "Sat, 31 Mar 2007 02:26:18 GMT"}], "update_date": "2008-11-26",
+                  "authors_parsed": [["B.", "A.", ""]]}  # fmt: skip
+        lines.append(json.dumps(record) + "\n")
+    (tmp_path / "snapshot.jsonl").write_text("".join(lines))
+    words = [
+        "--data.reader.text_field=abstract",
+        "--data.reader.metadata=[title, authors, categories, license, update_date]",
+    ]
+    _, stored, table = prepared("arxiv", tmp_path / "snapshot.jsonl", tmp_path / "out", *words)
+    assert {one.strip() for one in stored} == set(abstracts)
+    assert {row["title"] for row in table} == {f"Title {number}" for number in range(40)}
+    assert {row["license"] is None for row in table} == {True, False}
+
+
+def test_arxiv_parquet(tmp_path):
+    papers = [latex(number, text) for number, text in enumerate(texts(40, 6))]
+    (tmp_path / "in").mkdir()
+    parquet.write_table(
+        pyarrow.table({"key": [str(n) for n in range(40)], "text": papers}),
+        tmp_path / "in" / "train-00000-of-00001.parquet",
+    )
+    words = [
+        "--data.reader=ParquetDocuments",
+        "--data.reader.text_column=text",
+        "--data.reader.metadata=[key]",
+    ]
+    assert set(prepared("arxiv", tmp_path / "in", tmp_path / "out", *words)[1]) == set(papers)
