@@ -81,8 +81,8 @@ class LoRA(Adapter):
     """Trains a low-rank update of each linear layer: W x + s B A x, with B (out, r) and A (r, in).
 
     B is 0 at first, so that training starts from the base. s is alpha / r; with `use_rslora` alpha / sqrt(r), so that larger
-    ranks learn as fast. With `use_dora` the rows of W + s B A are scaled to norms that are trained. A and B are float32. With
-    BitsandbytesWeights this is QLoRA: W is kept in 4 or 8 bits.
+    ranks learn as fast. With `use_dora` the rows of W + s B A are scaled to norms that are trained. A and B are float32,
+    unless the precision is bf16-true. With BitsandbytesWeights this is QLoRA: W is kept in 4 or 8 bits.
 
     Args:
         rank: r.
