@@ -28,6 +28,7 @@ BASES = {
     "objectives": "core.contracts.Objective",
     "optimizers": "torch.optim.Optimizer",
     "precision": "lightning.fabric.plugins.Precision",
+    "rewards": "toolkit.rewards.Reward",
     "schedules": "torch.optim.lr_scheduler.LRScheduler",
     "strategies": "lightning.pytorch.strategies.Strategy",
 }

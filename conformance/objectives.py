@@ -9,6 +9,7 @@ from conformance.case import Case
 from conformance.networks import build, seeded
 from conformance.proof import NotProvable, proof, require
 from core.contracts import IGNORED_LABEL, ChangesNetwork, Network, Objective, TokenSum
+from toolkit.rollouts import OLD, REWARDS, ROOM, SAMPLED, OnPolicyObjective, Rollout
 
 ROWS, LENGTH = 4, 12
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -18,15 +19,34 @@ Batch = dict[str, Tensor]
 Sums = dict[str, TokenSum]
 
 
-def batch_of(network: Network, case: Case) -> Batch:
-    """Returns a batch whose rows have 12, 9, 6 and 3 labels, as the case's objective takes it."""
+def batch_of(network: Network, case: Case, objective: Objective) -> Batch:
+    """Returns a batch whose rows have 12, 9, 6 and 3 labels, as the case's objective takes it.
+
+    For an objective on rollouts two such, with rewards.
+    """
+    on_policy = [part for part in objective.modules() if isinstance(part, OnPolicyObjective)]
+    count = 2 * ROWS if on_policy else ROWS
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(network.vocab_size, (ROWS, LENGTH + 1), generator=generator)
+    rows = torch.randint(network.vocab_size, (count, LENGTH + 1), generator=generator)
     labels = rows[:, 1:].clone()
-    for row in range(ROWS):
-        labels[row, LENGTH - 3 * row :] = IGNORED_LABEL
+    for row in range(count):
+        labels[row, LENGTH - 3 * (row % ROWS) :] = IGNORED_LABEL
     batch = {"input_ids": rows[:, :-1], "labels": labels}
-    return case.batch(batch) if case.batch else batch
+    batch = case.batch(batch) if case.batch else batch
+    return _rollout(on_policy[0], network, batch) if on_policy else batch
+
+
+def _rollout(objective: OnPolicyObjective, network: Network, part: Batch) -> Batch:
+    """Returns a batch of two answers to each of several prompts as an objective prepares it."""
+    part[REWARDS] = torch.arange(float(len(part["labels"])))
+    part[ROOM] = torch.full((len(part["labels"]),), LENGTH)
+    with torch.no_grad():
+        objective.begin(network)
+        objective.add_log_probabilities(network, part)
+        # not all the same: rows whose advantages add up to 0 have another sum
+        part[SAMPLED] = part[OLD] - 0.05 * torch.arange(len(part[OLD]))[:, None]
+        objective.prepare(network, Rollout([part], 2, lambda sums: sums))
+    return part
 
 
 MODES = {False: "in validation", True: "in training"}
@@ -64,10 +84,14 @@ def sums_are_additive(case: Case) -> None:
     """The sums over a batch are those over its rows, added up, in both modes: no mean, and no mean of means."""
     for training, mode in MODES.items():
         objective, network = parts(case, training)
-        batch = batch_of(network, case)
+        batch = batch_of(network, case, objective)
         with torch.no_grad():
             whole = sums(objective, network, batch)
-            halves = [sums(objective, network, _rows(batch, part)) for part in (slice(0, 2), slice(2, 4))]
+            middle = len(batch["labels"]) // 2
+            halves = [
+                sums(objective, network, _rows(batch, part))
+                for part in (slice(0, middle), slice(middle, None))
+            ]
         for name, one in whole.items():
             require(all(name in half for half in halves), f"{name} is missing {mode} for a part of the batch")
             for what in one._fields:
@@ -95,7 +119,7 @@ def ignored_labels_do_not_count(case: Case) -> None:
     """Positions whose label is -100 count neither in a total nor among the tokens, in both modes."""
     for training, mode in MODES.items():
         objective, network = parts(case, training)
-        batch = batch_of(network, case)
+        batch = batch_of(network, case, objective)
         ignored = {**batch, "labels": torch.full_like(batch["labels"], IGNORED_LABEL)}
         with torch.no_grad():
             whole = sums(objective, network, batch)
@@ -117,7 +141,7 @@ def ignored_labels_do_not_count(case: Case) -> None:
 def gradients_are_finite(case: Case) -> None:
     """Gradients exist and are finite in training, also where no position, or one, has a label; figures carry none."""
     objective, network = parts(case, training=True)
-    batch = batch_of(network, case)
+    batch = batch_of(network, case, objective)
     one = torch.full_like(batch["labels"], IGNORED_LABEL)
     none = one.clone()
     one[0, 0] = batch["labels"][0, 0]

@@ -25,6 +25,7 @@ MODULES = (
     "transforms",
     "engines",
     "tokens",
+    "rewards",
     "commands",
     "parallel",
 )

@@ -33,6 +33,7 @@ KINDS = (
     "objectives",
     "optimizers",
     "precision",
+    "rewards",
     "schedules",
     "strategies",
 )
@@ -222,8 +223,7 @@ def find(name: str, kind: str | None = None) -> Entry:
 
 def offers(feature: str, kind: str | None = None) -> list[Entry]:
     """Returns the techniques, of a kind or of all, whose `@technique` offers a feature, as literals in their source."""
-    pool = [entry for entry in entries() if kind in (None, entry.kind)]
-    return [entry for entry in pool if feature in (entry.declared("offers") or ())]
+    return [e for e in entries() if kind in (None, e.kind) and feature in (e.declared("offers") or ())]
 
 
 def offering(feature: str, kind: str) -> Entry:

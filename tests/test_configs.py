@@ -23,8 +23,10 @@ from tests.conformance.conftest import (
     numbered,
     parquet_file,
     preferences,
+    problems,
     quality_model,
     repositories,
+    reward_model,
     saved_dataset,
     scoring_checkpoint,
     single_answers,
@@ -78,6 +80,24 @@ def own_files(path):
             ("dpo", "orpo", "reference_log_probabilities", "sim_po"),
             lambda: ["--data.source", preferences()["source"]],
         ),
+        **dict.fromkeys(
+            (
+                "rollouts",
+                "grpo",
+                "ppo",
+                "rejection_sampling",
+                "reward_watch",
+                "exact_answer",
+                "regex_reward",
+                "length_penalty",
+                "weighted_rewards",
+            ),
+            lambda: ["--data.source", problems()],
+        ),
+        "learned_reward": lambda: with_reward("path", reward_model()),
+        "refusal_reward": lambda: with_reward("files", f"[{word_list()}]"),
+        "toxicity_reward": lambda: with_reward("files", f"[{word_list()}]"),
+        "unit_test_reward": lambda: with_reward("isolated", "false"),
         "sequence_classification": lambda: ["--data.source", labelled()["source"]],
         "token_classification": lambda: ["--data.source", labelled_words()["source"]],
         "regression": lambda: ["--data.source", numbered()["source"]],
@@ -85,6 +105,10 @@ def own_files(path):
         "supervised_fine_tuning": lambda: ["--data.source", instructions()["source"]],
     }
     return [str(word) for word in found.get(path.stem, list)()]
+
+
+def with_reward(argument, value):
+    return ["--data.source", problems(), f"--callbacks.Rollouts.reward.init_args.{argument}={value}"]
 
 
 def litdata_tokens():

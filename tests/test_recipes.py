@@ -27,6 +27,8 @@ TUNING = {
     "qlora_8b": tuning_files.chats,
     "continual_pretraining": tuning_files.corpora,
     "dpo": tuning_files.pairs,
+    "grpo": tuning_files.problems,
+    "ppo": tuning_files.problems,
 }
 """Recipe that starts from weights -> what writes the files that it names."""
 

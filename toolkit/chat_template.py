@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jinja2
 from jinja2 import nodes
@@ -24,7 +24,7 @@ from jinja2.utils import Namespace
 
 from core.errors import ConfigError
 
-__all__ = ["CONFIG", "FILES", "TEMPLATE", "ChatTemplate", "special_tokens", "stored_template"]
+__all__ = ["CONFIG", "FILES", "TEMPLATE", "ChatTemplate", "HasTemplate", "special_tokens", "stored_template"]
 
 FILES = TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """Where a Hugging Face folder has its template."""
@@ -39,6 +39,17 @@ OPEN, CLOSE = "\ufdd1", "\ufdd2"
 """Noncharacters of Unicode, for internal use, around what a block `generation` holds."""
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+@runtime_checkable
+class HasTemplate(Protocol):
+    """A data module of conversations.
+
+    Attributes:
+        template: Renders them; None: texts follow each other without one.
+    """
+
+    template: ChatTemplate | None
 
 
 class ChatTemplate:

@@ -77,6 +77,9 @@ class RecordDataModule(TokenDataModule, ABC):
     values = 0
     """Numbers that are stored of a record."""
 
+    notes = False
+    """Whether a text is stored with each record."""
+
     pack = False
     """Whether several records share a row; else there is one a row, with others of similar length."""
 
@@ -130,6 +133,14 @@ class RecordDataModule(TokenDataModule, ABC):
         self.cache_dir = Path(os.path.expanduser(cache_dir or default_cache_dir()))
         self._stores: dict[str, RecordStore] = {}
 
+    def files_of(self, source: str) -> RecordFiles:
+        """Returns the records of a source.
+
+        Raises:
+            ConfigError: If there is no such file.
+        """
+        return RecordFiles(source, self.columns)
+
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
         """Returns what decides how a record is encoded, as JSON values: part of the folder's name."""
@@ -167,7 +178,7 @@ class RecordDataModule(TokenDataModule, ABC):
         Raises:
             ConfigError: If a record cannot be used, or nothing can be written.
         """
-        files = {split: RecordFiles(source, self.columns) for split, source in self.sources.items()}
+        files = {split: self.files_of(source) for split, source in self.sources.items()}
         identity = {
             "format": FORMAT,
             "class": type(self).__name__,
@@ -210,7 +221,7 @@ class RecordDataModule(TokenDataModule, ABC):
         encoder = TextEncoder(tokenizer_json, self.tokenizer.end_of_text_id)
         self.begin(encoder, training())
         writers = {
-            name: RecordWriter(folder / name, self.sequences, self.values)
+            name: RecordWriter(folder / name, self.sequences, self.values, self.notes)
             for name in SPLITS
             if name == "train" or name in self.sources or name in self.shares
         }

@@ -20,6 +20,9 @@ INDEX = "records.json"
 KINDS = {"ids": np.int32, "labels": np.int32, "ends": np.int64, "values": np.float64}
 """Name of a file without its suffix -> type of its numbers, little-endian."""
 
+NOTES = {"notes": np.uint8, "note_ends": np.int64}
+"""Further files of records with notes."""
+
 
 class Encoded(NamedTuple):
     """A record as it is stored.
@@ -27,10 +30,12 @@ class Encoded(NamedTuple):
     Attributes:
         sequences: Ids and labels of each sequence, of the same length; labels of -100 are ignored.
         values: Numbers of the record, as many for each.
+        note: A text that is kept with the record.
     """
 
     sequences: Sequence[tuple[ArrayLike, ArrayLike]]
     values: Sequence[float] = ()
+    note: str = ""
 
 
 class RecordWriter:
@@ -40,15 +45,17 @@ class RecordWriter:
         folder: A new folder.
         sequences: Sequences of a record.
         values: Numbers of a record.
+        notes: Whether records have a note.
     """
 
-    def __init__(self, folder: Path, sequences: int, values: int) -> None:
+    def __init__(self, folder: Path, sequences: int, values: int, notes: bool = False) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.sequences, self.values = folder, sequences, values
+        self.folder, self.sequences, self.values, self.notes = folder, sequences, values, notes
         self._stack = ExitStack()
-        paths = {name: folder / f"{name}.bin" for name in KINDS}
+        self._kinds = KINDS | (NOTES if notes else {})
+        paths = {name: folder / f"{name}.bin" for name in self._kinds}
         self._files = {name: self._stack.enter_context(path.open("wb")) for name, path in paths.items()}
-        self.records = self.tokens = 0
+        self.records = self.tokens = self._note_bytes = 0
 
     def add(self, record: Encoded) -> None:
         """Appends a record."""
@@ -58,15 +65,21 @@ class RecordWriter:
             self._append("labels", labels)
             self._append("ends", [self.tokens])
         self._append("values", record.values)
+        if self.notes:
+            note = np.frombuffer(record.note.encode(), np.uint8)
+            self._note_bytes += len(note)
+            self._append("notes", note)
+            self._append("note_ends", [self._note_bytes])
         self.records += 1
 
     def _append(self, name: str, numbers: ArrayLike) -> None:
-        self._files[name].write(np.asarray(numbers, np.dtype(KINDS[name]).newbyteorder("<")).tobytes())
+        self._files[name].write(np.asarray(numbers, np.dtype(self._kinds[name]).newbyteorder("<")).tobytes())
 
     def close(self) -> None:
         """Finishes the files."""
         self._stack.close()
         sizes = {"records": self.records, "sequences": self.sequences, "values": self.values}
+        sizes |= {"note_bytes": self._note_bytes} if self.notes else {}
         durable.write(self.folder / INDEX, json.dumps(sizes | {"tokens": self.tokens}))
 
 
@@ -101,6 +114,11 @@ class RecordStore:
             }
             self._ids, self._labels, self._ends, values = (
                 _mapped(folder / f"{name}.bin", KINDS[name], size) for name, size in sizes.items()
+            )
+            sizes = {"notes": int(index.get("note_bytes", 0)), "note_ends": records}
+            self._notes, self._note_ends = (
+                _mapped(folder / f"{name}.bin", NOTES[name], size) if "note_bytes" in index else None
+                for name, size in sizes.items()
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
             what = read_error(error) if isinstance(error, OSError | ValueError) else f"it lacks {error}"
@@ -140,6 +158,13 @@ class RecordStore:
             return self._ids[here], self._labels[here]
         places = [*range(begin, begin + most - 1), begin + size - 1]
         return self._ids[places], self._labels[places]
+
+    def note(self, record: int) -> str:
+        """Returns the note of a record, where records have one."""
+        assert self._notes is not None
+        assert self._note_ends is not None
+        begin = int(self._note_ends[record - 1]) if record else 0
+        return self._notes[begin : int(self._note_ends[record])].tobytes().decode()
 
     def label_of_each(self) -> np.ndarray:
         """Returns the first label of each record, of records of one sequence that all have one."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core.technique import technique
-from plugins.adapters.virtual_tokens import KeysAndValues, VirtualTokenAdapter, VirtualTokens
+from plugins.adapters.virtual_tokens import KeysAndValues, Making, VirtualTokenAdapter, VirtualTokens
 from plugins.networks.parts.decoder import Decoder
 
 STD = 0.02
@@ -32,9 +33,13 @@ class Prefix(VirtualTokens):
         for parameter in (self.keys, self.values):
             nn.init.normal_(parameter, std=STD)
 
-    def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, KeysAndValues]:
-        """Returns those of the blocks."""
-        return {index: (self.keys[index, None], self.values[index, None]) for index in blocks}
+    def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, Making]:
+        """Returns what makes those of the blocks."""
+        return {index: partial(_pair, self.keys[index, None], self.values[index, None]) for index in blocks}
+
+
+def _pair(keys: Tensor, values: Tensor) -> KeysAndValues:
+    return keys, values
 
 
 @technique(paper="Prefix-Tuning, arXiv:2101.00190, section 4.2; P-Tuning v2, arXiv:2110.07602, section 3.2")

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from core.technique import technique
-from plugins.adapters.virtual_tokens import KeysAndValues, Recorded, VirtualTokenAdapter, VirtualTokens
+from plugins.adapters.virtual_tokens import Making, VirtualTokenAdapter, VirtualTokens, keys_and_values
 from plugins.networks.parts.decoder import Decoder
 
 
 class Prompts(VirtualTokens):
     """Embeddings of virtual tokens, (n, C), float32, and what the network's blocks make of them.
 
-    A token sees those before it alone: keys and values of virtual tokens are the same for each text, and are computed once.
+    A token sees those before it alone: keys and values of virtual tokens are the same for each text, and are computed once for all rows.
 
     Args:
         count: n.
@@ -35,15 +36,15 @@ class Prompts(VirtualTokens):
         """Returns what the first block is given, (n, C)."""
         return self.embeddings
 
-    def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, KeysAndValues]:
-        """Returns those of the blocks, all of which are run on the virtual tokens up to the last one."""
-        positions = torch.arange(self.count, device=self.embeddings.device)
-        ropes, found = network._rotary(positions), {}
+    def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, Making]:
+        """Returns what makes those of the blocks; those before the last of them are run on the virtual tokens."""
+        ropes, found = network.rotary(self.count), {}
         x = self.embedded()[None].to(network.embed_tokens.weight.dtype)
         for index in range(max(blocks) + 1):
-            recorded = Recorded()
-            x = network.layers[index](x, ropes[index], None, recorded)
-            found[index] = recorded.found
+            block = network.layers[index]
+            found[index] = partial(keys_and_values, block, x, ropes[index])
+            if index < max(blocks):
+                x = block(x, ropes[index], None, None)
         return found
 
 

@@ -5,7 +5,8 @@ Shapes: B rows, T tokens, n virtual tokens, C features, G key-value heads of D f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 from core.contracts import Network
 from core.errors import ConfigError
 from plugins.networks.parts.attention import Attention
+from plugins.networks.parts.block import Block
 from plugins.networks.parts.decoder import Decoder
 from plugins.networks.parts.padded_cache import PaddedCache
 from toolkit.adapters import Adapter, change_layer
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
 
 KeysAndValues = tuple[Tensor, Tensor]
+Making = Callable[[], KeysAndValues]
+"""Returns keys and values, (1, G, n, D) each; called within the block that sees them, where its weights are gathered."""
 
 
 class VirtualTokens(nn.Module):
@@ -42,34 +46,41 @@ class VirtualTokens(nn.Module):
         super().__init__()
         self.count = count
 
-    def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, KeysAndValues]:
-        """Returns keys and values, (1, G, n, D) each, of these blocks by their index."""
+    def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, Making]:
+        """Returns for each of these blocks, by its index, what makes its keys and values."""
         raise NotImplementedError
 
 
 class _Seen:
     """The cache of a block that sees virtual tokens: these are in front of what it returns, and not in the cache."""
 
-    def __init__(self, cache: Any, found: KeysAndValues) -> None:
-        self.cache, self.found = cache, found
+    def __init__(self, cache: Any, make: Making) -> None:
+        self.cache, self.make = cache, make
 
     def append(self, key: Tensor, value: Tensor) -> KeysAndValues:
         """Returns keys and values of virtual tokens, of those so far, and new ones."""
         if self.cache is not None:
             key, value = self.cache.append(key, value)
-        own_key, own_value = (x.to(key.dtype).expand(len(key), -1, -1, -1) for x in self.found)
+        own_key, own_value = (x.to(key.dtype).expand(len(key), -1, -1, -1) for x in self.make())
         return torch.cat((own_key, key), dim=2), torch.cat((own_value, value), dim=2)
 
 
-class Recorded:
+class _Recorded:
     """A cache that keeps the keys and values of one call, with their gradients."""
 
     found: KeysAndValues
 
     def append(self, key: Tensor, value: Tensor) -> KeysAndValues:
-        """Keeps and returns them."""
         self.found = key, value
         return key, value
+
+
+def keys_and_values(block: Block, x: Tensor, rope: Tensor | None) -> KeysAndValues:
+    """Returns those of a block for tokens, given what it is called with, x (1, n, C) and their sines and cosines."""
+    recorded = _Recorded()
+    given = block.attention_norm(x) if block.placement in ("pre", "sandwich") else x
+    block.attention(given, rope, None, recorded)
+    return recorded.found
 
 
 class SeesVirtualTokens(Decoder):
@@ -79,6 +90,10 @@ class SeesVirtualTokens(Decoder):
     """
 
     virtual: VirtualTokens
+
+    def rotary(self, count: int) -> list[Tensor | None]:
+        """Returns for each block sines and cosines of the first positions; None: it has none."""
+        return self._rotary(torch.arange(count, device=self.embed_tokens.weight.device))
 
     def _run(
         self,
@@ -116,10 +131,13 @@ class SeesVirtualTokens(Decoder):
         return [made[id(mask)] for mask in masks]
 
 
-def _call(
-    block: nn.Module, found: KeysAndValues, x: Tensor, rope: Tensor | None, mask: Any, cache: Any
-) -> Tensor:
-    return block(x, rope, mask, _Seen(cache, found))  # type: ignore[no-any-return]
+def _call(block: nn.Module, make: Making, x: Tensor, rope: Tensor | None, mask: Any, cache: Any) -> Tensor:
+    return block(x, rope, mask, _Seen(cache, make))  # type: ignore[no-any-return]
+
+
+def _fits(block: nn.Module) -> bool:
+    attention = block.attention if isinstance(block, Block) else None
+    return isinstance(attention, Attention) and attention.causal
 
 
 class VirtualTokenAdapter(Adapter):
@@ -141,9 +159,9 @@ class VirtualTokenAdapter(Adapter):
             if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
                 yield f"{cls.__name__} needs all heads, whole rows and all blocks on each rank: set {name} to 1"
 
+    @abstractmethod
     def tokens_of(self, network: Decoder) -> VirtualTokens:
         """Returns what is learned, for a network that may be on the meta device."""
-        raise NotImplementedError
 
     def adapt(self, network: Network) -> None:
         """Adds the virtual tokens to a decoder.
@@ -152,9 +170,8 @@ class VirtualTokenAdapter(Adapter):
             ConfigError: If it is none whose blocks all have attention to tokens before, or has no room for them.
         """
         name = type(network).__name__
-        attentions = [getattr(block, "attention", None) for block in network.blocks]
         fits = isinstance(network, Decoder) and not isinstance(network, SeesVirtualTokens)
-        if not fits or not all(isinstance(one, Attention) and one.causal for one in attentions):
+        if not fits or not all(map(_fits, network.blocks)):
             raise ConfigError(
                 f"{type(self).__name__}: {name} is no decoder whose blocks all attend to keys and values of the tokens before, "
                 "or has virtual tokens.\nTake one such as Llama, Qwen3 or GPT; or LoRA."

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-import socket
-import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
 from plugins.commands.generate_options import add_model_options
+from plugins.commands.serve_socket import listen, run
 
 
 @technique(
@@ -43,7 +41,7 @@ def serve(arguments: list[str]) -> int:
     from toolkit.generation.single_rows import store_for_single_rows
 
     path = resolve(options.ckpt_path, Path(options.root))
-    listening = _listen(options.host, options.port)
+    listening = listen(options.host, options.port, f"--host {options.host[:80]} ")
     with listening:
         with trusting(Trust(trusted)):
             model = prepare(path, options)
@@ -61,7 +59,7 @@ def serve(arguments: list[str]) -> int:
             said.append("# Everybody who reaches this address can use it: it asks for no key.")
         said.append(f"# {server.name} at http://{shown}:{port}/v1")
         hosts = ["localhost", "127.0.0.1", "[::1]", options.host] if local else ["*"]
-        return _run(server.app(hosts), jobs, listening, "\n".join(said))
+        return run(server.app(hosts), listening, "\n".join(said), jobs.stop)
 
 
 def _options(arguments: list[str]) -> argparse.Namespace:
@@ -93,55 +91,4 @@ def _options(arguments: list[str]) -> argparse.Namespace:
             raise ConfigError(f"--{name} {getattr(options, name)} must be at least {least}.")
     if not 0 < options.timeout < float("inf"):
         raise ConfigError(f"--timeout {options.timeout} must be above 0.")
-    if not 0 <= options.port < 1 << 16:
-        raise ConfigError(f"--port {options.port} must be 0 to 65535.")
     return options
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen(128)
-        except OSError:
-            found.close()
-            raise
-    except (OSError, UnicodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "it is no address"
-        raise ConfigError(f"--host {host[:80]} --port {port} cannot be listened on: {said}.") from error
-    return found
-
-
-def _run(app: Any, jobs: Any, listening: socket.socket, said: str) -> int:
-    """Serves until a signal; returns the exit code.
-
-    Args:
-        app: The ASGI application.
-        jobs: What computes answers.
-        listening: The socket.
-        said: What is printed once signals are handled and requests answered.
-    """
-    import uvicorn
-
-    class Stoppable(uvicorn.Server):
-        ended_by = 0
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets=sockets)
-            print(said, file=sys.stderr, flush=True)
-
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            """Ends requests that run; the second signal does not wait for them."""
-            self.force_exit = self.should_exit
-            self.should_exit, self.ended_by = True, self.ended_by or sig
-            jobs.stop()
-
-    config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
-    )
-    server = Stoppable(config)
-    server.run(sockets=[listening])
-    return 128 + server.ended_by if server.ended_by else 0

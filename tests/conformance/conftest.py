@@ -25,6 +25,7 @@ from tests.support.books import epub, lines, pdf
 from tests.support.raw_folders import write_mds, write_texts
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
+from tests.support.stored_reward_model import store_reward_model
 from tests.support.wiki import dump, wiki_page
 from toolkit.hashed_ngrams import HashedNGrams
 from toolkit.quality_model import QualityModel
@@ -115,12 +116,21 @@ IN_MEMORY = {
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
 
+ROOM = {"model": {"network": {"init_args": {"max_sequence_length": 18}}}}
+"""For two virtual tokens in front of the kit's texts."""
+
 FEW_TOKENS = {"model": {"network": {"init_args": {"vocab_size": 320}}}}
 
 LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
 
 NO_PAIR = {"gradients_are_finite": "one label makes no pair"}
 BY_MICRO_BATCH = {"accumulation_changes_nothing": "the divergence is that of a micro-batch, as in the paper"}
+WAITS = {"idle_costs_nothing": "text is generated in each step, and each token waits for the device"}
+ROUNDING = "rollout/gap is a rounding, and so is a loss whose advantages add up to 0"
+ROLLOUTS = WAITS | dict.fromkeys(("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING)
+LOW_TOKENS = {"class_path": "tests.support.rewarded.LowTokens", "init_args": {"below": 160}}
+
+ANSWERS = {"reward": LOW_TOKENS, "samples": 2, "max_new_tokens": 8, "epochs": 2}
 
 KILLED = "killed while its first checkpoint is being written a run has none; tests/distributed/test_kills.py"
 
@@ -193,6 +203,7 @@ def streamed(source, reader):
         "reader": {"class_path": reader},
         "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}},
         "validation_documents": 8,
+        "mask_documents": True,
         "sequence_length": 16,
         "batch_size": 4,
     }
@@ -235,15 +246,13 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
+        Case("LearnedReward", {"path": reward_model()}),
+        Case("RefusalReward", {"model": quality_model(), "field": "harmful"}),
+        Case("ToxicityReward", {"files": [word_list()]}),
+        Case("ToxicityReward", {"model": quality_model()}),
+        Case("UnitTestReward", {"isolated": False, "seconds": 10.0, "workers": 2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.0, "column": "quality"}),
-        Case(
-            "PerplexityFilter",
-            {"path": scoring_checkpoint(), "max_perplexity": 320.0, "tokens": 24, "window": 16},
-        ),
-        Case(
-            "PerplexityFilter",
-            {"path": scoring_checkpoint(), "tokens": 24, "window": 16, "column": "perplexity"},
-        ),
+        Case("PerplexityFilter", scoring()["init_args"] | {"max_perplexity": 320.0, "column": "perplexity"}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),
@@ -321,6 +330,12 @@ def _cases():
         ),
         Case("SupervisedFineTuning", {"weigh": "answer"}, config=reading(instructions())),
         Case("SupervisedFineTuning", {"noise": 5.0, "chunk_tokens": 10}, config=reading(instructions())),
+        Case("PromptTuning", {"count": 2}, config=ROOM),
+        Case("PTuning", {"count": 2, "hidden": 8}, config=ROOM),
+        Case("PTuning", {"count": 2, "encoder": "lstm", "hidden": 8}, config=ROOM),
+        Case("PrefixTuning", {"count": 2}),
+        Case("BottleneckAdapter", {"size": 4}),
+        Case("BottleneckAdapter", {"size": 4, "places": "mlp"}),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("LitdataDataModule", litdata_folder()),
         Case("LitdataDocuments", config={"data": {"init_args": {"source": litdata_texts()}}}),
@@ -355,6 +370,18 @@ def _cases():
         ),
         Case("SimPO", {}, config=reading(preferences()), exempt=NO_PAIR),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
+        Case("PromptDataModule", prompts(), config=on_policy(), exempt=WAITS, tolerance=1e-4),
+        Case("GRPO", {"kl": 0.04}, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
+        Case(
+            "PPO",
+            {"kl": 0.05, "kl_target": 0.01},
+            config=on_policy("PPO", epochs=2, mini_batches=2),
+            exempt=ROLLOUTS,
+            tolerance=1e-4,
+        ),
+        Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
+        Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
             "PrefixLM",
             {"objective": {"class_path": "CausalLM"}, "max_fraction": 0.5},
@@ -362,11 +389,7 @@ def _cases():
         ),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
         Case("RandomRestart", SHORT["RandomRestart"]),
-        Case("StreamingTextDataModule", streamed(mds_samples(), "MDSDocuments")),
-        Case(
-            "StreamingTextDataModule",
-            streamed(str(parquet_file()), "ParquetDocuments") | {"mask_documents": True},
-        ),
+        Case("StreamingTextDataModule", streamed(str(parquet_file()), "ParquetDocuments")),
         Case("StoredNetwork", config={"data": {"init_args": {"transforms": [scoring()]}}}),
         Case("SplitBy", {"column": "id"}),  # the kit's text is one source
         Case("SlurmEngine", {"jobs": 2, "poll_seconds": 0.05, "folder": str(workshop() / "slurm")}),
@@ -628,6 +651,52 @@ def referred(batch):
     """Returns a batch with a reference that finds all answers certain, and is further from the network than any; all are desirable."""
     rows = batch["labels"].shape
     return batch | {"reference": torch.zeros(rows), "desirable": torch.ones(rows, dtype=torch.bool)}
+
+
+def problems():
+    """Returns a file of questions with answers as GSM8K has them."""
+    path = workshop() / "problems.jsonl"
+    records = [
+        {"question": f"What is {n} plus {n}?", "answer": f"{n} + {n} = {2 * n}\n#### {2 * n}"}
+        | {"harmful": n % 2 == 0, "tests": f"assert twice({n}) == {2 * n}"}
+        for n in range(200)
+    ]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def prompts():
+    """Returns arguments with prompts of up to 8 bytes."""
+    records = [{"prompt": f"{n}+{n}=", "answer": f"{2 * n}"} for n in range(200)]
+    return fine_tuning("prompts", records) | {"template": "plain", "sequence_length": 8}
+
+
+def on_policy(objective="GRPO", **rollouts):
+    """Returns what is laid over the tiny run so that it answers prompts; its rewards are of the tests' own."""
+    os.environ["LEYDEN_TRUST"] = "tests"
+    options = ANSWERS | {"epochs": 1} | rollouts
+    return {
+        "trainer": {"callbacks": [{"class_path": "Rollouts", "init_args": options}]},
+        "model": {"objective": {"class_path": objective}},
+        "data": {"class_path": "PromptDataModule", "init_args": prompts()},
+    }
+
+
+def reward_model():
+    """Returns the checkpoint of a reward model."""
+    data = preferences() | {
+        "tokenizer": {
+            "class_path": "datamodules.preparation.tokenizers.pretrained_tokenizer.PretrainedTokenizer",
+            "init_args": {"path": bytes_tokenizer()},
+        }
+    }
+    return str(store_reward_model(workshop() / "reward-model.ckpt", data))
+
+
+def watched():
+    """Returns what is laid over the tiny run so that a further callback finds rollouts."""
+    found = on_policy()
+    return found | {"trainer": {"callbacks+": found["trainer"]["callbacks"]}}
 
 
 def labelled():

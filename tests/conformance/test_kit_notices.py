@@ -13,7 +13,7 @@ from tests.conftest import Packages
 from tests.support.broken_promises import BROKEN, MODULES
 
 SOUND = [("callbacks", "Mindful"), ("callbacks", "Paired"), ("networks", "Sound"), ("objectives", "Sound"), ("optimizers", "Sound"),
-         ("precision", "Fine"), ("data", "Here"), ("data", "Untouched")]  # fmt: skip
+         ("precision", "Fine"), ("rewards", "Sound"), ("data", "Here"), ("data", "Untouched")]  # fmt: skip
 
 DECLARED = '''
 from lightning.pytorch import Callback
@@ -55,6 +55,7 @@ DEFAULT = {
     ("is_causal", "Peeking"),
     ("sums_are_additive", "MeanOfMeans"),
     ("lowers_a_quadratic", "Climbing"),
+    ("judges_each_answer_alone", "Comparing"),
     ("rates_are_sound", "Negative"),
     ("reads_the_same_each_time", "Shuffled"),
     ("does_each_task_once", "Doubling"),

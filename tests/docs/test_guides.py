@@ -55,6 +55,8 @@ def folder(tmp_path):
         json.dumps({"text": f"It is {w}, {n}", "label": w}) for n in range(40) for w in ("good", "bad")
     ]
     (tmp_path / "reviews.jsonl").write_text("\n".join(reviews), encoding="utf-8")
+    problems = [json.dumps({"question": f"{n} + {n}?", "answer": f"#### {2 * n}"}) for n in range(80)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(problems), encoding="utf-8")
     for name in ("notes", "corpus"):
         (tmp_path / name).mkdir()
         for number in range(12):

@@ -2,7 +2,7 @@
 
 MODULES = {"callbacks": "callbacks", "loggers": "callbacks", "strategies": "callbacks", "precision": "callbacks",
            "networks": "networks", "objectives": "objectives", "optimizers": "optimizers",
-           "schedules": "optimizers", "data": "data", "datamodules": "data", "commands": "commands"}  # fmt: skip
+           "schedules": "optimizers", "rewards": "rewards", "data": "data", "datamodules": "data", "commands": "commands"}  # fmt: skip
 """Kind -> module of tests.conformance.broken."""
 
 
@@ -56,6 +56,10 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("groups_keep_their_ratio", "schedules", "Absolute", "step 0: rates 0.1 and 0.1", {}),
     ("resumes_its_rates", "schedules", "Restarting", "step 71: ", {}),
     ("bind_tells_it_the_length", "schedules", "BoundOnce", "it goes on with", {}),
+    ("judges_each_answer_alone", "rewards", "Comparing", "alone, the answer", {}),
+    ("judges_each_answer_alone", "rewards", "Counting", "alone, the answer", {}),
+    ("judges_each_answer_alone", "rewards", "Averaging", "Averaging gave nan for sample 1 of", {}),
+    ("has_no_value_without_an_answer", "rewards", "Whole", "gave 1 values for 0 samples", {}),
     ("reads_the_same_each_time", "data", "Shuffled", "second pass: 42 documents for 42, the first other is", {}),
     ("its_fingerprint_tells_texts_apart", "data", "PathAlone", "the same fingerprint", {}),
     ("its_fingerprint_tells_texts_apart", "data", "Timed", "two instances with the same arguments", {}),

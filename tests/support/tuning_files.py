@@ -40,6 +40,12 @@ def tasks(folder):
     )
 
 
+def problems(folder):
+    """Writes gsm8k.jsonl."""
+    records = [{"question": f"{n}+{n}?", "answer": f"{n}+{n} is {2 * n}.\n#### {2 * n}"} for n in range(80)]
+    write_lines(folder / "gsm8k.jsonl", records)
+
+
 def corpora(folder):
     """Prepares two folders with the tokenizer of the weights."""
     for name in ("old", "new"):

@@ -26,6 +26,7 @@ KIND_OF = {
     "Optimizer": "optimizers",
     "Packing": "data",
     "Precision": "precision",
+    "Reward": "rewards",
     "Strategy": "strategies",
     "Tokenizer": "data",
     "TokenWriter": "data",

@@ -1,5 +1,7 @@
 """Small layers behind attention and MLP: the base at first, then what the formula says."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -14,6 +16,11 @@ from tests.support.reference_models import lively
 from tests.support.small_networks import DENSE, packed
 
 ENCODER = {"vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32, "max_sequence_length": 64, "intermediate_size": 48}  # fmt: skip
+
+
+def with_map(own, part, given, y):
+    inner = F.gelu(y @ own.bottleneck_down.T + own.bottleneck_down_bias)
+    return y + inner @ own.bottleneck_up.T + own.bottleneck_up_bias
 
 
 @pytest.mark.parametrize(("network_class", "arguments"), [(Llama, DENSE), (BERT, ENCODER)])
@@ -36,12 +43,7 @@ def test_outputs_of_the_parts_pass_the_layers(network_class, arguments, places):
     plain = lively(network_class(**arguments)).double()
     for block, own in zip(plain.blocks, network.blocks, strict=True):
         for name in ("attention", "mlp") if places == "both" else ("mlp",):
-
-            def add(_, given, y, own=getattr(own, name)):
-                inner = F.gelu(y @ own.bottleneck_down.T + own.bottleneck_down_bias)
-                return y + inner @ own.bottleneck_up.T + own.bottleneck_up_bias
-
-            getattr(block, name).register_forward_hook(add)
+            getattr(block, name).register_forward_hook(partial(with_map, getattr(own, name)))
     assert torch.allclose(found, plain(packed()), rtol=1e-10, atol=1e-10)
     assert not torch.allclose(found, before, atol=0.1)
     found.square().sum().backward()

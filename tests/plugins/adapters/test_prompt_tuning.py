@@ -1,12 +1,15 @@
 """Virtual tokens: what concatenation gives, in packed rows, with caches and in rows of different lengths; peft's values."""
 
 import copy
+import json
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from torch import nn
 
 from callbacks.activation_checkpointing import ActivationCheckpointing
+from conformance.runs import run
 from core.errors import ConfigError
 from plugins.adapters.p_tuning import PTuning
 from plugins.adapters.prefix_tuning import PrefixTuning
@@ -17,8 +20,11 @@ from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
 from plugins.networks.mistral import Mistral
 from plugins.networks.qwen3 import Qwen3
+from tests.support.adapted_checkpoints import store_adapted, store_base
 from tests.support.reference_models import both, lively, tokens
+from tests.support.same_run import fit, one_process, weights_apart
 from tests.support.small_networks import DENSE, LATENT, LENGTHS, packed
+from tests.support.stored_networks import tokenizer_json
 
 COUNT = 5
 PLAIN = {key: value for key, value in DENSE.items() if key not in ("n_kv_head", "intermediate_size")}
@@ -176,3 +182,41 @@ def test_on_the_meta_device_it_has_names_and_shapes():
         real = adapted(lively(Llama(**DENSE)), adapter)
         assert {n: p.shape for n, p in other.named_parameters()} == {n: p.shape for n, p in real.named_parameters()}  # fmt: skip
         assert all(p.is_meta for p in other.parameters())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", ["DDP", "FSDP"])
+@pytest.mark.parametrize("name", ["PTuning", "PrefixTuning", "BottleneckAdapter"])
+def test_it_trains_on_ranks_as_in_one_process(name, strategy):
+    callbacks = [{"class_path": name, "init_args": {"size" if name == "BottleneckAdapter" else "count": 3}}]
+    network = {"init_args": {"max_sequence_length": 19}}
+    # gradients of what is added are small: with the steps of a whole network they would hardly be clipped
+    overlay = {"trainer": {"callbacks": callbacks, "gradient_clip_val": 1e-4}, "model": {"network": network}}
+    ranks = {"trainer": {**overlay["trainer"], "strategy": {"class_path": strategy}}, "model": overlay["model"]}  # fmt: skip
+    found, expected = fit(ranks, 2), one_process(overlay)
+    assert found.code == 0, found.error_text
+    for step, figures in expected.record["figures"].items():
+        assert found.record["figures"][step]["train/loss"] == pytest.approx(figures["train/loss"], rel=1e-6)
+        assert found.record["figures"][step]["train/grad_norm"] == pytest.approx(figures["train/grad_norm"], rel=1e-4)  # fmt: skip
+    assert weights_apart(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("adapter", [PromptTuning, PrefixTuning])
+def test_a_checkpoint_generates_what_the_network_in_training_would(adapter, tmp_path):
+    path, network = store_adapted(tmp_path, adapter, store_base(tmp_path), count=4)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert {name.removeprefix("network.") for name in state} == {
+        f"virtual.{name}" for name, _ in network.virtual.named_parameters()
+    }
+    done = run(["generate", f"--ckpt_path={path}", "--prompt=th", "--temperature=0", "--max_new_tokens=12", "--json"], tmp_path)  # fmt: skip
+    assert done.code == 0, done.error_text
+    [record] = [json.loads(line) for line in done.stdout.splitlines()]
+    ids = Tokenizer.from_str(tokenizer_json()).encode("th").ids
+    for token in record["ids"]:  # without a cache
+        with torch.no_grad():
+            best = network.logits(network({"input_ids": torch.tensor([ids])}))[0, -1].argmax()
+        assert token == best
+        ids.append(token)
+    done = run(["export", f"--ckpt_path={path}", f"--output={tmp_path / 'out'}"], tmp_path)
+    assert done.code == 2
+    assert f"{adapter.__name__} trained cannot be merged" in done.error_text

@@ -1,0 +1,265 @@
+"""Rollouts: the ratio is 1 at first, a run goes on bitwise within a rollout, two ranks are one process, mistakes are named."""
+
+import json
+import math
+import os
+
+import pytest
+import torch
+
+from callbacks.rollouts import Rollouts
+from conformance.runs import run
+from core.errors import ConfigError
+from datamodules.prompt_datamodule import PromptDataModule
+from plugins.adapters.lora import LoRA
+from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives.grpo import GRPO
+from plugins.objectives.ppo import PPO
+from tests.support.launched_ranks import column, forked, results
+from tests.support.records import build
+from tests.support.rewarded import VOCAB, LowTokens, Ratios, on_policy, prompts
+from tests.support.tiny_training import fit, module, trainer, uneven_batches
+from tests.support.uneven import UnevenData
+from toolkit.rewards import Reward
+from toolkit.rollouts import REWARDS
+
+
+def test_the_ratio_is_exactly_one_until_the_weights_change(tmp_path):
+    objective = Ratios(kl=0.1)
+    on_policy(tmp_path, objective, 12, rollouts={"mini_batches": 2, "epochs": 2}, limit_val_batches=0)
+    first = objective.found[::4]
+    assert first == [0.0] * 3
+    assert all(apart > 0 for number, apart in enumerate(objective.found) if number % 4)
+    rows = objective.rows
+    assert rows[0] == rows[2]  # the second epoch has the mini-batches of the first
+    assert rows[1] == rows[3]
+    assert rows[0] != rows[1]
+    assert rows[4] != rows[0]
+    rewards = [LowTokens().below > label for label in rows[0]["labels"][0] if label >= 0]
+    assert rows[0][REWARDS][0] == pytest.approx(sum(rewards) / len(rewards))
+
+
+def test_with_accumulation_all_micro_batches_of_a_step_have_the_ratio_one(tmp_path):
+    objective = Ratios(kl=0.1)
+    options = dict(accumulate_grad_batches=2, rollouts={"mini_batches": 2, "epochs": 2}, limit_val_batches=0)
+    on_policy(tmp_path, objective, 4, **options)
+    assert [apart == 0 for apart in objective.found] == [True, True, False, False] * 2
+
+
+@pytest.mark.parametrize("at", [1, 3, 4])
+def test_a_run_goes_on_bitwise_within_a_rollout(at, tmp_path):
+    options = dict(rollouts={"mini_batches": 2, "epochs": 2}, limit_val_batches=0)
+    runs = {name: tmp_path / name for name in ("whole", "first", "second")}
+    for folder in runs.values():
+        folder.mkdir()
+    _, whole, figures = on_policy(runs["whole"], PPO(kl=0.1, kl_target=0.01), 6, **options)
+    runner, _, _ = on_policy(runs["first"], PPO(kl=0.1, kl_target=0.01), at, **options)
+    path = tmp_path / "stopped.ckpt"
+    runner.save_checkpoint(path)
+    torch.load(path, weights_only=True)  # plain values and tensors
+    _, rest, again = on_policy(
+        runs["second"], PPO(kl=0.1, kl_target=0.01), 6, ckpt_path=path, seed=0, **options
+    )
+    for name, value in whole.state_dict().items():
+        assert torch.equal(value, rest.state_dict()[name]), name
+    for now, then in zip(again, figures[at:], strict=True):
+        assert now.items() <= then.items()  # figures of a rollout before the stop are no longer shown
+
+
+class Records(Reward):
+    """Looks at what a reward is given."""
+
+    def __init__(self):
+        self.seen = []
+
+    def score(self, samples):
+        self.seen += samples
+        return [0.0] * len(samples)
+
+
+def test_rewards_see_the_whole_record_and_validation_is_repeatable(tmp_path):
+    reward = Records()
+    options = dict(val_check_interval=1, check_val_every_n_epoch=None, limit_val_batches=1)
+    _, _, figures = on_policy(tmp_path, GRPO(), 2, lr=0.0, rollouts={"reward": reward}, **options)
+    assert {(one.prompt, one.record["answer"]) for one in reward.seen} <= {
+        (record["prompt"], record["answer"]) for record in prompts()
+    }
+    validated = reward.seen[16:18], reward.seen[-2:]
+    assert validated[0] == validated[1]  # 2 prompts, one answer each
+    assert all(0 < len(one.answer_ids) <= 8 for one in reward.seen)
+    assert figures[-1]["val/loss"] == 0
+
+
+def test_validation_is_the_mean_over_prompts(tmp_path):
+    options = dict(val_check_interval=2, check_val_every_n_epoch=None, batch_size=3)
+    runner, _, _ = on_policy(tmp_path, GRPO(kl=0.1), 2, **options)
+    found = runner.callback_metrics
+    assert float(found["val/loss"]) == -float(found["val/reward"])
+    assert 0 < float(found["val/reward"]) < 1
+
+
+def test_figures_are_means_over_all_answers(tmp_path):
+    _, _, figures = on_policy(tmp_path, GRPO(kl=0.1), 6, log_every_n_steps=3, limit_val_batches=0)
+    [first, second] = figures
+    assert first["rollout/reward"] <= first["rollout/best"] <= 1
+    assert 0 < first["rollout/ended"] < 1 or first["rollout/length"] == 8
+    assert first["rollout/entropy"] == pytest.approx(math.log(VOCAB), rel=0.02)
+    assert first["rollout/gap"] < 1e-5  # the decoder's cache against whole rows, in float32
+    assert first["rollout/kl"] < second["rollout/kl"]
+
+
+CONFIG = {
+    "model": {"network": {"init_args": {"vocab_size": VOCAB, "max_sequence_length": 32, "bias": False}}},
+    "trainer": {"gradient_clip_val": None},
+}
+
+
+def apart(folder, ranks, objective, rollouts, *words, tensor=1):
+    """Returns figures and weights of a run on some ranks, of the command line."""
+    os.environ["LEYDEN_TRUST"] = "tests"
+    folder.mkdir()
+    data = build(PromptDataModule, folder, prompts(), template="plain")
+    tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": data.tokenizer.path}}
+    options = {"source": str(folder / "records.jsonl"), "tokenizer": tokenizer, "template": "plain", "sequence_length": 16,
+               "batch_size": 4 * tensor // ranks, "cache_dir": str(folder / "cache")}  # fmt: skip
+    rollout = {
+        "reward": {"class_path": "tests.support.rewarded.LowTokens"},
+        "samples": 4,
+        "max_new_tokens": 8,
+    }
+    overlay = CONFIG | {
+        "model": CONFIG["model"] | {"objective": objective},
+        "data": {"class_path": "PromptDataModule", "init_args": options},
+        "trainer": CONFIG["trainer"] | {"callbacks+": [{"class_path": "Rollouts", "init_args": rollout | rollouts}]},
+    }  # fmt: skip
+    more = folder / "more.yaml"
+    more.write_text(json.dumps(overlay), encoding="utf-8")
+    done = forked(ranks, folder, f"--config={more}", *words)
+    assert done.code == 0, done.error_text
+    return results(folder)
+
+
+def same_run(one, two):
+    """Holds a run on two ranks against that of one process."""
+    for name in ("train/tokens", "rollout/reward", "rollout/length", "val/reward"):
+        assert column(two[0], name) == pytest.approx(column(one[0], name), rel=1e-6), name
+    for name in ("train/loss", "train/grad_norm", "rollout/kl"):
+        # sums whose terms cancel each other
+        assert column(two[0], name) == pytest.approx(column(one[0], name), rel=1e-4, abs=1e-6), name
+    for name, weight in one[1]["state_dict"].items():
+        torch.testing.assert_close(two[1]["state_dict"][name], weight, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.ci  # the kit compares shorter runs by default
+@pytest.mark.parametrize(
+    ("objective", "rollouts"),
+    [
+        (
+            {"class_path": "PPO", "init_args": {"kl": 0.1, "kl_target": 0.01}},
+            {"mini_batches": 2, "epochs": 2},
+        ),
+        ({"class_path": "GRPO", "init_args": {"kl": 0.1}}, {}),
+    ],
+    ids=lambda value: value.get("class_path", ""),
+)
+def test_two_ranks_are_one_process(objective, rollouts, tmp_path):
+    one, two = (apart(tmp_path / str(ranks), ranks, objective, rollouts) for ranks in (1, 2))
+    same_run(one, two)
+
+
+@pytest.mark.ci
+def test_tensor_parallel_ranks_are_one_process(tmp_path):
+    objective = {"class_path": "tests.support.rewarded.Ratios", "init_args": {"kl": 0.1, "kl_target": 0.01}}
+    strategy = json.dumps(
+        {"class_path": "HybridParallel", "init_args": {"tensor": 2, "loss_parallel": False}}
+    )
+    rollouts = {"mini_batches": 2, "epochs": 2}
+    one = apart(tmp_path / "1", 1, objective, rollouts)
+    two = apart(tmp_path / "2", 2, objective, rollouts, f"--trainer.strategy={strategy}", tensor=2)
+    same_run(one, two)
+    # of two micro-batches in three, which is what a step is the mean of
+    assert [value == 0 for value in column(two[0], "train/apart")][:3] == [True, False, True]
+
+
+class Broken(Reward):
+    """Gives a number that is none to one answer."""
+
+    def score(self, samples):
+        return [math.nan if number == 3 else 1.0 for number, _ in enumerate(samples)]
+
+
+def test_a_reward_that_is_not_finite_stops_the_run(tmp_path):
+    with pytest.raises(ConfigError) as error:
+        on_policy(tmp_path, GRPO(), 1, rollouts={"reward": Broken()})
+    assert "Broken gave nan for sample 4 of 16" in str(error.value)
+
+
+def test_there_must_be_room_for_answers(tmp_path):
+    with pytest.raises(
+        ConfigError, match="answers of 17 do not fit into the network's max_sequence_length=32"
+    ):
+        on_policy(tmp_path, GRPO(), 1, rollouts={"max_new_tokens": 17})
+
+
+def test_mini_batches_divide_the_batch(tmp_path):
+    with pytest.raises(ConfigError, match="mini_batches=3 do not divide data\\.batch_size=4"):
+        on_policy(tmp_path, GRPO(), 1, rollouts={"mini_batches": 3})
+
+
+@pytest.mark.parametrize("option", ["samples", "max_new_tokens", "mini_batches", "epochs"])
+def test_numbers_are_at_least_1(option):
+    with pytest.raises(ConfigError, match=f"Rollouts: {option}=0 must be at least 1"):
+        Rollouts(LowTokens(), **{option: 0})
+
+
+def test_rollouts_and_objective_need_each_other(tmp_path):
+    with pytest.raises(ConfigError, match="CausalLM does not learn from rewards"):
+        on_policy(tmp_path, CausalLM(), 1)
+    with pytest.raises(ConfigError, match="Add the callback Rollouts"):
+        fit(tmp_path, module(objective=GRPO()), uneven_batches(2), max_steps=1)
+    runner = trainer(tmp_path, callbacks=[Rollouts(LowTokens())], max_steps=1)
+    with pytest.raises(ConfigError, match="UnevenData gives none"):
+        runner.fit(module(objective=GRPO()), datamodule=UnevenData())
+
+
+MISTAKES = {
+    "max_new_tokens": (["--trainer.callbacks.Rollouts.max_new_tokens=300"], "do not fit into the network's"),
+    "mini_batches": (["--trainer.callbacks.Rollouts.mini_batches=3"], "3 do not divide data.batch_size=8"),
+    "epochs": (
+        ["--trainer.callbacks.Rollouts.epochs=2", "--trainer.accumulate_grad_batches=2"],
+        "a step would hold rows twice",
+    ),
+    "FSDP": (["--trainer.strategy=FSDP"], "FSDP shards the network"),
+    "CausalLM": (["--model.objective=CausalLM"], "nothing in this run offers learns_from_rollouts"),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found_before_anything_is_started(name, tmp_path):
+    words, said = MISTAKES[name]
+    done = run(["check", "--config=quickstart", "--config=techniques/grpo", *words], tmp_path)
+    assert done.code == 2
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) <= 10
+
+
+def test_the_reference_of_an_adapter_is_the_network_without_it(tmp_path):
+    folders = [tmp_path / name for name in ("first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    lora = dict(rank=4, alpha=8)
+    objective = GRPO(kl=0.1)
+    runner, trained, figures = on_policy(
+        folders[0], objective, 3, callbacks=[LoRA(**lora)], limit_val_batches=0
+    )
+    assert figures[0]["rollout/kl"] == 0
+    assert figures[-1]["rollout/kl"] != 0
+    network = dict(trained.network.named_parameters())
+    shared = [parameter.data_ptr() == network[name].data_ptr() for name, parameter in objective.reference.named_parameters()]  # fmt: skip
+    assert all(shared)
+    path = tmp_path / "stopped.ckpt"
+    runner.save_checkpoint(path)
+    options = dict(callbacks=[LoRA(**lora)], ckpt_path=path, limit_val_batches=0)
+    _, _, again = on_policy(folders[1], GRPO(kl=0.1), 4, **options)
+    assert again[0]["rollout/kl"] != 0
