@@ -198,7 +198,7 @@ class Further:
         more = {RECORDS: spread(here.repeat(each))}
         if (table := self.references.get(self.split)) is not None:
             more[REFERENCE] = spread(
-                np.where(here[:, None] < 0, np.float32(0), table.numpy()[here]).flatten()
+                np.where(here[:, None] < 0, np.float32(0), np.from_dlpack(table)[here]).flatten()
             )
         if self.named:
             stored = spread(store.values[here, 0].astype(np.float32).repeat(each))
