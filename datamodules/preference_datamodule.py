@@ -147,7 +147,7 @@ class PreferenceDataModule(RecordDataModule):
         found.further = Further(split, self.references, named)
         return found
 
-    def every_record(self) -> Iterator[tuple[str, tuple[int, int], Iterable[Mapping[str, torch.Tensor]]]]:
+    def every_record(self) -> Iterator[tuple[str, tuple[int, int], Iterable[Any]]]:
         """Yields each split with its records and rows of a record, and this rank's batches of it, each record once."""
         for split, store in self._stores.items():
             yield split, (store.number_of_documents, store.sequences), self._loader(split, pad=True)
@@ -198,7 +198,7 @@ class Further:
         more = {RECORDS: spread(here.repeat(each))}
         if (table := self.references.get(self.split)) is not None:
             more[REFERENCE] = spread(
-                np.where(here[:, None] < 0, np.float32(0), table.numpy()[here]).flatten()
+                np.where(here[:, None] < 0, np.float32(0), np.from_dlpack(table)[here]).flatten()
             )
         if self.named:
             stored = spread(store.values[here, 0].astype(np.float32).repeat(each))

@@ -107,7 +107,7 @@ class DPO(Objective):
         reference = references(batch)
         found, pairs = pairs_of(network, batch, self.chunk_tokens)
         ratios = found.sums - reference
-        losses = self.losses(found._replace(sums=ratios)).where(pairs, 0.0)
+        losses = self.losses(Answers(ratios, found.counts)).where(pairs, 0.0)
         chosen, rejected = (self.beta * ratios).view(-1, 2).unbind(1)
         return (
             TokenSum(losses.sum(), found.tokens, pairs.sum()),
