@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from core.contracts import IGNORED_LABEL
+from core.contracts import IGNORED_LABEL, RunsAsForward
 from core.errors import ConfigError
 from core.technique import Feature, technique
 from core.training.figures import log_figures
@@ -18,31 +18,36 @@ from core.training.loss_ranks import dp_group, dp_rank, dp_size
 from core.training.seeding import mix
 from toolkit.answers import Answer, as_part, sample_answers
 from toolkit.generation.rows import evaluating
-from toolkit.rewards import KL, LENGTH, REPETITION, REWARD, Reward, Sample, Scores, repetition, score
+from toolkit.rewards import Reward, Sample, Scores, score
+from toolkit.rollout_figures import rollout_figures
 from toolkit.rollouts import (
-    OLD,
     RECORDS,
-    REFERENCE,
     REWARDS,
-    SAMPLED,
     TURNS,
     GivesPrompts,
     OnPolicyObjective,
     Part,
     Rollout,
 )
-from toolkit.shards import is_sharded
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
 
+T = TypeVar("T")
+
+FUNCTION = "answer_prompts"
+"""Under this name the LightningModule has what is called as its forward."""
+
 MULTIPLE = 8
 """Rows are padded to a multiple of this number of tokens."""
 
-SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")  # fmt: skip
-"""Strategies under which no rank has the full network."""
+SHARDING = ("FSDP", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")
+"""Strategies under which ranks with different prompts need each other's weights."""
 
-WHOLE = "text is generated with the whole network on each rank: take --trainer.strategy=DDP"
+WHOLE = (
+    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, or "
+    "HybridParallel with tensor and data_replicate alone and loss_parallel=false"
+)
 
 
 @technique(
@@ -67,7 +72,7 @@ class Rollouts(Callback):
     `rollout/entropy` in nats a token, estimated from the tokens drawn; `rollout/kl` in nats a token, if there is a reference;
     `rollout/gap`, the mean difference between the log-probabilities of decoder and trainer, in nats.
 
-    Each rank needs the whole network: one process or DDP.
+    Each rank needs all weights, or shares them with ranks that have the same prompts: one process, DDP, or tensor parallelism.
 
     Args:
         reward: What scores answers.
@@ -124,7 +129,7 @@ class Rollouts(Callback):
                 "step would hold rows twice"
             )
         for item in run.selected:
-            if item.kind == "strategies" and item.name in SHARDING:
+            if item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments, run)):
                 yield f"{item.name} shards the network, and {WHOLE}"
 
     # -- before training ------------------------------------------------------------------------------------------
@@ -148,9 +153,6 @@ class Rollouts(Callback):
             raise ConfigError(
                 f"Rollouts: mini_batches={self.mini_batches} do not divide data.batch_size={rows}."
             )
-        parameters = list(network.parameters())
-        if is_sharded(parameters) or any(p.numel() == 0 for p in parameters):
-            raise ConfigError(f"Rollouts: the network is sharded, and {WHOLE}.")
         _objective(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -191,7 +193,8 @@ class Rollouts(Callback):
         seed = pl_module.seed, trainer.current_epoch
         seeds = [mix(*seed, place, number) for place in places for number in range(self.samples)]
         objective = _objective(pl_module)
-        with torch.no_grad(), trainer.precision_plugin.forward_context(), evaluating(pl_module.network):
+
+        def answered() -> list[Part]:
             answers = self._sample(pl_module.network, prompts, seeds, trainer)
             scores = self._score(trainer, "train", records, answers)
             parts = self._parts_of(trainer, pl_module, prompts, answers, scores)
@@ -199,7 +202,10 @@ class Rollouts(Callback):
                 objective.add_log_probabilities(pl_module.network, part)
             self._count(pl_module, answers, scores, parts)
             objective.prepare(pl_module.network, Rollout(parts, self.samples, pl_module.sum_over_ranks))
-        return parts
+            return parts
+
+        with evaluating(pl_module.network):
+            return _as_forward(trainer, pl_module, answered)
 
     def _sample(
         self, network: Any, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: Trainer
@@ -220,7 +226,7 @@ class Rollouts(Callback):
             Sample(prompted[n // each].text, text, answer.content, answer.ended, prompted[n // each].record)
             for n, (answer, text) in enumerate(zip(answers, texts, strict=True))
         ]
-        return score(self.reward, samples)
+        return _agreed(trainer, score(self.reward, samples))
 
     def _parts_of(
         self,
@@ -276,24 +282,10 @@ class Rollouts(Callback):
         self, pl_module: Any, answers: Sequence[Answer], scores: Scores, parts: Sequence[Part]
     ) -> None:
         """Adds the figures of a rollout, of all ranks, to those since the last logged step."""
-        rows, device = len(answers), pl_module.device
-        groups = torch.tensor(scores.values, dtype=torch.float64).view(-1, self.samples)
-        found = {
-            REWARD: (float(groups.sum()), rows),
-            "rollout/best": (float(groups.amax(1).sum()), len(groups)),
-            LENGTH: (sum(len(answer.ids) for answer in answers), rows),
-            "rollout/ended": (sum(answer.ended for answer in answers), rows),
-            REPETITION: (sum(repetition(answer.content) for answer in answers), rows),
-        }
-        found |= {f"{REWARD}/{name}": (sum(values), rows) for name, values in scores.parts.items()}
-        for name, of in {"rollout/entropy": _surprise, "rollout/gap": _gap, KL: _distance}.items():
-            if values := [of(part) for part in parts if name != KL or REFERENCE in part]:
-                tokens = sum(int((part["labels"] != IGNORED_LABEL).sum()) for part in parts)
-                found[name] = (float(sum(value.double().sum() for value in values)), tokens)
-        sums = torch.tensor(list(found.values()), dtype=torch.float64)
-        if device.type != "cpu":
-            sums = sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
-        for name, (total, weight) in zip(found, pl_module.sum_over_ranks(sums).tolist(), strict=True):
+        found, device = rollout_figures(answers, scores, parts, self.samples), pl_module.device
+        wide = torch.float32 if device.type == "mps" else torch.float64
+        sums = pl_module.sum_over_ranks(torch.tensor(list(found.values()), dtype=wide, device=device))
+        for name, (total, weight) in zip(found, sums.tolist(), strict=True):
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = before[0] + total, before[1] + weight
 
@@ -327,8 +319,9 @@ class Rollouts(Callback):
         rows = [row for row, record in enumerate(numbers) if record >= 0]
         prompts = [ids for ids in _ids(batch) if ids]
         seeds = [mix(pl_module.seed, first + row) for row in rows]  # the same in each validation
-        with torch.no_grad(), trainer.precision_plugin.forward_context():
-            answers = self._sample(pl_module.network, prompts, seeds, trainer)
+        answers = _as_forward(
+            trainer, pl_module, lambda: self._sample(pl_module.network, prompts, seeds, trainer)
+        )
         scores = self._score(trainer, split, [numbers[row] for row in rows], answers)
         padding = [Answer([0], [0.0], False)] * (not rows)
         width = max((len(p) + len(a.ids) for p, a in zip(prompts, answers, strict=True)), default=2) - 1
@@ -356,12 +349,49 @@ class Rollouts(Callback):
         self._sums = {name: (pair[0], pair[1]) for name, pair in state_dict["sums"].items()}
 
 
+def _splits(sizes: Mapping[str, Any], run: Run) -> bool:
+    """Returns whether HybridParallel of these sizes does more than tensor parallelism within copies of the network."""
+    together = (sizes.get("tensor") or 1) * (sizes.get("data_replicate") or 1)
+    vocabulary = (sizes.get("tensor") or 1) > 1 and sizes.get("loss_parallel", True)
+    return bool(together != run.world_size or vocabulary or (sizes.get("sequence") or 1) > 1)
+
+
 def no_room(longest: int, room: int, most: int) -> str:
     """Returns that prompts leave no room for answers, and what to do."""
     return (
         f"prompts of up to data.sequence_length={longest} tokens and answers of {room} do not fit into the network's "
         f"max_sequence_length={most}: lower one of them, or raise the last"
     )
+
+
+def _agreed(trainer: Trainer, scores: Scores) -> Scores:
+    """Returns the scores of the first of the ranks that share prompts: a test with a time limit may fail on one alone."""
+    if trainer.world_size == dp_size(trainer):
+        return scores
+    module: Any = trainer.lightning_module
+    ranks = module.all_gather(torch.tensor(dp_rank(trainer), device=module.device)).tolist()
+    first = ranks.index(dp_rank(trainer))
+
+    def of_first(values: list[float]) -> list[float]:
+        wide = torch.float32 if module.device.type == "mps" else torch.float64
+        every: Any = module.all_gather(torch.tensor(values, dtype=wide, device=module.device))
+        found: list[float] = every[first].tolist()
+        return found
+
+    return Scores(of_first(scores.values), {name: of_first(values) for name, values in scores.parts.items()})
+
+
+def _as_forward(trainer: Trainer, pl_module: Any, function: Callable[[], T]) -> T:
+    """Calls a function that runs the network, with its weights gathered, without gradients."""
+    strategy = trainer.strategy
+    with torch.no_grad(), trainer.precision_plugin.forward_context():
+        if not isinstance(strategy, RunsAsForward):
+            return function()
+        vars(pl_module)[FUNCTION] = function
+        try:
+            return cast(T, strategy.run_as_forward(FUNCTION))
+        finally:
+            del vars(pl_module)[FUNCTION]
 
 
 def _prompts(trainer: Trainer) -> Any:
@@ -390,15 +420,3 @@ def _ids(batch: Mapping[str, Tensor]) -> list[list[int]]:
         [id for id, kept in zip(ids, mask, strict=True) if kept]
         for ids, mask in zip(batch["input_ids"].tolist(), inside, strict=True)
     ]
-
-
-def _surprise(part: Part) -> Tensor:
-    return -part[OLD]
-
-
-def _gap(part: Part) -> Tensor:
-    return (part[OLD] - part[SAMPLED]).abs()
-
-
-def _distance(part: Part) -> Tensor:
-    return part[OLD] - part[REFERENCE]

@@ -19,7 +19,7 @@ from typing import Any
 from core import API_VERSION, __version__
 from core.errors import ConfigError, deprecated, nearest
 
-__all__ = ["Entry", "by_class_path", "find", "offering"]
+__all__ = ["Entry", "by_class_path", "entries", "find", "offering"]
 
 KINDS = (
     "adapters",

@@ -9,8 +9,10 @@ from core.errors import ConfigError
 from core.technique import technique
 from datamodules.records.chats import Rendered, messages_of, plain, plain_sides, renderer_of, tools_of
 from datamodules.records.encoding import TextEncoder
+from datamodules.records.parallel_files import ParallelFiles, is_parallel
+from datamodules.records.prompts import Prompts
 from datamodules.records.record_datamodule import RecordDataModule
-from datamodules.records.record_files import Placed, Record
+from datamodules.records.record_files import Placed, Record, RecordFiles
 from datamodules.records.record_store import Encoded
 from datamodules.records.templates import find_template
 
@@ -28,7 +30,10 @@ class InstructionDataModule(RecordDataModule):
     - `{"messages": [{"role": ..., "content": ...}, ...]}`, also with `tools`,
     - `{"conversations": [{"from": "human", "value": ...}, ...]}`, as ShareGPT has it,
     - `{"prompt": ..., "completion": ...}`, each a text or a list of messages,
-    - `{"instruction": ..., "input": ..., "output": ...}`, as Alpaca has it.
+    - `{"instruction": ..., "input": ..., "output": ...}`, as Alpaca has it,
+    - `{"context": ..., "question": ..., "answers": {"text": [...]}}`, a question of SQuAD, or an article of its files with
+      many: the prompt is that of lm-eval, the answer the first one, or "unanswerable",
+    - with `translate`, `{"translation": {"de": ..., "en": ...}}`, or a pair of lines of WMT's files.
 
     The chat template renders it, and the answers with the token that ends a turn have labels; all other positions have
     -100. Where a template has blocks `generation`, these say what an answer is. Special tokens spelt in a message stay text.
@@ -39,11 +44,13 @@ class InstructionDataModule(RecordDataModule):
             the answer; or a file or folder with a template. None: the tokenizer's own.
         roles: Whose messages are trained on.
         last_turn_only: Whether the last of them is the only one.
+        translate: Codes and names of two languages, {de: German, en: English} from German to English. `source` may then be a
+            file `NAME.de` beside `NAME.en` (also .gz, .zst), `NAME.de.sgm` beside `NAME.en.sgm`, or `NAME.de-en.tsv`.
         pack: Whether several records share a row, which is `sequence_length` wide; else there is one a row, with others of
             similar length.
 
     Raises:
-        ConfigError: If there is no template, or no such file.
+        ConfigError: If there is no template, no such file, or `translate` does not name two languages.
 
     Example:
         data:
@@ -62,18 +69,32 @@ class InstructionDataModule(RecordDataModule):
         roles: Sequence[str] = ("assistant",),
         last_turn_only: bool = False,
         pack: bool = True,
+        translate: dict[str, str] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
+        self.translate = translate or {}
+        if self.translate and (len(self.translate) != 2 or not all(self.translate)):
+            raise ConfigError(
+                f"data.translate is {translate}; it has two languages, from and to: {{de: German, en: English}}."
+            )
         if not roles:
             raise ConfigError("data.roles is empty: name whose messages are trained on, such as [assistant].")
         self.template = find_template(template, self.tokenizer)
         self.roles, self.last_turn_only, self.pack = tuple(roles), last_turn_only, pack
 
+    def files_of(self, source: str) -> RecordFiles:
+        """Returns the records of a source: articles and translations as prompts."""
+        prompts = Prompts(self.translate, joined=self.template is None)
+        if self.translate and is_parallel(source, tuple(self.translate)):
+            return ParallelFiles(source, tuple(self.translate), prompts)
+        return RecordFiles(source, self.columns, prompts)
+
     def options(self) -> Mapping[str, Any]:
         """Returns the template and what is trained on."""
         shown = (self.template.source, self.template.special) if self.template else None
-        return {"template": shown, "roles": self.roles, "last_turn_only": self.last_turn_only}
+        options = {"template": shown, "roles": self.roles, "last_turn_only": self.last_turn_only}
+        return options | ({"translate": list(self.translate.items())} if self.translate else {})
 
     def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:
         """Takes the encoder for texts of users.

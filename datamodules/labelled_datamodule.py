@@ -17,7 +17,7 @@ from datamodules.records.glue import FORMS, Form
 from datamodules.records.labels import AtLabels, LabelNames, class_weights, found_names, number_of
 from datamodules.records.record_batches import RecordBatches
 from datamodules.records.record_datamodule import RecordDataModule
-from datamodules.records.record_files import Placed, Record
+from datamodules.records.record_files import Placed, Record, RecordFiles
 from datamodules.records.record_store import Encoded
 from toolkit.class_labels import give_labels
 from toolkit.labelled_texts import LabelledTexts
@@ -49,7 +49,8 @@ class LabelledDataModule(RecordDataModule):
     Args:
         task: What a label is.
         form: A data set whose fields and labels are known: cola, sst2, mrpc, qqp, stsb, mnli, qnli, rte, wnli (.tsv), boolq, cb,
-            super_rte, wic (.jsonl). None: the fields named here.
+            copa, multirc, record, super_rte, wic, wsc (.jsonl). Each answer of multirc, and each entity of record, is a
+            record; `group_by: paragraph` or `passage` keeps those of a text in one split. None: the fields named here.
         text_field: Field of the text.
         pair_field: Field of the second text; None: there is none.
         label_field: Field of the label.
@@ -118,9 +119,14 @@ class LabelledDataModule(RecordDataModule):
         self.values = {"values": 1, "several": len(self.form.names or ())}.get(self.task, 0)
         self.label_names: list[str] = []
 
+    def files_of(self, source: str) -> RecordFiles:
+        """Returns the records of a source, in the fields of `form`."""
+        return RecordFiles(source, self.columns, self.form.spread)
+
     def options(self) -> Mapping[str, Any]:
         """Returns what decides the ids and labels of a record."""
-        return {"task": self.task, "form": self.form, "position": self.position, "separator": self.separator}
+        form = self.form._replace(spread=self.form.spread and self.form.spread.__name__)  # type: ignore[arg-type]
+        return {"task": self.task, "form": form, "position": self.position, "separator": self.separator}
 
     def learnt(self) -> Mapping[str, Any]:
         """Returns the classes."""

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
+from core.errors import ConfigError
 from core.technique import technique
 from datamodules.packing.grouped import Row
 from datamodules.records.chats import Rendered, field, plain, renderer_of, side_of, tools_of
@@ -18,6 +20,7 @@ from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
 from datamodules.records.record_store import Encoded, RecordStore
 from datamodules.records.templates import find_template
+from toolkit.references import RECORDS, REFERENCE
 
 
 @technique(
@@ -38,11 +41,14 @@ class PreferenceDataModule(RecordDataModule):
     `batch_size` counts pairs, and a batch that is split is split after an even number of rows. `input_ids`, `labels`,
     `document_ids` (-1 in padding) and `position_ids` are (2 B, T), int64; labels are -100 in the prompt. Where records have a
     number `margin`, by which the chosen answer should be better, `margin` (2 B, T), float32, holds it at each position of both.
+    `records` has the number of the row's record, and `reference` the log-probability of the row's labels once
+    ReferenceLogProbabilities has computed it, both at each position.
 
-    A single answer (`paired: false`) is a record with `prompt`, `completion` and `label`, true or false. Then there is a row
-    for each, and `desirable` (B, T), bool, holds its label at each of its positions.
+    A single answer (`paired: false`) is a record with `prompt`, `completion` and `label`, true or false. Row 2 i is the answer;
+    row 2 i + 1 is the same prompt with the answer of the record before it in the files, from which KTO estimates how far the
+    network has moved. `desirable` (2 B, T), bool, holds the label at each of their positions.
 
-    T is the longest row's length, rounded up to 8. A pair of which one answer is too long is left out, or both are cut.
+    T is the longest row's length, rounded up to 8. A record of which one row is too long is left out, or both rows are cut.
 
     Args:
         template: As for InstructionDataModule.
@@ -61,15 +67,20 @@ class PreferenceDataModule(RecordDataModule):
             batch_size: 4
     """
 
+    sequences, values = 2, 1
+
     def __init__(self, *args: Any, template: str | None = None, paired: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.template, self.paired = find_template(template, self.tokenizer), paired
-        self.sequences, self.values = (2 if paired else 1), 1
+        self.references: dict[str, torch.Tensor] = {}
+        self._before: tuple[np.ndarray, np.ndarray] | None = None
 
     def options(self) -> Mapping[str, Any]:
         """Returns the template, and whether records are pairs."""
         shown = (self.template.source, self.template.special) if self.template else None
-        return {"template": shown, "paired": self.paired} | ({"margin": "margin"} if self.paired else {})
+        return {"template": shown, "paired": self.paired} | (
+            {"margin": "margin"} if self.paired else {"rows": 2}
+        )
 
     def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:
         """Takes the encoder for texts of users.
@@ -81,6 +92,7 @@ class PreferenceDataModule(RecordDataModule):
         self._renderer = self.template and renderer_of(
             self.template, encoder.prompts, ("assistant",), last_only=False
         )
+        self._before = None
 
     def encode(self, record: Record) -> tuple[list[Rendered], list[float]]:
         """Returns the texts of a record, and the margin of a pair, or whether a single answer is desirable."""
@@ -109,28 +121,97 @@ class PreferenceDataModule(RecordDataModule):
     ) -> Iterator[Encoded]:
         """Yields the sequences of each record, if all of them have labels."""
         encoded = iter(encoder.encode([text for texts, _ in found for text in texts]))
-        for texts, values in found:
-            sequences = [next(encoded) for _ in texts]
-            usable = all((labels >= 0).any() for _, labels in sequences)
-            yield Encoded(sequences if usable else [], values)
+        records = [([next(encoded) for _ in texts], values) for texts, values in found]
+        usable = [all((labels >= 0).any() for _, labels in sequences) for sequences, _ in records]
+        if not self.paired and self._before is None:
+            self._before = next((records[n][0][0] for n in reversed(range(len(records))) if usable[n]), None)
+        for (sequences, values), use in zip(records, usable, strict=True):
+            if use and not self.paired:
+                (own,), other = sequences, self._before
+                assert other is not None
+                sequences, self._before = [own, with_answer_of(other, own)], own
+            yield Encoded(sequences if use else [], values)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Maps the encoded records; a run of training forgets the references of an earlier one."""
+        super().setup(stage)
+        if stage == "fit":
+            self.references = {}
 
     def packed(self, split: str, **order: Any) -> RecordBatches:
         """Returns the batches of a split."""
         found = super().packed(split, **order)
-        if not self.paired:
-            found.further = with_desirable
-        elif self._stores[split].values.any():
-            found.further = with_margin
+        named = "desirable"
+        if self.paired:
+            named = "margin" if self._stores[split].values.any() else ""
+        found.further = Further(split, self.references, named)
         return found
 
+    def every_record(self) -> Iterator[tuple[str, tuple[int, int], Iterable[Mapping[str, torch.Tensor]]]]:
+        """Yields each split with its records and rows of a record, and this rank's batches of it, each record once."""
+        for split, store in self._stores.items():
+            yield split, (store.number_of_documents, store.sequences), self._loader(split, pad=True)
 
-def with_margin(store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
-    """Returns a batch of pairs with `margin`, (2 B, T); 0 in padding."""
-    margins = np.array([store.values[row[0][0], 0] if row else 0.0 for row in rows], np.float32)
-    return batch | {"margin": margins.repeat(2)[:, None] * (batch["document_ids"] >= 0)}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, and the references."""
+        return super().state_dict() | ({"references": dict(self.references)} if self.references else {})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over position and references.
+
+        Raises:
+            ConfigError: If the data has other records than the checkpoint's.
+        """
+        super().load_state_dict(state_dict)
+        found = state_dict.get("references", {})
+        for split, store in self._stores.items() if found else ():
+            here = (store.number_of_documents, store.sequences)
+            if (there := tuple(getattr(found.get(split), "shape", ()))) != here:
+                raise ConfigError(
+                    f"The checkpoint has reference log-probabilities of {there} records of {split} and rows of each, the data has "
+                    f"{here}.\nTake data.source and data.validation_fraction from the run that wrote it."
+                )
+        self.references.clear()
+        self.references.update(found)
 
 
-def with_desirable(store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
-    """Returns a batch with `desirable`, (B, T) bool; false in padding."""
-    desirable = np.array([bool(row) and store.values[row[0][0], 0] > 0 for row in rows])
-    return batch | {"desirable": desirable[:, None] & (batch["document_ids"] >= 0)}
+class Further:
+    """Adds to a batch the numbers of its records, their references if these are known, and margins or labels.
+
+    Args:
+        split: Whose records these are.
+        references: Of the data module: they may become known later.
+        named: What the number is that is stored of a record: margin, desirable or nothing.
+    """
+
+    def __init__(self, split: str, references: Mapping[str, torch.Tensor], named: str) -> None:
+        self.split, self.references, self.named = split, references, named
+
+    def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
+        """Returns a batch with these arrays, each (2 B, T) and the same at all positions of a row."""
+        here = np.array([row[0][0] if row else -1 for row in rows], np.int64)
+        shape, each = batch["labels"].shape, store.sequences
+
+        def spread(values: np.ndarray) -> np.ndarray:
+            return np.ascontiguousarray(np.broadcast_to(values[:, None], shape))
+
+        more = {RECORDS: spread(here.repeat(each))}
+        if (table := self.references.get(self.split)) is not None:
+            more[REFERENCE] = spread(
+                np.where(here[:, None] < 0, np.float32(0), table.numpy()[here]).flatten()
+            )
+        if self.named:
+            stored = spread(store.values[here, 0].astype(np.float32).repeat(each))
+            values = np.where(batch["document_ids"] >= 0, stored, np.float32(0))
+            more[self.named] = values > 0 if self.named == "desirable" else values
+        return batch | more
+
+
+def with_answer_of(other: tuple[Any, Any], own: tuple[Any, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ids and labels of the prompt of one text with the answer of another."""
+    (other_ids, other_labels), (ids, labels) = other, own
+    begin, prompt = (int(np.argmax(np.asarray(found) >= 0)) for found in (other_labels, labels))
+    return (
+        np.concatenate((ids[: prompt + 1], other_ids[begin + 1 :])),
+        np.concatenate((labels[:prompt], other_labels[begin:])),
+    )

@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from datamodules.records.chats import Rendered, WrongRecord, field, renderer_of, side_of, tools_of
 from datamodules.records.encoding import TextEncoder
-from datamodules.records.prompts import PromptBatches
+from datamodules.records.prompt_batches import PromptBatches
 from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
 from datamodules.records.record_store import Encoded

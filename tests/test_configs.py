@@ -29,7 +29,9 @@ from tests.conformance.conftest import (
     reward_model,
     saved_dataset,
     scoring_checkpoint,
+    single_answers,
     stack_exchange,
+    stored_teacher,
     web_archive,
     wiki_dump,
     word_list,
@@ -72,6 +74,12 @@ def own_files(path):
         "source_code": lambda: ["--data.source", repositories()],
         "html_documents": lambda: ["--data.source", html_pages()],
         "litdata": litdata_tokens,
+        "distillation": lambda: ["--model.objective.teacher", stored_teacher(2048)],
+        "kto": lambda: ["--data.source", single_answers()["source"]],
+        **dict.fromkeys(
+            ("dpo", "orpo", "reference_log_probabilities", "sim_po"),
+            lambda: ["--data.source", preferences()["source"]],
+        ),
         **dict.fromkeys(
             (
                 "rollouts",

@@ -26,6 +26,7 @@ TUNING = {
     "multi_task": tuning_files.tasks,
     "qlora_8b": tuning_files.chats,
     "continual_pretraining": tuning_files.corpora,
+    "dpo": tuning_files.pairs,
     "grpo": tuning_files.problems,
     "ppo": tuning_files.problems,
 }

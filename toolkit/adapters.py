@@ -179,7 +179,7 @@ def _difference(record: Any, base: Mapping[str, Any]) -> str | None:
 
 
 @cache
-def _joined(kind: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
+def _joined(kind: Any, layer: Any) -> Any:
     return type(f"{kind.__name__}_{layer.__name__}", (kind, layer), {})
 
 
@@ -193,7 +193,8 @@ def change_layer(layer: nn.Module, kind: type[nn.Module]) -> Any:
     Returns:
         The same module.
     """
-    layer.__class__ = _joined(kind, type(layer))
+    pair: Any = kind, type(layer)  # for mypy a class of modules has no hash
+    layer.__class__ = _joined(*pair)
     return layer
 
 

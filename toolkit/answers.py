@@ -63,6 +63,7 @@ def sample_answers(
         seeds=seeds,
         samples=len(seeds) // len(prompts),
         log_probabilities=True,
+        inference_mode=False,
     )
     stops = frozenset(stop_ids)  # not the decoder's, which leaves the ending token out
     for token in decoding:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from core.contracts import IGNORED_LABEL, Network
+from core.training.shards import full_tensor
 
 __all__ = ["CHUNK_TOKENS", "log_probabilities", "log_probabilities_at", "row_sums"]
 
@@ -52,7 +53,8 @@ def log_probabilities_at(
     def of(hidden: Tensor, labels: Tensor) -> Tensor:
         logits = network.logits(hidden)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return -F.cross_entropy(wide, labels, ignore_index=IGNORED_LABEL, reduction="none")
+        # with a head that is sharded along the vocabulary, logits and losses are DTensors
+        return -full_tensor(F.cross_entropy(wide, labels, ignore_index=IGNORED_LABEL, reduction="none"))
 
     rows, flat = hidden.flatten(0, 1), labels.flatten()
     if len(rows) <= chunk_tokens:

@@ -112,6 +112,19 @@ def _figures(manifest: Mapping[str, Any]) -> None:
             for reason, samples in _items(f"{name}.examples", transform.get("examples", {})):
                 _samples(f"{name}.examples[{_shown(reason)}]", samples)
     _flow(manifest)
+    _diversity(manifest)
+
+
+def _diversity(manifest: Mapping[str, Any]) -> None:
+    """Checks the measures of the training text, of all sources and of each."""
+    if "diversity" not in manifest:
+        return
+    found = dict(_items("diversity", manifest["diversity"]))
+    sources = _items("diversity.sources", found.get("sources"))
+    for name, measures in [("all", found.get("all")), *sources]:
+        of = dict(_items(f"diversity[{_shown(name)}]", measures))
+        for measure in ("distinct_3", "type_token", "compression"):
+            _number(f"diversity[{_shown(name)}].{measure}", of.get(measure), 0, integer=False)
 
 
 def _flow(manifest: Mapping[str, Any]) -> None:

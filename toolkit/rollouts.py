@@ -15,8 +15,10 @@ from torch import Tensor
 
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
+from core.training.shards import full_tensor
 from toolkit.generation.rows import evaluating
 from toolkit.log_probabilities import log_probabilities
+from toolkit.shards import copy_to_shard
 
 __all__ = [
     "ADVANTAGES",
@@ -143,10 +145,11 @@ class OnPolicyObjective(Objective):
             return
         now = dict(network.named_parameters())
         for name, parameter in self.reference.named_parameters():
-            if not now[name].requires_grad:
-                parameter.data = now[name].data
+            value = now[name].detach()
+            if not now[name].requires_grad and not hasattr(value, "to_local"):
+                parameter.data = value
             elif not resumed:
-                parameter.data.copy_(now[name].data)
+                copy_to_shard(parameter, full_tensor(value))
         if not resumed:
             buffers = dict(network.named_buffers())
             for name, buffer in self.reference.named_buffers():

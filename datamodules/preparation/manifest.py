@@ -14,6 +14,7 @@ import numpy as np
 from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
+from datamodules.preparation.diversity import diversity
 from datamodules.preparation.document_table import DOCUMENTS, join_tables
 from datamodules.preparation.flow import Example, Flow, merged
 from datamodules.preparation.preparation_report import FILES as REPORT
@@ -177,6 +178,7 @@ def write_manifest(
         "blank": totals.blank,
         **_flow(totals),
         **_left_out(tasks),
+        **({"diversity": found} if (found := diversity(finished, totals.sources)) else {}),
         "files": _join(folder, finished, written, writer),
     }
     _write_rejects(folder, finished)

@@ -13,6 +13,9 @@ from core.errors import ConfigError
 from datamodules.preparation.pipeline import Pipeline, Tally
 from toolkit.sizes import readable
 
+_MUCH = 64 << 20
+"""Bytes of kept documents that a user is told of."""
+
 
 @dataclass
 class MapTask:
@@ -71,9 +74,10 @@ def map_reduce(
             with durable.replacing(conclusion) as temporary:
                 transform.reduce(findings, temporary)
         pipeline.reduced[index] = conclusion
-        if pipeline.kept and index in pipeline.kept.indices:
+        size = pipeline.kept.size() if pipeline.kept and index in pipeline.kept.indices else 0
+        if size >= _MUCH:
             print(
-                f"{type(transform).__name__} has seen all documents. {parts} keeps them until they are tokens: {readable(pipeline.kept.size())}",
+                f"{type(transform).__name__} has seen all documents. {parts} keeps them until they are tokens: {readable(size)}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core import durable
+from datamodules.preparation.diversity import MEASURED_WORDS
 from datamodules.preparation.report_page import as_page, in_order
 from toolkit import pictures
 from toolkit.prepared import read_manifest, splits_of
@@ -24,6 +25,7 @@ _IF_COUNTED = (
     "flow",
     "source_bytes",
     "lost_bytes",
+    "diversity",
 )
 
 
@@ -89,6 +91,7 @@ def as_markdown(manifest: Mapping[str, Any]) -> str:
         lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | | | |")
     for name in _BY_VALUE:
         lines += _by_value(name.partition("_")[0], values[name]) if name in values else []
+    lines += _diversity(values["diversity"]) if "diversity" in values else []
     lines += ["", "| left out | reason | documents |", "| --- | --- | ---: |"]
     left_out = [("blank", "", values["blank"])] if values["blank"] else []
     left_out += [("skipped", reason, n) for reason, n in values.get("skipped", {}).items()]
@@ -121,6 +124,27 @@ def _by_value(name: str, tokens: Mapping[str, int]) -> list[str]:
         lines.append(f"| {code(value.replace('|', ' '))} | {n:,} | {n / total:.2%} |")
     if len(largest) > _MOST_SOURCES:
         lines.append(f"| {len(largest) - _MOST_SOURCES:,} more, see report.json | | |")
+    return lines
+
+
+def _diversity(found: Mapping[str, Any]) -> list[str]:
+    """Returns a table of how diverse the training text is, of all sources and of each."""
+    lines = [
+        "",
+        f"Diversity of {MEASURED_WORDS:,} words of training text of each source, of documents chosen by a hash:",
+        "",
+    ]
+    lines += [
+        "| source | different 3-grams | different words | compression ratio |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for name, of in [
+        ("**all**", found["all"]),
+        *((code(name.replace("|", " ")), of) for name, of in found["sources"].items()),
+    ]:
+        lines.append(
+            f"| {name} | {of['distinct_3']:.1%} | {of['type_token']:.1%} | {of['compression']:.2f} |"
+        )
     return lines
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from core import durable
 from core.contracts import TokenWriter
 from core.errors import ConfigError
+from datamodules.preparation.diversity import SAMPLE, DiversitySample
 from datamodules.preparation.document_table import DOCUMENTS, DocumentTable
 from datamodules.preparation.pipeline import Pipeline, Tally
 from datamodules.preparation.split import SPLITS, Split, keys_of
@@ -42,6 +43,7 @@ class PreparationTask:
         split: Decides what is held out for validation and tests.
         parts: Parent of the tasks' folders.
         leading: Ids that begin each document, such as that of a BOS token.
+        sampled: Share of the documents whose diversity is measured for the report; 0: there is none.
     """
 
     pipeline: Pipeline
@@ -52,6 +54,7 @@ class PreparationTask:
     split: Split
     parts: Path
     leading: tuple[int, ...] = ()
+    sampled: float = 0.0
 
     def __call__(self, task: Mapping[str, Any]) -> dict[str, Any]:
         """Runs the task unless it is finished; returns its record."""
@@ -82,8 +85,9 @@ class PreparationTask:
         tally = Tally(len(self.pipeline.transforms))
         held_out: list[list[np.ndarray]] = [[] for _ in SPLITS[1:]]
         counts = np.zeros((2, self.vocab_size), np.int64)  # of training and validation
+        sample = DiversitySample(folder / SAMPLE, self.sampled)
         with DocumentTable(folder / DOCUMENTS) as table:
-            training = self._training(task, tally, counts, held_out, table)
+            training = self._training(task, tally, counts, held_out, table, sample)
             if (first := next(training, None)) is not None:
                 self._store(chain([first], training), folder / "train")
         for split, documents in zip(SPLITS[1:], held_out, strict=True):
@@ -106,6 +110,7 @@ class PreparationTask:
         counts: np.ndarray,
         held_out: list[list[np.ndarray]],
         table: DocumentTable,
+        sample: DiversitySample,
     ) -> Iterator[np.ndarray]:
         """Yields the ids of training documents, appends those of the other splits to `held_out`, and counts tokens."""
         for batch in self.pipeline.batches(task, tally):
@@ -116,7 +121,8 @@ class PreparationTask:
             ]
             found: list[list[np.ndarray]] = [[] for _ in SPLITS]
             stored = [self._stored(encoded) for encoded in self.encode([part for _, part, _ in cut])]
-            sources = batch["source"].to_pylist()
+            sources, names = batch["source"].to_pylist(), batch["id"].to_pylist()
+            sample.add((names[row], sources[row], part) for split, part, row in cut if not split)
             for (split, part, row), ids in zip(cut, stored, strict=True):
                 found[split].append(ids)
                 tally.add(SPLITS[split], sources[row], len(part.encode()), len(ids))

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from datamodules.preparation.diversity import MEASURED_WORDS
 from datamodules.preparation.flow import SHOWN
 from toolkit.prepared import splits_of
 from toolkit.sizes import readable
@@ -55,6 +56,7 @@ def as_page(manifest: Mapping[str, Any]) -> str:
         _lengths(manifest),
         _sources(manifest),
         _languages(manifest),
+        _diversity(manifest),
         _clusters(manifest),
         _changes(manifest),
         _samples(manifest),
@@ -224,6 +226,23 @@ def _languages(manifest: Mapping[str, Any]) -> str:
         keys = '<p class="faint"><span class="key one"></span>kept<span class="key two"></span>dropped</p>'
         sections.append(f"<h2>Documents by language ({_safe(label)})</h2>\n{keys}{_bars(rows)}")
     return "\n".join(sections)
+
+
+def _diversity(manifest: Mapping[str, Any]) -> str:
+    """How diverse the training text is, of all sources and of each; the bar is the share of different 3-grams."""
+    found = manifest.get("diversity")
+    if not found:
+        return ""
+    lines = []
+    for name, of in [("all", found["all"]), *found["sources"].items()]:
+        figures = f"{of['distinct_3']:.1%} / {of['type_token']:.1%} / {of['compression']:.2f}"
+        bar = _bar(round(1000 * of["distinct_3"]), 1000, "one")
+        lines.append(f'<li><div class="row"><span>{_safe(name)}</span><span>{figures}</span></div>{bar}</li>')
+    note = (
+        f"Of {MEASURED_WORDS:,} words of each source, from training documents chosen by a hash: different n-grams of three "
+        "words / different words / compression ratio. A lower ratio, and higher shares, are more diverse."
+    )
+    return f'<h2>Diversity of training text</h2>\n<p class="faint">{note}</p>\n<ul>{"".join(lines)}</ul>'
 
 
 def _clusters(manifest: Mapping[str, Any]) -> str:

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain
@@ -31,11 +26,12 @@ from core.contracts import (
 )
 from core.errors import ConfigError, deprecated
 from core.technique import technique
+from datamodules.preparation.cached_folder import cached_folder
+from datamodules.preparation.diversity import sampled_share
 from datamodules.preparation.engines.engine_worker import over_tasks, return_memory
 from datamodules.preparation.kept_documents import KeptDocuments, places
 from datamodules.preparation.manifest import FORMAT, Totals, shares, source_bytes, write_manifest
 from datamodules.preparation.map_task import map_reduce
-from datamodules.preparation.one_preparer import one_preparer
 from datamodules.preparation.pipeline import Pipeline, Tally
 from datamodules.preparation.preparation_report import figures, write_report
 from datamodules.preparation.preparation_task import PreparationTask
@@ -47,6 +43,7 @@ from datamodules.remote.litdata_folder import refuse_tokens
 from datamodules.remote.remote_folder import open_remote
 from toolkit.generation.prompts import leading_ids
 from toolkit.prepared import (
+    PLAN,
     is_remote,
     prepared_folder,
     read_manifest,
@@ -59,8 +56,6 @@ from toolkit.prepared import (
 PARTS, TOKENIZER, VOCABULARY, SPLIT = "parts", "tokenizer.json", "vocabulary.json", "split.json"
 _TRAINING_BYTES = 1 << 30
 """Bytes of text, about, that a tokenizer is trained on: tasks evenly spaced over the source."""
-_TEMPORARY = "preparing-"
-_STALE_SECONDS = 24 * 3600
 
 Watch = Callable[[Iterator[dict[str, Any]], int], Iterator[dict[str, Any]]]
 
@@ -73,8 +68,8 @@ Watch = Callable[[Iterator[dict[str, Any]], int], Iterator[dict[str, Any]]]
 class TokenPreparation(TokenPreparer):
     """Turns documents into a folder of tokens: for `prepare`, and for a run without prepared data.
 
-    The folder holds train/, validation/ and, with a `test_fraction`, test/ (the writer's output), tokenizer.json and manifest.json, which is
-    written last. The source is cut into tasks, each of which writes its own shards: the result depends neither on the
+    The folder holds train/, validation/ and, with a `test_fraction`, test/ (the writer's output), tokenizer.json and
+    manifest.json, which is written last. The source is cut into tasks, each of which writes its own shards: the result depends neither on the
     engine nor on interruptions.
 
     Documents are split by a hash of their transformed text: equal documents stay together, and adding one moves no
@@ -239,8 +234,7 @@ class TokenPreparation(TokenPreparer):
     def cached(self, cache_dir: Path, label: str) -> Path:
         """Returns the finished folder, named by a hash of text and options; writes it if it is missing.
 
-        Several processes may do this at once, also on several machines: one writes it and the others wait, where they
-        share `cache_dir`; see :func:`one_preparer`.
+        Several processes may do this at once, also on several machines; see :func:`cached_folder`.
 
         Args:
             cache_dir: Parent of the folder.
@@ -250,36 +244,8 @@ class TokenPreparation(TokenPreparer):
             ConfigError: If there are fewer than two different documents, or nothing can be written.
         """
         identity = {"options": self.options(), "reader": dict(self.documents.fingerprint())}
-        folder = cache_dir / _digest(identity)[:16]
-        if (folder / "manifest.json").exists():
-            return folder
-        try:
-            cache_dir.mkdir(parents=True, exist_ok=True)
-            with one_preparer(folder / "manifest.json", label):
-                if not (folder / "manifest.json").exists():
-                    self._write(folder, label)
-        except OSError as error:
-            raise ConfigError(
-                f"{error.filename or cache_dir}: {durable.write_error(error)}.\nPrepared data goes to "
-                f"data.cache_dir={cache_dir}, which must be writable and have room."
-            ) from error
-        return folder
-
-    def _write(self, folder: Path, label: str) -> None:
-        """Writes a folder of the cache, which is there completely or not at all."""
-        begin = time.perf_counter()
-        print(f"Preparing {label}: once, later runs find it in {folder}", file=sys.stderr, flush=True)
-        _remove_stale(folder.parent)
-        temporary = folder.parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-        try:
-            temporary.mkdir()
-            totals = self.run(temporary, label)
-            _publish(temporary, folder)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        counts = f"{totals.documents:,} documents, {totals.tokens:,} tokens"
-        seconds = time.perf_counter() - begin
-        print(f"Prepared {counts} in {seconds:.1f} s ({totals.shares})", file=sys.stderr, flush=True)
+        names = [type(part).__name__ for part in self.transforms]
+        return cached_folder(cache_dir, _digest(identity)[:16], label, names, self.run)
 
     def run(self, folder: Path, label: str, watch: Watch = lambda records, number: records) -> Totals:
         """Writes a folder, or finishes one that was started with the same tasks and options.
@@ -306,8 +272,10 @@ class TokenPreparation(TokenPreparer):
         encode = self.tokenizer.encode_batch if in_process else in_workers
         sizes = vocabulary["vocab_size"], vocabulary["end_of_text_id"]
         leading = tuple(vocabulary.get("leading_ids", ()))
-        work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts, leading)
-        seen = Totals(len(self.transforms), source_bytes(self.tasks))
+        size = source_bytes(self.tasks)
+        sampled = sampled_share(size) if (folder / PLAN).exists() else 0.0  # a run's cache has no report
+        work = PreparationTask(pipeline, encode, self.writer, *sizes, split, parts, leading, sampled)
+        seen = Totals(len(self.transforms), size)
         for record in watch(over(work, self.tasks), len(self.tasks)):
             seen.add(record)
             seen.check_rejects(self.max_reject_fraction, final=False)
@@ -440,24 +408,3 @@ def _described(part: Transform) -> dict[str, Any]:
 
 def _digest(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Renames a finished folder to its name after it is on disk: no process sees an unfinished folder of that name."""
-    durable.sync_all(temporary)
-    try:
-        temporary.rename(folder)
-    except OSError:
-        # Otherwise another process was first, with the same content.
-        if not (folder / "manifest.json").exists():
-            raise
-    durable.sync(folder.parent)
-
-
-def _remove_stale(cache_dir: Path) -> None:
-    """Removes the remains of killed runs that have not changed for a day."""
-    for folder in cache_dir.glob(f"{_TEMPORARY}*"):
-        with suppress(OSError):  # it may be renamed at this moment
-            newest = max(path.lstat().st_mtime for path in [folder, *folder.rglob("*")])
-            if newest < time.time() - _STALE_SECONDS:
-                shutil.rmtree(folder)

@@ -1,58 +1,59 @@
-"""Prompts that are dealt out one a row, each batch several times in succession."""
+"""Questions on a text, and translations, as prompts with their answers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-import torch
+from datamodules.records.chats import field
+from datamodules.records.nested import Record, squad
 
-from core.contracts import Batch
-from datamodules.packing.grouped import Row
-from datamodules.records.record_batches import PADDING, PaddedRecords
-from toolkit.rollouts import RECORDS, TURNS
+UNANSWERABLE = "unanswerable"
+"""The answer of a question that has none, as in lm-eval."""
 
 
-class _Rows(list[Row]):
-    """Rows of a global batch that know how often they have been dealt out before."""
+class Prompts:
+    """Makes prompts and completions of SQuAD's articles and questions, and of translations; other records stay as they are.
 
-    turn = 0
-
-
-@dataclass(eq=False)
-class PromptBatches(PaddedRecords):
-    """One rank's batches of prompts, with the numbers of their records and of the turn.
+    They read as in lm-eval's tasks, so that it measures what was trained.
 
     Args:
-        turns: How often each batch is dealt out. The turn is part of the cursor.
+        languages: Codes and names of the language that is translated from, then of that to which.
+        joined: Whether the answer follows the prompt without a template: then a space is in between.
     """
 
-    turns: int = 1
+    def __init__(self, languages: Mapping[str, str], joined: bool) -> None:
+        self.languages, self._space = languages, " " if joined else ""
 
-    def __len__(self) -> int:
-        return super().__len__() * self.turns
+    def __call__(self, record: Record) -> Iterator[Record]:
+        """Yields the records of one record.
 
-    def take(self, cursor: dict[str, Any], count: int) -> tuple[_Rows, dict[str, Any]]:
-        """Returns the rows of the next batches, `count` in all, and the cursor behind them."""
-        taken = _Rows()
-        at_once = self.batch_size * self.world_size
-        while count > 0:
-            turn, place = cursor.get("turn", 0), {**cursor, "turn": 0}
-            rows, after = super().take(place, min(count, at_once))
-            if not rows:
-                break
-            taken += rows
-            taken.turn = turn
-            cursor = {**place, "turn": turn + 1} if turn + 1 < self.turns else {**after, "turn": 0}
-            count -= at_once
-        return taken, cursor
+        Raises:
+            WrongRecord: If it cannot be used.
+        """
+        for one in squad(record):
+            if {"context", "question", "answers"} <= one.keys():
+                yield self._question(one)
+            elif self.languages and "translation" in one:
+                yield self._translation(field(one, "translation", dict))
+            elif (
+                self.languages and self.languages.keys() <= one.keys()
+            ):  # a table with a line that names them
+                yield self._translation(one)
+            else:
+                yield one
 
-    def read(self, rows: Sequence[Row], own: slice) -> Batch:
-        """Returns a slice of the rows as a batch."""
-        batch: dict[str, torch.Tensor] = {**cast(Any, super().read(rows, own))}
-        mine = [row[0][0] if row else PADDING for row in rows[own]]
-        mine += [PADDING] * (len(batch["input_ids"]) - len(mine))
-        turn = rows.turn if isinstance(rows, _Rows) else 0
-        batch[RECORDS], batch[TURNS] = torch.tensor(mine), torch.full((len(mine),), turn)
-        return cast(Batch, batch)
+    def _question(self, one: Record) -> Record:
+        answers = field(one, "answers", dict).get("text")
+        answer = field({"answers": answers[0]}, "answers") if answers else UNANSWERABLE
+        parts = [("Background", field(one, "context")), ("Question", field(one, "question"))]
+        if one.get("title"):
+            parts.insert(0, ("Title", field(one, "title")))
+        prompt = "".join(f"{name}: {text}\n\n" for name, text in parts) + "Answer:"
+        kept: dict[str, Any] = {name: one[name] for name in ("id", "title") if one.get(name) is not None}
+        return kept | {"prompt": prompt, "completion": self._space + answer}
+
+    def _translation(self, texts: Mapping[str, Any]) -> Record:
+        (code, name), (other, other_name) = self.languages.items()
+        prompt = f"{name} phrase: {field(texts, code)}\n{other_name} phrase:"
+        return {"prompt": prompt, "completion": self._space + field(texts, other)}

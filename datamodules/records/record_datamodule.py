@@ -133,6 +133,14 @@ class RecordDataModule(TokenDataModule, ABC):
         self.cache_dir = Path(os.path.expanduser(cache_dir or default_cache_dir()))
         self._stores: dict[str, RecordStore] = {}
 
+    def files_of(self, source: str) -> RecordFiles:
+        """Returns the records of a source.
+
+        Raises:
+            ConfigError: If there is no such file.
+        """
+        return RecordFiles(source, self.columns)
+
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
         """Returns what decides how a record is encoded, as JSON values: part of the folder's name."""
@@ -170,7 +178,7 @@ class RecordDataModule(TokenDataModule, ABC):
         Raises:
             ConfigError: If a record cannot be used, or nothing can be written.
         """
-        files = {split: RecordFiles(source, self.columns) for split, source in self.sources.items()}
+        files = {split: self.files_of(source) for split, source in self.sources.items()}
         identity = {
             "format": FORMAT,
             "class": type(self).__name__,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ from datamodules.preparation.readers.hugging_face_documents import checked, data
 from datamodules.preparation.readers.opened_files import unstorable
 from datamodules.preparation.readers.parquet_documents import BROKEN, compressed_bytes
 from datamodules.preparation.readers.source_files import Piece, SourceFiles, whole_files
+from datamodules.records.chats import WrongRecord
 from toolkit.bounded import parse_json, read_error, read_inside
 
 Record = dict[str, Any]
 Placed = tuple[str, Record]
 """Where a record is, for messages, and the record."""
+
+Spread = Callable[[Record], Iterable[Record]]
 
 STATES = ("state.json", "dataset_dict.json")
 BATCH = 256
@@ -36,14 +39,17 @@ class RecordFiles:
     Args:
         source: A path, a folder, or a glob.
         columns: Names of the fields of .tsv files without a line that names them; None: the first line does.
+        spread: Yields the records that one of the files holds; may raise a `WrongRecord`. None: each is one.
 
     Raises:
         ConfigError: If there is no such file.
     """
 
-    def __init__(self, source: str, columns: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self, source: str, columns: tuple[str, ...] | None = None, spread: Spread | None = None
+    ) -> None:
         folder = Path(source).expanduser()
-        self.source, self.columns = source, columns
+        self.source, self.columns, self._spread = source, columns, spread
         self.saved = any((folder / name).is_file() for name in STATES)
         if self.saved:
             found = [part / name for part in split_folders(folder, None) for name in data_files(part)]
@@ -71,7 +77,9 @@ class RecordFiles:
             for piece in self.files.pieces(task, reject):
                 path = Path(piece["path"])
                 if self.files.readable(path, reject):
-                    yield from self._of(path, piece, self.files.source_of(path), reject)
+                    source = self.files.source_of(path)
+                    found = self._of(path, piece, source, reject)
+                    yield from spread_out(found, self._spread, source, reject)
 
     def _of(self, path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[Placed]:
         name = path.name.lower()
@@ -84,6 +92,19 @@ class RecordFiles:
                 yield place, record
             else:
                 reject(source, place, "expected an object with fields", f"found a {type(record).__name__}")
+
+
+def spread_out(
+    found: Iterable[Placed], spread: Spread | None, source: str, reject: Reject
+) -> Iterator[Placed]:
+    """Yields the records that each record holds, at its place; see :class:`RecordFiles`."""
+    for place, record in found:
+        try:
+            several = [record] if spread is None else list(spread(record))
+        except WrongRecord as error:
+            reject(source, place, error.reason, error.details)
+            continue
+        yield from ((place, one) for one in several)
 
 
 def _lines(path: Path, piece: Piece, source: str, reject: Reject) -> Iterator[tuple[str, Any]]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 from core.technique import technique
 from toolkit.adapters import Adapter
+
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -39,6 +44,17 @@ class Freeze(Adapter):
                 "Freeze leaves no trainable parameter: set last_blocks to 1 or more, or name parameters in train."
             )
         self.last_blocks, self.train = last_blocks, train or []
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields why a pipeline's first stages would have nothing to train."""
+        alone = sum(item.kind == "adapters" for item in run.selected) == 1
+        sizes = [item.arguments.get("pipeline", 1) for item in run.selected if item.kind == "strategies"]
+        if alone and any(size > 1 for size in sizes) and not own.arguments.get("train"):
+            yield (
+                "pipeline is above 1, and each of its stages has to train some of its blocks, which last_blocks alone "
+                "does not let it: set pipeline to 1, or name parameters of all blocks in train"
+            )
 
     def adapt(self, network: Network) -> None:
         """Chooses what is trained."""

@@ -39,7 +39,7 @@ class LoRALinear(nn.Linear):
 
     def add(self, rank: int, scaling: float, dropout: float, use_dora: bool) -> None:
         """Adds the parameters: the map is 0 at first."""
-        like = {"device": self.weight.device, "dtype": wide_type(self)}
+        like: dict[str, Any] = {"device": self.weight.device, "dtype": wide_type(self)}
         self.scaling, self.dropout = scaling, dropout
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, **like))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, **like))

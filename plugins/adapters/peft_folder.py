@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 from toolkit.bounded import parse_json, read_error, read_inside
-from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm
+from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm, StoredTensor
 from toolkit.local_paths import require_local_path
 from toolkit.safetensors_files import LazyTensor, read_safetensors
 
@@ -62,7 +62,8 @@ class PeftFolder:
             ConfigError: If it is no LoRA, or a value has another type.
         """
         self.check_type("LORA")
-        rank, alpha = self.config.get("r"), self.config.get("lora_alpha")
+        rank: Any = self.config.get("r")
+        alpha: Any = self.config.get("lora_alpha")
         if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not alpha > 0:
             raise ConfigError(
                 f"{self.path / CONFIG}: r is {str(rank)[:40]} and lora_alpha {str(alpha)[:40]}; both are above 0."
@@ -134,16 +135,24 @@ def names_there(network: Network) -> dict[str, str]:
     linear = [name for name, layer in network.named_modules() if isinstance(layer, nn.Linear)]
     if not isinstance(network, HasHuggingFaceForm):
         return {name: name for name in linear}
-    found = {name: _name_there(network.hugging_face, name) for name in linear}
-    return {name: there for name, there in found.items() if there is not None}
+    weights = [name for name, _ in network.named_parameters() if name.endswith(".weight")]
+    of_all = (one for one in network.hugging_face.forms() if _tensors(one, weights) is not None)
+    if (found := next(of_all, None)) is None:
+        return {}
+    stored = {name: _tensors(found, [f"{name}.weight"]) for name in linear}
+    return {
+        name: one[0].theirs.removesuffix(".weight")
+        for name, one in stored.items()
+        if one and not one[0].transposed
+    }
 
 
-def _name_there(form: HuggingFaceForm, name: str) -> str | None:
+def _tensors(form: HuggingFaceForm, names: Sequence[str]) -> list[StoredTensor] | None:
+    """Returns a form's tensors for some names; None: it has no place for one, or as a part of another alone."""
     try:
-        [stored] = form.tensors([f"{name}.weight"])
-    except ConfigError:  # it is a part of a layer of theirs
+        return form.tensors(names)
+    except ConfigError:
         return None
-    return None if stored.transposed else stored.theirs.removesuffix(".weight")
 
 
 def form(

@@ -10,7 +10,6 @@ from typing import Any
 from core import catalog
 from core.contracts import ChangesNetwork, Network
 from core.errors import ConfigError
-from plugins.checkpoints.initial_weights import InitialWeights
 from toolkit.adapters import Adapter
 from toolkit.safetensors_files import LazyTensor
 
@@ -40,7 +39,7 @@ def change_as_trained(
     base = config["model"].get("weights")
     leaves_out = network.state_dict().keys() - weights.keys()
     if leaves_out and base:
-        InitialWeights(base).change_network(network)
+        _read_base(network, base)
     kept = bool(leaves_out and base)
     adapters = change(network, config, checkpoint, build, kept)
     if not is_on_meta(network):
@@ -58,8 +57,13 @@ def base_of(network: Network, config: Mapping[str, Any], path: Path) -> Network:
     """
     if not (base := config["model"].get("weights")):
         raise ConfigError(f"{path} has no base that adapters share: its run had no model.weights.")
-    InitialWeights(base).change_network(network)
+    _read_base(network, base)
     return network
+
+
+def _read_base(network: Network, base: str) -> None:
+    # By the catalogue, as a run does: the file reads adapted checkpoints with the help of this one.
+    catalog.offering("initial_weights", "data").load()(base).change_network(network)
 
 
 def change(

@@ -128,12 +128,11 @@ class _Opened:
     """
 
     def __init__(self, path: Path) -> None:
-        from plugins.checkpoints import sharded
+        from plugins.checkpoints import hf_folder, sharded
         from plugins.checkpoints.checkpoint import read_checkpoint, stored_config
         from plugins.checkpoints.kept_files import KEPT
         from plugins.checkpoints.matching import stored_data
         from plugins.checkpoints.stored_network import own_tensors
-        from plugins.commands import hf_folder
 
         model = stored_config(path).get("model")
         if not isinstance(model, Mapping) or "network" not in model:
@@ -159,7 +158,7 @@ def _shape(tensors: Mapping[str, LazyTensor], name: str) -> tuple[int, ...] | No
 
 
 def _to_hugging_face(path: Path, output: Path, shard_bytes: int, template: str | None = None) -> None:
-    from plugins.commands import hf_folder
+    from plugins.checkpoints import hf_folder
     from plugins.commands.chat_prompts import read_template
     from toolkit.chat_template import TEMPLATE
     from toolkit.safetensors_files import LazyTensor

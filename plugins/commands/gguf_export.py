@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from plugins.checkpoints import hf_folder
 from plugins.checkpoints.gguf_families import family_of
 from plugins.checkpoints.gguf_metadata import to_metadata
 from plugins.checkpoints.gguf_tensors import to_tensors
 from plugins.checkpoints.kept_files import GENERATION, TOKENIZER_CONFIG
-from plugins.commands import gguf_q4k, hf_folder
+from plugins.commands import gguf_q4k
 from plugins.commands.new_output import new_output
 from toolkit import gguf_tokenizers
 

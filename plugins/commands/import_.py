@@ -86,11 +86,11 @@ def _converted(
     import yaml
 
     from core import __version__
+    from plugins.checkpoints import hf_folder
     from plugins.checkpoints.checkpoint import RECORD
     from plugins.checkpoints.kept_files import KEPT, kept_files
     from plugins.checkpoints.matching import form_of, pieces_of
     from plugins.cli.configuration.validation_unit import UNIT
-    from plugins.commands import hf_folder
 
     config = hf_folder.network_config(found)
     network = hf_folder.on_meta(config)

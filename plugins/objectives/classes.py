@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,9 +37,9 @@ class LabelObjective(Objective):
         self.head: Head | None = None
 
     @property
+    @abstractmethod
     def outputs(self) -> int:
         """K, the outputs of the head."""
-        raise NotImplementedError
 
     @classmethod
     def tasks_fault(cls, run: Run, *tasks: str) -> Iterator[str]:
@@ -87,6 +88,7 @@ class ClassObjective(LabelObjective):
         pooler: As in :class:`LabelObjective`.
     """
 
+    @abstractmethod
     def __init__(self, labels: Sequence[str] | None, dropout: float, pooler: bool) -> None:
         super().__init__(dropout, pooler)
         self.labels = list(labels or ())

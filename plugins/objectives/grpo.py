@@ -84,10 +84,10 @@ class GRPO(OnPolicyObjective):
                 raise ConfigError(
                     f"GRPO: {name}={value} must be above 0" + " and below 1." * (name == "clip")
                 )
-        for name, value, known in (("baseline", baseline, BASELINES), ("weigh", weigh, WEIGHTS)):
-            if value not in known:
+        for name, word, known in (("baseline", baseline, BASELINES), ("weigh", weigh, WEIGHTS)):
+            if word not in known:
                 raise ConfigError(
-                    f"GRPO: {name}={value!r} is one of {', '.join(known)}.{nearest(value, known)}"
+                    f"GRPO: {name}={word!r} is one of {', '.join(known)}.{nearest(word, known)}"
                 )
         if not 0 <= kl < float("inf"):
             raise ConfigError(f"GRPO: kl={kl} must be 0 or above.")

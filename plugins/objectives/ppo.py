@@ -136,12 +136,8 @@ class PPO(OnPolicyObjective):
             self._adapt(rollout, self.kl_target)
 
     def _adapt(self, rollout: Rollout, target: float) -> None:
-        sums = torch.stack(
-            [
-                sum((part[OLD] - part[REFERENCE]).sum() for part in rollout.parts),
-                sum(_labelled(part).sum() for part in rollout.parts),
-            ]  # type: ignore[arg-type]
-        ).float()
+        pairs = [((part[OLD] - part[REFERENCE]).sum(), _labelled(part).sum()) for part in rollout.parts]
+        sums = torch.stack([torch.stack((total, tokens.to(total))) for total, tokens in pairs]).sum(0)
         total, tokens = rollout.reduce(sums)
         error = (total / tokens.clamp(min=1) / target - 1).clamp(-LARGEST_ERROR, LARGEST_ERROR)
         self.kl_coefficient.mul_(1 + GAIN * error)

@@ -17,27 +17,11 @@ from plugins.objectives.grpo import GRPO
 from plugins.objectives.ppo import PPO
 from tests.support.launched_ranks import column, forked, results
 from tests.support.records import build
-from tests.support.rewarded import VOCAB, LowTokens, on_policy, prompts
+from tests.support.rewarded import VOCAB, LowTokens, Ratios, on_policy, prompts
 from tests.support.tiny_training import fit, module, trainer, uneven_batches
 from tests.support.uneven import UnevenData
-from toolkit.log_probabilities import log_probabilities
 from toolkit.rewards import Reward
-from toolkit.rollouts import OLD, REWARDS
-
-
-class Ratios(PPO):
-    """Keeps the largest distance of the ratio from 1 in each step, and the answers."""
-
-    def __init__(self, **options):
-        super().__init__(**options)
-        self.found, self.rows = [], []
-
-    def policy_loss(self, network, batch):
-        with torch.no_grad():
-            apart = (log_probabilities(network, batch) - batch[OLD]).exp() - 1
-        self.found.append(float(apart.abs().max()))
-        self.rows.append({name: batch[name].tolist() for name in ("input_ids", "labels", REWARDS)})
-        return super().policy_loss(network, batch)
+from toolkit.rollouts import REWARDS
 
 
 def test_the_ratio_is_exactly_one_until_the_weights_change(tmp_path):
@@ -130,14 +114,14 @@ CONFIG = {
 }
 
 
-def apart(folder, ranks, objective, rollouts):
+def apart(folder, ranks, objective, rollouts, *words, tensor=1):
     """Returns figures and weights of a run on some ranks, of the command line."""
     os.environ["LEYDEN_TRUST"] = "tests"
     folder.mkdir()
     data = build(PromptDataModule, folder, prompts(), template="plain")
     tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": data.tokenizer.path}}
     options = {"source": str(folder / "records.jsonl"), "tokenizer": tokenizer, "template": "plain", "sequence_length": 16,
-               "batch_size": 4 // ranks, "cache_dir": str(folder / "cache")}  # fmt: skip
+               "batch_size": 4 * tensor // ranks, "cache_dir": str(folder / "cache")}  # fmt: skip
     rollout = {
         "reward": {"class_path": "tests.support.rewarded.LowTokens"},
         "samples": 4,
@@ -150,9 +134,20 @@ def apart(folder, ranks, objective, rollouts):
     }  # fmt: skip
     more = folder / "more.yaml"
     more.write_text(json.dumps(overlay), encoding="utf-8")
-    done = forked(ranks, folder, f"--config={more}")
+    done = forked(ranks, folder, f"--config={more}", *words)
     assert done.code == 0, done.error_text
     return results(folder)
+
+
+def same_run(one, two):
+    """Holds a run on two ranks against that of one process."""
+    for name in ("train/tokens", "rollout/reward", "rollout/length", "val/reward"):
+        assert column(two[0], name) == pytest.approx(column(one[0], name), rel=1e-6), name
+    for name in ("train/loss", "train/grad_norm", "rollout/kl"):
+        # sums whose terms cancel each other
+        assert column(two[0], name) == pytest.approx(column(one[0], name), rel=1e-4, abs=1e-6), name
+    for name, weight in one[1]["state_dict"].items():
+        torch.testing.assert_close(two[1]["state_dict"][name], weight, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.ci  # the kit compares shorter runs by default
@@ -169,13 +164,21 @@ def apart(folder, ranks, objective, rollouts):
 )
 def test_two_ranks_are_one_process(objective, rollouts, tmp_path):
     one, two = (apart(tmp_path / str(ranks), ranks, objective, rollouts) for ranks in (1, 2))
-    for name in ("train/tokens", "rollout/reward", "rollout/length", "val/reward"):
-        assert column(two[0], name) == pytest.approx(column(one[0], name), rel=1e-6), name
-    for name in ("train/loss", "train/grad_norm", "rollout/kl"):
-        # sums whose terms cancel each other
-        assert column(two[0], name) == pytest.approx(column(one[0], name), rel=1e-4, abs=1e-6), name
-    for name, weight in one[1]["state_dict"].items():
-        torch.testing.assert_close(two[1]["state_dict"][name], weight, rtol=1e-4, atol=1e-6)
+    same_run(one, two)
+
+
+@pytest.mark.ci
+def test_tensor_parallel_ranks_are_one_process(tmp_path):
+    objective = {"class_path": "tests.support.rewarded.Ratios", "init_args": {"kl": 0.1, "kl_target": 0.01}}
+    strategy = json.dumps(
+        {"class_path": "HybridParallel", "init_args": {"tensor": 2, "loss_parallel": False}}
+    )
+    rollouts = {"mini_batches": 2, "epochs": 2}
+    one = apart(tmp_path / "1", 1, objective, rollouts)
+    two = apart(tmp_path / "2", 2, objective, rollouts, f"--trainer.strategy={strategy}", tensor=2)
+    same_run(one, two)
+    # of two micro-batches in three, which is what a step is the mean of
+    assert [value == 0 for value in column(two[0], "train/apart")][:3] == [True, False, True]
 
 
 class Broken(Reward):
@@ -228,7 +231,6 @@ MISTAKES = {
     ),
     "FSDP": (["--trainer.strategy=FSDP"], "FSDP shards the network"),
     "CausalLM": (["--model.objective=CausalLM"], "nothing in this run offers learns_from_rollouts"),
-    "data": (["--data=PretrainDataModule"], "nothing in this run offers prompts"),
 }
 
 

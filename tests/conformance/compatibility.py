@@ -114,9 +114,11 @@ def declaration(entry: catalog.Entry) -> Declaration:
 
 
 def callbacks() -> list[Part]:
-    """Returns the rows."""
+    """Returns the rows: without callbacks that need data of their own, which the kit tries alone."""
     found = []
     for entry in entries("callbacks"):
+        if "data" in Case(entry).overlay:
+            continue
         target, declared = entry.load(), declaration(entry)
         hooks = {name for name in dir(Callback) if getattr(target, name) is not getattr(Callback, name)}
         acts_in = (

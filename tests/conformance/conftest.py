@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 import numpy as np
 import pyarrow
 import pyarrow.parquet
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from conformance import Case
@@ -115,10 +116,15 @@ IN_MEMORY = {
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
 
+ROOM = {"model": {"network": {"init_args": {"max_sequence_length": 18}}}}
+"""For two virtual tokens in front of the kit's texts."""
+
 FEW_TOKENS = {"model": {"network": {"init_args": {"vocab_size": 320}}}}
 
 LOOKS = {"idle_costs_nothing": "transformers reads positions on the host to find packed sequences"}
 
+NO_PAIR = {"gradients_are_finite": "one label makes no pair"}
+BY_MICRO_BATCH = {"accumulation_changes_nothing": "the divergence is that of a micro-batch, as in the paper"}
 WAITS = {"idle_costs_nothing": "text is generated in each step, and each token waits for the device"}
 ROUNDING = "rollout/gap is a rounding, and so is a loss whose advantages add up to 0"
 ROLLOUTS = WAITS | dict.fromkeys(("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), ROUNDING)
@@ -197,6 +203,7 @@ def streamed(source, reader):
         "reader": {"class_path": reader},
         "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}},
         "validation_documents": 8,
+        "mask_documents": True,
         "sequence_length": 16,
         "batch_size": 4,
     }
@@ -245,14 +252,7 @@ def _cases():
         Case("ToxicityReward", {"model": quality_model()}),
         Case("UnitTestReward", {"isolated": False, "seconds": 10.0, "workers": 2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.0, "column": "quality"}),
-        Case(
-            "PerplexityFilter",
-            {"path": scoring_checkpoint(), "max_perplexity": 320.0, "tokens": 24, "window": 16},
-        ),
-        Case(
-            "PerplexityFilter",
-            {"path": scoring_checkpoint(), "tokens": 24, "window": 16, "column": "perplexity"},
-        ),
+        Case("PerplexityFilter", scoring()["init_args"] | {"max_perplexity": 320.0, "column": "perplexity"}),
         Case("BERT", ENCODER, config=ROWS),
         Case("T5", ENCODER_DECODER, config=ROWS),
         Case("MaskedLM", config=MASKED),
@@ -326,10 +326,16 @@ def _cases():
             "RewardModel",
             {"centre": 0.01},
             config=reading(preferences()),
-            exempt={"gradients_are_finite": "one label makes no pair"},
+            exempt=NO_PAIR,
         ),
         Case("SupervisedFineTuning", {"weigh": "answer"}, config=reading(instructions())),
         Case("SupervisedFineTuning", {"noise": 5.0, "chunk_tokens": 10}, config=reading(instructions())),
+        Case("PromptTuning", {"count": 2}, config=ROOM),
+        Case("PTuning", {"count": 2, "hidden": 8}, config=ROOM),
+        Case("PTuning", {"count": 2, "encoder": "lstm", "hidden": 8}, config=ROOM),
+        Case("PrefixTuning", {"count": 2}),
+        Case("BottleneckAdapter", {"size": 4}),
+        Case("BottleneckAdapter", {"size": 4, "places": "mlp"}),
         Case("LRFinder", SHORT["LRFinder"]),
         Case("LitdataDataModule", litdata_folder()),
         Case("LitdataDocuments", config={"data": {"init_args": {"source": litdata_texts()}}}),
@@ -344,6 +350,25 @@ def _cases():
         Case("Pretrained", {"path": neox(), "weights": False}, exempt=LOOKS),
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PreferenceDataModule", preferences()),
+        Case("PreferenceDataModule", single_answers()),
+        Case("Distillation", {"teacher": stored_teacher(), "temperature": 2.0, "label_weight": 0.5}),
+        Case("DPO", {"kind": "ipo"}, config=reading(preferences()), batch=referred, exempt=NO_PAIR),
+        Case(
+            "DPO",
+            {"beta": 0.5, "label_smoothing": 0.1, "chunk_tokens": 20},
+            config=reading(preferences()),
+            batch=referred,
+            exempt=NO_PAIR,
+        ),
+        Case(
+            "KTO", {}, config=reading(single_answers()), batch=referred, exempt=BY_MICRO_BATCH, tolerance=1e-4
+        ),
+        Case("ORPO", {"weight": 0.5}, config=reading(preferences()), exempt=NO_PAIR),
+        Case(  # DPO makes no run without it, which some proofs compare with
+            "ReferenceLogProbabilities",
+            config=reading(preferences()) | {"model": {"objective": {"class_path": "CausalLM"}}},
+        ),
+        Case("SimPO", {}, config=reading(preferences()), exempt=NO_PAIR),
         Case("PeriodicCheckpoint", {"every_n_steps": 3}),
         Case("PromptDataModule", prompts(), config=on_policy(), exempt=WAITS, tolerance=1e-4),
         Case("GRPO", {"kl": 0.04}, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
@@ -364,11 +389,7 @@ def _cases():
         ),
         Case("ProgressBar", config={"trainer": {"enable_progress_bar": True}}),
         Case("RandomRestart", SHORT["RandomRestart"]),
-        Case("StreamingTextDataModule", streamed(mds_samples(), "MDSDocuments")),
-        Case(
-            "StreamingTextDataModule",
-            streamed(str(parquet_file()), "ParquetDocuments") | {"mask_documents": True},
-        ),
+        Case("StreamingTextDataModule", streamed(str(parquet_file()), "ParquetDocuments")),
         Case("StoredNetwork", config={"data": {"init_args": {"transforms": [scoring()]}}}),
         Case("SplitBy", {"column": "id"}),  # the kit's text is one source
         Case("SlurmEngine", {"jobs": 2, "poll_seconds": 0.05, "folder": str(workshop() / "slurm")}),
@@ -529,6 +550,13 @@ def stored_weights():
     return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
 
 
+def stored_teacher(vocab_size=1024):
+    """Writes a checkpoint of a small network with a tokenizer; 1,024 token ids are those of the kit's tiny run."""
+    init_args = tiny([])["model"]["network"]["init_args"] | {"n_layer": 3, "vocab_size": vocab_size}
+    init_args["max_sequence_length"] = 256
+    return str(store(GPT(**init_args), init_args, workshop() / f"teacher-{vocab_size}.ckpt"))
+
+
 def neox(vocab_size=1024, length=16):
     """Writes a small GPT-NeoX, of which there is no class here, as transformers does; returns the folder."""
     import torch
@@ -609,6 +637,20 @@ def preferences():
     """Returns arguments with pairs of answers to prompts, which differ in length."""
     records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(200)]
     return fine_tuning("preferences", records) | {"template": "plain"}
+
+
+def single_answers():
+    """Returns arguments with answers to prompts, each desirable or not."""
+    records = [
+        {"prompt": f"{n}+{n}=", "completion": f"{(2 + n % 2) * n}", "label": n % 2 == 0} for n in range(200)
+    ]
+    return fine_tuning("answers", records) | {"template": "plain", "paired": False}
+
+
+def referred(batch):
+    """Returns a batch with a reference that finds all answers certain, and is further from the network than any; all are desirable."""
+    rows = batch["labels"].shape
+    return batch | {"reference": torch.zeros(rows), "desirable": torch.ones(rows, dtype=torch.bool)}
 
 
 def problems():

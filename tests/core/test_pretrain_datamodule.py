@@ -209,7 +209,10 @@ def test_after_kills_the_data_is_the_same_as_without(tmp_path, corpus):
 
 
 def kill_at_landmarks(corpus, cache_dir, undisturbed):
-    """Kills a preparation as soon as each of them is there; returns how many are cut off by now."""
+    """Kills a preparation as soon as each of them is there; returns how many are cut off by now.
+
+    The first kill may come when there is only the lock's file: it is no folder, and the next preparation takes the lock.
+    """
     for landmark in LANDMARKS:
         before = set(cache_dir.glob("*"))
         process = get_context("fork").Process(target=_prepare, args=(corpus, cache_dir))
@@ -220,7 +223,8 @@ def kill_at_landmarks(corpus, cache_dir, undisturbed):
             time.sleep(0.0005)
         process.kill()
         process.join(240)
-        for finished in set(cache_dir.glob("*")) - set(cache_dir.glob("preparing-*")):
+        folders = {path for path in cache_dir.glob("*") if path.is_dir()}
+        for finished in folders - set(cache_dir.glob("preparing-*")):
             assert contents(finished) == undisturbed
             shutil.rmtree(finished)  # the next one begins anew
     return len(list(cache_dir.glob("preparing-*")))

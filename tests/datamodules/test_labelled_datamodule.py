@@ -232,8 +232,12 @@ GLUE = {
     "wnli": ("index\tsentence1\tsentence2\tlabel\n" + "0\tA\tB\t1\n1\tC\tD\t0\n" * 3, "A\nB", 1),
     "boolq": ([{"question": "q", "passage": "p", "label": True}, {"question": "r", "passage": "s", "label": False}] * 3, "q\np", 1),
     "cb": ([{"premise": "p", "hypothesis": "h", "label": "neutral"}, {"premise": "q", "hypothesis": "i", "label": "entailment"}] * 3, "p\nh", 2),
+    "copa": ([{"premise": "p", "choice1": "a", "choice2": "b", "question": "effect", "label": 1}, {"premise": "q", "choice1": "c", "choice2": "d", "question": "cause", "label": 0}] * 3, "choice1: a choice2: b premise: p question: effect", 1),
+    "multirc": ([{"passage": {"text": "p", "questions": [{"question": "q?", "answers": [{"text": "a", "label": 1}, {"text": "b", "label": 0}]}]}}] * 3, "p\nq? a", 1),
+    "record": ([{"passage": {"text": "Al met Bo", "entities": [{"start": 0, "end": 1}, {"start": 7, "end": 8}, {"start": 0, "end": 1}]}, "qas": [{"query": "@placeholder came", "answers": [{"start": 7, "end": 8, "text": "Bo"}]}]}] * 3, "Al met Bo\nBo came", 1),
     "super_rte": ([{"premise": "p", "hypothesis": "h", "label": "entailment"}, {"premise": "q", "hypothesis": "i", "label": "not_entailment"}] * 3, "p\nh", 0),
     "wic": ([{"word": "w", "sentence1": "a", "sentence2": "b", "label": False}, {"word": "v", "sentence1": "c", "sentence2": "d", "label": True}] * 3, "w: a\nb", 0),
+    "wsc": ([{"text": "Al met Bo as he left.", "target": {"span1_text": "Al", "span1_index": 0, "span2_text": "he", "span2_index": 4}, "label": True}, {"text": "She came", "target": {"span1_text": "x", "span1_index": 1, "span2_text": "She", "span2_index": 0}, "label": False}] * 3, "Al met Bo as *he* left.\nAl", 1),
 }  # fmt: skip
 
 
@@ -256,6 +260,20 @@ def test_files_of_glue_and_superglue_are_read(form, tmp_path):
     texts = {decoder.decode(ids[:-1]): labels for ids, labels in found.items()}
     assert len(texts) == 2
     assert texts[text] == [label]
+
+
+@pytest.mark.parametrize(
+    ("form", "record", "said"),
+    [
+        ("multirc", {"passage": {"text": "p", "questions": ["q?"]}}, "\"questions\" is not a list of objects: it has 'q"),
+        ("record", {"passage": {"text": "p", "entities": [{"start": 0, "end": 1}]}}, "an entity is beyond the text"),
+        ("wsc", {"text": "a", "target": {"span1_text": "a", "span2_text": "b", "span2_index": 1}}, "beyond the text: it is 1"),
+        ("copa", {"premise": "p", "choice1": "a"}, 'no field "choice2"'),
+    ],
+)  # fmt: skip
+def test_a_set_that_is_not_as_published_is_named_with_its_line(form, record, said, tmp_path):
+    with pytest.raises(ConfigError, match=rf"records.jsonl:1: .*{said}"):
+        build(LabelledDataModule, tmp_path, [record], form=form)
 
 
 @pytest.mark.parametrize(

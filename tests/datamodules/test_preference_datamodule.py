@@ -98,20 +98,52 @@ def test_a_pair_is_left_out_or_cut_as_one(too_long, tmp_path):
     assert len(cut) == (too_long == "cut")
 
 
-def test_single_answers_say_whether_they_are_desirable(tmp_path):
+def test_single_answers_say_whether_they_are_desirable_and_have_an_answer_of_another_record_beside_them(
+    tmp_path,
+):
     records = [
-        {"prompt": f"{n}:", "completion": "good" if n % 3 else "bad", "label": n % 3 > 0} for n in range(40)
+        {"prompt": f"{n}:", "completion": f"good{n}" if n % 3 else "bad", "label": n % 3 > 0}
+        for n in range(40)
     ]
     data = build(PreferenceDataModule, tmp_path, records, template="plain", paired=False)
-    seen = 0
+    decoder, seen = Tokenizer.from_str(data.tokenizer_json), 0
     for _, batch in read(data, batch_size=4):
         inside = batch["document_ids"] == 0
-        for row, text in enumerate(answers(data, batch)):
+        texts = answers(data, batch)
+        begins = [
+            decoder.decode(ids[mask].tolist()) for ids, mask in zip(batch["input_ids"], inside, strict=True)
+        ]
+        for row, text in enumerate(texts):
             seen += bool(text)
-            expected = torch.full_like(inside[row], text.startswith("good")) & inside[row]
+            expected = torch.full_like(inside[row], texts[row - row % 2].startswith("good")) & inside[row]
             assert torch.equal(batch["desirable"][row], expected)
+        for row in range(0, len(texts), 2) if all(texts) else ():
+            number = int(begins[row].partition(":")[0])
+            other = (number - 1) % 40  # of the record before it in the file
+            completion = f"good{other}" if other % 3 else "bad"
+            assert begins[row + 1] == f"{number}:{completion}"
+            assert texts[row + 1] == f"{completion}<|endoftext|>"
         assert batch["desirable"].shape == batch["input_ids"].shape
-    assert seen == data.manifest["records"]["train"]
+    assert seen == 2 * data.manifest["records"]["train"]
+
+
+def test_batches_have_the_numbers_and_the_references_of_their_records(tmp_path):
+    data = build(PreferenceDataModule, tmp_path, pairs(), template="plain")
+    (split, shape, batches), *_ = data.every_record()
+    seen = torch.cat([batch["records"][::2, 0] for batch in batches])
+    assert split == "train"
+    assert shape == (data.manifest["records"]["train"], 2)
+    assert seen[seen >= 0].sort().values.tolist() == list(range(shape[0]))
+    assert (seen < 0).sum() == -shape[0] % 4  # the last batch is filled up
+    later = data.train_dataloader()
+    data.references["train"] = torch.arange(2.0 * shape[0]).view(
+        shape
+    )  # loaders that are there already have them
+    for batch in later:
+        records = batch["records"]
+        assert (records[::2] == records[1::2]).all()
+        expected = 2.0 * records + torch.arange(len(records))[:, None] % 2
+        assert torch.equal(batch["reference"], expected)
 
 
 @pytest.mark.parametrize(

@@ -102,8 +102,16 @@ def test_ranks_resume_from_shards_and_all_refuse_another_base(base):
     assert weights_apart(resumed, expected) < TOLERANCE
 
 
+def test_a_pipeline_with_the_last_blocks_alone_is_refused_before_the_run(base):
+    refused = fit(overlay("Freeze", base, "pipeline"), 2)
+    assert refused.code == 2
+    assert "each of its stages has to train some of its blocks" in refused.error_text
+
+
 @pytest.mark.ci
 def test_a_pipeline_stage_with_nothing_to_train_is_refused(base):
-    refused = fit(overlay("Freeze", base, "pipeline"), 2)
+    values = overlay("Freeze", base, "pipeline")
+    values["trainer"]["callbacks"] = [{"class_path": "Freeze", "init_args": {"train": ["layers.1.*"]}}]
+    refused = fit(values, 2)
     assert refused.code == 2
     assert "all blocks of stage 0 are frozen" in refused.error_text

@@ -56,6 +56,7 @@ def store_adapted(
         "plugins": [config for _, config in plugins],
     }
     config["model"]["weights"] = str(base)
+    config["model"]["network"]["class_path"] = f"{network_class.__module__}.{network_class.__name__}"
     content["leyden"]["config"] = yaml.safe_dump(config)
     content["callbacks"] = {made.state_key: made.state_dict()}
     AtomicCheckpoint().save_checkpoint(content, folder / name)

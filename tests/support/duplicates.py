@@ -10,6 +10,7 @@ from multiprocessing import get_context
 import pyarrow
 
 from core.contracts import Engine
+from datamodules.preparation.duplicates.shingles import words
 from tests.support.corpus import contents
 
 
@@ -43,6 +44,31 @@ def kept(transform, documents, folder, size=7, pieces=3):
     assert left == sorted(left)
     assert dropped.total() == len(documents) - len(left)
     return left, dropped
+
+
+def planted(number=240, seed=0):
+    """Returns documents, half of which are earlier ones with some words changed: none, few, or a third."""
+    rng = random.Random(seed)
+    found = []
+    for _ in range(number):
+        if found and rng.random() < 0.5:
+            share = rng.choice([0, 0.01, 0.02, 0.05, 0.3])
+            text = [
+                w if rng.random() > share else f"x{rng.randrange(10**6)}" for w in rng.choice(found).split()
+            ]
+        else:
+            text = [f"w{int(rng.paretovariate(0.5)) % 5000}" for _ in range(rng.randint(4, 200))]
+        found.append(" ".join(text))
+    return found
+
+
+def similarity(one, other, length=5):
+    """Returns the Jaccard similarity of the n-grams of two texts, from all of them."""
+    both = []
+    for text in (one, other):
+        found = words(text)
+        both.append({tuple(found[at : at + length]) for at in range(max(len(found) - length + 1, 1))})
+    return len(both[0] & both[1]) / len(both[0] | both[1])
 
 
 class Backwards(Engine):

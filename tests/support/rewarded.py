@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
+from torch import Tensor
 
 from callbacks.rollouts import Rollouts
+from core.contracts import Network, TokenSum
+from core.technique import technique
 from datamodules.prompt_datamodule import PromptDataModule
+from plugins.objectives.ppo import PPO
 from tests.support.records import build
 from tests.support.tiny_training import module, tiny_gpt, trainer
+from toolkit.log_probabilities import log_probabilities
 from toolkit.rewards import Reward, Sample
+from toolkit.rollouts import OLD, REWARDS
 
 VOCAB = 264
 
@@ -82,3 +88,24 @@ def on_policy(
     runner = trainer(folder, max_steps=steps, callbacks=[Rollouts(**given), record, *callbacks], **options)
     runner.fit(trained, datamodule=data, ckpt_path=ckpt_path)
     return runner, trained, record.figures
+
+
+@technique(paper="a test", offers=("learns_from_rollouts",))
+class Ratios(PPO):
+    """Keeps the largest distance of the ratio from 1 in each step, logs its sum, and keeps the answers."""
+
+    def __init__(self, kl: float = 0.1, kl_target: float | None = None) -> None:
+        super().__init__(kl=kl, kl_target=kl_target)
+        self.found: list[float] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def policy_loss(
+        self, network: Network, batch: Mapping[str, Tensor]
+    ) -> tuple[TokenSum, dict[str, TokenSum]]:
+        """Returns the loss of PPO."""
+        with torch.no_grad():
+            apart = (log_probabilities(network, batch) - batch[OLD]).exp() - 1
+        self.found.append(float(apart.abs().max()))
+        self.rows.append({name: batch[name].tolist() for name in ("input_ids", "labels", REWARDS)})
+        loss, figures = super().policy_loss(network, batch)
+        return loss, figures | {"apart": TokenSum(apart.abs().sum(), loss.tokens)}

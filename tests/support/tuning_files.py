@@ -25,6 +25,12 @@ def chats(folder):
     write_lines(folder / "chats.jsonl", [{"messages": both} for both in turns])
 
 
+def pairs(folder):
+    """Writes pairs.jsonl."""
+    records = [{"prompt": f"{n}+{n}=", "chosen": f"{2 * n}", "rejected": f"{3 * n}?"} for n in range(1, 80)]
+    write_lines(folder / "pairs.jsonl", records)
+
+
 def tasks(folder):
     """Writes chats.jsonl and questions.jsonl."""
     chats(folder)

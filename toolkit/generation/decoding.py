@@ -57,6 +57,8 @@ class Decoding:
         cached: False computes each text again for each token: slow, and the same.
         before: A decoding of one text that is over. One prompt that begins as that text did continues from its cache, if
             the network offers :class:`toolkit.generation.rows.KeepsPrefix`.
+        inference_mode: False: `torch.no_grad` takes the place of `torch.inference_mode`, whose tensors cannot be trained on. For
+            networks that keep tensors for training, such as weights that a strategy gathers.
 
     Raises:
         ConfigError: If a value is out of range; while iterating, if logits are not finite.
@@ -80,6 +82,7 @@ class Decoding:
         cached: bool = True,
         likeliest: int = 0,
         before: Decoding | None = None,
+        inference_mode: bool = True,
     ):
         sampling = sampling or Sampling()
         check_prompts(network, prompts, max_new_tokens)
@@ -93,6 +96,7 @@ class Decoding:
         self._sampling, self._log_probabilities = sampling, log_probabilities
         self._likeliest = min(likeliest, network.vocab_size)
         self._max_new_tokens, self._stop_ids, self._cached = max_new_tokens, frozenset(stop_ids), cached
+        self._without_gradients = torch.inference_mode if inference_mode else torch.no_grad
         self._generators = [_generator(seed) for seed in seeds]
         self._finished: set[int] = set()
         self._rows: Rows | None = None if before is None else before._rows
@@ -106,16 +110,16 @@ class Decoding:
         if not self._max_new_tokens or not self._prompts:
             return
         with evaluating(self._network):
-            with torch.inference_mode():
+            with self._without_gradients():
                 rows = Rows(self._network, self._prompts, self._max_new_tokens, self._cached, self._rows)
             self._rows = rows
             active = [row for row in range(len(self._generators)) if row not in self._finished]
             parents = [row // self._samples for row in active]
-            with torch.inference_mode():
+            with self._without_gradients():
                 logits = rows.first()[torch.tensor(parents, device=next(self._network.parameters()).device)]
                 seen = self._seen([self._prompts[parent] for parent in parents], logits)
             for count in range(1, self._max_new_tokens + 1):
-                with torch.inference_mode():
+                with self._without_gradients():
                     drawn = self._draw(active, logits, seen)
                 for token in drawn:
                     if token.id in self._stop_ids:
@@ -125,7 +129,7 @@ class Decoding:
                 kept = [index for index, row in enumerate(active) if row not in self._finished]
                 if not kept or count == self._max_new_tokens:
                     return
-                with torch.inference_mode():
+                with self._without_gradients():
                     new = [drawn[index].id for index in kept]
                     logits = rows.step([parents[index] for index in kept], new)
                     if seen is not None:

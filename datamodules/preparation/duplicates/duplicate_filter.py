@@ -99,7 +99,7 @@ class DuplicateFilter(Transform):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out what `load` has read: a process that gets a copy reads it itself."""
-        return {name: value for name, value in vars(self).items() if name != "_clusters"}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
 def hashes(texts: list[bytes]) -> np.ndarray:
@@ -131,16 +131,26 @@ def write_clusters(found: Iterator[np.ndarray], expected: int, scratch: Path, co
     spilled = SpilledRecords(scratch / "clusters", CLUSTER, expected)
     for some in found:
         spilled.add(some, prefixes(some["document"]))
-    sizes = scratch / "sizes"
-    with conclusion.open("wb") as file, sizes.open("wb") as behind:
-        for records in spilled.partitions():
-            records = records[
-                np.argsort(records["size"], kind="stable")
-            ]  # of equal documents, one that is dropped is first
+    # of equal documents, one that is dropped is first
+    by_size = (records[np.argsort(records["size"], kind="stable")] for records in spilled.partitions())
+    write_sorted(by_size, scratch, conclusion)
+
+
+def write_sorted(partitions: Iterator[np.ndarray], scratch: Path, conclusion: Path) -> None:
+    """Writes records of a `document` and one further field: all documents, ascending, then all values of the other field.
+
+    Args:
+        partitions: The records; documents of a later array are not below those of an earlier one.
+        scratch: A folder for a file.
+        conclusion: The file that is written.
+    """
+    values = scratch / "values"
+    with conclusion.open("wb") as file, values.open("wb") as behind:
+        for records in partitions:
             records = records[np.argsort(records["document"], kind="stable")]
-            np.ascontiguousarray(records["document"]).tofile(file)
-            np.ascontiguousarray(records["size"]).tofile(behind)
-    with conclusion.open("ab") as file, sizes.open("rb") as behind:
+            for name, one in zip(records.dtype.names or (), (file, behind), strict=True):
+                np.ascontiguousarray(records[name]).tofile(one)
+    with conclusion.open("ab") as file, values.open("rb") as behind:
         shutil.copyfileobj(behind, file)
 
 

@@ -76,8 +76,39 @@ class NearPairs:
         Args:
             threshold: Least Jaccard similarity.
         """
-        keys = self._sorted_in()
+        pairs, table = self._candidates()
         gone = np.zeros(self.number, np.bool_)  # a byte for each document is what is kept in memory
+        kept = SpilledRecords(self._scratch / "kept", np.dtype("<u8"), self.number, self.number or 1)
+        for records in pairs.partitions():
+            found = self._decide(np.unique(records), threshold, gone, table)
+            kept.add(found, found)
+        for begin in range(0, self.number, _CHUNK):
+            yield clusters(self._places["identity"][begin : begin + _CHUNK][gone[begin : begin + _CHUNK]], 0)
+        for records in kept.partitions():
+            found, numbers = np.unique(records, return_counts=True)
+            yield clusters(self._places["identity"][found], numbers + 1)
+
+    def components(self, threshold: float) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yields the documents that resemble another one, and of each the first document that it is connected to.
+
+        Two documents are connected if they resemble each other, or if both are connected to a third one.
+
+        Args:
+            threshold: Least Jaccard similarity.
+        """
+        pairs, table = self._candidates()
+        components = _Components(self.number)
+        for records in pairs.partitions():
+            self._connect(np.unique(records), threshold, components, table)
+        identities = self._places["identity"]
+        for begin in range(0, self.number, _CHUNK):
+            documents = begin + np.flatnonzero(components.joined[begin : begin + _CHUNK])
+            firsts = np.array([components.first(document) for document in documents.tolist()], np.int64)
+            yield identities[documents], identities[firsts]
+
+    def _candidates(self) -> tuple[SpilledRecords, _Table]:
+        """Returns each document with earlier ones, or groups, that it shares a band with; and an empty table of the groups."""
+        keys = self._sorted_in()
         pairs = SpilledRecords(
             self._scratch / "pairs", np.dtype("<u8"), self.number * PARTNERS * 2, (self.number << 32) or 1
         )
@@ -90,16 +121,7 @@ class NearPairs:
             new = np.cumsum(ranks[sizes > SMALL] == 0)
             pairs.add(members | (new + (groups + _GROUP - 1)).astype(np.uint64), members)
             groups += int(new[-1]) if len(new) else 0
-        table = _Table(self._scratch / "groups", groups)
-        kept = SpilledRecords(self._scratch / "kept", np.dtype("<u8"), self.number, self.number or 1)
-        for records in pairs.partitions():
-            found = self._decide(np.unique(records), threshold, gone, table)
-            kept.add(found, found)
-        for begin in range(0, self.number, _CHUNK):
-            yield clusters(self._places["identity"][begin : begin + _CHUNK][gone[begin : begin + _CHUNK]], 0)
-        for records in kept.partitions():
-            found, numbers = np.unique(records, return_counts=True)
-            yield clusters(self._places["identity"][found], numbers + 1)
+        return pairs, _Table(self._scratch / "groups", groups)
 
     def _sorted_in(self) -> SpilledRecords:
         """Returns the keys of all documents, by the range of the keys; notes where the documents' shingles are."""
@@ -131,11 +153,8 @@ class NearPairs:
             table: The groups' documents that stay.
         """
         stay = list[int]()
-        numbered = zip((pairs >> _NUMBER).tolist(), (pairs & _LOW).tolist(), strict=True)
-        for other, found in groupby(numbered, itemgetter(0)):
-            partners = [number for _, number in found]
-            groups = [number - _GROUP for number in partners if number >= _GROUP]
-            earlier = {number for number in partners if number < _GROUP}.union(*map(table.of, groups))
+        for other, partners, groups in _by_document(pairs):
+            earlier = partners.union(*map(table.of, groups))
             one = self._resembled(other, sorted(number for number in earlier if not gone[number]), threshold)
             if one is not None:
                 gone[other] = True
@@ -144,6 +163,28 @@ class NearPairs:
             for group in groups:
                 table.add(group, other)
         return np.array(stay, np.uint64)
+
+    def _connect(self, pairs: np.ndarray, threshold: float, components: _Components, table: _Table) -> None:
+        """Joins each document with the earlier ones that it resembles.
+
+        Args:
+            pairs: As for :meth:`_decide`.
+            threshold: Least Jaccard similarity.
+            components: What is connected so far.
+            table: Documents of each group; one that is connected to one of them is not added.
+        """
+        identities = self._places["identity"]
+        for other, partners, groups in _by_document(pairs):
+            for one in sorted(partners.union(*map(table.of, groups))):
+                if components.first(one) != components.first(other) and (
+                    identities[one] == identities[other]
+                    or self._resembled(other, [one], threshold) is not None
+                ):
+                    components.join(one, other)
+            own = components.first(other)
+            for group in groups:
+                if all(components.first(one) != own for one in table.of(group)):
+                    table.add(group, other)
 
     def _resembled(self, other: int, earlier: Sequence[int], threshold: float) -> int | None:
         """Returns the first of some documents that a later one resembles."""
@@ -160,6 +201,15 @@ class NearPairs:
     def _shingles(self, document: int) -> np.ndarray:
         place = self._places[document]
         return self._opened(self._findings[place["file"]]).read(int(place["at"]), int(place["count"]))
+
+
+def _by_document(pairs: np.ndarray) -> Iterator[tuple[int, set[int], list[int]]]:
+    """Yields each document of some pairs, ascending, with the earlier ones and with the numbers of its groups."""
+    numbered = zip((pairs >> _NUMBER).tolist(), (pairs & _LOW).tolist(), strict=True)
+    for other, found in groupby(numbered, itemgetter(0)):
+        partners = [number for _, number in found]
+        groups = [number - _GROUP for number in partners if number >= _GROUP]
+        yield other, {number for number in partners if number < _GROUP}, groups
 
 
 def _grouped(records: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -186,6 +236,35 @@ def _paired(documents: np.ndarray, earlier: np.ndarray, later: np.ndarray) -> np
     one, other = documents[earlier], documents[later]
     found = one != other
     return (other[found] << _NUMBER) | one[found]
+
+
+class _Components:
+    """Documents that are connected, as a union-find: 5 bytes for each document.
+
+    Args:
+        number: Number of documents.
+
+    Attributes:
+        joined: Whether each document is connected to another one.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._parents = np.arange(number, dtype=np.uint32)
+        self.joined = np.zeros(number, np.bool_)
+
+    def first(self, document: int) -> int:
+        """Returns the first of the documents that are connected to one, or itself."""
+        parents = self._parents
+        while (parent := int(parents[document])) != document:
+            parents[document] = parents[parent]  # halves the path for the next time
+            document = parent
+        return document
+
+    def join(self, one: int, other: int) -> None:
+        """Connects two documents."""
+        low, high = sorted((self.first(one), self.first(other)))
+        self._parents[high] = low
+        self.joined[[one, other]] = True
 
 
 class _Table:

@@ -15,7 +15,7 @@ from plugins.networks.llama import Llama
 from plugins.precision.bitsandbytes_weights import BitsandbytesWeights
 from tests.support.adapted_checkpoints import adapted, logits, store_adapted, store_base
 from tests.support.reference_models import both, tokens
-from tests.support.stored_networks import MLP, PLAIN, lively_network
+from tests.support.stored_networks import FAMILIES, MLP, PLAIN, lively_network, store
 
 KINDS = {
     "lora": {},
@@ -37,8 +37,6 @@ def peft_model(reference, folder):
 def test_peft_reads_what_export_writes_and_computes_the_same(kind, tmp_path):
     network, reference = both(Llama, MLP)
     base = tmp_path / "base.ckpt"
-    from tests.support.stored_networks import store
-
     store(network, MLP, base)
     path, _ = store_adapted(tmp_path, LoRA, base, rank=4, alpha=8.0, **KINDS[kind])
     # the base of `store_adapted` has other weights: the adapter is read beside those of the reference
@@ -204,6 +202,15 @@ def test_other_folders_are_refused(tmp_path):
 def test_mistakes_are_named(init_args, message):
     with pytest.raises(ConfigError, match=message):
         LoRA(**init_args).change_network(lively_network(Llama, MLP))
+
+
+def test_a_network_with_several_forms_is_written_as_the_one_that_it_has(tmp_path):
+    arguments = FAMILIES["GPT-as-Llama"][1]
+    base = store_base(tmp_path, GPT, arguments)
+    path, _ = store_adapted(tmp_path, LoRA, base, network_class=GPT, arguments=arguments)
+    export(["--ckpt_path", str(path), "--format", "peft", "--output", str(tmp_path / "peft")])
+    names = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight" in names
 
 
 def test_layers_that_transformers_has_in_one_are_merged_but_not_written_for_peft(tmp_path):

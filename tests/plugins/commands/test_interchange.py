@@ -421,7 +421,7 @@ def test_an_import_is_the_same_on_a_machine_with_a_gpu(llama, core, tmp_path, mo
 MEASURE = """
 import re, sys, threading, time
 from core.__main__ import main
-import plugins.checkpoints.finding, plugins.commands.hf_folder, plugins.networks.llama, safetensors, lightning
+import plugins.checkpoints.finding, plugins.checkpoints.hf_folder, plugins.networks.llama, safetensors, lightning
 import torch, torch.distributed.checkpoint, torch._subclasses.fake_tensor, plugins.checkpoints.shard_writing, gguf
 held = lambda: int(re.search(r"RssAnon:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
 most, done = held(), threading.Event()

@@ -8,37 +8,12 @@ import pytest
 
 from core.errors import ConfigError
 from datamodules.preparation.duplicates import near_pairs, spilled_records
-from datamodules.preparation.duplicates.shingles import words
 from datamodules.preparation.engines.local_engine import LocalEngine
 from datamodules.preparation.readers import source_files
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
 from datamodules.preparation.transforms.near_duplicates import NearDuplicates
 from tests.support.corpus import contents, prepare, write_lines
-from tests.support.duplicates import Backwards, kept
-
-
-def planted(number=240, seed=0):
-    """Returns documents, half of which are earlier ones with some words changed: none, few, or a third."""
-    rng = random.Random(seed)
-    found = []
-    for _ in range(number):
-        if found and rng.random() < 0.5:
-            share = rng.choice([0, 0.01, 0.02, 0.05, 0.3])
-            text = [
-                w if rng.random() > share else f"x{rng.randrange(10**6)}" for w in rng.choice(found).split()
-            ]
-        else:
-            text = [f"w{int(rng.paretovariate(0.5)) % 5000}" for _ in range(rng.randint(4, 200))]
-        found.append(" ".join(text))
-    return found
-
-
-def similarity(one, other, length=5):
-    both = []
-    for text in (one, other):
-        found = words(text)
-        both.append({tuple(found[at : at + length]) for at in range(max(len(found) - length + 1, 1))})
-    return len(both[0] & both[1]) / len(both[0] | both[1])
+from tests.support.duplicates import Backwards, kept, planted, similarity
 
 
 def expected(documents, threshold):

@@ -1,0 +1,141 @@
+"""Distillation against trl's generalised Jensen-Shannon loss; its teacher is read, frozen and left out of checkpoints."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from core.errors import ConfigError
+from plugins.cli.selection import describe
+from plugins.commands.export import export
+from plugins.networks.gpt import GPT
+from plugins.networks.llama import Llama
+from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives.distillation import DIVERGENCES, Distillation
+from tests.support.largest_tensor import LargestTensor
+from tests.support.stored_networks import FAMILIES, lively_network, store
+from tests.support.tiny_training import fit, module, uneven_batches
+from tests.support.trl_losses import STORED, Given, batch, ours
+from toolkit.selection import Run
+
+ARGUMENTS = FAMILIES["Llama"][1] | {"vocab_size": 61}
+
+
+@pytest.fixture
+def teacher(tmp_path):
+    return str(store(lively_network(Llama, ARGUMENTS), ARGUMENTS, tmp_path / "teacher.ckpt"))
+
+
+class Taught(Given):
+    """The teacher of the stored losses."""
+
+    def __call__(self, batch):
+        return batch["taught"]
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_value_and_gradient_are_those_of_trl(divergence, chunk_tokens, teacher):
+    """Which does not multiply by the square of the temperature."""
+    objective = Distillation(teacher, divergence, temperature=1.5, chunk_tokens=chunk_tokens)
+    objective.teacher = lambda network, device: Taught()
+    loss, figures, gradient = ours(objective)
+    value, of_words = json.loads(STORED.read_text())["losses"][divergence]
+    assert loss.mean.item() == pytest.approx(1.5**2 * value, rel=1e-12)
+    assert figures["divergence"].mean.item() == pytest.approx(value, rel=1e-12)
+    torch.testing.assert_close(
+        gradient.sum(1), 1.5**2 * torch.tensor(of_words, dtype=torch.float64), rtol=1e-9, atol=1e-14
+    )
+
+
+def test_labels_are_mixed_in(teacher):
+    objective = Distillation(teacher, temperature=2.0, label_weight=0.25)
+    objective.teacher = lambda network, device: Taught()
+    loss, figures, _ = ours(objective)
+    given = batch()
+    plain = F.cross_entropy(given["logits"].flatten(0, 1), given["labels"].flatten())
+    assert figures["cross_entropy"].mean.item() == pytest.approx(plain.item(), rel=1e-12)
+    expected = 0.25 * plain + 0.75 * 4 * figures["divergence"].mean
+    assert loss.mean.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_a_network_that_is_its_teacher_has_nothing_to_learn(teacher):
+    network = lively_network(Llama, ARGUMENTS)
+    given = uneven_batches(1)[0]
+    for divergence in DIVERGENCES:
+        loss, _ = Distillation(teacher, divergence).loss(network, given)
+        assert abs(loss.mean.item()) < 1e-6  # log-softmax in float32
+    loss, figures = Distillation(teacher).eval().loss(network, given)
+    assert (loss.total.item(), figures) == (
+        pytest.approx(CausalLM().loss(network, given)[0].total.item(), rel=1e-6),
+        {},
+    )
+
+
+def test_the_teacher_is_neither_trained_nor_saved_and_draws_no_random_numbers(teacher, tmp_path):
+    objective = Distillation(teacher)
+    trained = module(lambda: GPT(61, 1, 2, 16, 24), objective=objective)
+    before = lively_network(Llama, ARGUMENTS).state_dict()
+    fit(tmp_path, trained, uneven_batches(3), max_epochs=1)
+    assert not objective.state_dict()
+    assert not list(objective.parameters())
+    after = objective.teacher(trained.network, torch.device("cpu"))
+    assert not after.training
+    assert not any(weight.requires_grad for weight in after.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in after.state_dict().items())
+    state = torch.get_rng_state()
+    Distillation(teacher).loss(trained.network, uneven_batches(1)[0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_hugging_face_folder_is_a_teacher(teacher, tmp_path):
+    folder = tmp_path / "hf"
+    assert export(["--ckpt_path", teacher, "--output", str(folder)]) == 0
+    given = uneven_batches(1)[0]
+    network = GPT(61, 1, 2, 16, 24)
+    one, other = (Distillation(path).loss(network, given)[0].total for path in (teacher, str(folder)))
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+def test_another_vocabulary_and_a_path_that_is_not_there_are_explained(teacher, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"has 61 token ids, the network 62.*\n.*--model.network.vocab_size=61"
+    ):
+        Distillation(teacher).loss(GPT(62, 1, 2, 16, 24), uneven_batches(1)[0])
+    nowhere = str(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="there is no such file or folder"):
+        Distillation(nowhere).loss(GPT(61, 1, 2, 16, 24), uneven_batches(1)[0])
+    own = describe("model.objective", Distillation, "x.Distillation", {"teacher": nowhere})
+    assert list(Distillation.preflight(Run((own,)), own)) == [
+        f"teacher is {nowhere}: there is no such file or folder"
+    ]
+    assert not list(Distillation.preflight(Run((own,), offline=True), own))
+
+
+def test_no_tensor_holds_all_logits(tmp_path):
+    large = ARGUMENTS | {"vocab_size": 1000}
+    path = str(store(lively_network(Llama, large), large, tmp_path / "large.ckpt"))
+    tokens = torch.randint(1000, (16, 65), generator=torch.Generator().manual_seed(0))
+    given = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    network, objective = GPT(1000, 1, 2, 8, 64), Distillation(path, chunk_tokens=32)
+    objective.teacher(network, torch.device("cpu"))
+    with LargestTensor() as largest:
+        objective.loss(network, given)[0].mean.backward()
+    assert (
+        largest.bytes < 4 * 1000 * 16 * 64 / 8
+    )  # all logits over 8; the largest are the teacher's hidden states
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"divergence": "backward"}, "one of forward, reverse"),
+        ({"temperature": 0.0}, "temperature above 0"),
+        ({"label_weight": 1.5}, "label_weight from 0 to 1"),
+        ({"chunk_tokens": 0}, "chunk_tokens from 1"),
+    ],
+)
+def test_values_out_of_range_are_refused(arguments, said, teacher):
+    with pytest.raises(ConfigError, match=said):
+        Distillation(teacher, **arguments)
