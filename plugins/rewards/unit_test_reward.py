@@ -76,7 +76,7 @@ class UnitTestReward(Reward):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"UnitTestReward.{name} is {value}; it is above 0.")
         self.field, self.partial = field, partial
-        self._isolated, self._workers = isolated, workers or len(os.sched_getaffinity(0))
+        self._isolated, self._workers = isolated, workers or _cores()
         self._limits = cpu_seconds, seconds, memory_mib
 
     @cached_property
@@ -106,6 +106,11 @@ class UnitTestReward(Reward):
                 f"  prompt: {sample.prompt[:60]!a}"
             )
         return tests
+
+
+def _cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def code_of(answer: str) -> str:
