@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -29,6 +30,7 @@ from toolkit.rollouts import (
     Part,
     Rollout,
 )
+from toolkit.shards import GathersNetworks
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -41,12 +43,12 @@ FUNCTION = "answer_prompts"
 MULTIPLE = 8
 """Rows are padded to a multiple of this number of tokens."""
 
-SHARDING = ("FSDP", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")
-"""Strategies under which ranks with different prompts need each other's weights."""
+SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")
+"""Strategies under which ranks with different prompts need each other's weights, and which cannot gather them once."""
 
 WHOLE = (
-    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, or "
-    "HybridParallel with tensor and data_replicate alone and loss_parallel=false"
+    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, or "
+    "HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
 )
 
 
@@ -72,7 +74,8 @@ class Rollouts(Callback):
     `rollout/entropy` in nats a token, estimated from the tokens drawn; `rollout/kl` in nats a token, if there is a reference;
     `rollout/gap`, the mean difference between the log-probabilities of decoder and trainer, in nats.
 
-    Each rank needs all weights, or shares them with ranks that have the same prompts: one process, DDP, or tensor parallelism.
+    Each rank needs all weights while it samples, or shares them with ranks that have the same prompts (tensor parallelism). FSDP
+    gathers them once for a rollout: a rank then has room for the network, beside its shards of gradients and optimizer state.
 
     Args:
         reward: What scores answers.
@@ -129,7 +132,7 @@ class Rollouts(Callback):
                 "step would hold rows twice"
             )
         for item in run.selected:
-            if item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments, run)):
+            if item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments)):
                 yield f"{item.name} shards the network, and {WHOLE}"
 
     # -- before training ------------------------------------------------------------------------------------------
@@ -210,10 +213,11 @@ class Rollouts(Callback):
     def _sample(
         self, network: Any, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: Trainer
     ) -> list[Answer]:
-        stops = _prompts(trainer).stop_ids
-        return sample_answers(
-            network, prompts, max_new_tokens=self.max_new_tokens, seeds=seeds, stop_ids=stops
-        )
+        strategy, stops = trainer.strategy, _prompts(trainer).stop_ids
+        with strategy.gathered(network) if isinstance(strategy, GathersNetworks) else nullcontext():
+            return sample_answers(
+                network, prompts, max_new_tokens=self.max_new_tokens, seeds=seeds, stop_ids=stops
+            )
 
     def _score(
         self, trainer: Trainer, split: str, records: Sequence[int], answers: Sequence[Answer]
@@ -349,11 +353,13 @@ class Rollouts(Callback):
         self._sums = {name: (pair[0], pair[1]) for name, pair in state_dict["sums"].items()}
 
 
-def _splits(sizes: Mapping[str, Any], run: Run) -> bool:
-    """Returns whether HybridParallel of these sizes does more than tensor parallelism within copies of the network."""
-    together = (sizes.get("tensor") or 1) * (sizes.get("data_replicate") or 1)
+def _splits(sizes: Mapping[str, Any]) -> bool:
+    """Returns whether HybridParallel of these sizes splits up more than weights."""
     vocabulary = (sizes.get("tensor") or 1) > 1 and sizes.get("loss_parallel", True)
-    return bool(together != run.world_size or vocabulary or (sizes.get("sequence") or 1) > 1)
+    return bool(
+        vocabulary
+        or any((sizes.get(name) or 1) > 1 for name in ("sequence", "context", "pipeline", "expert"))
+    )
 
 
 def no_room(longest: int, room: int, most: int) -> str:

@@ -114,7 +114,7 @@ CONFIG = {
 }
 
 
-def apart(folder, ranks, objective, rollouts, *words, tensor=1):
+def apart(folder, ranks, objective, rollouts, *words, tensor=1, more=None):
     """Returns figures and weights of a run on some ranks, of the command line."""
     os.environ["LEYDEN_TRUST"] = "tests"
     folder.mkdir()
@@ -132,9 +132,11 @@ def apart(folder, ranks, objective, rollouts, *words, tensor=1):
         "data": {"class_path": "PromptDataModule", "init_args": options},
         "trainer": CONFIG["trainer"] | {"callbacks+": [{"class_path": "Rollouts", "init_args": rollout | rollouts}]},
     }  # fmt: skip
-    more = folder / "more.yaml"
-    more.write_text(json.dumps(overlay), encoding="utf-8")
-    done = forked(ranks, folder, f"--config={more}", *words)
+    overlays = []
+    for number, values in enumerate([overlay, more or {}]):
+        overlays.append(folder / f"{number}.yaml")
+        overlays[-1].write_text(json.dumps(values), encoding="utf-8")
+    done = forked(ranks, folder, *(f"--config={path}" for path in overlays), *words)
     assert done.code == 0, done.error_text
     return results(folder)
 
@@ -150,35 +152,58 @@ def same_run(one, two):
         torch.testing.assert_close(two[1]["state_dict"][name], weight, rtol=1e-4, atol=1e-6)
 
 
+PARTS = {"mini_batches": 2, "epochs": 2}
+RATIOS = {"class_path": "tests.support.rewarded.Ratios", "init_args": {"kl": 0.1, "kl_target": 0.01}}
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16} | CONFIG["model"]["network"]["init_args"]
+BRIEF = {"model": {"network": {"class_path": "tests.support.rewarded.Brief", "init_args": SIZES}}}
+"""A network whose ranks generate different numbers of tokens."""
+
+
+def ratio_is_one_at_first(figures):
+    """Holds that the ratio is 1 to the last bit in the first step on each rollout, and not in the second."""
+    assert [value == 0 for value in column(figures, "train/apart")] == [True, False] * 3
+
+
 @pytest.mark.ci  # the kit compares shorter runs by default
 @pytest.mark.parametrize(
     ("objective", "rollouts"),
-    [
-        (
-            {"class_path": "PPO", "init_args": {"kl": 0.1, "kl_target": 0.01}},
-            {"mini_batches": 2, "epochs": 2},
-        ),
-        ({"class_path": "GRPO", "init_args": {"kl": 0.1}}, {}),
-    ],
-    ids=lambda value: value.get("class_path", ""),
+    [(RATIOS, PARTS), ({"class_path": "GRPO", "init_args": {"kl": 0.1}}, {})],
+    ids=["PPO", "GRPO"],
 )
 def test_two_ranks_are_one_process(objective, rollouts, tmp_path):
     one, two = (apart(tmp_path / str(ranks), ranks, objective, rollouts) for ranks in (1, 2))
     same_run(one, two)
+    if objective is RATIOS:
+        ratio_is_one_at_first(two[0])
+
+
+SHARDED = {
+    "stage 3": ("FSDP", {}),
+    "stage 2": ("FSDP", {"stage": 2}),
+    "hybrid": ("HybridParallel", {"data_shard": 2}),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_ranks_are_one_process(name, tmp_path):
+    one = apart(tmp_path / "1", 1, RATIOS, PARTS, more=BRIEF)
+    strategy = json.dumps(dict(zip(("class_path", "init_args"), SHARDED[name], strict=True)))
+    two = apart(tmp_path / "2", 2, RATIOS, PARTS, f"--trainer.strategy={strategy}", more=BRIEF)
+    same_run(one, two)
+    ratio_is_one_at_first(two[0])
+    assert max(column(one[0], "rollout/length")) < 4  # of 8
 
 
 @pytest.mark.ci
 def test_tensor_parallel_ranks_are_one_process(tmp_path):
-    objective = {"class_path": "tests.support.rewarded.Ratios", "init_args": {"kl": 0.1, "kl_target": 0.01}}
     strategy = json.dumps(
         {"class_path": "HybridParallel", "init_args": {"tensor": 2, "loss_parallel": False}}
     )
-    rollouts = {"mini_batches": 2, "epochs": 2}
-    one = apart(tmp_path / "1", 1, objective, rollouts)
-    two = apart(tmp_path / "2", 2, objective, rollouts, f"--trainer.strategy={strategy}", tensor=2)
+    one = apart(tmp_path / "1", 1, RATIOS, PARTS)
+    two = apart(tmp_path / "2", 2, RATIOS, PARTS, f"--trainer.strategy={strategy}", tensor=2)
     same_run(one, two)
-    # of two micro-batches in three, which is what a step is the mean of
-    assert [value == 0 for value in column(two[0], "train/apart")][:3] == [True, False, True]
+    ratio_is_one_at_first(two[0])
 
 
 class Broken(Reward):
@@ -229,7 +254,7 @@ MISTAKES = {
         ["--trainer.callbacks.Rollouts.epochs=2", "--trainer.accumulate_grad_batches=2"],
         "a step would hold rows twice",
     ),
-    "FSDP": (["--trainer.strategy=FSDP"], "FSDP shards the network"),
+    "DeepSpeedZero": (["--trainer.strategy=DeepSpeedZero"], "DeepSpeedZero shards the network"),
     "CausalLM": (["--model.objective=CausalLM"], "nothing in this run offers learns_from_rollouts"),
 }
 

@@ -13,6 +13,7 @@ from callbacks.rollouts import Rollouts
 from core.contracts import Network, TokenSum
 from core.technique import technique
 from datamodules.prompt_datamodule import PromptDataModule
+from plugins.networks.gpt import GPT
 from plugins.objectives.ppo import PPO
 from tests.support.records import build
 from tests.support.tiny_training import module, tiny_gpt, trainer
@@ -37,6 +38,21 @@ class LowTokens(Reward):
         """Returns the shares; 0 for an answer without tokens."""
         ids = [sample.answer_ids for sample in samples]
         return [sum(id < self.below for id in one) / max(len(one), 1) for one in ids]
+
+
+END = 0
+"""The token that ends a text."""
+
+
+class Brief(GPT):
+    """Ends half of its answers at each token, so that ranks generate different numbers of them."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns logits with that of the end raised."""
+        found = super().logits(hidden)
+        raised = torch.zeros(found.shape[-1], device=found.device, dtype=found.dtype)
+        raised[END] = 5.6  # the logarithm of the other tokens' number
+        return found + raised
 
 
 class Figures(Callback):
