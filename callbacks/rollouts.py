@@ -191,10 +191,13 @@ class Rollouts(Callback):
         self, trainer: Trainer, pl_module: Any, batch: Mapping[str, Tensor], batch_idx: int
     ) -> list[Part]:
         prompts, records = _ids(batch), batch[RECORDS].tolist()
-        first = (batch_idx * dp_size(trainer) + dp_rank(trainer)) * len(prompts)
+        number = -(
+            -(batch_idx - int(batch[TURNS][0])) // self.turns
+        )  # of the rollout, whatever it is cut into
+        first = (number * dp_size(trainer) + dp_rank(trainer)) * len(prompts)
         places = range(first, first + len(prompts))
         seed = pl_module.seed, trainer.current_epoch
-        seeds = [mix(*seed, place, number) for place in places for number in range(self.samples)]
+        seeds = [mix(*seed, place, which) for place in places for which in range(self.samples)]
         objective = _objective(pl_module)
 
         def answered() -> list[Part]:

@@ -46,6 +46,19 @@ def test_with_accumulation_all_micro_batches_of_a_step_have_the_ratio_one(tmp_pa
     assert [apart == 0 for apart in objective.found] == [True, True, False, False] * 2
 
 
+@pytest.mark.parametrize("objective", [PPO, GRPO])
+def test_a_step_on_all_parts_of_a_rollout_is_a_step_on_the_whole(objective, tmp_path):
+    found = []
+    for parts in (1, 2, 4):
+        (tmp_path / str(parts)).mkdir()
+        options = dict(accumulate_grad_batches=parts, rollouts={"mini_batches": parts}, limit_val_batches=0)
+        _, trained, _ = on_policy(tmp_path / str(parts), objective(kl=0.1), 3, sgd=True, lr=1.0, **options)
+        found.append(trained.network.state_dict())
+    for name, value in found[0].items():
+        for other in found[1:]:  # float32 sums in another order
+            torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("at", [1, 3, 4])
 def test_a_run_goes_on_bitwise_within_a_rollout(at, tmp_path):
     options = dict(rollouts={"mini_batches": 2, "epochs": 2}, limit_val_batches=0)

@@ -90,6 +90,7 @@ def on_policy(
     batch_size=4,
     rollouts=None,
     seed=0,
+    sgd=False,
     **options,
 ):
     """Trains on the task; returns the trainer, the module and the recorded figures."""
@@ -98,7 +99,8 @@ def on_policy(
         PromptDataModule, folder, prompts(), template="plain", sequence_length=16, batch_size=batch_size
     )
     torch.manual_seed(seed)
-    trained = module(network, objective=objective, optimizer=lambda groups: torch.optim.Adam(groups, lr=lr))
+    kind = torch.optim.SGD if sgd else torch.optim.Adam
+    trained = module(network, objective=objective, optimizer=lambda groups: kind(groups, lr=lr))
     trained.seed = seed
     record = Figures()
     runner = trainer(folder, max_steps=steps, callbacks=[Rollouts(**given), record, *callbacks], **options)
