@@ -17,7 +17,7 @@ from core.technique import Feature, technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import dp_group, dp_rank, dp_size
 from core.training.seeding import mix
-from toolkit.answers import Answer, as_part, sample_answers
+from toolkit.answers import Answer, Sampler, as_part, check_answers, sample_answers
 from toolkit.generation.rows import evaluating
 from toolkit.rewards import Reward, Sample, Scores, score
 from toolkit.rollout_figures import rollout_figures
@@ -83,9 +83,10 @@ class Rollouts(Callback):
         max_new_tokens: The most tokens of an answer, with the one that ends it.
         mini_batches: Micro-batches that a rollout is cut into; divides the batch size.
         epochs: How often each is trained on.
+        sampler: What samples the answers; None: the network in training.
 
     Raises:
-        ConfigError: If a number is out of range, or network and prompts leave no room for answers.
+        ConfigError: If a number is out of range, network and prompts leave no room for answers, or a sampler's answers are none.
 
     Example:
         trainer:
@@ -104,12 +105,18 @@ class Rollouts(Callback):
         max_new_tokens: int = 256,
         mini_batches: int = 1,
         epochs: int = 1,
+        sampler: Sampler | None = None,
     ) -> None:
         numbers = {"samples": samples, "max_new_tokens": max_new_tokens, "mini_batches": mini_batches, "epochs": epochs}  # fmt: skip
         for name, value in numbers.items():
             if value < 1:
                 raise ConfigError(f"Rollouts: {name}={value} must be at least 1.")
-        self.reward, self.samples, self.max_new_tokens = reward, samples, max_new_tokens
+        self.reward, self.samples, self.max_new_tokens, self.sampler = (
+            reward,
+            samples,
+            max_new_tokens,
+            sampler,
+        )
         self.mini_batches, self.turns = mini_batches, mini_batches * epochs
         self._parts: list[Part] = []  # of all ranks, on the CPU, while there are turns left
         self._records: list[int] = []  # numbers of their prompts
@@ -218,9 +225,12 @@ class Rollouts(Callback):
     ) -> list[Answer]:
         strategy, stops = trainer.strategy, _prompts(trainer).stop_ids
         with strategy.gathered(network) if isinstance(strategy, GathersNetworks) else nullcontext():
-            return sample_answers(
-                network, prompts, max_new_tokens=self.max_new_tokens, seeds=seeds, stop_ids=stops
-            )
+            sample = self.sampler.sample if self.sampler else sample_answers
+            most = self.max_new_tokens
+            answers = sample(network, prompts, max_new_tokens=most, seeds=seeds, stop_ids=stops)
+        if self.sampler:
+            check_answers(answers, type(self.sampler).__name__, len(seeds), most)
+        return answers
 
     def _score(
         self, trainer: Trainer, split: str, records: Sequence[int], answers: Sequence[Answer]

@@ -17,11 +17,12 @@ from plugins.objectives.grpo import GRPO
 from plugins.objectives.ppo import PPO
 from tests.support.launched_ranks import column, forked, results
 from tests.support.records import build
-from tests.support.rewarded import VOCAB, LowTokens, Ratios, on_policy, prompts
+from tests.support.rewarded import VOCAB, LowTokens, Narrow, Ratios, on_policy, prompts
 from tests.support.tiny_training import fit, module, trainer, uneven_batches
 from tests.support.uneven import UnevenData
+from toolkit.answers import Answer, Sampler
 from toolkit.rewards import Reward
-from toolkit.rollouts import REWARDS
+from toolkit.rollouts import CORRECTIONS, OLD, REWARDS, SAMPLED
 
 
 def test_the_ratio_is_exactly_one_until_the_weights_change(tmp_path):
@@ -217,6 +218,66 @@ def test_tensor_parallel_ranks_are_one_process(tmp_path):
     two = apart(tmp_path / "2", 2, RATIOS, PARTS, f"--trainer.strategy={strategy}", tensor=2)
     same_run(one, two)
     ratio_is_one_at_first(two[0])
+
+
+class Weights(GRPO):
+    """Keeps the parts of rollouts."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def prepare(self, network, rollout):
+        super().prepare(network, rollout)
+        self.parts += rollout.parts
+
+
+def test_another_sampler_is_corrected_for(tmp_path):
+    objective = Weights()
+    _, _, figures = on_policy(tmp_path, objective, 3, rollouts={"sampler": Narrow()}, limit_val_batches=0)
+    for part, figure in zip(objective.parts, figures, strict=True):
+        ratios = (part[OLD].double() - part[SAMPLED].double()).exp()
+        torch.testing.assert_close(part[CORRECTIONS].double(), ratios, rtol=1e-5, atol=0)  # far below the cap
+        apart = (part[OLD] - part[SAMPLED]).abs()[part["labels"] >= 0]
+        assert figure["rollout/gap"] == pytest.approx(float(apart.mean()), rel=1e-5)
+        assert 1e-4 < figure["rollout/gap"] < 0.05  # bf16 has 8 bits
+
+
+@pytest.mark.ci
+def test_a_configuration_names_a_sampler(tmp_path):
+    sampler = {"class_path": "tests.support.rewarded.Narrow"}
+    found = apart(tmp_path / "1", 1, {"class_path": "GRPO"}, {"sampler": sampler})
+    assert min(column(found[0], "rollout/gap")) > 1e-4
+
+
+class Short(Sampler):
+    """Returns fixed answers."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def sample(self, network, prompts, **options):
+        return self.answers
+
+
+GOOD = Answer([5, 6], [-1.0, -2.0], False)
+SAMPLERS = {
+    "gave 15 answers of 16": [GOOD] * 15,
+    "gave answer 1 of 16 with 0 tokens; it has 1 to 8": [Answer([], [], False)] * 16,
+    "gave answer 1 of 16 with 9 tokens": [Answer([5] * 9, [-1.0] * 9, False)] * 16,
+    "gave answer 16 of 16 with log-probabilities": [*[GOOD] * 15, GOOD._replace(log_probabilities=[-1.0])],
+    "gave answer 2 of 16 with log-probabilities": [
+        GOOD,
+        GOOD._replace(log_probabilities=[-1.0, math.nan]),
+        *[GOOD] * 14,
+    ],
+}
+
+
+@pytest.mark.parametrize("said", SAMPLERS)
+def test_what_a_sampler_returns_is_checked(said, tmp_path):
+    with pytest.raises(ConfigError, match=f"The sampler Short {said}"):
+        on_policy(tmp_path, GRPO(), 1, rollouts={"sampler": Short(SAMPLERS[said])})
 
 
 class Broken(Reward):

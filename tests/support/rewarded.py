@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from plugins.networks.gpt import GPT
 from plugins.objectives.ppo import PPO
 from tests.support.records import build
 from tests.support.tiny_training import module, tiny_gpt, trainer
+from toolkit.answers import Answer, Sampler, sample_answers
 from toolkit.log_probabilities import log_probabilities
 from toolkit.rewards import Reward, Sample
 from toolkit.rollouts import OLD, REWARDS
@@ -38,6 +40,14 @@ class LowTokens(Reward):
         """Returns the shares; 0 for an answer without tokens."""
         ids = [sample.answer_ids for sample in samples]
         return [sum(id < self.below for id in one) / max(len(one), 1) for one in ids]
+
+
+class Narrow(Sampler):
+    """A copy of the network in bf16."""
+
+    def sample(self, network: Network, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """Returns the copy's answers."""
+        return sample_answers(copy.deepcopy(network).bfloat16(), prompts, **options)
 
 
 END = 0
