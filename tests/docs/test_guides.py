@@ -13,6 +13,7 @@ import yaml
 from conformance.runs import run
 from core.__main__ import main
 from tests.conftest import HOUSE
+from tests.support.chat_checkpoint import bytes_tokenizer
 
 PAGES = [HOUSE / "README.md", *sorted((HOUSE / "docs").glob("*.md"))]
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1")
@@ -107,6 +108,7 @@ def test_the_yaml_of_a_guide_is_a_config(page, text, tmp_path, monkeypatch, caps
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source, encoding="utf-8")
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(bytes_tokenizer(), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(["check", "--offline", "--config", "mine.yaml"]) == 0, capsys.readouterr().err
 
