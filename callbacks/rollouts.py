@@ -75,7 +75,7 @@ class Rollouts(Callback):
     `rollout/gap`, the mean difference between the log-probabilities of decoder and trainer, in nats.
 
     Each rank needs all weights while it samples, or shares them with ranks that have the same prompts (tensor parallelism). FSDP
-    gathers them once for a rollout: a rank then has room for the network, beside its shards of gradients and optimizer state.
+    gathers them once for a rollout: a rank then needs memory for the whole network, beside its shards of all else.
 
     Args:
         reward: What scores answers.
@@ -86,7 +86,7 @@ class Rollouts(Callback):
         sampler: What samples the answers; None: the network in training.
 
     Raises:
-        ConfigError: If a number is out of range, network and prompts leave no room for answers, or a sampler's answers are none.
+        ConfigError: If a number is out of range, network and prompts leave no room for answers, or a sampler returns wrong answers.
 
     Example:
         trainer:

@@ -39,7 +39,7 @@ class Answer(NamedTuple):
 class Sampler(ABC):
     """What samples answers in place of the network in training, such as an engine for generation or a copy in bf16.
 
-    Its weights and arithmetic may differ from the trainer's: objectives correct for that by truncated importance weights, for
+    Weights and arithmetic may differ from those of the trainer: objectives correct for that by truncated importance weights, for
     which each token has the log-probability with which it was drawn.
     """
 
@@ -71,7 +71,7 @@ def check_answers(answers: Sequence[Answer], name: str, count: int, max_new_toke
         max_new_tokens: The most tokens of an answer.
 
     Raises:
-        ConfigError: If answers are missing, or one has too many tokens or none, or log-probabilities that are none.
+        ConfigError: If answers are missing, or one has no tokens, too many, or log-probabilities that do not fit them.
     """
     if len(answers) != count:
         raise ConfigError(
