@@ -55,8 +55,8 @@ class Sampler(ABC):
     ) -> list[Answer]:
         """Samples at temperature 1 from all tokens; arguments and result are those of :func:`sample_answers`.
 
-        Called once for a rollout, on each rank with prompts of its own, maybe none. The network has the weights of now, all of
-        them, is in eval mode and must not be changed. What is drawn follows from seeds, prompts and weights alone: a resumed
+        Called once for a rollout, on each rank with prompts of its own, maybe none. The network has the weights of now (under
+        tensor parallelism as DTensors, on ranks that have the same prompts), is in eval mode and must not be changed. What is drawn follows from seeds, prompts and weights alone: a resumed
         run draws the same.
         """
 
