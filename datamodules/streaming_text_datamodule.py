@@ -37,7 +37,7 @@ class StreamingTextDataModule(TokenDataModule):
     Any reader of documents gives the text: `LitdataDocuments`, `MDSDocuments`, `ParquetDocuments`, `JSONLinesDocuments`. Documents follow each other, each
     with an end of text, and the stream is cut into rows. In each epoch they come in another order: pieces of the source
     (files, chunks, row groups) are shuffled, four of them are read in turn, and the documents of 32 Mi characters at a time are
-    shuffled: those and what the readers of four pieces hold are in memory.
+    shuffled: those and what the readers of four pieces hold are in memory, which does not grow with the source.
 
     The position is a document and a token of it: a resumed run gets exactly the batches that would have come, for any number of ranks
     and workers. To find it, up to four pieces are read again, without being tokenised; a piece is a 64th of the source, at

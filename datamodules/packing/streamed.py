@@ -151,6 +151,7 @@ class TextStream:
         while held := list(_up_to(texts, SHUFFLED)):
             order = Permutation(len(held), (*key, window))
             yield from (held[order(at)] for at in range(len(held)))
+            held.clear()  # before the next ones are read
             window += 1
 
     def _in_turn(self, pieces: Sequence[int]) -> Iterator[str]:

@@ -369,3 +369,58 @@ def test_fit_from_the_command_line_and_resume(sources, tmp_path):
     fit("part", 4)
     resumed = fit("part", 8, "--ckpt_path=last")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.ci
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    code = f"""
+import json
+import resource
+from pathlib import Path
+
+from datamodules.packing import streamed
+from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
+from datamodules.preparation.readers.mds_documents import MDSDocuments
+from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
+from datamodules.streaming_text_datamodule import StreamingTextDataModule
+from tests.support.raw_folders import write_mds
+
+streamed.SHUFFLED = 1 << 20
+
+def write_lines(folder, texts, _):
+    folder.mkdir()
+    with open(folder / "part.jsonl", "w") as lines:
+        lines.writelines(json.dumps({{"text": text}}) + "\\n" for text in texts)
+
+def epoch(reader, source, megabytes):
+    data = StreamingTextDataModule(str(source), reader, PretrainedTokenizer({bytes_tokenizer()!r}))
+    data.setup()
+    read, most = 0, 0
+    def encode(texts):  # to read it is what takes memory
+        nonlocal read, most
+        read += sum(map(len, texts))
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        most = max(most, resident)
+        return [[1] for _ in texts]
+    data._stream.encode = encode
+    batches = data.packed("train", sequence_length=16, batch_size=4, shuffle=True)
+    cursor = batches.cursor
+    while cursor["epoch"] == 0:
+        rows, cursor = batches.take(cursor, 4)
+    assert read > 0.9 * megabytes * 1e6
+    return most
+
+root = Path({str(tmp_path)!r})
+peaks = []
+for reader, write in ((MDSDocuments, write_mds), (JSONLinesDocuments, write_lines)):
+    for megabytes in (10, 40):
+        source = root / f"{{reader.__name__}}{{megabytes}}"
+        write(source, (f"{{number:9}} " * 1000 for number in range(megabytes * 100)), 1 << 20)
+        peaks.append(epoch(reader, source, megabytes))
+print(json.dumps(peaks))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HOUSE)
+    assert done.returncode == 0, done.stderr
+    small, large, small_lines, large_lines = json.loads(done.stdout)
+    assert large - small < 15e6  # of 30 MB more
+    assert large_lines - small_lines < 15e6
