@@ -130,10 +130,12 @@ class StreamingTextDataModule(TokenDataModule):
         pieces = range(len(self._stream.tasks))
         if self.validation_source is None:
             count = min(len(pieces), _PIECES, self.validation_documents)
-            chosen = frozenset(len(pieces) * number // count for number in range(count))
-            held = HeldOut(chosen, self.validation_every, self.validation_documents // count)
+            every = self.validation_every
+            # Each piece begins with another document: pieces may have one each.
+            chosen = {len(pieces) * number // count: every * number // count for number in range(count)}
+            held = HeldOut(chosen, every, self.validation_documents // count)
             self._stream.held_out = held
-            texts = (text for piece in sorted(chosen) for text in _held(self._stream, piece))
+            texts = (text for piece in chosen for text in _held(self._stream, piece))
         else:
             other = self._open(self.validation_source)
             texts = (text for piece in range(len(other.tasks)) for _, text in other.texts_of(piece))
@@ -186,7 +188,7 @@ class StreamingTextDataModule(TokenDataModule):
         stream = self._stream
         parts = [type(stream.reader).__name__, dict(stream.reader.options()), _relative(list(stream.tasks))]
         parts += [[type(part).__name__, part.version, dict(part.fingerprint())] for part in stream.transforms]
-        held = [sorted(stream.held_out.pieces), stream.held_out.every, stream.held_out.most]
+        held = [sorted(stream.held_out.pieces.items()), stream.held_out.every, stream.held_out.most]
         text = json.dumps([*parts, held], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -213,7 +215,8 @@ class _Encoder(JSONEncoder):
 def _held(stream: TextStream, piece: int) -> Iterator[str]:
     """Yields the held-out documents of a piece; reads no further than the last one."""
     held = stream.held_out
-    texts = islice(stream.texts_of(piece), 0, held.every * held.most, held.every)
+    first = held.pieces[piece]
+    texts = islice(stream.texts_of(piece), first, first + held.every * held.most, held.every)
     return (text for _, text in texts)
 
 

@@ -21,6 +21,7 @@ from datamodules.preparation.readers.json_lines_documents import JSONLinesDocume
 from datamodules.preparation.readers.litdata_documents import LitdataDocuments
 from datamodules.preparation.readers.mds_documents import MDSDocuments
 from datamodules.preparation.readers.parquet_documents import ParquetDocuments
+from datamodules.preparation.readers.text_documents import TextDocuments
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
@@ -84,7 +85,7 @@ def small_pieces(monkeypatch):
 def build(sources, tokenizer):
     def make(kind="MDS", **options):
         options = {"tokenizer": PretrainedTokenizer(tokenizer), "sequence_length": 16, "batch_size": 4,
-                   "validation_documents": 10} | options  # fmt: skip
+                   "validation_documents": 10, "validation_fraction": 0.5} | options  # fmt: skip
         data = StreamingTextDataModule(str(sources / kind), options.pop("reader", KINDS[kind][0]), **options)
         data.setup()
         return data
@@ -276,7 +277,11 @@ def test_another_order_is_refused(build, sources, tmp_path):
             other.load_state_dict(state)
     write_mds(tmp_path / "moved", TEXTS, 4000)  # a copy in another folder, of another time
     moved = StreamingTextDataModule(
-        str(tmp_path / "moved"), MDSDocuments, PretrainedTokenizer(bytes_tokenizer()), validation_documents=10
+        str(tmp_path / "moved"),
+        MDSDocuments,
+        PretrainedTokenizer(bytes_tokenizer()),
+        validation_documents=10,
+        validation_fraction=0.5,
     )
     moved.setup()
     loader(moved).load_state_dict(state)
@@ -298,6 +303,17 @@ def test_the_length_of_an_epoch_is_about_right(build):
     loaded = loader(data)
     assert len(list(loaded)) == len(loaded) == data.train_tokens // 64
     assert loaded.epochs() == {"all": pytest.approx(1, abs=64 / data.train_tokens)}
+
+
+def test_of_long_documents_a_share_is_held_out_too(tmp_path, tokenizer):
+    (tmp_path / "books").mkdir()
+    for number, text in enumerate(TEXTS[:40]):
+        (tmp_path / "books" / f"{number:02}.txt").write_text(text)
+    data = StreamingTextDataModule(
+        str(tmp_path / "books"), TextDocuments, PretrainedTokenizer(tokenizer), validation_fraction=0.25
+    )
+    data.setup()
+    assert len(held_out(data)) == 4  # of the 16 pieces that are looked at
 
 
 def test_mistakes_are_explained(build, sources, tmp_path):
