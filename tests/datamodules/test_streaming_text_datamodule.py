@@ -326,6 +326,9 @@ def test_mistakes_are_explained(build, sources, tmp_path):
     refused("ExactDuplicates has to see all documents", transforms=[ExactDuplicates()])
     refused("validation_fraction is 0.7", validation_fraction=0.7)
     refused("validation_documents is 0", validation_documents=0)
+    for reader in (MDSDocuments, ParquetDocuments):
+        with pytest.raises(ConfigError, match=r"data\.source=s3://bucket/text is a URL"):
+            reader("s3://bucket/text")
     write_mds(tmp_path / "blank", [" ", ""])
     refused("no document for validation", validation_source=str(tmp_path / "blank"))
     write_mds(tmp_path / "one", ["Only one."])
