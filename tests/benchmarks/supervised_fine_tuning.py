@@ -105,7 +105,7 @@ def main() -> None:
                 printed = run("fit", f"--config={path}")
                 steps = re.findall(r"Trained to step ([\d,]+)|Stopped at step ([\d,]+)", printed)[-1]
                 after = validation_loss(path, f"--ckpt_path={folder / f'{method}-{seed}'}")
-                trained = (re.findall(r"([\d,]+) of [\d,]+ parameters are trained", printed) or ["all"])[-1]
+                trained = (re.findall(r"parameters, ([\d,]+) of them trained", printed) or ["all"])[-1]
                 change = f"{after / before - 1:+.1%}"
                 print(
                     f"| {method} | {seed} | {''.join(steps)} | {trained} | {before:.3f} | {after:.3f} | {change} |",
