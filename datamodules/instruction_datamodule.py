@@ -7,6 +7,7 @@ from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
+from datamodules.records.chat_datamodule import ChatDataModule
 from datamodules.records.chats import (
     Rendered,
     WrongRecord,
@@ -20,7 +21,6 @@ from datamodules.records.chats import (
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.parallel_files import ParallelFiles, is_parallel
 from datamodules.records.prompts import Prompts
-from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record, RecordFiles
 from datamodules.records.record_store import Encoded
 from datamodules.records.templates import find_template
@@ -31,7 +31,7 @@ from datamodules.records.templates import find_template
     "arXiv:2404.10830",
     offers=("exact_resume", "answer_labels"),
 )
-class InstructionDataModule(RecordDataModule):
+class InstructionDataModule(ChatDataModule):
     """Conversations as rows whose labels are the answers alone, for `CausalLM` as it is.
 
     A record is one of
@@ -101,8 +101,11 @@ class InstructionDataModule(RecordDataModule):
 
     def options(self) -> Mapping[str, Any]:
         """Returns the template and what is trained on."""
-        shown = (self.template.source, self.template.special) if self.template else None
-        options = {"template": shown, "roles": self.roles, "last_turn_only": self.last_turn_only}
+        options = {
+            "template": self.described_template(),
+            "roles": self.roles,
+            "last_turn_only": self.last_turn_only,
+        }
         return options | ({"translate": list(self.translate.items())} if self.translate else {})
 
     def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:

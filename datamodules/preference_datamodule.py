@@ -11,12 +11,12 @@ import torch
 from core.errors import ConfigError
 from core.technique import technique
 from datamodules.packing.grouped import Row
+from datamodules.records.chat_datamodule import ChatDataModule
 from datamodules.records.chats import Rendered, WrongRecord, field, plain, renderer_of, side_of, tools_of
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.labels import number_of
 from datamodules.records.preferences import dialogue, is_dialogue, last_turn, split_prompt
 from datamodules.records.record_batches import Arrays, RecordBatches
-from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
 from datamodules.records.record_store import Encoded, RecordStore
 from datamodules.records.templates import find_template
@@ -28,7 +28,7 @@ from toolkit.references import RECORDS, REFERENCE
     "answers)",
     offers=("exact_resume", "preference_pairs"),
 )
-class PreferenceDataModule(RecordDataModule):
+class PreferenceDataModule(ChatDataModule):
     """Pairs of answers to a prompt, the chosen and the rejected one, or single answers that are desirable or not.
 
     A pair is a record with `chosen` and `rejected`, and
@@ -77,8 +77,7 @@ class PreferenceDataModule(RecordDataModule):
 
     def options(self) -> Mapping[str, Any]:
         """Returns the template, and whether records are pairs."""
-        shown = (self.template.source, self.template.special) if self.template else None
-        return {"template": shown, "paired": self.paired} | (
+        return {"template": self.described_template(), "paired": self.paired} | (
             {"margin": "margin"} if self.paired else {"rows": 2}
         )
 

@@ -11,10 +11,10 @@ import numpy as np
 from core.contracts import IGNORED_LABEL
 from core.errors import ConfigError
 from core.technique import technique
-from datamodules.records.chats import Rendered, WrongRecord, field, renderer_of, side_of, tools_of
+from datamodules.records.chat_datamodule import ChatDataModule
+from datamodules.records.chats import Rendered, WrongRecord, check_special_tokens, field, side_of, tools_of
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.prompt_batches import PromptBatches
-from datamodules.records.record_datamodule import RecordDataModule
 from datamodules.records.record_files import Placed, Record
 from datamodules.records.record_store import Encoded
 from datamodules.records.templates import find_template
@@ -33,7 +33,7 @@ class _Prompt(NamedTuple):
     paper="InstructGPT, arXiv:2203.02155, section 3.5: a data set of prompts, answered by the policy",
     offers=("exact_resume", "prompts"),
 )
-class PromptDataModule(RecordDataModule):
+class PromptDataModule(ChatDataModule):
     """Prompts, one a row, which the callback `Rollouts` has the network answer.
 
     A record has the prompt in `prompt_field`, a text or a list of messages, and any further fields: rewards see the whole
@@ -72,27 +72,21 @@ class PromptDataModule(RecordDataModule):
                 "data.too_long is cut: a prompt without its end is another prompt. Set data.too_long=drop."
             )
         self.template, self.prompt_field = find_template(template, self.tokenizer), prompt_field
-        self.turns, self._turn_end = 1, list[int]()
+        self.turns = 1
 
     def options(self) -> Mapping[str, Any]:
         """Returns the template and the field of the prompt."""
-        shown = (self.template.source, self.template.special) if self.template else None
-        return {"template": shown, "prompt_field": self.prompt_field}
+        return {"template": self.described_template(), "prompt_field": self.prompt_field}
 
     def begin(self, encoder: TextEncoder, records: Iterable[Placed]) -> None:
-        """Takes the encoder for texts of users, and finds what ends a turn.
+        """Takes the encoder for texts of users.
 
         Raises:
             ConfigError: If the special tokens of ChatML are none of the tokenizer's.
         """
         self._encoder = encoder.prompts
         if self.template:
-            renderer = renderer_of(self.template, encoder.prompts, ("assistant",), last_only=True)
-            self._turn_end = turn_end(renderer.render(PROBE), encoder.prompts.special)
-
-    def learnt(self) -> Mapping[str, Any]:
-        """Returns the ids of the tokens that end a turn."""
-        return {"turn_end": self._turn_end}
+            check_special_tokens(self.template, encoder.prompts)
 
     def encode(self, record: Record) -> _Prompt:
         """Returns the prompt of a record.
@@ -122,11 +116,6 @@ class PromptDataModule(RecordDataModule):
             whole = np.concatenate([leading, ids]) if one.leading else ids
             yield Encoded([(whole, np.full(len(whole), IGNORED_LABEL))], note=one.note)
 
-    def setup(self, stage: str | None = None) -> None:
-        """Reads what ends an answer; see the base class."""
-        super().setup(stage)
-        self.stop_ids = sorted({self.end_of_text_id, *self.manifest["learnt"]["turn_end"]})
-
     def repeat_batches(self, turns: int) -> None:
         """Deals out each training batch so many times in succession; called before training."""
         self.turns = turns
@@ -144,15 +133,3 @@ class PromptDataModule(RecordDataModule):
         """Returns the batches of a split."""
         turns = self.turns if split == "train" else 1
         return PromptBatches(self._stores[split], turns=turns, **order)
-
-
-PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-"""A conversation whose end shows what ends a turn."""
-
-
-def turn_end(answer: Rendered, special: Mapping[str, int]) -> list[int]:
-    """Returns the id of the special token with which a rendered answer ends, if it does."""
-    begin, end = answer.spans[-1]
-    text = answer.text[begin:end].rstrip()
-    longest = max((one for one in special if text.endswith(one)), key=len, default=None)
-    return [] if longest is None else [special[longest]]

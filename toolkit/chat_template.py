@@ -24,7 +24,16 @@ from jinja2.utils import Namespace
 
 from core.errors import ConfigError
 
-__all__ = ["CONFIG", "FILES", "TEMPLATE", "ChatTemplate", "HasTemplate", "special_tokens", "stored_template"]
+__all__ = [
+    "CONFIG",
+    "FILES",
+    "TEMPLATE",
+    "ChatTemplate",
+    "EndsAnswers",
+    "HasTemplate",
+    "special_tokens",
+    "stored_template",
+]
 
 FILES = TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """Where a Hugging Face folder has its template."""
@@ -50,6 +59,17 @@ class HasTemplate(Protocol):
     """
 
     template: ChatTemplate | None
+
+
+@runtime_checkable
+class EndsAnswers(HasTemplate, Protocol):
+    """A data module of conversations that knows what ends an answer, after `setup`.
+
+    Attributes:
+        stop_ids: The ids of such tokens.
+    """
+
+    stop_ids: Sequence[int]
 
 
 class ChatTemplate:

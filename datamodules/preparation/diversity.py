@@ -91,11 +91,11 @@ def measures(texts: Iterable[str]) -> dict[str, float]:
     if left:
         return {}
     triples = [triple for one in seen for triple in zip(one, one[1:], one[2:], strict=False)]
-    text = "\n".join(" ".join(one) for one in seen).encode()
+    data = "\n".join(" ".join(one) for one in seen).encode()
     return {
         "distinct_3": round(len({*triples}) / max(len(triples), 1), 4),
         "type_token": round(len({word for one in seen for word in one}) / MEASURED_WORDS, 4),
-        "compression": round(len(text) / len(zlib.compress(text, 9)), 2),
+        "compression": round(len(data) / len(zlib.compress(data, 9)), 2),
     }
 
 

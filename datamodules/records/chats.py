@@ -280,14 +280,8 @@ class Renderer:
         return found
 
 
-def renderer_of(
-    template: ChatTemplate, encoder: PromptEncoder, roles: Sequence[str], last_only: bool
-) -> Renderer:
-    """Returns what renders conversations.
-
-    Raises:
-        ConfigError: If the special tokens of ChatML are none of the tokenizer's.
-    """
+def check_special_tokens(template: ChatTemplate, encoder: PromptEncoder) -> None:
+    """Raises a ConfigError if the special tokens of ChatML, which a template has, are none of the tokenizer's."""
     missing = [
         one for one in ("<|im_start|>", "<|im_end|>") if one in template.source and one not in encoder.special
     ]
@@ -296,6 +290,17 @@ def renderer_of(
             f"The chat template has {missing[0]}, which is no special token of the tokenizer.\nTake another template "
             f"(data.template), or give a tokenizer that is trained special_tokens={['<|im_start|>', '<|im_end|>']}."
         )
+
+
+def renderer_of(
+    template: ChatTemplate, encoder: PromptEncoder, roles: Sequence[str], last_only: bool
+) -> Renderer:
+    """Returns what renders conversations.
+
+    Raises:
+        ConfigError: As :func:`check_special_tokens`.
+    """
+    check_special_tokens(template, encoder)
     return Renderer(template, encoder, roles, last_only)
 
 

@@ -1,13 +1,17 @@
-"""Files of a Hugging Face folder that checkpoints keep for `chat` and `export`: chat template, generation config."""
+"""Files that checkpoints keep for `chat` and `export`, as a Hugging Face folder has them: chat template, generation config."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from plugins.checkpoints import sharded
 from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.checkpoints.finding import resolve
 from plugins.checkpoints.foreign import ForeignWeights, is_foreign, open_foreign, read_json, read_text
+from toolkit.chat_template import TEMPLATE, EndsAnswers, stored_template
 
 KEPT = "hugging_face"
 """Key of a checkpoint: file name -> its text."""
@@ -49,3 +53,24 @@ def kept_by_a_run(weights: str) -> dict[str, str]:
     else:
         found = {} if path.suffix == ".safetensors" and path.is_file() else kept_files(open_foreign(path))
     return {name: found[name] for name in KEPT_FILES if name != TOKENIZER and name in found}
+
+
+def with_template(files: Mapping[str, str], data: Any) -> dict[str, str]:
+    """Returns the files with the chat template that a run trains on, and what ends an answer under it.
+
+    Args:
+        files: What is kept of weights.
+        data: The run's data module; nothing is added for one without a template.
+    """
+    found = dict(files)
+    if not isinstance(data, EndsAnswers) or data.template is None:
+        return found
+    before = stored_template(found)
+    if before is None or before.source != data.template.source:
+        found[TEMPLATE] = data.template.source
+    generation = json.loads(found.get(GENERATION, "{}"))
+    ends = generation.get("eos_token_id")
+    generation["eos_token_id"] = sorted(
+        {*(ends if isinstance(ends, list) else [ends]), *data.stop_ids} - {None}
+    )
+    return found | {GENERATION: json.dumps(generation)}

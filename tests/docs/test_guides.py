@@ -13,6 +13,8 @@ import yaml
 from conformance.runs import run
 from core.__main__ import main
 from tests.conftest import HOUSE
+from tests.support import tuning_files
+from tests.support.chat_checkpoint import bytes_tokenizer
 
 PAGES = [HOUSE / "README.md", *sorted((HOUSE / "docs").glob("*.md"))]
 SHORT = ("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1")
@@ -35,6 +37,9 @@ def commands(page):
 
 def shortened(words):
     """Returns a command that takes seconds, as the guide's own may take minutes."""
+    recipes = [word.removeprefix("recipes/") for word in words if word.startswith("recipes/")]
+    if words[0] == "fit" and recipes:
+        return [*words, "--config", f"recipes/shrunken/{recipes[-1]}"]
     if words[0] == "fit" and "--print_config" not in words:
         if "--ckpt_path" in words:
             return [*words, "--trainer.max_steps=3", *SHORT[1:]]
@@ -57,6 +62,7 @@ def folder(tmp_path):
     (tmp_path / "reviews.jsonl").write_text("\n".join(reviews), encoding="utf-8")
     problems = [json.dumps({"question": f"{n} + {n}?", "answer": f"#### {2 * n}"}) for n in range(80)]
     (tmp_path / "problems.jsonl").write_text("\n".join(problems), encoding="utf-8")
+    tuning_files.pairs(tmp_path)
     for name in ("notes", "corpus"):
         (tmp_path / name).mkdir()
         for number in range(12):
@@ -77,6 +83,8 @@ def test_the_commands_of_a_guide_run(page, folder):
     if any(words[0] == "compare" for words in found):
         for _ in range(2):
             assert execute(["fit", "--config", "quickstart", *FIRST], folder).code == 0
+    if page.stem == "chat-model":
+        tuning_files.base_folder(folder)
     for words in found:
         done = execute(shortened(words), folder)
         assert done.code == 0, f"{' '.join(words)}\n{done.error_text}"
@@ -107,6 +115,7 @@ def test_the_yaml_of_a_guide_is_a_config(page, text, tmp_path, monkeypatch, caps
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(source, encoding="utf-8")
     (tmp_path / "mine.yaml").write_text(text, encoding="utf-8")
+    (tmp_path / "tokenizer.json").write_text(bytes_tokenizer(), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     assert main(["check", "--offline", "--config", "mine.yaml"]) == 0, capsys.readouterr().err
 

@@ -18,7 +18,7 @@ from core.errors import ConfigError
 from core.lightning_compat import set_root_dir
 from core.training import validation_steps
 from plugins.checkpoints.checkpoint import RECORD
-from plugins.checkpoints.kept_files import KEPT, kept_by_a_run
+from plugins.checkpoints.kept_files import KEPT, kept_by_a_run, with_template
 from plugins.cli.configuration.validation_unit import UNIT
 from plugins.cli.runs import lost_ranks
 from plugins.cli.runs.run_folder import own
@@ -187,8 +187,8 @@ class RunRecord(Callback):
         """Stores the configuration, so that the checkpoint can be read without its folder, and what came with weights."""
         record = {"config": self.config, "version": __version__, "ranks": trainer.world_size}
         checkpoint[RECORD] = record | {UNIT: "steps"}
-        if self._kept:
-            checkpoint[KEPT] = self._kept
+        if kept := with_template(self._kept, getattr(trainer, "datamodule", None)):
+            checkpoint[KEPT] = kept
 
 
 def _lost(optimizer: Mapping[str, Any]) -> bool:
