@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -16,7 +17,7 @@ from core.technique import Feature, technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import dp_group, dp_rank, dp_size
 from core.training.seeding import mix
-from toolkit.answers import Answer, as_part, sample_answers
+from toolkit.answers import Answer, Sampler, as_part, check_answers, sample_answers
 from toolkit.generation.rows import evaluating
 from toolkit.rewards import Reward, Sample, Scores, score
 from toolkit.rollout_figures import rollout_figures
@@ -29,6 +30,7 @@ from toolkit.rollouts import (
     Part,
     Rollout,
 )
+from toolkit.shards import GathersNetworks
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -41,12 +43,12 @@ FUNCTION = "answer_prompts"
 MULTIPLE = 8
 """Rows are padded to a multiple of this number of tokens."""
 
-SHARDING = ("FSDP", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")
-"""Strategies under which ranks with different prompts need each other's weights."""
+SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")
+"""Strategies under which ranks with different prompts need each other's weights, and which cannot gather them once."""
 
 WHOLE = (
-    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, or "
-    "HybridParallel with tensor and data_replicate alone and loss_parallel=false"
+    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, or "
+    "HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
 )
 
 
@@ -72,7 +74,8 @@ class Rollouts(Callback):
     `rollout/entropy` in nats a token, estimated from the tokens drawn; `rollout/kl` in nats a token, if there is a reference;
     `rollout/gap`, the mean difference between the log-probabilities of decoder and trainer, in nats.
 
-    Each rank needs all weights, or shares them with ranks that have the same prompts: one process, DDP, or tensor parallelism.
+    Each rank needs all weights while it samples, or shares them with ranks that have the same prompts (tensor parallelism). FSDP
+    gathers them once for a rollout: a rank then needs memory for the whole network, beside its shards of all else.
 
     Args:
         reward: What scores answers.
@@ -80,9 +83,10 @@ class Rollouts(Callback):
         max_new_tokens: The most tokens of an answer, with the one that ends it.
         mini_batches: Micro-batches that a rollout is cut into; divides the batch size.
         epochs: How often each is trained on.
+        sampler: What samples the answers; None: the network in training.
 
     Raises:
-        ConfigError: If a number is out of range, or network and prompts leave no room for answers.
+        ConfigError: If a number is out of range, network and prompts leave no room for answers, or a sampler returns wrong answers.
 
     Example:
         trainer:
@@ -101,12 +105,18 @@ class Rollouts(Callback):
         max_new_tokens: int = 256,
         mini_batches: int = 1,
         epochs: int = 1,
+        sampler: Sampler | None = None,
     ) -> None:
         numbers = {"samples": samples, "max_new_tokens": max_new_tokens, "mini_batches": mini_batches, "epochs": epochs}  # fmt: skip
         for name, value in numbers.items():
             if value < 1:
                 raise ConfigError(f"Rollouts: {name}={value} must be at least 1.")
-        self.reward, self.samples, self.max_new_tokens = reward, samples, max_new_tokens
+        self.reward, self.samples, self.max_new_tokens, self.sampler = (
+            reward,
+            samples,
+            max_new_tokens,
+            sampler,
+        )
         self.mini_batches, self.turns = mini_batches, mini_batches * epochs
         self._parts: list[Part] = []  # of all ranks, on the CPU, while there are turns left
         self._records: list[int] = []  # numbers of their prompts
@@ -129,7 +139,7 @@ class Rollouts(Callback):
                 "step would hold rows twice"
             )
         for item in run.selected:
-            if item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments, run)):
+            if item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments)):
                 yield f"{item.name} shards the network, and {WHOLE}"
 
     # -- before training ------------------------------------------------------------------------------------------
@@ -188,10 +198,13 @@ class Rollouts(Callback):
         self, trainer: Trainer, pl_module: Any, batch: Mapping[str, Tensor], batch_idx: int
     ) -> list[Part]:
         prompts, records = _ids(batch), batch[RECORDS].tolist()
-        first = (batch_idx * dp_size(trainer) + dp_rank(trainer)) * len(prompts)
+        number = -(
+            -(batch_idx - int(batch[TURNS][0])) // self.turns
+        )  # of the rollout, whatever it is cut into
+        first = (number * dp_size(trainer) + dp_rank(trainer)) * len(prompts)
         places = range(first, first + len(prompts))
         seed = pl_module.seed, trainer.current_epoch
-        seeds = [mix(*seed, place, number) for place in places for number in range(self.samples)]
+        seeds = [mix(*seed, place, which) for place in places for which in range(self.samples)]
         objective = _objective(pl_module)
 
         def answered() -> list[Part]:
@@ -210,10 +223,14 @@ class Rollouts(Callback):
     def _sample(
         self, network: Any, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: Trainer
     ) -> list[Answer]:
-        stops = _prompts(trainer).stop_ids
-        return sample_answers(
-            network, prompts, max_new_tokens=self.max_new_tokens, seeds=seeds, stop_ids=stops
-        )
+        strategy, stops = trainer.strategy, _prompts(trainer).stop_ids
+        with strategy.gathered(network) if isinstance(strategy, GathersNetworks) else nullcontext():
+            sample = self.sampler.sample if self.sampler else sample_answers
+            most = self.max_new_tokens
+            answers = sample(network, prompts, max_new_tokens=most, seeds=seeds, stop_ids=stops)
+        if self.sampler:
+            check_answers(answers, type(self.sampler).__name__, len(seeds), most)
+        return answers
 
     def _score(
         self, trainer: Trainer, split: str, records: Sequence[int], answers: Sequence[Answer]
@@ -349,11 +366,13 @@ class Rollouts(Callback):
         self._sums = {name: (pair[0], pair[1]) for name, pair in state_dict["sums"].items()}
 
 
-def _splits(sizes: Mapping[str, Any], run: Run) -> bool:
-    """Returns whether HybridParallel of these sizes does more than tensor parallelism within copies of the network."""
-    together = (sizes.get("tensor") or 1) * (sizes.get("data_replicate") or 1)
+def _splits(sizes: Mapping[str, Any]) -> bool:
+    """Returns whether HybridParallel of these sizes splits up more than weights."""
     vocabulary = (sizes.get("tensor") or 1) > 1 and sizes.get("loss_parallel", True)
-    return bool(together != run.world_size or vocabulary or (sizes.get("sequence") or 1) > 1)
+    return bool(
+        vocabulary
+        or any((sizes.get(name) or 1) > 1 for name in ("sequence", "context", "pipeline", "expert"))
+    )
 
 
 def no_room(longest: int, room: int, most: int) -> str:

@@ -37,7 +37,7 @@ class StreamingTextDataModule(TokenDataModule):
     Any reader of documents gives the text: `LitdataDocuments`, `MDSDocuments`, `ParquetDocuments`, `JSONLinesDocuments`. Documents follow each other, each
     with an end of text, and the stream is cut into rows. In each epoch they come in another order: pieces of the source
     (files, chunks, row groups) are shuffled, four of them are read in turn, and the documents of 32 Mi characters at a time are
-    shuffled: those and what the readers of four pieces hold are in memory.
+    shuffled: those and what the readers of four pieces hold are in memory, which does not grow with the source.
 
     The position is a document and a token of it: a resumed run gets exactly the batches that would have come, for any number of ranks
     and workers. To find it, up to four pieces are read again, without being tokenised; a piece is a 64th of the source, at
@@ -130,10 +130,12 @@ class StreamingTextDataModule(TokenDataModule):
         pieces = range(len(self._stream.tasks))
         if self.validation_source is None:
             count = min(len(pieces), _PIECES, self.validation_documents)
-            chosen = frozenset(len(pieces) * number // count for number in range(count))
-            held = HeldOut(chosen, self.validation_every, self.validation_documents // count)
+            every = self.validation_every
+            # Each piece begins with another document: pieces may have one each.
+            chosen = {len(pieces) * number // count: every * number // count for number in range(count)}
+            held = HeldOut(chosen, every, self.validation_documents // count)
             self._stream.held_out = held
-            texts = (text for piece in sorted(chosen) for text in _held(self._stream, piece))
+            texts = (text for piece in chosen for text in _held(self._stream, piece))
         else:
             other = self._open(self.validation_source)
             texts = (text for piece in range(len(other.tasks)) for _, text in other.texts_of(piece))
@@ -186,7 +188,7 @@ class StreamingTextDataModule(TokenDataModule):
         stream = self._stream
         parts = [type(stream.reader).__name__, dict(stream.reader.options()), _relative(list(stream.tasks))]
         parts += [[type(part).__name__, part.version, dict(part.fingerprint())] for part in stream.transforms]
-        held = [sorted(stream.held_out.pieces), stream.held_out.every, stream.held_out.most]
+        held = [sorted(stream.held_out.pieces.items()), stream.held_out.every, stream.held_out.most]
         text = json.dumps([*parts, held], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -213,7 +215,8 @@ class _Encoder(JSONEncoder):
 def _held(stream: TextStream, piece: int) -> Iterator[str]:
     """Yields the held-out documents of a piece; reads no further than the last one."""
     held = stream.held_out
-    texts = islice(stream.texts_of(piece), 0, held.every * held.most, held.every)
+    first = held.pieces[piece]
+    texts = islice(stream.texts_of(piece), first, first + held.every * held.most, held.every)
     return (text for _, text in texts)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
 
 from core.contracts import IGNORED_LABEL, Network
+from core.errors import ConfigError
 from toolkit.generation.decoding import Decoding
 from toolkit.rollouts import ROOM, SAMPLED, Part
 
-__all__ = ["Answer", "as_part", "sample_answers"]
+__all__ = ["Answer", "Sampler", "as_part", "check_answers", "sample_answers"]
 
 
 class Answer(NamedTuple):
@@ -31,6 +34,57 @@ class Answer(NamedTuple):
     def content(self) -> list[int]:
         """Its tokens without the one that ended it."""
         return self.ids[:-1] if self.ended else self.ids
+
+
+class Sampler(ABC):
+    """What samples answers in place of the network in training, such as an engine for generation or a copy in bf16.
+
+    Weights and arithmetic may differ from those of the trainer: objectives correct for that by truncated importance weights, for
+    which each token has the log-probability with which it was drawn.
+    """
+
+    @abstractmethod
+    def sample(
+        self,
+        network: Network,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_new_tokens: int,
+        seeds: Sequence[int],
+        stop_ids: Collection[int],
+    ) -> list[Answer]:
+        """Samples at temperature 1 from all tokens; arguments and result are those of :func:`sample_answers`.
+
+        Called once for a rollout, on each rank with prompts of its own, maybe none. The network has the weights of now (under
+        tensor parallelism as DTensors, on ranks that have the same prompts), is in eval mode and must not be changed. What is drawn follows from seeds, prompts and weights alone: a resumed
+        run draws the same.
+        """
+
+
+def check_answers(answers: Sequence[Answer], name: str, count: int, max_new_tokens: int) -> None:
+    """Checks what a sampler returned.
+
+    Args:
+        answers: What it returned.
+        name: Its name.
+        count: How many answers it was asked for.
+        max_new_tokens: The most tokens of an answer.
+
+    Raises:
+        ConfigError: If answers are missing, or one has no tokens, too many, or log-probabilities that do not fit them.
+    """
+    if len(answers) != count:
+        raise ConfigError(
+            f"The sampler {name} gave {len(answers)} answers of {count}: one for each seed, in their order."
+        )
+    for number, (ids, logs, _) in enumerate(answers, 1):
+        if not 0 < len(ids) <= max_new_tokens:
+            fault = f"with {len(ids)} tokens; it has 1 to {max_new_tokens}, the one that ends it included"
+        elif len(logs) != len(ids) or not all(math.isfinite(one) and one <= 1e-3 for one in logs):
+            fault = "with log-probabilities that are not one number of at most 0 for each token"
+        else:
+            continue
+        raise ConfigError(f"The sampler {name} gave answer {number} of {count} {fault}.")
 
 
 def sample_answers(

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["copy_to_shard", "is_sharded"]
+__all__ = ["GathersNetworks", "copy_to_shard", "is_sharded"]
+
+
+@runtime_checkable
+class GathersNetworks(Protocol):
+    """A strategy that shards networks over ranks and can gather all weights of one for a while."""
+
+    def gathered(self, network: nn.Module) -> AbstractContextManager[Any]:
+        """Gathers the weights of a network once: within, each rank runs it as often as it likes, without the others.
+
+        Called on every rank, within `core.contracts.RunsAsForward.run_as_forward`, without gradients.
+        """
 
 
 def is_sharded(tensors: Sequence[Tensor]) -> bool:

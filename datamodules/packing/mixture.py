@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -165,7 +166,7 @@ class MixedBatches(Prefetching):
 def _points(name: str, weight: Weight) -> tuple[list[float], list[float]]:
     points = weight if isinstance(weight, list) else [(0, weight)]
     tokens, shares = [float(at) for at, _ in points], [float(share) for _, share in points]
-    if not points or min(shares) < 0 or tokens != sorted(set(tokens)):
+    if not points or not all(0 <= share < math.inf for share in shares) or tokens != sorted(set(tokens)):
         raise ConfigError(
             f"The weight of {name} is {weight}: give a number of at least 0, or points [tokens, weight] in the "
             "order of their tokens."

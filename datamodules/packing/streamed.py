@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -40,18 +40,21 @@ class HeldOut:
     """Which documents are no training data: each `every`th of some pieces, until there are `most`.
 
     Args:
-        pieces: Numbers of the pieces.
+        pieces: Number of each piece -> its first such document.
         every: Distance of the documents.
         most: How many of each piece.
     """
 
-    pieces: frozenset[int] = frozenset()
+    pieces: Mapping[int, int] = field(default_factory=dict)
     every: int = 1
     most: int = 0
 
     def __contains__(self, place: tuple[int, int]) -> bool:
         piece, document = place
-        return piece in self.pieces and document % self.every == 0 and document // self.every < self.most
+        if (first := self.pieces.get(piece)) is None or document < first:
+            return False
+        number, between = divmod(document - first, self.every)
+        return not between and number < self.most
 
 
 @dataclass
@@ -151,6 +154,7 @@ class TextStream:
         while held := list(_up_to(texts, SHUFFLED)):
             order = Permutation(len(held), (*key, window))
             yield from (held[order(at)] for at in range(len(held)))
+            held.clear()  # before the next ones are read
             window += 1
 
     def _in_turn(self, pieces: Sequence[int]) -> Iterator[str]:

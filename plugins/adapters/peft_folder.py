@@ -13,7 +13,7 @@ from core.contracts import Network
 from core.errors import ConfigError, nearest
 from toolkit.bounded import parse_json, read_error, read_inside
 from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm, StoredTensor
-from toolkit.local_paths import require_local_path
+from toolkit.local_paths import is_url
 from toolkit.safetensors_files import LazyTensor, read_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -35,11 +35,14 @@ class PeftFolder:
         path: The folder.
 
     Raises:
-        ConfigError: If a file is missing or damaged, or says what layers here do not compute.
+        ConfigError: If it is a URL, a file is missing or damaged, or says what layers here do not compute.
     """
 
     def __init__(self, path: str) -> None:
-        require_local_path("weights", path)
+        if is_url(path):
+            raise ConfigError(
+                f"weights is {path}: adapters are read from folders of this machine. Download or mount it."
+            )
         self.path = Path(path).expanduser()
         try:
             config = parse_json(read_inside(self.path, CONFIG), unique=False)

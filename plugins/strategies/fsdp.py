@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from core.contracts import Network
 from core.errors import ConfigError
 from core.lightning_compat import destroy_process_group
 from core.technique import technique
@@ -119,6 +120,11 @@ class FSDP(MeshStrategy):
             atexit.register(destroy_process_group)
 
     @property
+    def frees_blocks(self) -> bool:  # type: ignore[override]
+        """Whether the gathered weights of a block are freed after its forward."""
+        return self.stage == 3
+
+    @property
     def parameter_device(self) -> torch.device:
         """Where parameters are kept: the CPU under `offload`."""
         return torch.device("cpu") if self.offload else self.root_device
@@ -131,8 +137,12 @@ class FSDP(MeshStrategy):
             "mp_policy": self.policy,
             "offload_policy": CPUOffloadPolicy(pin_memory=cuda) if self.offload else OffloadPolicy(),
         }
-        for block in self.language_module.network.blocks:
-            fully_shard(block, reshard_after_forward=self.stage == 3, **options)
+        trained = self.language_module
+        kept = [
+            part for part in trained.objective.modules() if isinstance(part, Network)
+        ]  # such as a reference
+        for block in [block for network in (trained.network, *kept) for block in network.blocks]:
+            fully_shard(block, reshard_after_forward=self.frees_blocks, **options)
             if self.format is not None:
                 block.register_forward_pre_hook(partial(_cast_hidden, self.format))
         # Head and loss use its parameters after forward.

@@ -16,8 +16,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from core import lightning_compat
@@ -199,6 +200,23 @@ class MeshStrategy(ParallelStrategy):
             self.precision_plugin.scaler = SharedScaler(self.precision_plugin.scaler, self.root_device)
 
     # -- steps ------------------------------------------------------------------------------------
+
+    frees_blocks = True
+    """Whether the gathered weights of a block are freed after its forward."""
+
+    @contextmanager
+    def gathered(self, network: nn.Module) -> Iterator[None]:
+        """Gathers the weights of a network once, for as many forwards as each rank likes; called on every rank."""
+        sharded = [module for module in network.modules() if isinstance(module, FSDPModule)]
+        for module in sharded:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        try:
+            yield
+        finally:
+            for module in sharded:
+                module.set_reshard_after_forward(self.frees_blocks, recurse=False)
+                module.reshard()
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Context of each step, in addition to that of the precision."""

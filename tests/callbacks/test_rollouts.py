@@ -17,11 +17,12 @@ from plugins.objectives.grpo import GRPO
 from plugins.objectives.ppo import PPO
 from tests.support.launched_ranks import column, forked, results
 from tests.support.records import build
-from tests.support.rewarded import VOCAB, LowTokens, Ratios, on_policy, prompts
+from tests.support.rewarded import VOCAB, LowTokens, Narrow, Ratios, on_policy, prompts
 from tests.support.tiny_training import fit, module, trainer, uneven_batches
 from tests.support.uneven import UnevenData
+from toolkit.answers import Answer, Sampler
 from toolkit.rewards import Reward
-from toolkit.rollouts import REWARDS
+from toolkit.rollouts import CORRECTIONS, OLD, REWARDS, SAMPLED
 
 
 def test_the_ratio_is_exactly_one_until_the_weights_change(tmp_path):
@@ -44,6 +45,19 @@ def test_with_accumulation_all_micro_batches_of_a_step_have_the_ratio_one(tmp_pa
     options = dict(accumulate_grad_batches=2, rollouts={"mini_batches": 2, "epochs": 2}, limit_val_batches=0)
     on_policy(tmp_path, objective, 4, **options)
     assert [apart == 0 for apart in objective.found] == [True, True, False, False] * 2
+
+
+@pytest.mark.parametrize("objective", [PPO, GRPO])
+def test_a_step_on_all_parts_of_a_rollout_is_a_step_on_the_whole(objective, tmp_path):
+    found = []
+    for parts in (1, 2, 4):
+        (tmp_path / str(parts)).mkdir()
+        options = dict(accumulate_grad_batches=parts, rollouts={"mini_batches": parts}, limit_val_batches=0)
+        _, trained, _ = on_policy(tmp_path / str(parts), objective(kl=0.1), 3, sgd=True, lr=1.0, **options)
+        found.append(trained.network.state_dict())
+    for name, value in found[0].items():
+        for other in found[1:]:  # float32 sums in another order
+            torch.testing.assert_close(other[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("at", [1, 3, 4])
@@ -114,7 +128,7 @@ CONFIG = {
 }
 
 
-def apart(folder, ranks, objective, rollouts, *words, tensor=1):
+def apart(folder, ranks, objective, rollouts, *words, tensor=1, more=None):
     """Returns figures and weights of a run on some ranks, of the command line."""
     os.environ["LEYDEN_TRUST"] = "tests"
     folder.mkdir()
@@ -132,9 +146,11 @@ def apart(folder, ranks, objective, rollouts, *words, tensor=1):
         "data": {"class_path": "PromptDataModule", "init_args": options},
         "trainer": CONFIG["trainer"] | {"callbacks+": [{"class_path": "Rollouts", "init_args": rollout | rollouts}]},
     }  # fmt: skip
-    more = folder / "more.yaml"
-    more.write_text(json.dumps(overlay), encoding="utf-8")
-    done = forked(ranks, folder, f"--config={more}", *words)
+    overlays = []
+    for number, values in enumerate([overlay, more or {}]):
+        overlays.append(folder / f"{number}.yaml")
+        overlays[-1].write_text(json.dumps(values), encoding="utf-8")
+    done = forked(ranks, folder, *(f"--config={path}" for path in overlays), *words)
     assert done.code == 0, done.error_text
     return results(folder)
 
@@ -150,35 +166,118 @@ def same_run(one, two):
         torch.testing.assert_close(two[1]["state_dict"][name], weight, rtol=1e-4, atol=1e-6)
 
 
+PARTS = {"mini_batches": 2, "epochs": 2}
+RATIOS = {"class_path": "tests.support.rewarded.Ratios", "init_args": {"kl": 0.1, "kl_target": 0.01}}
+SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16} | CONFIG["model"]["network"]["init_args"]
+BRIEF = {"model": {"network": {"class_path": "tests.support.rewarded.Brief", "init_args": SIZES}}}
+"""A network whose ranks generate different numbers of tokens."""
+
+
+def ratio_is_one_at_first(figures):
+    """Holds that the ratio is 1 to the last bit in the first step on each rollout, and not in the second."""
+    assert [value == 0 for value in column(figures, "train/apart")] == [True, False] * 3
+
+
 @pytest.mark.ci  # the kit compares shorter runs by default
 @pytest.mark.parametrize(
     ("objective", "rollouts"),
-    [
-        (
-            {"class_path": "PPO", "init_args": {"kl": 0.1, "kl_target": 0.01}},
-            {"mini_batches": 2, "epochs": 2},
-        ),
-        ({"class_path": "GRPO", "init_args": {"kl": 0.1}}, {}),
-    ],
-    ids=lambda value: value.get("class_path", ""),
+    [(RATIOS, PARTS), ({"class_path": "GRPO", "init_args": {"kl": 0.1}}, {})],
+    ids=["PPO", "GRPO"],
 )
 def test_two_ranks_are_one_process(objective, rollouts, tmp_path):
     one, two = (apart(tmp_path / str(ranks), ranks, objective, rollouts) for ranks in (1, 2))
     same_run(one, two)
+    if objective is RATIOS:
+        ratio_is_one_at_first(two[0])
+
+
+SHARDED = {
+    "stage 3": ("FSDP", {}),
+    "stage 2": ("FSDP", {"stage": 2}),
+    "hybrid": ("HybridParallel", {"data_shard": 2}),
+}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_ranks_are_one_process(name, tmp_path):
+    one = apart(tmp_path / "1", 1, RATIOS, PARTS, more=BRIEF)
+    strategy = json.dumps(dict(zip(("class_path", "init_args"), SHARDED[name], strict=True)))
+    two = apart(tmp_path / "2", 2, RATIOS, PARTS, f"--trainer.strategy={strategy}", more=BRIEF)
+    same_run(one, two)
+    ratio_is_one_at_first(two[0])
+    assert max(column(one[0], "rollout/length")) < 4  # of 8
 
 
 @pytest.mark.ci
 def test_tensor_parallel_ranks_are_one_process(tmp_path):
-    objective = {"class_path": "tests.support.rewarded.Ratios", "init_args": {"kl": 0.1, "kl_target": 0.01}}
     strategy = json.dumps(
         {"class_path": "HybridParallel", "init_args": {"tensor": 2, "loss_parallel": False}}
     )
-    rollouts = {"mini_batches": 2, "epochs": 2}
-    one = apart(tmp_path / "1", 1, objective, rollouts)
-    two = apart(tmp_path / "2", 2, objective, rollouts, f"--trainer.strategy={strategy}", tensor=2)
+    one = apart(tmp_path / "1", 1, RATIOS, PARTS)
+    two = apart(tmp_path / "2", 2, RATIOS, PARTS, f"--trainer.strategy={strategy}", tensor=2)
     same_run(one, two)
-    # of two micro-batches in three, which is what a step is the mean of
-    assert [value == 0 for value in column(two[0], "train/apart")][:3] == [True, False, True]
+    ratio_is_one_at_first(two[0])
+
+
+class Weights(GRPO):
+    """Keeps the parts of rollouts."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = []
+
+    def prepare(self, network, rollout):
+        super().prepare(network, rollout)
+        self.parts += rollout.parts
+
+
+def test_another_sampler_is_corrected_for(tmp_path):
+    objective = Weights()
+    _, _, figures = on_policy(tmp_path, objective, 3, rollouts={"sampler": Narrow()}, limit_val_batches=0)
+    for part, figure in zip(objective.parts, figures, strict=True):
+        ratios = (part[OLD].double() - part[SAMPLED].double()).exp()
+        torch.testing.assert_close(part[CORRECTIONS].double(), ratios, rtol=1e-5, atol=0)  # far below the cap
+        apart = (part[OLD] - part[SAMPLED]).abs()[part["labels"] >= 0]
+        assert figure["rollout/gap"] == pytest.approx(float(apart.mean()), rel=1e-5)
+        assert 1e-4 < figure["rollout/gap"] < 0.05  # bf16 has 8 bits
+
+
+@pytest.mark.ci
+def test_a_configuration_names_a_sampler(tmp_path):
+    sampler = {"class_path": "tests.support.rewarded.Narrow"}
+    found = apart(tmp_path / "1", 1, {"class_path": "GRPO"}, {"sampler": sampler})
+    assert min(column(found[0], "rollout/gap")) > 1e-4
+
+
+class Short(Sampler):
+    """Returns fixed answers."""
+
+    def __init__(self, answers):
+        self.answers = answers
+
+    def sample(self, network, prompts, **options):
+        return self.answers
+
+
+GOOD = Answer([5, 6], [-1.0, -2.0], False)
+SAMPLERS = {
+    "gave 15 answers of 16": [GOOD] * 15,
+    "gave answer 1 of 16 with 0 tokens; it has 1 to 8": [Answer([], [], False)] * 16,
+    "gave answer 1 of 16 with 9 tokens": [Answer([5] * 9, [-1.0] * 9, False)] * 16,
+    "gave answer 16 of 16 with log-probabilities": [*[GOOD] * 15, GOOD._replace(log_probabilities=[-1.0])],
+    "gave answer 2 of 16 with log-probabilities": [
+        GOOD,
+        GOOD._replace(log_probabilities=[-1.0, math.nan]),
+        *[GOOD] * 14,
+    ],
+}
+
+
+@pytest.mark.parametrize("said", SAMPLERS)
+def test_what_a_sampler_returns_is_checked(said, tmp_path):
+    with pytest.raises(ConfigError, match=f"The sampler Short {said}"):
+        on_policy(tmp_path, GRPO(), 1, rollouts={"sampler": Short(SAMPLERS[said])})
 
 
 class Broken(Reward):
@@ -229,7 +328,7 @@ MISTAKES = {
         ["--trainer.callbacks.Rollouts.epochs=2", "--trainer.accumulate_grad_batches=2"],
         "a step would hold rows twice",
     ),
-    "FSDP": (["--trainer.strategy=FSDP"], "FSDP shards the network"),
+    "DeepSpeedZero": (["--trainer.strategy=DeepSpeedZero"], "DeepSpeedZero shards the network"),
     "CausalLM": (["--model.objective=CausalLM"], "nothing in this run offers learns_from_rollouts"),
 }
 

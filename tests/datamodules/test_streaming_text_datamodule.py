@@ -21,6 +21,7 @@ from datamodules.preparation.readers.json_lines_documents import JSONLinesDocume
 from datamodules.preparation.readers.litdata_documents import LitdataDocuments
 from datamodules.preparation.readers.mds_documents import MDSDocuments
 from datamodules.preparation.readers.parquet_documents import ParquetDocuments
+from datamodules.preparation.readers.text_documents import TextDocuments
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
 from datamodules.preparation.transforms.exact_duplicates import ExactDuplicates
@@ -84,7 +85,7 @@ def small_pieces(monkeypatch):
 def build(sources, tokenizer):
     def make(kind="MDS", **options):
         options = {"tokenizer": PretrainedTokenizer(tokenizer), "sequence_length": 16, "batch_size": 4,
-                   "validation_documents": 10} | options  # fmt: skip
+                   "validation_documents": 10, "validation_fraction": 0.5} | options  # fmt: skip
         data = StreamingTextDataModule(str(sources / kind), options.pop("reader", KINDS[kind][0]), **options)
         data.setup()
         return data
@@ -276,7 +277,11 @@ def test_another_order_is_refused(build, sources, tmp_path):
             other.load_state_dict(state)
     write_mds(tmp_path / "moved", TEXTS, 4000)  # a copy in another folder, of another time
     moved = StreamingTextDataModule(
-        str(tmp_path / "moved"), MDSDocuments, PretrainedTokenizer(bytes_tokenizer()), validation_documents=10
+        str(tmp_path / "moved"),
+        MDSDocuments,
+        PretrainedTokenizer(bytes_tokenizer()),
+        validation_documents=10,
+        validation_fraction=0.5,
     )
     moved.setup()
     loader(moved).load_state_dict(state)
@@ -300,6 +305,17 @@ def test_the_length_of_an_epoch_is_about_right(build):
     assert loaded.epochs() == {"all": pytest.approx(1, abs=64 / data.train_tokens)}
 
 
+def test_of_long_documents_a_share_is_held_out_too(tmp_path, tokenizer):
+    (tmp_path / "books").mkdir()
+    for number, text in enumerate(TEXTS[:40]):
+        (tmp_path / "books" / f"{number:02}.txt").write_text(text)
+    data = StreamingTextDataModule(
+        str(tmp_path / "books"), TextDocuments, PretrainedTokenizer(tokenizer), validation_fraction=0.25
+    )
+    data.setup()
+    assert len(held_out(data)) == 4  # of the 16 pieces that are looked at
+
+
 def test_mistakes_are_explained(build, sources, tmp_path):
     def refused(said, **options):
         with pytest.raises(ConfigError, match=said) as caught:
@@ -310,6 +326,9 @@ def test_mistakes_are_explained(build, sources, tmp_path):
     refused("ExactDuplicates has to see all documents", transforms=[ExactDuplicates()])
     refused("validation_fraction is 0.7", validation_fraction=0.7)
     refused("validation_documents is 0", validation_documents=0)
+    for reader in (MDSDocuments, ParquetDocuments):
+        with pytest.raises(ConfigError, match=r"data\.source=s3://bucket/text is a URL"):
+            reader("s3://bucket/text")
     write_mds(tmp_path / "blank", [" ", ""])
     refused("no document for validation", validation_source=str(tmp_path / "blank"))
     write_mds(tmp_path / "one", ["Only one."])
@@ -369,3 +388,58 @@ def test_fit_from_the_command_line_and_resume(sources, tmp_path):
     fit("part", 4)
     resumed = fit("part", 8, "--ckpt_path=last")
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.ci
+def test_memory_does_not_grow_with_the_source(tmp_path):
+    code = f"""
+import json
+import resource
+from pathlib import Path
+
+from datamodules.packing import streamed
+from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
+from datamodules.preparation.readers.mds_documents import MDSDocuments
+from datamodules.preparation.tokenizers.pretrained_tokenizer import PretrainedTokenizer
+from datamodules.streaming_text_datamodule import StreamingTextDataModule
+from tests.support.raw_folders import write_mds
+
+streamed.SHUFFLED = 1 << 20
+
+def write_lines(folder, texts, _):
+    folder.mkdir()
+    with open(folder / "part.jsonl", "w") as lines:
+        lines.writelines(json.dumps({{"text": text}}) + "\\n" for text in texts)
+
+def epoch(reader, source, megabytes):
+    data = StreamingTextDataModule(str(source), reader, PretrainedTokenizer({bytes_tokenizer()!r}))
+    data.setup()
+    read, most = 0, 0
+    def encode(texts):  # to read it is what takes memory
+        nonlocal read, most
+        read += sum(map(len, texts))
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        most = max(most, resident)
+        return [[1] for _ in texts]
+    data._stream.encode = encode
+    batches = data.packed("train", sequence_length=16, batch_size=4, shuffle=True)
+    cursor = batches.cursor
+    while cursor["epoch"] == 0:
+        rows, cursor = batches.take(cursor, 4)
+    assert read > 0.9 * megabytes * 1e6
+    return most
+
+root = Path({str(tmp_path)!r})
+peaks = []
+for reader, write in ((MDSDocuments, write_mds), (JSONLinesDocuments, write_lines)):
+    for megabytes in (10, 40):
+        source = root / f"{{reader.__name__}}{{megabytes}}"
+        write(source, (f"{{number:9}} " * 1000 for number in range(megabytes * 100)), 1 << 20)
+        peaks.append(epoch(reader, source, megabytes))
+print(json.dumps(peaks))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=HOUSE)
+    assert done.returncode == 0, done.stderr
+    small, large, small_lines, large_lines = json.loads(done.stdout)
+    assert large - small < 15e6  # of 30 MB more
+    assert large_lines - small_lines < 15e6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ from callbacks.rollouts import Rollouts
 from core.contracts import Network, TokenSum
 from core.technique import technique
 from datamodules.prompt_datamodule import PromptDataModule
+from plugins.networks.gpt import GPT
 from plugins.objectives.ppo import PPO
 from tests.support.records import build
 from tests.support.tiny_training import module, tiny_gpt, trainer
+from toolkit.answers import Answer, Sampler, sample_answers
 from toolkit.log_probabilities import log_probabilities
 from toolkit.rewards import Reward, Sample
 from toolkit.rollouts import OLD, REWARDS
@@ -37,6 +40,29 @@ class LowTokens(Reward):
         """Returns the shares; 0 for an answer without tokens."""
         ids = [sample.answer_ids for sample in samples]
         return [sum(id < self.below for id in one) / max(len(one), 1) for one in ids]
+
+
+class Narrow(Sampler):
+    """A copy of the network in bf16."""
+
+    def sample(self, network: Network, prompts: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+        """Returns the copy's answers."""
+        return sample_answers(copy.deepcopy(network).bfloat16(), prompts, **options)
+
+
+END = 0
+"""The token that ends a text."""
+
+
+class Brief(GPT):
+    """Ends half of its answers at each token, so that ranks generate different numbers of them."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns logits with that of the end raised."""
+        found = super().logits(hidden)
+        raised = torch.zeros(found.shape[-1], device=found.device, dtype=found.dtype)
+        raised[END] = 5.6  # the logarithm of the other tokens' number
+        return found + raised
 
 
 class Figures(Callback):
@@ -74,6 +100,7 @@ def on_policy(
     batch_size=4,
     rollouts=None,
     seed=0,
+    sgd=False,
     **options,
 ):
     """Trains on the task; returns the trainer, the module and the recorded figures."""
@@ -82,7 +109,8 @@ def on_policy(
         PromptDataModule, folder, prompts(), template="plain", sequence_length=16, batch_size=batch_size
     )
     torch.manual_seed(seed)
-    trained = module(network, objective=objective, optimizer=lambda groups: torch.optim.Adam(groups, lr=lr))
+    kind = torch.optim.SGD if sgd else torch.optim.Adam
+    trained = module(network, objective=objective, optimizer=lambda groups: kind(groups, lr=lr))
     trained.seed = seed
     record = Figures()
     runner = trainer(folder, max_steps=steps, callbacks=[Rollouts(**given), record, *callbacks], **options)

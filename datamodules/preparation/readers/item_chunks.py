@@ -18,7 +18,7 @@ from core.contracts import Reject
 from core.errors import ConfigError, nearest
 from datamodules.preparation.readers.file_reader import FileReader, Row
 from datamodules.preparation.readers.opened_files import LONGEST, printable
-from datamodules.preparation.readers.source_files import Piece, SourceFiles, whole_files
+from datamodules.preparation.readers.source_files import Piece, SourceFiles, require_files_here, whole_files
 from toolkit.bounded import open_inside, parse_json, plain_path, read_error, read_inside
 
 INDEX = "index.json"
@@ -86,6 +86,7 @@ class ChunkedDocuments(FileReader):
     suffix: str
 
     def __init__(self, source: str, text_field: str = "text") -> None:
+        require_files_here(source)
         self.folder, self.text_field = Path(source).expanduser(), text_field
         try:
             chunks = self.chunks_of(parse_json(read_inside(self.folder, INDEX)))

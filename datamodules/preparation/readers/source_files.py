@@ -16,6 +16,7 @@ from typing import Any
 from core.contracts import Reject
 from core.errors import ConfigError, nearest
 from datamodules.preparation.readers.opened_files import UnreadableError, kind_of, opened, printable
+from toolkit.local_paths import is_url
 
 LEAST, MOST, PARTS = 1 << 20, 1 << 30, 64
 """A task is a 64th of the source, but at least 1 MiB and at most 1 GiB of its files."""
@@ -38,7 +39,7 @@ class SourceFiles:
         root: The folder that their names are relative to.
 
     Raises:
-        ConfigError: If there is no such file.
+        ConfigError: If there is no such file, or the path is a URL.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SourceFiles:
         names: Mapping[str, str] | None = None,
         without: Collection[str] = (),
     ) -> None:
+        require_files_here(source)
         found = _find(source, suffixes, names or {}, without)
         self.paths = sorted(found.paths, key=Path.as_posix)
         self._faults, self._left_out = found.faults, +found.left_out
@@ -138,6 +140,15 @@ class SourceFiles:
 def whole_files(path: Path, size: int, task_bytes: int) -> list[Piece]:
     """Returns the file as one piece: for formats that cannot be cut."""
     return [{"bytes": size}]
+
+
+def require_files_here(source: str) -> None:
+    """Raises a ConfigError if a source is a URL: the files that readers read are on this machine."""
+    if is_url(source):
+        raise ConfigError(
+            f"data.source={source} is a URL: text and records are read from files of this machine. Download or mount them.\nOnly "
+            "folders of tokens, of `prepare` or litdata, may lie on object storage."
+        )
 
 
 def _stat(path: Path) -> os.stat_result:

@@ -138,6 +138,8 @@ def test_workers_change_nothing(stores, workers):
         ({"web": 1, "code": 1}, "a weight for each source: it has web, code for web, code, books"),
         ({"web": 0, "code": 0, "books": 0}, "No source of the mixture has a positive weight"),
         ({"web": -1, "code": 1, "books": 1}, "The weight of web is -1"),
+        ({"web": 1, "code": float("inf"), "books": 1}, "The weight of code is inf"),
+        ({"web": 1, "code": [(0, 1), (9, float("nan"))], "books": 1}, "The weight of code is"),
         ({"web": [(5, 1), (5, 2)], "code": 1, "books": 1}, "points"),
         ({"web": [], "code": 1, "books": 1}, "points"),
     ],

@@ -197,6 +197,7 @@ def test_other_folders_are_refused(tmp_path):
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"layers": ["*.q_prj"]}, "no linear layer of Llama is named .* It has, for example"),
         ({"weights": "/nowhere"}, "adapter_config.json cannot be read"),
+        ({"weights": "hf://org/adapter"}, "weights is hf://org/adapter: adapters are read from folders"),
     ],
 )
 def test_mistakes_are_named(init_args, message):
