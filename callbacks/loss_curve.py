@@ -27,7 +27,7 @@ SHARE = 0.05
 """The part of a run's time that pictures in between may take: one takes about a third of a second."""
 
 Points = list[tuple[int, int, float]]
-"""(optimizer steps, tokens, nats per token), in this order."""
+"""(optimizer steps, tokens, loss), in this order."""
 
 
 @technique(
@@ -136,11 +136,15 @@ class LossCurve(Callback):
         path = Path(trainer.default_root_dir) / "loss_curve.png"
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         unigram = data.unigram_loss if isinstance(data, HasUnigramLoss) else None
-        figure = draw(self._training, self._validation, unigram, title=path.parent.name)
+        module: Any = trainer.lightning_module
+        unit = module.objective.loss_unit
+        figure = draw(self._training, self._validation, unigram, path.parent.name, unit)
         pictures.save(figure, path)
 
 
-def draw(training: Points, validation: Points, unigram: float | None, title: str) -> Figure:
+def draw(
+    training: Points, validation: Points, unigram: float | None, title: str, unit: str = "nats/token"
+) -> Figure:
     """Draws the curves.
 
     Args:
@@ -148,6 +152,7 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
         validation: The validation loss; may be empty.
         unigram: Entropy of the validation text under token frequencies, in nats per token, if known.
         title: The title, followed by the last losses.
+        unit: That of the loss; with another one than nats per token neither perplexity nor `unigram` are drawn.
     """
     from matplotlib.ticker import EngFormatter, LogLocator
 
@@ -165,9 +170,10 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
     axes.plot(tokens, mean, color="tab:blue", linewidth=1.8, label="training (running mean)")
     if validation:
         _, at, values = _that_count(validation).T
-        label = f"validation (last {values[-1]:.3f}, perplexity {np.exp(values[-1]):.1f})"
+        perplexity = f", perplexity {np.exp(values[-1]):.1f}" if unit == "nats/token" else ""
+        label = f"validation (last {values[-1]:.3f}{perplexity})"
         axes.plot(at, values, color="tab:orange", marker="o", markersize=4, linewidth=1.5, label=label)
-    if unigram is not None:
+    if unigram is not None and unit == "nats/token":
         label = f"token frequencies alone ({unigram:.3f})"
         axes.axhline(unigram, color="0.35", linestyle="--", linewidth=1.2, label=label)
     if tokens[-1] >= 100 * tokens[0] > 0:
@@ -177,7 +183,7 @@ def draw(training: Points, validation: Points, unigram: float | None, title: str
         axes.set_yscale("log")
     axes.xaxis.set_major_formatter(EngFormatter())
     axes.set_xlabel("label tokens seen")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss ({unit.replace('/', ' per ')})")
     axes.set_title(f"{title}: loss over tokens", loc="left")
     pictures.tidy(axes)
     axes.legend(frameon=False)

@@ -36,7 +36,7 @@ class Curve(NamedTuple):
 
     Attributes:
         rates: Learning rates.
-        losses: Mean losses of the steps at these rates, before their updates, in nats per token.
+        losses: Mean losses of the steps at these rates, before their updates, in the objective's `loss_unit`.
         smooth: Losses, smoothed.
         slopes: Nats per token and factor e of the rate; NaN near the ends, where they are uncertain.
     """
@@ -142,7 +142,8 @@ class LRFinder(Callback):
         steepest, tenth = suggestions(curve)
         chosen = steepest if self.pick == "steepest" else tenth
         if trainer.is_global_zero:
-            _write(Path(trainer.default_root_dir), curve, steepest, tenth, configured)
+            unit = pl_module.objective.loss_unit
+            _write(Path(trainer.default_root_dir), curve, steepest, tenth, configured, unit)
         if chosen is None and self.then == "use":
             raise ConfigError(
                 "LRFinder: the loss fell at none of the rates; see lr_finder.png in the run folder.\n"
@@ -228,21 +229,23 @@ def suggestions(curve: Curve) -> tuple[float | None, float | None]:
 
 
 def _write(
-    folder: Path, curve: Curve, steepest: float | None, tenth: float | None, configured: float
+    folder: Path, curve: Curve, steepest: float | None, tenth: float | None, configured: float, unit: str
 ) -> None:
     table = io.StringIO()
     rows = csv.writer(table, lineterminator="\n")
-    rows.writerow(["step", "learning rate", "loss (nats/token)", "smoothed loss (nats/token)"])
+    rows.writerow(["step", "learning rate", f"loss ({unit})", f"smoothed loss ({unit})"])
     rows.writerows(
         [number, *map(repr, map(float, values))]
         for number, *values in zip(range(1, len(curve.rates) + 1), *islice(curve, 3), strict=True)
     )
     durable.write(folder / "lr_finder.csv", table.getvalue())
-    figure = draw(curve, steepest, tenth, configured)
+    figure = draw(curve, steepest, tenth, configured, unit)
     pictures.save(figure, folder / "lr_finder.png")
 
 
-def draw(curve: Curve, steepest: float | None, tenth: float | None, configured: float) -> Figure:
+def draw(
+    curve: Curve, steepest: float | None, tenth: float | None, configured: float, unit: str = "nats/token"
+) -> Figure:
     """Draws the losses over the rates, with what is suggested and what is configured."""
     figure = pictures.new_figure(8, 5)
     axes = figure.add_subplot()
@@ -258,7 +261,7 @@ def draw(curve: Curve, steepest: float | None, tenth: float | None, configured: 
     low, high = curve.losses.min(), max(curve.smooth[0], np.median(curve.losses))
     axes.set_ylim(low - 0.1 * (high - low) - 1e-6, high + 0.5 * (high - low) + 1e-6)
     axes.set_xlabel("learning rate")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss ({unit.replace('/', ' per ')})")
     axes.set_title("learning-rate range test", loc="left")
     pictures.tidy(axes)
     axes.legend(frameon=False)

@@ -119,7 +119,7 @@ class RandomRestart(Callback):
         scores = {seed: _score(losses) for seed, losses in curves.items()}
         best = min(scores, key=scores.__getitem__)
         if trainer.is_global_zero:
-            _write(Path(trainer.default_root_dir), curves, best)
+            _write(Path(trainer.default_root_dir), curves, best, pl_module.objective.loss_unit)
         if not math.isfinite(scores[best]):
             raise ConfigError(
                 "RandomRestart: from no seed the loss stayed finite; see random_restart.csv in the run folder.\n"
@@ -133,7 +133,7 @@ class RandomRestart(Callback):
         say(
             trainer,
             self,
-            f"seed {best} is the best; loss of each in nats per token: {scores_text}. The run begins with it.",
+            f"seed {best} is the best; loss of each in {pl_module.objective.loss_unit}: {scores_text}. The run begins with it.",
         )
 
     def _begin(self, trainer: Trainer, seed: int) -> None:
@@ -192,19 +192,19 @@ def _score(losses: list[float]) -> float:
     return mean if math.isfinite(mean) else math.inf
 
 
-def _write(folder: Path, curves: dict[int, list[float]], best: int) -> None:
+def _write(folder: Path, curves: dict[int, list[float]], best: int, unit: str) -> None:
     table = io.StringIO()
     rows = csv.writer(table, lineterminator="\n")
-    rows.writerow(["step", *(f"loss of seed {seed} (nats/token)" for seed in curves)])
+    rows.writerow(["step", *(f"loss of seed {seed} ({unit})" for seed in curves)])
     rows.writerows(
         [step, *map(repr, losses)] for step, losses in enumerate(zip(*curves.values(), strict=True), 1)
     )
     durable.write(folder / "random_restart.csv", table.getvalue())
-    figure = draw(curves, best)
+    figure = draw(curves, best, unit)
     pictures.save(figure, folder / "random_restart.png")
 
 
-def draw(curves: dict[int, list[float]], best: int) -> Figure:
+def draw(curves: dict[int, list[float]], best: int, unit: str = "nats/token") -> Figure:
     """Draws the losses from each seed on, by step, the best in colour."""
     from matplotlib.ticker import MaxNLocator
 
@@ -218,7 +218,7 @@ def draw(curves: dict[int, list[float]], best: int) -> Figure:
         axes.plot(range(1, len(losses) + 1), losses, label=label, **style)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer steps")
-    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylabel(f"loss ({unit.replace('/', ' per ')})")
     axes.set_title("the same batches from several seeds", loc="left")
     pictures.tidy(axes)
     axes.legend(frameon=False)

@@ -39,8 +39,8 @@ class RunSummary(Callback):
     """Prints at the end of `fit`: losses, speed, where the files are, and two commands to continue with.
 
     The validation loss is shown with the entropy of the same text under token frequencies alone (`unigram_loss` of
-    the data module): a model below it has learned something from context. Both are in nats per token. If the
-    loss is not of the last step, the step is named. A run that an exception ends gets one line instead: its
+    the data module): a model below it has learned something from context. Both are in nats per token; a loss in another
+    `loss_unit`, such as that of preferences, is shown with its unit alone. If the loss is not of the last step, the step is named. A run that an exception ends gets one line instead: its
     folder and how to resume it.
 
     Example:
@@ -71,7 +71,7 @@ class RunSummary(Callback):
         lines = [
             "",
             self._run_line(trainer, pl_module),
-            *_loss_lines(trainer, self._validated_step),
+            *_loss_lines(trainer, pl_module, self._validated_step),
             "",
             *_product_lines(trainer),
             "",
@@ -111,19 +111,18 @@ def _tokens(trainer: Trainer, pl_module: LightningModule) -> str:
     return f", {seen:,} tokens{'' if logged else ' by the last logged step'}" if seen else ""
 
 
-def _loss_lines(trainer: Trainer, validated_step: int | None) -> list[str]:
+def _loss_lines(trainer: Trainer, pl_module: Any, validated_step: int | None) -> list[str]:
     found = trainer.callback_metrics.get("val/loss")
     data: Any = trainer.datamodule  # type: ignore[attr-defined]
     unigram = data.unigram_loss if isinstance(data, HasUnigramLoss) else None
     if found is None:
         return ["Validation: none was run."]
-    loss = float(found)
+    loss, unit = float(found), pl_module.objective.loss_unit
+    perplexity = f", perplexity {math.exp(min(loss, 700.0)):,.1f}" if unit == "nats/token" else ""
     late = validated_step is not None and validated_step != trainer.global_step
     where = f", of step {validated_step:,}: none was run since" if late else ""
-    lines = [
-        f"Validation loss             {loss:.3f} nats/token, perplexity {math.exp(min(loss, 700.0)):,.1f}{where}"
-    ]
-    if unigram is None:
+    lines = [f"Validation loss             {loss:.3f} {unit}{perplexity}{where}"]
+    if unigram is None or not perplexity:
         return lines
     lines.append(f"Unigram entropy, same text  {unigram:.3f} nats/token, perplexity {math.exp(unigram):,.1f}")
     if loss < unigram:

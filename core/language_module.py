@@ -43,9 +43,9 @@ class LanguageModule(AveragedWeights):
     change the training, and a resumed run needs no generator state.
 
     Logged every `trainer.log_every_n_steps` optimizer steps, over all tokens since the last time:
-    `train/loss` (nats per token), `train/perplexity`, `train/tokens` (label tokens since the start of
-    the run), `train/lr`, `train/grad_norm` (before clipping), `epoch/NAME` (how often each source of the data
-    has been gone through, where the data module has `epochs`); after validation `val/loss` and `val/perplexity`.
+    `train/loss` (in the objective's `loss_unit`), `train/perplexity` (of losses in nats per token), `train/tokens` (label
+    tokens since the start of the run), `train/lr`, `train/grad_norm` (before clipping), `epoch/NAME` (how often each source
+    of the data has been gone through, where the data module has `epochs`); after validation `val/loss` and `val/perplexity`.
     Other steps never wait for the device.
 
     Args:
@@ -91,8 +91,7 @@ class LanguageModule(AveragedWeights):
     ) -> None:
         super().__init__()
         self.build_network, self.objective, self.weights = network, objective, weights
-        self.build_optimizer = optimizer
-        self.build_lr_scheduler = lr_scheduler
+        self.build_optimizer, self.build_lr_scheduler = optimizer, lr_scheduler
         self.decay_embeddings, self.parameter_options = decay_embeddings, parameter_options or {}
         self.logging_step = self.in_parts = self.stepping = self.fits = False
         self.tokens_seen = 0
@@ -219,7 +218,7 @@ class LanguageModule(AveragedWeights):
         self.tokens_seen += tokens
         more = {"tokens": self.tokens_seen, "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
         data: Any = getattr(self.trainer, "datamodule", None)
-        figures = named("train", self.objective.summary(means) | more)
+        figures = named("train", self.objective, means, more)
         if isinstance(data, CountsEpochs):
             figures |= {f"epoch/{name}": float(count) for name, count in data.epochs().items()}
         log_figures(self.trainer, figures)
@@ -235,7 +234,7 @@ class LanguageModule(AveragedWeights):
 
     def on_validation_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole validation set and all ranks."""
-        figures = named("val", self.objective.summary(self._validation.means(self.sum_over_ranks)[0]))
+        figures = named("val", self.objective, self._validation.means(self.sum_over_ranks)[0], {})
         fitting = self.trainer.state.fn == "fit"
         # Not False: Lightning would not return and print them either. Not True, of which it warns without a logger.
         self.log_dict(figures, logger=False if fitting else None)
@@ -248,7 +247,7 @@ class LanguageModule(AveragedWeights):
 
     def on_test_epoch_end(self) -> None:
         """Logs the token-weighted means over the whole test set and all ranks."""
-        self.log_dict(named("test", self.objective.summary(self._validation.means(self.sum_over_ranks)[0])))
+        self.log_dict(named("test", self.objective, self._validation.means(self.sum_over_ranks)[0], {}))
 
     def predict_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Returns log-probabilities (B, T) in nats of the labels; 0 where the label is ignored."""

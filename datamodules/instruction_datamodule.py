@@ -8,7 +8,16 @@ from typing import Any
 from core.errors import ConfigError
 from core.technique import technique
 from datamodules.records.chat_datamodule import ChatDataModule
-from datamodules.records.chats import Rendered, messages_of, plain, plain_sides, renderer_of, tools_of
+from datamodules.records.chats import (
+    Rendered,
+    WrongRecord,
+    check_answers,
+    messages_of,
+    plain,
+    plain_sides,
+    renderer_of,
+    tools_of,
+)
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.parallel_files import ParallelFiles, is_parallel
 from datamodules.records.prompts import Prompts
@@ -113,8 +122,13 @@ class InstructionDataModule(ChatDataModule):
     def encode(self, record: Record) -> Rendered:
         """Returns the text of a record and where its answers are."""
         if not self._renderer:
-            return plain(self._encoder, *plain_sides(record))
-        return self._renderer.render(messages_of(record), tools_of(record))
+            prompt, answer = plain_sides(record)
+            if not answer.strip():
+                raise WrongRecord("an answer is empty")
+            return plain(self._encoder, prompt, answer)
+        messages = messages_of(record)
+        check_answers(messages[-1:] if self.last_turn_only else messages, self.roles)
+        return self._renderer.render(messages, tools_of(record))
 
     def finish(self, encoder: TextEncoder, found: Sequence[Rendered]) -> Iterator[Encoded]:
         """Yields a sequence of each text that has labels."""

@@ -12,7 +12,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from datamodules.packing.grouped import Row
 from datamodules.records.chat_datamodule import ChatDataModule
-from datamodules.records.chats import Rendered, field, plain, renderer_of, side_of, tools_of
+from datamodules.records.chats import Rendered, WrongRecord, field, plain, renderer_of, side_of, tools_of
 from datamodules.records.encoding import TextEncoder
 from datamodules.records.labels import number_of
 from datamodules.records.preferences import dialogue, is_dialogue, last_turn, split_prompt
@@ -101,9 +101,10 @@ class PreferenceDataModule(ChatDataModule):
                 self._rendered(record, {"prompt": record.get("prompt"), "answer": record.get("completion")})
             ], [float(label)]
         sides = split_prompt(record)
-        return [self._rendered(record, sides | {"answer": sides[name]}) for name in ("chosen", "rejected")], [
-            0.0 if record.get("margin") is None else number_of(record, "margin")
-        ]
+        texts = [self._rendered(record, sides | {"answer": sides[name]}) for name in ("chosen", "rejected")]
+        if texts[0] == texts[1]:
+            raise WrongRecord("chosen and rejected are the same", "once the chat template has rendered them")
+        return texts, [0.0 if record.get("margin") is None else number_of(record, "margin")]
 
     def _rendered(self, record: Record, sides: Mapping[str, Any]) -> Rendered:
         if not self._renderer:

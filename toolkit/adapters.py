@@ -124,7 +124,8 @@ class Adapter(Callback, ABC):
         if record is not None and self.base is not None and (other := _difference(record, self.base)):
             raise ConfigError(
                 f"{type(self).__name__}: the checkpoint was trained on another base: {other}.\n"
-                "Set model.weights to the weights that its run started from."
+                "Set model.weights to the weights that its run started from. Beside --adapter they are --ckpt_path; other commands look "
+                "for them where that run did."
             )
 
 

@@ -125,6 +125,8 @@ class OnPolicyObjective(Objective):
             of the checkpoint, so that a resumed run has the same.
     """
 
+    loss_unit = "negative reward"
+
     def __init__(self, keeps_reference: bool = False) -> None:
         super().__init__()
         self.keeps_reference = keeps_reference

@@ -257,7 +257,14 @@ def check_fit(network: Network, data: Any) -> bool:
 
 
 class Objective(nn.Module, ABC):
-    """What is minimised. A module, so that it may have parameters."""
+    """What is minimised. A module, so that it may have parameters.
+
+    Attributes:
+        loss_unit: What the loss is a mean of, as in "nats/pair" or "squared error". Of "nats/token" alone the perplexity is
+            logged and shown.
+    """
+
+    loss_unit = "nats/token"
 
     @abstractmethod
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:

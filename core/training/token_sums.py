@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.contracts import TokenSum
+from core.contracts import Objective, TokenSum
 
 __all__ = ["TokenSums"]
 
@@ -81,7 +81,7 @@ def to_float64(value: Tensor) -> Tensor:
     return value.to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
 
 
-def named(stage: str, means: dict[str, Any]) -> dict[str, float]:
-    """Returns the means under the names that they are logged by, the perplexity among them."""
-    more = means | {"perplexity": math.exp(min(means["loss"], 700.0))}
-    return {f"{stage}/{name}": float(value) for name, value in more.items()}
+def named(stage: str, of: Objective, means: dict[str, float], more: dict[str, Any]) -> dict[str, float]:
+    """Returns the figures of an objective, and more, under the names that they are logged by; the perplexity where there is one."""
+    shown = {"perplexity": math.exp(min(means["loss"], 700.0))} if of.loss_unit == "nats/token" else {}
+    return {f"{stage}/{key}": float(value) for key, value in (of.summary(means) | more | shown).items()}

@@ -108,6 +108,14 @@ def messages_of(record: Mapping[str, Any]) -> Messages:
     return [*side_of(record, "prompt", "user"), *side_of(record, "completion", "assistant")]
 
 
+def check_answers(messages: Messages, roles: Sequence[str]) -> None:
+    """Raises a WrongRecord if a message of these roles says nothing: a network would learn to answer so."""
+    for number, message in enumerate(messages, start=1):
+        said = (value for key, value in message.items() if key != "role")
+        if message["role"] in roles and not any(v.strip() if isinstance(v, str) else v for v in said):
+            raise WrongRecord("an answer is empty", f"message {number}, of {message['role']}, has no text")
+
+
 def side_of(record: Mapping[str, Any], name: str, role: str) -> Messages:
     """Returns the messages of a field that holds messages, or a text by this role."""
     if isinstance(record.get(name), list):

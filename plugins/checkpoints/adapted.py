@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -62,6 +63,17 @@ def base_of(network: Network, config: Mapping[str, Any], path: Path) -> Network:
 
 
 def _read_base(network: Network, base: str) -> None:
+    if not (place := Path(base).expanduser()).exists():
+        where = (
+            ""
+            if place.is_absolute()
+            else f", seen from {Path.cwd()}: call the command where the run was started"
+        )
+        raise ConfigError(
+            f"The checkpoint holds an adapter, and the base that it was trained on is not in {base}{where}.\n"
+            f"Put the base there again, or a link to it: ln -s NEW_PLACE {shlex.quote(base)}\nOr train on with "
+            "`fit --ckpt_path RUN --model.weights=NEW_PLACE`: checkpoints that are written then name the new place."
+        )
     # By the catalogue, as a run does: the file reads adapted checkpoints with the help of this one.
     catalog.offering("initial_weights", "data").load()(base).change_network(network)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from core.contracts import HasTokenizer, Network
@@ -22,6 +21,7 @@ from toolkit.initial_weights import MayLackWeights
 from toolkit.local_paths import is_url
 from toolkit.ranks import launched_rank
 from toolkit.safetensors_files import LazyTensor
+from toolkit.token_ids import other_ids
 
 
 @technique(
@@ -59,7 +59,9 @@ class InitialWeights:
         if not self.path.exists():
             around = self.path.parent if self.path.parent.is_dir() else Path()
             hint = nearest(self.path.name, {entry.name for entry in around.iterdir()})
-            raise ConfigError(f"model.weights: there is no file or folder {path}.{hint}")
+            raise ConfigError(
+                f"model.weights: there is no file or folder {path}.{hint}\nSet --model.weights to the place of the weights."
+            )
 
     def change_network(self, network: Network, trainer: Any = None) -> None:
         """Fills a network that was just built; on the meta device names and shapes are checked, and no weights read.
@@ -110,35 +112,20 @@ class InitialWeights:
 
     def _check_tokenizer(self, of_data: str) -> None:
         """Raises a ConfigError if ids mean other tokens in the data than they did in the training of the weights."""
-        text = self._tokenizer()
-        if text is None or text == of_data:
+        text = tokenizer_of(self.path)
+        if text is None:
             return
         try:
-            here, there = (
-                {number: token for token, number in Tokenizer.from_str(one).get_vocab().items()}
-                for one in (of_data, text)
-            )
-        except Exception as error:  # the library raises nothing narrower
-            reason = str(error).partition("\n")[0][:200]
-            raise ConfigError(f"model.weights: {self.path} has a damaged tokenizer: {reason}.") from error
-        other = sorted(number for number in here.keys() & there.keys() if here[number] != there[number])
+            other = other_ids(of_data, text)
+        except ValueError as error:
+            raise ConfigError(f"model.weights: {self.path} has a damaged tokenizer: {error}.") from error
         if other:
-            first, known = other[0], "the folder that `export` writes"
+            known = self.path if is_foreign(self.path) else "the folder that `export` writes"
             raise ConfigError(
-                f"model.weights: {self.path} has another tokenizer than the data: of {len(here):,} token ids here and "
-                f"{len(there):,} there, {len(other):,} mean another token ({first}: {here[first]!r}, there {there[first]!r}).\n"
-                "Set --data.tokenizer=PretrainedTokenizer and --data.tokenizer.path="
-                f"{self.path if is_foreign(self.path) else known}; or name a .safetensors file, which has no tokenizer."
+                f"model.weights: {self.path} has another tokenizer than the data: {other}.\n"
+                f"Set --data.tokenizer=PretrainedTokenizer and --data.tokenizer.path={known}; or name a .safetensors file, "
+                "which has no tokenizer."
             )
-
-    def _tokenizer(self) -> str | None:
-        """Returns the tokenizer.json of the weights; None: none is known."""
-        if not is_foreign(self.path):
-            return stored_data(resolve(str(self.path), self.path)).get("tokenizer")
-        if self.path.is_dir():
-            name = "tokenizer.json"
-            return read_text(self.path, name) if (self.path / name).exists() else None
-        return (open_foreign(self.path).files or {}).get("tokenizer.json")
 
     def _check(
         self, network: Network, own: Mapping[str, Tensor], found: Mapping[str, LazyTensor]
@@ -168,6 +155,16 @@ class InitialWeights:
                 raise ConfigError(f"{head}: {name} is {there} there and {here} in the network.{more}")
             grown.append(name)
         return grown
+
+
+def tokenizer_of(path: Path) -> str | None:
+    """Returns the tokenizer.json that a checkpoint, a run folder, or weights of others have with them; None: none is known."""
+    if not is_foreign(path):
+        return stored_data(resolve(str(path), path)).get("tokenizer")
+    if path.is_dir():
+        name = "tokenizer.json"
+        return read_text(path, name) if (path / name).exists() else None
+    return (open_foreign(path).files or {}).get("tokenizer.json")
 
 
 def _vocabulary(network: Network) -> set[str]:

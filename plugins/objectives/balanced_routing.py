@@ -72,6 +72,7 @@ class BalancedRouting(Objective):
                 raise ConfigError(f"BalancedRouting takes {name} from 0 upwards, not {value}.")
         if over not in ("batch", "sequence"):
             raise ConfigError(f"BalancedRouting takes over=batch or over=sequence, not {over!r}.")
+        self.loss_unit = objective.loss_unit
         self.objective, self.load_balancing, self.z_loss, self.over = objective, load_balancing, z_loss, over
 
     @classmethod

@@ -29,6 +29,8 @@ class LabelObjective(Objective):
         pooler: Whether BERT's pooler is before the head: a map of C to C features and a tanh.
     """
 
+    loss_unit = "nats/label"
+
     def __init__(self, dropout: float, pooler: bool) -> None:
         super().__init__()
         if not 0 <= dropout < 1:

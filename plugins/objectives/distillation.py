@@ -17,10 +17,15 @@ from core.technique import technique
 from core.training.shards import full_tensor
 from plugins.objectives.answers import check_above_0, check_at_least
 from toolkit.log_probabilities import CHUNK_TOKENS
+from toolkit.token_ids import other_ids
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
 
+SAME_TOKENIZER = (
+    "Set --data.tokenizer=PretrainedTokenizer and --data.tokenizer.path=FOLDER/tokenizer.json, with the folder of the teacher, "
+    "or the one that `export` writes of it."
+)
 DIVERGENCES = ("forward", "reverse", "jensen_shannon")
 
 
@@ -41,7 +46,7 @@ class Distillation(Objective):
 
     Logged are `divergence`, D, and `cross_entropy`. Validation has the cross-entropy alone, comparable with other objectives.
     The teacher is read again by a run that resumes: it is not part of checkpoints, and each rank has all of it. It needs the
-    tokenizer of the data; that it has as many token ids is checked.
+    tokenizer of the data: before a run it is compared with the one that the teacher has with it.
 
     Args:
         teacher: A checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder.
@@ -51,7 +56,7 @@ class Distillation(Objective):
         chunk_tokens: Positions whose logits are computed at a time.
 
     Raises:
-        ConfigError: If a value is out of range, there is no such teacher, or it has another vocabulary.
+        ConfigError: If a value is out of range, there is no such teacher, or it has another tokenizer than the data.
 
     Example:
         model:
@@ -92,6 +97,23 @@ class Distillation(Objective):
         for name in ("pipeline", "context"):
             if any((item.arguments.get(name) or 1) > 1 for item in run.selected):
                 yield f"Distillation needs whole rows, and both networks on each rank: set {name} to 1"
+
+    def check_tokenizer(self, tokenizer_json: str) -> None:
+        """Compares the tokenizer of the data with that of the teacher; see `toolkit.token_ids`."""
+        from plugins.checkpoints.initial_weights import tokenizer_of
+
+        check_exists(self.path)
+        text = tokenizer_of(self.path)
+        try:
+            other = text and other_ids(tokenizer_json, text)
+        except ValueError as error:
+            raise ConfigError(
+                f"Distillation: the teacher in {self.path} has a damaged tokenizer: {error}."
+            ) from error
+        if other:
+            raise ConfigError(
+                f"Distillation: the teacher in {self.path} has another tokenizer than the data: {other}.\n{SAME_TOKENIZER}"
+            )
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of label tokens, and its terms."""
@@ -141,8 +163,8 @@ class Distillation(Objective):
             if found.vocab_size != network.vocab_size:
                 raise ConfigError(
                     f"Distillation: the teacher in {self.path} has {found.vocab_size:,} token ids, the network "
-                    f"{network.vocab_size:,}: both need the tokenizer of the data.\nSet --data.tokenizer=PretrainedTokenizer "
-                    f"with the teacher's tokenizer.json, and --model.network.vocab_size={found.vocab_size}."
+                    f"{network.vocab_size:,}: both need the tokenizer of the data.\n{SAME_TOKENIZER} Set "
+                    f"--model.network.vocab_size={found.vocab_size}."
                 )
             self._teacher.append(found.eval().requires_grad_(False))
         return self._teacher[0].to(device)
@@ -166,14 +188,19 @@ def divergences(logits: Tensor, expected: Tensor, kind: str, temperature: float)
     return (_kl(p, m) + _kl(q, m)) / 2
 
 
+def check_exists(path: Path) -> None:
+    """Raises a ConfigError if there is no teacher in a place."""
+    if not path.exists():
+        raise ConfigError(f"Distillation: teacher is {path}: there is no such file or folder.")
+
+
 def load_teacher(path: Path) -> Network:
     """Returns the network of a checkpoint, a run folder or a Hugging Face folder, on the CPU.
 
     Raises:
         ConfigError: If it cannot be read.
     """
-    if not path.exists():
-        raise ConfigError(f"Distillation: teacher is {path}: there is no such file or folder.")
+    check_exists(path)
     from plugins.checkpoints.finding import resolve
     from plugins.checkpoints.foreign import is_foreign, open_foreign
     from plugins.checkpoints.hf_folder import network_config

@@ -94,6 +94,7 @@ class DPO(Objective):
         if not (0 <= label_smoothing < most or label_smoothing == 0):
             allowed = "from 0 to below 0.5" if most else f"0 with kind={kind}"
             raise ConfigError(f"DPO: label_smoothing is {label_smoothing}; it is {allowed}.")
+        self.loss_unit = "nats/pair" if kind in ("sigmoid", "robust") else f"{kind} loss/pair"
         self.kind, self.beta, self.label_smoothing = kind, beta, label_smoothing
         self.chunk_tokens = chunk_tokens
 

@@ -71,6 +71,8 @@ class KTO(Objective):
             - ReferenceLogProbabilities
     """
 
+    loss_unit = "KTO loss/answer"
+
     def __init__(
         self,
         beta: float = 0.1,

@@ -124,6 +124,7 @@ class MultiTokenPrediction(Objective):
             raise ConfigError(f"MultiTokenPrediction: depth={depth} must be at least 1.")
         if not 0 < weight < float("inf"):
             raise ConfigError(f"MultiTokenPrediction: weight={weight} must be above 0.")
+        self.loss_unit = objective.loss_unit
         self.objective, self.depth, self.weight = objective, depth, weight
         self.ahead = nn.ModuleList()
 

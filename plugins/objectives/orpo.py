@@ -52,6 +52,8 @@ class ORPO(Objective):
             tokenizer: {class_path: PretrainedTokenizer, init_args: {path: tokenizer.json}}
     """
 
+    loss_unit = "nats/pair"
+
     def __init__(self, weight: float = 0.1, chunk_tokens: int = CHUNK_TOKENS) -> None:
         super().__init__()
         check_at_least("ORPO", 0, weight=weight)

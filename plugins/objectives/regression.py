@@ -59,6 +59,8 @@ class Regression(LabelObjective):
             batch_size: 16
     """
 
+    loss_unit = "squared error"
+
     def __init__(self, dropout: float = 0.0, pooler: bool = False) -> None:
         super().__init__(dropout, pooler)
 

@@ -59,6 +59,8 @@ class RewardModel(Objective):
             batch_size: 4
     """
 
+    loss_unit = "nats/pair"
+
     def __init__(self, centre: float = 0.0) -> None:
         super().__init__()
         if not 0 <= centre < float("inf"):

@@ -57,6 +57,8 @@ class SimPO(Objective):
             tokenizer: {class_path: PretrainedTokenizer, init_args: {path: tokenizer.json}}
     """
 
+    loss_unit = "nats/pair"
+
     def __init__(self, beta: float = 2.0, gamma: float = 1.0, chunk_tokens: int = CHUNK_TOKENS) -> None:
         super().__init__()
         check_above_0("SimPO", beta=beta)

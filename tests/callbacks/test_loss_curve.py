@@ -113,6 +113,14 @@ def points(losses, tokens_per_step=100):
     return [(step, tokens_per_step * step, loss) for step, loss in enumerate(losses, start=1)]
 
 
+def test_a_loss_that_is_not_per_token_has_its_unit_and_no_perplexity():
+    figure = draw(points([0.7, 0.6]), [(2, 200, 0.6)], unigram=4.2, title="x", unit="nats/pair")
+    axes = figure.axes[0]
+    assert axes.get_ylabel() == "loss (nats per pair)"
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["training (running mean)", "validation (last 0.600)"]
+
+
 def test_labels_units_and_the_unigram_line():
     figure = draw(points([5.0, 4.0, 3.5]), [(3, 300, 3.6)], unigram=4.2, title="runs/x")
     axes = figure.axes[0]

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from callbacks.run_summary import RunSummary
 from plugins.cli.preflight import ordered
+from plugins.objectives.causal_lm import CausalLM
 from tests.callbacks.conftest import Bytes, language_module, new_trainer
 
 GENERATE = re.compile(r'^  python -m core generate --ckpt_path (\S+) --prompt "The"$', re.MULTILINE)
@@ -37,6 +38,17 @@ def test_a_model_that_learned_nothing_is_not_praised(fit, tmp_path):
     run = fit(tmp_path, [RunSummary()], max_steps=4, val_check_interval=4)
     assert "The model is not better than token frequencies alone yet" in run.stdout
     assert "better than token frequencies alone." not in run.stdout
+
+
+def test_a_loss_that_is_not_per_token_has_its_unit_and_neither_perplexity_nor_unigram_entropy(
+    fit, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(CausalLM, "loss_unit", "nats/pair")
+    run = fit(tmp_path, [RunSummary()], max_steps=4, val_check_interval=4)
+    loss = float(run.trainer.callback_metrics["val/loss"])
+    assert f"\nValidation loss             {loss:.3f} nats/pair\n" in run.stdout
+    assert "perplexity" not in run.stdout
+    assert "Unigram entropy" not in run.stdout
 
 
 def test_a_loss_of_an_earlier_step_is_not_given_as_that_of_the_end(fit, tmp_path):

@@ -13,6 +13,8 @@ from core.contracts import IGNORED_LABEL
 from core.contracts.modules import check_fit
 from core.errors import ConfigError
 from core.training.seeding import mix
+from plugins.objectives.balanced_routing import BalancedRouting
+from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
 from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from plugins.schedules.warmup_cosine import WarmupCosine
@@ -89,6 +91,24 @@ def test_validation_loss_is_the_mean_over_tokens_not_over_batches(tmp_path):
         )
     assert figures["val/loss"] == pytest.approx(float(mean), rel=1e-6)
     assert figures["val/perplexity"] == pytest.approx(math.exp(float(mean)), rel=1e-5)
+
+
+class PerPair(CausalLM):
+    loss_unit = "nats/pair"
+
+
+def test_a_loss_that_is_not_per_token_has_no_perplexity(tmp_path):
+    record, trained = (
+        Record(),
+        module(objective=BalancedRouting(PerPair())),
+    )  # in validation the inner one alone
+    [figures] = trainer(tmp_path).validate(
+        trained, DataLoader(uneven_batches(2), batch_size=None), verbose=False
+    )
+    assert sorted(figures) == ["val/loss"]
+    fit(tmp_path, module(objective=PerPair()), uneven_batches(1), [record], max_steps=1)
+    assert "train/loss" in record.figures[0]
+    assert "train/perplexity" not in record.figures[0]
 
 
 class WaitsPerStep(Callback):

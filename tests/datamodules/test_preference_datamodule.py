@@ -151,6 +151,10 @@ def test_batches_have_the_numbers_and_the_references_of_their_records(tmp_path):
     [
         ({"prompt": "a", "chosen": "b"}, 'no field "rejected"'),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        (
+            {"chosen": f"{HUMAN} a", "rejected": f"{HUMAN} a "},
+            "chosen and rejected are the same.*once the chat template has rendered",
+        ),
         ({"chosen": "b", "rejected": "c"}, 'no field "prompt".*no dialogue'),
         (
             {"chosen": f"{HUMAN} a", "rejected": "\n\nHuman: b\n\nAssistant: c"},

@@ -1,16 +1,21 @@
 """Distillation against trl's generalised Jensen-Shannon loss; its teacher is read, frozen and left out of checkpoints."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from tokenizers import Tokenizer
 
 from core.errors import ConfigError
+from plugins.checkpoints.initial_weights import tokenizer_of
+from plugins.cli.runs.run_record import _check_tokenizer
 from plugins.cli.selection import describe
 from plugins.commands.export import export
 from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
+from plugins.objectives.balanced_routing import BalancedRouting
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.distillation import DIVERGENCES, Distillation
 from tests.support.largest_tensor import LargestTensor
@@ -111,6 +116,42 @@ def test_another_vocabulary_and_a_path_that_is_not_there_are_explained(teacher, 
         f"teacher is {nowhere}: there is no such file or folder"
     ]
     assert not list(Distillation.preflight(Run((own,), offline=True), own))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(teacher, tmp_path):
+    objective = Distillation(teacher)
+    own = tokenizer_of(objective.path)
+    objective.check_tokenizer(own)
+    grown = Tokenizer.from_str(own)
+    grown.add_tokens(["one more"])
+    objective.check_tokenizer(grown.to_str())  # ids that both know mean the same
+    swapped = json.loads(own)
+    vocabulary = swapped["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[:2]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    with pytest.raises(
+        ConfigError, match=r"another tokenizer than the data: .* 2 mean another token.*\n.*data.tokenizer"
+    ):
+        objective.check_tokenizer(json.dumps(swapped))
+    folder = tmp_path / "damaged"
+    assert export(["--ckpt_path", teacher, "--output", str(folder)]) == 0
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="damaged has a damaged tokenizer"):
+        Distillation(str(folder)).check_tokenizer(own)
+
+
+@pytest.mark.parametrize("stage", ["fit", "validate"])
+def test_a_run_that_trains_has_its_objective_compare_the_tokenizers(stage, teacher):
+    class Data:
+        tokenizer_json = "{}"
+
+    run = SimpleNamespace(datamodule=Data(), state=SimpleNamespace(fn=stage))
+    trained = module(objective=BalancedRouting(Distillation(teacher)))
+    if stage == "fit":
+        with pytest.raises(ConfigError, match="Distillation"):
+            _check_tokenizer(run, trained)
+    else:
+        _check_tokenizer(run, trained)  # validation has no use for the teacher
 
 
 def test_no_tensor_holds_all_logits(tmp_path):

@@ -57,7 +57,7 @@ class BuiltRun:
         trainer: The trainer, its callbacks in the order in which they act.
         model: The LanguageModule that is trained.
         datamodule: The data.
-        network_summary: The class of the network, and how many parameters it has.
+        network_summary: The class of the network, how many parameters it has, and how many are trained if not all.
 
     Raises:
         ConfigError: With every mistake in the run that can be found before it starts.
@@ -232,7 +232,9 @@ class BuiltRun:
         # If the vocabulary is not known before the data are prepared, `configure_model` checks the one that they have.
         self.model.fits = check_fit(network, self.datamodule)
         parameters = sum(parameter.numel() for parameter in network.parameters())
-        self.network_summary = f"{type(network).__name__}: {parameters:,} parameters"
+        trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
+        share = f", {trained:,} of them trained ({trained / parameters:.2%})" if trained < parameters else ""
+        self.network_summary = f"{type(network).__name__}: {parameters:,} parameters{share}"
         with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:
@@ -242,7 +244,8 @@ class BuiltRun:
         """Prints the selected techniques, and differences from the configuration in the checkpoint."""
         if launched_rank() not in (None, 0):
             return
-        print(f"{table(self.selected)}\nRun folder: {self.folder}", flush=True)
+        network = f"{self.network_summary}\n" if self.starts else ""  # `check` ends with it
+        print(f"{table(self.selected)}\n{network}Run folder: {self.folder}", flush=True)
         if self.request.checkpoint is not None:
             print(f"From checkpoint: {self.request.checkpoint}", flush=True)
             current = {key: value for key, value in self.config.items() if key in SECTIONS}

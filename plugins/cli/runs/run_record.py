@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from core import __version__, durable
+from core.contracts import HasTokenizer
 from core.data.token_datamodule import TokenDataModule
 from core.errors import ConfigError
 from core.lightning_compat import set_root_dir
@@ -21,6 +22,7 @@ from plugins.checkpoints.kept_files import KEPT, kept_by_a_run, with_template
 from plugins.cli.configuration.validation_unit import UNIT
 from plugins.cli.runs import lost_ranks
 from plugins.cli.runs.run_folder import own
+from toolkit.token_ids import ChecksTokenizer
 
 HELD = ("log_hyperparams", "log_graph", "save", "finalize")
 """Calls of loggers that write files, and that Lightning makes before it restores the checkpoint or when that fails."""
@@ -88,6 +90,7 @@ class RunRecord(Callback):
         """Agrees on the folder over all ranks and writes the record on rank 0."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         set_root_dir(trainer, self.folder)
+        _check_tokenizer(trainer, pl_module)
         self._own()
         lost_ranks.watch()
         self._stage = str(getattr(stage, "value", stage))
@@ -202,3 +205,12 @@ def _print_padding(data: Any) -> None:
             f"{s:.2%}" + (f" ({name})" if len(shares) > 1 else "") for name, s in shares.items()
         )
         print(f"Padding in rows of {data.sequence_length:,} tokens: {names}", file=sys.stderr, flush=True)
+
+
+def _check_tokenizer(trainer: Trainer, pl_module: Any) -> None:
+    """Has the objective of a run that trains compare the tokenizer of the data, which are set up by now."""
+    data: Any = trainer.datamodule  # type: ignore[attr-defined]
+    if trainer.state.fn == "fit" and isinstance(data, HasTokenizer):
+        for part in pl_module.objective.modules():
+            if isinstance(part, ChecksTokenizer):
+                part.check_tokenizer(data.tokenizer_json)

@@ -54,6 +54,20 @@ def test_it_is_loaded_merged_and_computes_the_same(stored):
     torch.testing.assert_close(logits(loaded, tokens()), expected, **MERGED)
 
 
+def test_a_base_that_has_moved_is_explained(folder, tmp_path, capsys):
+    moved = tmp_path / "moved.ckpt"
+    moved.write_bytes((folder / "base.ckpt").read_bytes())
+    path, _ = store_adapted(folder, LoRA, moved, "beside_moved.ckpt", rank=2)
+    moved.rename(tmp_path / "new.ckpt")
+    with pytest.raises(
+        ConfigError, match=rf"is not in {moved}\.\n.*ln -s NEW_PLACE {moved}\n.*--model.weights=NEW_PLACE"
+    ):
+        export(["--ckpt_path", str(path), "--output", str(tmp_path / "hf")])
+    assert not (tmp_path / "hf").exists()
+    moved.symlink_to(tmp_path / "new.ckpt")
+    assert export(["--ckpt_path", str(path), "--output", str(tmp_path / "hf")]) == 0
+
+
 def test_a_run_starts_from_the_merged_weights(stored):
     path, network = stored
     started = lively_network(Llama, MLP)
