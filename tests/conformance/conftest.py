@@ -297,6 +297,7 @@ def _cases():
         Case("FillInTheMiddle", MIDDLE | {"rate": 1.0}),
         Case("GradientClip", {"method": "adaptive", "limit": 1.0, "warmup_steps": 3}),
         Case("C4Quality", {"min_sentences": 1, "closed_lines": False}),
+        Case("WordDiversity", {"min_unique": 0.01}),
         Case("CodeQuality", {"max_mean_line": None, "max_line": None}),
         Case("EPUBDocuments", config={"data": {"init_args": {"source": str(epub_books())}}}),
         Case("FineWebQuality", {"min_closed_lines": None}),
