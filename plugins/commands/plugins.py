@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from core import catalog
@@ -69,6 +70,17 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def _summary(entry: catalog.Entry) -> str:
+    """Returns the first line of a docstring; parsing all of 200 files takes a second, so it is looked for first."""
+    path = catalog.source_file(entry.module)
+    begin = rf'^(?:class|def) {re.escape(entry.attribute)}\b[^\n]*:\n +r?"""([^"\\\n]+)(?:\n|""")'
+    try:
+        found = path and re.search(begin, path.read_text(encoding="utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return found[1].strip() if found else entry.summary()
+
+
 def _list(options: argparse.Namespace) -> int:
     packages = {entry.package for entry in catalog.entries()}
     if options.package is not None and options.package not in packages:
@@ -77,7 +89,7 @@ def _list(options: argparse.Namespace) -> int:
             f"{nearest(options.package, packages)}\nThese do: {', '.join(sorted(packages))}."
         )
     rows = [
-        (entry.kind, entry.name, entry.origin, entry.summary())
+        (entry.kind, entry.name, entry.origin, _summary(entry))
         for entry in catalog.entries()
         if options.kind in (None, entry.kind) and options.package in (None, entry.package)
     ]

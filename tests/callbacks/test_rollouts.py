@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import pytest
 import torch
@@ -130,7 +129,6 @@ CONFIG = {
 
 def apart(folder, ranks, objective, rollouts, *words, tensor=1, more=None):
     """Returns figures and weights of a run on some ranks, of the command line."""
-    os.environ["LEYDEN_TRUST"] = "tests"
     folder.mkdir()
     data = build(PromptDataModule, folder, prompts(), template="plain")
     tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": data.tokenizer.path}}

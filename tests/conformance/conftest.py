@@ -678,7 +678,6 @@ def prompts():
 
 def on_policy(objective="GRPO", **rollouts):
     """Returns what is laid over the tiny run so that it answers prompts; its rewards are of the tests' own."""
-    os.environ["LEYDEN_TRUST"] = "tests"
     options = ANSWERS | {"epochs": 1} | rollouts
     return {
         "trainer": {"callbacks": [{"class_path": "Rollouts", "init_args": options}]},

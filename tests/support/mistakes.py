@@ -43,7 +43,7 @@ ARGUMENTS = [
     (
         "--data.reader=BPETokeniser",
         "--data.reader",
-        "Registered: EPUBDocuments, GutenbergTexts, HTMLDocuments, HuggingFaceDocuments, JSONLinesDocuments, PDFDocuments, ParquetDocuments, SourceCode, StackExchangeDump, TextDocuments, WARCDocuments, WikipediaDump.",
+        "Registered: EPUBDocuments, GutenbergTexts, HTMLDocuments, HuggingFaceDocuments, JSONLinesDocuments, LitdataDocuments, MDSDocuments, PDFDocuments, ParquetDocuments, SourceCode, StackExchangeDump, TextDocuments, WARCDocuments, WikipediaDump.",
     ),
     ("--seed_everything=often", "--seed_everything", "'often'"),
 ]

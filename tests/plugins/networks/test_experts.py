@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -286,6 +287,10 @@ def test_the_width_of_experts_is_sharded_by_the_plan_for_tensor_parallelism():
     assert {f"layers.{index}.mlp.experts" for index in range(3)} <= set(plan)
 
 
+@pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.15.dev"),
+    reason="until 2.15 torch traces grouped products in bfloat16 alone",
+)
 def test_a_compiled_network_computes_the_same_in_one_graph():
     network = lively(Mixtral(**SMALL))
     batch = {"input_ids": tokens()}
