@@ -356,7 +356,11 @@ def _cases():
         Case("PretrainedTokenizer", {"path": bytes_tokenizer()}),
         Case("PreferenceDataModule", preferences()),
         Case("PreferenceDataModule", single_answers()),
-        Case("Distillation", {"teacher": stored_teacher(), "temperature": 2.0, "label_weight": 0.5}),
+        Case(
+            "Distillation",
+            {"teacher": stored_teacher(), "temperature": 2.0, "label_weight": 0.5},
+            config=of_bytes(),
+        ),
         Case("DPO", {"kind": "ipo"}, config=reading(preferences()), batch=referred, exempt=NO_PAIR),
         Case(
             "DPO",
@@ -555,11 +559,24 @@ def stored_weights():
     return store(GPT(**init_args), init_args, workshop() / "initial-weights.ckpt", data=False)
 
 
+def of_bytes():
+    """Returns what is laid over a run so that its tokenizer is that of the teacher."""
+    return {
+        "data": {
+            "init_args": {
+                "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": bytes_tokenizer()}}
+            }
+        }
+    }
+
+
 def stored_teacher(vocab_size=1024):
-    """Writes a checkpoint of a small network with a tokenizer; 1,024 token ids are those of the kit's tiny run."""
+    """Writes a checkpoint of a small network with a tokenizer of bytes; 1,024 token ids are those of the kit's tiny run."""
     init_args = tiny([])["model"]["network"]["init_args"] | {"n_layer": 3, "vocab_size": vocab_size}
     init_args["max_sequence_length"] = 256
-    return str(store(GPT(**init_args), init_args, workshop() / f"teacher-{vocab_size}.ckpt"))
+    path = workshop() / f"teacher-{vocab_size}.ckpt"
+    tokenizer = Path(bytes_tokenizer()).read_text(encoding="utf-8")
+    return str(store(GPT(**init_args), init_args, path, tokenizer=tokenizer))
 
 
 def neox(vocab_size=1024, length=16):
