@@ -77,6 +77,7 @@ def test_a_long_run_keeps_some_points():
     assert len({b[0] - a[0] for a, b in pairwise(points)}) == 1
 
 
+@pytest.mark.ci
 def test_real_rollouts_are_watched(tmp_path):
     """The reward pays for tokens of small ids, of which a network without a penalty soon repeats one."""
     watch = RewardWatch(window=2, max_kl=0.0)

@@ -66,6 +66,7 @@ def test_is_the_run_of_one_process(adapter, plan, base):
     assert not any(name.endswith("embed_tokens.weight") for name in found.checkpoint()["state_dict"])
 
 
+@pytest.mark.ci
 def test_activation_checkpointing_changes_no_bit(base):
     expected = one_process(overlay("LoRA", base))
     values = overlay("LoRA", base)
