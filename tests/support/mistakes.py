@@ -9,6 +9,7 @@ ARGUMENTS = [
     ("--trainer.strategy=ddpp", "strategy", "Did you mean ddp?"),
     ("--trainer.accelerator=cpuu", "--trainer.accelerator", "Did you mean cpu?"),
     ("--trainer.callbacks+=LossCurv", "--trainer.callbacks+", "Did you mean LossCurve?"),
+    ("--trainer.callbacks+=LoRa", "--trainer.callbacks+", "Did you mean LoRA?"),
     ("--trainer.callbacks+=GPT", "--trainer.callbacks+", "GPT"),
     ("--trainer.callbacks+=LearningRateMonitr", "--trainer.callbacks+", "Did you mean LearningRateMonitor?"),
     ("--trainer.callbacks+=LossCurve", "LossCurve", "2 times"),

@@ -43,6 +43,7 @@ def kinds_of(target: type) -> set[str]:
 def names_for(bases: Bases) -> dict[str, str]:
     """Returns short name -> full path of every registered technique and imported class that fits."""
     kinds = {kind for base in bases for kind in kinds_of(base)}
+    kinds |= {"adapters"} if "callbacks" in kinds else set()  # they are callbacks of a kind of their own
     found = {entry.name: entry.class_path for entry in catalog.entries() if entry.kind in kinds}
     for derived in (kind for base in bases for kind in _derived(base)):
         private = any(part.startswith("_") for part in f"{derived.__module__}.{derived.__name__}".split("."))
