@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, n virtual tokens, C features, G key-value heads of D f
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,7 @@ Making = Callable[[], KeysAndValues]
 """Returns keys and values, (1, G, n, D) each; called within the block that sees them, where its weights are gathered."""
 
 
-class VirtualTokens(nn.Module):
+class VirtualTokens(nn.Module, ABC):
     """What is learned; a subclass says how keys and values come of it.
 
     Args:
@@ -46,9 +46,9 @@ class VirtualTokens(nn.Module):
         super().__init__()
         self.count = count
 
+    @abstractmethod
     def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, Making]:
         """Returns for each of these blocks, by its index, what makes its keys and values."""
-        raise NotImplementedError
 
 
 class _Seen:
