@@ -1,6 +1,7 @@
 """Percentiles and shares of real steps, in one process and on two ranks."""
 
 import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_intervals_agree_with_points():
     left, right = (union(some[:8]) for some in spans)
     assert length(left) == points[0].sum()
     assert length(common(left, right)) == (points[0] & points[1]).sum()
-    assert all(a[1] < b[0] for a, b in zip(left, left[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in pairwise(left))
 
 
 def test_communication_is_what_no_computation_hides():
@@ -62,7 +63,9 @@ def test_communication_is_what_no_computation_hides():
         Collective("send", 8, 11.0),  # torch does not say when it ended
     ]
     watch.computing = [(10.0, 14.0), (15.5, 16.5)]
-    found = exposed_seconds(watch, 10.0, [("forward", 0.0, 5.0), ("backward", 5.0, 8.0), ("pause", 8.0, 20.0)])
+    found = exposed_seconds(
+        watch, 10.0, [("forward", 0.0, 5.0), ("backward", 5.0, 8.0), ("pause", 8.0, 20.0)]
+    )
     # under way from 2 to 9, of which 2 to 4 and 5.5 to 6.5 are hidden, and the pause begins at 8
     assert found == {"data": 0, "forward": 1, "backward": 2, "optimizer": 0, "other": 0}
 
@@ -71,7 +74,9 @@ def test_shares_are_one_and_slow_data_is_most_of_them(fit, data, tmp_path):
     module = data()
     module.train_dataloader = lambda: Slow(list(type(module).train_dataloader(module)))
     logger = MetricsCSV(str(tmp_path))
-    run = fit(tmp_path, [StepTime(window=8)], data=module, max_steps=15, val_check_interval=7, logger=[logger])
+    run = fit(
+        tmp_path, [StepTime(window=8)], data=module, max_steps=15, val_check_interval=7, logger=[logger]
+    )
     found = {name: float(value) for name, value in run.trainer.callback_metrics.items() if "time/" in name}
     assert sum(found[f"time/{name}_share"] for name in SHARES) == pytest.approx(1, abs=1e-12)
     assert max(SHARES, key=lambda name: found[f"time/{name}_share"]) == "data"
