@@ -105,7 +105,7 @@ def figures(ranks: torch.Tensor) -> dict[str, float]:
     Args:
         ranks: Calls, bytes and seconds of each kind on each rank, (ranks, kinds, 3).
     """
-    found = {}
+    found: dict[str, float] = {}
     for kind, (calls, size, _), seconds in zip(
         COLLECTIVES, ranks.mean(0).tolist(), ranks[..., 2].T.tolist(), strict=True
     ):
