@@ -53,14 +53,15 @@ class CollectiveMonitor(Callback):
             raise ConfigError(f"CollectiveMonitor takes every_n_steps >= 1, not {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self._watch: WatchCollectives | None = None
-        self._began = 0
+        self._began, self._tried = 0, -1
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begins with the first micro-batch of a step that is due."""
-        due = not (trainer.global_step + 1) % self.every_n_steps
-        if due and self._watch is None and trainer.world_size > 1:
+        due = not (trainer.global_step + 1) % self.every_n_steps and trainer.global_step != self._tried
+        if due and trainer.world_size > 1:
+            self._tried = trainer.global_step
             self._watch = WatchCollectives.start(PhaseClock(pl_module.device).now)
             self._began = len(self._watch.collectives) if self._watch else 0
 

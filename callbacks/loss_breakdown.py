@@ -120,7 +120,7 @@ class LossBreakdown(Callback):
         if self.validation and self._handle is None and not trainer.sanity_checking:
             self._start(pl_module)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the means over the whole validation set."""
         if self._handle is not None and self._validating:
             log_figures(trainer, self._stop(trainer, "val/"))

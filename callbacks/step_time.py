@@ -16,7 +16,7 @@ from core.lightning_compat import unwrapped
 from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.collectives import WatchCollectives
-from toolkit.phase_clock import Phase, PhaseClock, common, length, seconds_between, union
+from toolkit.phase_clock import Phase, PhaseClock, common, is_over, length, seconds_between, union
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 PAUSE = "pause"
@@ -47,7 +47,7 @@ class StepTime(Callback):
 
     The steps up to the first logged one after a start are left out, and so are validation, checkpoints and sampling. On CUDA
     phases are those of the device, measured with events that are read later; nothing waits. What callbacks do behind this one
-    at the end of a batch counts as waiting for data.
+    at the end of a batch counts as waiting for data, and where a pipeline goes through both passes at once, all of it as forward.
 
     Args:
         window: Optimizer steps of the percentiles.
@@ -74,7 +74,7 @@ class StepTime(Callback):
         self._forget(0)
 
     def _forget(self, step: int) -> None:
-        self._step = step  # optimizer steps of the run so far
+        self._step, self._tried = step, -1  # optimizer steps of the run so far; when a sample was last begun
         self._paused = self._stepping = self._ends_step = self._warm = False
         self._watch: WatchCollectives | None = None
         self._watched: dict[
@@ -103,7 +103,8 @@ class StepTime(Callback):
         """Ends the wait for data."""
         self._clock.mark(PAUSE if self._paused else "data")
         self._paused = False
-        if self._samples and self._watch is None and not (self._step + 1) % self._samples:
+        if self._samples and not (self._step + 1) % self._samples and self._tried != self._step:
+            self._tried = self._step
             self._watch = WatchCollectives.start(self._clock.now)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
@@ -223,7 +224,7 @@ def exposed_seconds(watch: WatchCollectives, began: Any, phases: list[Phase]) ->
     def since(spans: list[tuple[Any, Any]]) -> list[tuple[float, float]]:
         return union([(seconds_between(began, begin), seconds_between(began, end)) for begin, end in spans])
 
-    under_way = since([(each.begin, each.end) for each in watch.collectives if each.end is not None])
+    under_way = since([(each.begin, each.end) for each in watch.collectives if is_over(each.end)])
     hidden = common(under_way, since(watch.computing))
     found = dict.fromkeys(PHASES, 0.0)
     for name, begin, end in phases:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Phase", "PhaseClock", "common", "length", "seconds_between", "union"]
+__all__ = ["Phase", "PhaseClock", "common", "is_over", "length", "seconds_between", "union"]
 
 Interval = tuple[float, float]
 Phase = tuple[str, float, float]
@@ -56,11 +56,16 @@ class PhaseClock:
     def read(self) -> list[list[Phase]]:
         """Returns the steps that the device has finished since the last call: (phase, begin, end), in seconds of the step."""
         found = []
-        while self._closed and (not self._cuda or self._closed[0][-1][1].query()):
+        while self._closed and is_over(self._closed[0][-1][1]):
             marks = self._closed.popleft()
             ends = [seconds_between(marks[0][1], moment) for _, moment in marks]
             found.append([(marks[i][0], ends[i - 1], ends[i]) for i in range(1, len(marks))])
         return found
+
+
+def is_over(moment: Any) -> bool:
+    """Returns whether there is a moment, and the device has come to it."""
+    return moment is not None and (isinstance(moment, float) or bool(moment.query()))
 
 
 def seconds_between(earlier: Any, later: Any) -> float:

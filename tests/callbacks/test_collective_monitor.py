@@ -25,6 +25,8 @@ def monitored(folder, *more):
         "--trainer.log_every_n_steps=3",
         "--trainer.gradient_clip_val=null",
     ]
+    # which watches the same step
+    words += ["--trainer.callbacks+=StepTime", "--trainer.callbacks.every_n_steps=2"]
     done = forked(2, folder, *words, *more)
     assert done.code == 0, done.error_text
     row = results(folder)[0][2]
