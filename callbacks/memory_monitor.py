@@ -101,7 +101,7 @@ class MemoryMonitor(Callback):
 
     Where figures are logged, on CUDA, the allocator of rank 0's device is shown as it is then: `memory/allocated_mib` of tensors,
     `memory/reserved_mib` of the device, and `memory/fragmentation`, the share of the reserved memory that is free within blocks
-    which are partly in use, so that it can be neither given back nor used for a large tensor. Above 0.2 or so, set
+    which are partly in use, so that it can be neither given back nor used for a large tensor. If it grows, set
     PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
 
     A monitored step takes several times as long. All others cost nothing.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from core import durable
 from core.contracts import PausesClock
@@ -30,8 +30,8 @@ class Profile(Callback):
     and `profile_step_10.rank0.txt` with the table. Logs `profile/idle_share`, the share of these steps in which nothing ran
     on any thread or stream of rank 0. `python -m core compare-profiles A.json.gz B.json.gz` compares two.
 
-    Profiled steps take longer, on a CPU about 1.1 to 2 times; all others cost nothing. A run that is resumed behind the last of these
-    steps profiles nothing.
+    Profiled steps take longer; all others cost nothing. A run that is resumed behind the first of these steps does not profile
+    them.
 
     Args:
         at_step: The first optimizer step to profile; the first ones hold warm-up and compilation.
@@ -109,11 +109,18 @@ class Profile(Callback):
                 whole.rename(temporary)
             finally:
                 whole.unlink(missing_ok=True)
-        trace = read_trace(path)
-        durable.write(path.with_name(f"{name}.txt"), as_text(trace))
+        rank_zero_info(f"Profile of steps {self._first} to {trainer.global_step}: {path}")
+        self._summarise(trainer, path)
+
+    def _summarise(self, trainer: Trainer, path: Path) -> None:
+        try:
+            trace = read_trace(path)
+        except ConfigError as error:  # above the limit of files: no reason to end the run
+            rank_zero_warn(f"Profile: the trace is written, without a table. {error}")
+            return
+        durable.write(path.with_name(path.name.replace(".json.gz", ".txt")), as_text(trace))
         if idle := trace.idle():
             log_figures(trainer, {"profile/idle_share": idle[EVERYWHERE]})
-        rank_zero_info(f"Profile of steps {self._first} to {trainer.global_step}: {path}")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stops where a step breaks off; what was seen is not written."""
