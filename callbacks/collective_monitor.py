@@ -12,7 +12,8 @@ from core.lightning_compat import is_accumulating
 from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.collectives import COLLECTIVES, Collective, WatchCollectives
-from toolkit.phase_clock import PhaseClock, length, seconds_between, union
+from toolkit.intervals import length, union
+from toolkit.phase_clock import PhaseClock, seconds_between
 
 
 @technique(

@@ -16,7 +16,8 @@ from core.lightning_compat import unwrapped
 from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.collectives import WatchCollectives
-from toolkit.phase_clock import Phase, PhaseClock, common, is_over, length, seconds_between, union
+from toolkit.intervals import common, length, union
+from toolkit.phase_clock import Phase, PhaseClock, is_over, seconds_between
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 PAUSE = "pause"

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["Phase", "PhaseClock", "common", "is_over", "length", "seconds_between", "union"]
+__all__ = ["Phase", "PhaseClock", "is_over", "seconds_between"]
 
-Interval = tuple[float, float]
 Phase = tuple[str, float, float]
 
 
@@ -73,33 +72,3 @@ def seconds_between(earlier: Any, later: Any) -> float:
     if isinstance(earlier, float):
         return float(later - earlier)
     return float(earlier.elapsed_time(later)) / 1e3
-
-
-def union(intervals: list[Interval]) -> list[Interval]:
-    """Returns the same points as intervals that do not touch, in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif end > begin:
-            found.append((begin, end))
-    return found
-
-
-def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """Returns the points that are in both of two lists, each as `union` returns it."""
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def length(intervals: list[Interval]) -> float:
-    """Returns the sum of the lengths."""
-    return sum(end - begin for begin, end in intervals)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from core.errors import ConfigError
 from toolkit.bounded import MOST_BYTES, open_inside, parse_json, read_error
-from toolkit.phase_clock import length, union
+from toolkit.intervals import length, union
 
 __all__ = ["EVERYWHERE", "STEPS", "Operator", "Trace", "as_text", "read_trace", "table"]
 
