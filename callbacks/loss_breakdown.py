@@ -154,6 +154,9 @@ class LossBreakdown(Callback):
     def _add(self, network: Any, inputs: tuple[Any, ...], hidden: Tensor) -> None:
         """Adds the losses of a call of the network."""
         batch: Mapping[str, Tensor] = inputs[0]
+        # validation between the micro-batches of a step is no part of it, nor is text that is generated
+        if network.training == self._validating or "labels" not in batch:
+            return
         labels = batch["labels"]
         counted = (labels != IGNORED_LABEL).flatten()
         losses = -log_probabilities_at(network, hidden.detach(), labels).flatten()

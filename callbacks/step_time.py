@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -78,14 +79,11 @@ class StepTime(Callback):
         self._step, self._tried = step, -1  # optimizer steps of the run so far; when a sample was last begun
         self._paused = self._stepping = self._ends_step = self._warm = False
         self._watch: WatchCollectives | None = None
-        self._watched: dict[
-            int, tuple[WatchCollectives, Any]
-        ] = {}  # step -> collectives and its begin, not read yet
+        # step -> its collectives and when it began, not read yet
+        self._watched: dict[int, tuple[WatchCollectives, Any]] = {}
         self._read = step
         self._steps: deque[float] = deque(maxlen=self.window)
-        self._seconds = dict.fromkeys((*PHASES, PAUSE), 0.0)  # since the last logged step
         self._exposed: dict[str, float] | None = None  # seconds of communication in each phase of a step
-        self._counted = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Starts the clock."""
@@ -171,6 +169,7 @@ class StepTime(Callback):
 
     def _log(self, trainer: Trainer, pl_module: Any) -> None:
         """Logs what the device has finished, but for the steps up to the first logged one after a start."""
+        seconds, counted = dict.fromkeys((*PHASES, PAUSE), 0.0), 0
         for phases in self._clock.read():
             self._read += 1
             if (watched := self._watched.pop(self._read, None)) is not None:
@@ -178,39 +177,40 @@ class StepTime(Callback):
             elif self._warm:
                 self._steps.append(sum(end - begin for name, begin, end in phases if name != PAUSE))
                 for name, begin, end in phases:
-                    self._seconds[name] += end - begin
-                self._counted += 1
-        if self._counted:
-            self._share(trainer, pl_module)
+                    seconds[name] += end - begin
+                counted += 1
+        if self._warm:
+            self._share(trainer, pl_module, self._row(seconds, counted))
         self._warm = True
-        self._seconds, self._counted = dict.fromkeys((*PHASES, PAUSE), 0.0), 0
 
-    def _share(self, trainer: Trainer, pl_module: Any) -> None:
-        times = np.percentile(list(self._steps), PERCENTILES).tolist()
-        phases = {name: self._seconds[name] for name in PHASES}
-        alone = phases["data"] + phases["forward"]
-        whole = sum(phases.values())
-        communication = 0.0
-        for name, seconds in (self._exposed or {}).items():
-            moved = min(seconds * self._counted, phases[name])
+    def _row(self, seconds: dict[str, float], counted: int) -> list[float]:
+        """Returns this rank's percentiles, shares of phases and of communication, and seconds before the backward pass."""
+        if not counted:  # the device is behind, or the only step was a sample
+            return [float("nan")] * (len(PERCENTILES) + len(PHASES) + 2)
+        phases = {name: seconds[name] for name in PHASES}
+        alone, whole = phases["data"] + phases["forward"], sum(phases.values())
+        communication = float("nan") if self._exposed is None else 0.0
+        for name, exposed in (self._exposed or {}).items():
+            moved = min(exposed * counted, phases[name])
             phases[name] -= moved
             communication += moved
-        own = [*times, *(phases[name] / whole for name in PHASES), communication / whole, alone]
+        times = np.percentile(list(self._steps), PERCENTILES).tolist()
+        return [*times, *(phases[name] / whole for name in PHASES), communication / whole, alone]
+
+    def _share(self, trainer: Trainer, pl_module: Any, own: list[float]) -> None:
         rows = torch.tensor([own], dtype=torch.float64)
         if trainer.world_size > 1:
-            gathered = pl_module.all_gather(rows[0].to(pl_module.device, torch.float32))
-            rows = gathered.view(trainer.world_size, -1).double().cpu()
-        means = rows.mean(0).tolist()
-        names = [f"step_p{p}_ms" for p in PERCENTILES] + [f"{name}_share" for name in PHASES]
-        figures = {f"time/{name}": mean for name, mean in zip(names, means, strict=False)}
+            gathered = pl_module.all_gather(rows[0].to(pl_module.device))
+            rows = gathered.view(trainer.world_size, -1).cpu()
+        names = [f"step_p{p}_ms" for p in PERCENTILES]
+        names += [f"{name}_share" for name in (*PHASES, "communication")]
+        figures = {f"time/{name}": mean for name, mean in zip(names, rows.nanmean(0).tolist(), strict=False)}
         for p in PERCENTILES:
             figures[f"time/step_p{p}_ms"] *= 1e3
-        if self._exposed is not None:
-            figures["time/communication_share"] = means[-2]
         if trainer.world_size > 1:
             before = rows[:, -1]
             figures["time/slowest_rank_ratio"] = float(before.max() / before.median().clamp(min=1e-9))
-        log_figures(trainer, figures)
+        log_figures(trainer, {name: value for name, value in figures.items() if math.isfinite(value)})
 
 
 def exposed_seconds(watch: WatchCollectives, began: Any, phases: list[Phase]) -> dict[str, float]:
