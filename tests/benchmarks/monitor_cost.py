@@ -51,6 +51,11 @@ HOOKS = (
 )
 
 
+def has(callback: Callback, hook: str) -> bool:
+    """Returns whether a callback has a hook that does something."""
+    return getattr(type(callback), hook) is not getattr(Callback, hook)
+
+
 class Alternate(Callback):
     """Passes hooks on to callbacks in every second block of steps, and times the blocks.
 
@@ -65,9 +70,9 @@ class Alternate(Callback):
         self.on = True
         for name in HOOKS[:-1]:
             # as Lightning passes over hooks that a callback does not have
-            hooks = [getattr(each, name) for each in inner if name in vars(type(each))]
+            hooks = [getattr(each, name) for each in inner if has(each, name)]
             setattr(self, name, lambda *args, hooks=hooks: self._pass(hooks, args))
-        self._ends = [each.on_train_batch_end for each in inner if "on_train_batch_end" in vars(type(each))]
+        self._ends = [each.on_train_batch_end for each in inner if has(each, HOOKS[-1])]
 
     def _pass(self, hooks: list[Any], args: Any) -> None:
         if self.on:
