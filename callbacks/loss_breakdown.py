@@ -27,8 +27,7 @@ BINS = 32
 
 
 @technique(
-    paper="loss by position: Kaplan et al., arXiv:2001.08361, appendix D.5 (figures 20 and 21); by source: DoReMi, "
-    "arXiv:2305.10429, section 3",
+    paper="loss by position: Kaplan et al., arXiv:2001.08361, appendix D.5; by source: DoReMi, arXiv:2305.10429",
     observer=True,
 )
 class LossBreakdown(Callback):

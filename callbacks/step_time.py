@@ -26,8 +26,8 @@ PERCENTILES = (50, 90, 99)
 
 
 @technique(
-    paper="percentiles and phases of a step: MegaScale, arXiv:2402.15627, section 5.2; communication that is not hidden "
-    "behind computation: PyTorch FSDP, arXiv:2304.11277, section 5",
+    paper="percentiles and phases of a step: MegaScale, arXiv:2402.15627, section 5.1; communication that is not hidden "
+    "behind computation: PyTorch FSDP, arXiv:2304.11277, section 3.3",
     after=("Throughput", "ProgressBar", "LossCurve", "TextSamples", "MemoryMonitor", "RewardWatch"),
     observer=True,
 )
