@@ -82,7 +82,9 @@ def run(*words: str) -> str:
 
 
 def store_base(folder: Path, options: argparse.Namespace) -> None:
-    """Writes base.ckpt, the weights that all runs start from; of the toy also tokenizer.json."""
+    """Writes base.ckpt, the weights that all runs start from; of the toy also tokenizer.json. What is there stays."""
+    if (folder / "base.ckpt").exists():
+        return
     if not options.toy:
         run("import", str(weights()), f"--output={folder / 'base.ckpt'}")
         return
@@ -117,9 +119,11 @@ def main() -> None:
     parser.add_argument("--toy", action="store_true", help="a network of a million parameters")
     parser.add_argument("--toy_steps", type=int, default=400, help="of its training before")
     parser.add_argument("--validation_batches", type=int, default=16)
+    parser.add_argument("--folder", type=Path, help="is kept, with the weights that runs start from")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder = options.folder or Path(name)
+        folder.mkdir(parents=True, exist_ok=True)
         print(f"{write_chats(folder / 'chats.jsonl'):,} records")
         store_base(folder, options)
         print(
