@@ -23,7 +23,8 @@ RUNS = {
     "DPO, kind ipo": lambda: DPO("ipo", beta=0.5),
     "DPO, kind hinge": lambda: DPO("hinge", beta=0.1),
     "KTO": lambda: KTO(beta=0.1),
-    "ORPO": lambda: ORPO(weight=1.0),
+    "ORPO, weight 1": lambda: ORPO(weight=1.0),
+    "ORPO, weight 3": lambda: ORPO(weight=3.0),
     "SimPO": lambda: SimPO(beta=2.0, gamma=1.0),
 }
 
