@@ -44,6 +44,7 @@ def config(folder: Path, method: str, seed: int, options: argparse.Namespace) ->
     trainer: dict[str, object] = {
         "precision": options.precision,
         "accelerator": "cpu",
+        "check_val_every_n_epoch": 1,
         "val_check_interval": 0.999,
     }
     trainer |= {"default_root_dir": str(folder / f"{method}-{seed}"), "log_every_n_steps": 5}
