@@ -134,7 +134,10 @@ class VLLMSampler(Sampler):
                 added = {f"{name}.{leaf}" for leaf in NAMES}
                 own = {key: value for key, value in own.items() if key not in added}
                 own[f"{name}.weight"] = layer.merged()
-        return [(one.theirs, one.to_theirs([own[name].detach() for name in one.ours])) for one in form.tensors(own)]
+        return [
+            (one.theirs, one.to_theirs([own[name].detach() for name in one.ours]))
+            for one in form.tensors(own)
+        ]
 
     def _start(self, network: Network) -> Any:
         """Starts an engine in this process, one of as many as there are ranks."""

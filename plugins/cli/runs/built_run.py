@@ -255,7 +255,10 @@ class BuiltRun:
             for line in differences(self.request.stored, current) if self.request.stored else ():
                 print(f"  {line}", flush=True)
             if self.unread:
-                print(f"model.weights={self.unread} is not read: the weights are those of the checkpoint.", flush=True)
+                print(
+                    f"model.weights={self.unread} is not read: the weights are those of the checkpoint.",
+                    flush=True,
+                )
 
     # -- running --------------------------------------------------------------------------------------
 

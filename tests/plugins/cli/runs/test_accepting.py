@@ -128,7 +128,13 @@ def test_a_teacher_of_other_tokens_is_refused_before_anything_is_written(core, w
     write_yaml("tokenizer.json", json.dumps(other))
     write_yaml("text.txt", "a text of some words " * 200)
     tokenizer = {"class_path": "PretrainedTokenizer", "init_args": {"path": "tokenizer.json"}}
-    data = {"source": "text.txt", "tokenizer": tokenizer, "sequence_length": 16, "batch_size": 2, "packing": "Concatenate"}
+    data = {
+        "source": "text.txt",
+        "tokenizer": tokenizer,
+        "sequence_length": 16,
+        "batch_size": 2,
+        "packing": "Concatenate",
+    }
     taught = {
         "base": ["tiny", "data/text"],
         "model": {
