@@ -22,9 +22,13 @@ LONGEST = 500
 
 @technique(
     paper="MLflow 3, mlflow.org; a store of it: SQLAlchemy",
-    needs=[Package("mlflow-skinny>=3", "mlflow"), Package("sqlalchemy>=2", "mlflow"), Package("alembic>=1.10", "mlflow")],
+    needs=[
+        Package("mlflow-skinny>=3", "mlflow"),
+        Package("sqlalchemy>=2", "mlflow"),
+        Package("alembic>=1.10", "mlflow"),
+    ],
 )
-class MLflow(Tracker):
+class Mlflow(Tracker):
     """Sends a run to MLflow: figures, configuration, techniques with versions, pictures and, if asked, checkpoints.
 
     Without a server: the store is the file `mlflow.db` beside the run folder, which all runs there share. To look at it:
@@ -51,7 +55,7 @@ class MLflow(Tracker):
     Example:
         trainer:
           logger+:
-            - class_path: MLflow
+            - class_path: Mlflow
               init_args: {experiment: leyden}
     """
 
@@ -63,6 +67,7 @@ class MLflow(Tracker):
         self._id = ""
 
     def _begin(self, run_id: str | None, name: str) -> tuple[str, Any]:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read when it is imported
         from mlflow import MlflowClient
 
         beside = self._folder.resolve().parent
@@ -71,9 +76,7 @@ class MLflow(Tracker):
             if run_id is None:
                 found = client.get_experiment_by_name(self._experiment)
                 own = None if "MLFLOW_TRACKING_URI" in os.environ else (beside / "mlflow-artifacts").as_uri()
-                experiment = (
-                    found.experiment_id if found else client.create_experiment(self._experiment, own)
-                )
+                experiment = found.experiment_id if found else client.create_experiment(self._experiment, own)
                 run_id = client.create_run(experiment, run_name=name).info.run_id
             else:
                 client.update_run(run_id, status="RUNNING")
@@ -88,7 +91,9 @@ class MLflow(Tracker):
             known = self._run.get_run(self._id).data.params
             new = [Param(key, value) for key, value in values.items() if key not in known]
             changed = [
-                RunTag(f"changed.{key}", value) for key, value in values.items() if known.get(key, value) != value
+                RunTag(f"changed.{key}", value)
+                for key, value in values.items()
+                if known.get(key, value) != value
             ]
             for start in range(0, len(new), MOST_PER_CALL):
                 self._run.log_batch(self._id, params=new[start : start + MOST_PER_CALL])
@@ -99,9 +104,7 @@ class MLflow(Tracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        rows = [
-            Metric(re.sub(r"[^\w./ -]", "_", name), value, now, step) for name, value in figures.items()
-        ]
+        rows = [Metric(re.sub(r"[^\w./ -]", "_", name), value, now, step) for name, value in figures.items()]
         with _as_os_error():
             for start in range(0, len(rows), 1000):
                 self._run.log_batch(self._id, metrics=rows[start : start + 1000])

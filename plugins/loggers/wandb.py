@@ -16,7 +16,7 @@ from plugins.loggers.tracker import Checkpoints, Tracker
     paper="Weights & Biases, docs.wandb.ai: offline runs, resuming",
     needs=[Package("wandb>=0.22", "wandb")],
 )
-class WandB(Tracker):
+class Wandb(Tracker):
     """Writes a run for Weights & Biases: figures, configuration, techniques, pictures and, if asked, checkpoints.
 
     Offline: it is written to `wandb/` in the run folder, without an account, and `wandb sync RUN_FOLDER/wandb/offline-run-*`
@@ -41,7 +41,7 @@ class WandB(Tracker):
     Example:
         trainer:
           logger+:
-            - class_path: WandB
+            - class_path: Wandb
               init_args: {project: leyden}
     """
 
@@ -52,6 +52,7 @@ class WandB(Tracker):
         self._project = project
 
     def _begin(self, run_id: str | None, name: str) -> tuple[str, Any]:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of crashes, to its makers; read when it is imported
         import wandb
 
         folder = self._folder.resolve()
