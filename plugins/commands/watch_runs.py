@@ -140,7 +140,9 @@ class WatchedRun:
         try:
             with os.scandir(self.root / self.below) as entries:
                 for entry in entries:
-                    if re.fullmatch(r"stacks\.rank\d{1,6}\.txt", entry.name) and entry.is_file(follow_symlinks=False):
+                    if re.fullmatch(r"stacks\.rank\d{1,6}\.txt", entry.name) and entry.is_file(
+                        follow_symlinks=False
+                    ):
                         found += [entry.name] if entry.stat(follow_symlinks=False).st_size else []
         except OSError:  # the folder is gone: the note says so
             return []
@@ -161,7 +163,9 @@ class Runs:
         self.roots = [Path(name).expanduser() for name in names]
         for root in self.roots:
             if not root.is_dir():
-                raise ConfigError(f"There is no folder {root}. Give run folders, or a folder with run folders.")
+                raise ConfigError(
+                    f"There is no folder {root}. Give run folders, or a folder with run folders."
+                )
         self._runs: dict[tuple[Path, str], WatchedRun] = {}
 
     def all(self) -> list[WatchedRun]:

@@ -6,6 +6,7 @@ import csv
 import os
 from array import array
 from collections.abc import Callable
+from itertools import pairwise
 from typing import IO, Any
 
 import numpy as np
@@ -71,9 +72,9 @@ class Table:
                 self._begin(header, columns)
                 self.changes += 1
             stream.seek(self._offset)
-            room = MOST_BYTES - self._offset
-            self.note = "" if room > 0 else f"only the first {MOST_BYTES >> 20} MiB of metrics.csv are shown"
-            self._take(stream.read(max(min(PIECE_BYTES, room), 0)))
+            more = os.fstat(stream.fileno()).st_size > MOST_BYTES
+            self.note = f"only the first {MOST_BYTES >> 20} MiB of metrics.csv are shown" if more else ""
+            self._take(stream.read(max(min(PIECE_BYTES, MOST_BYTES - self._offset), 0)))
 
     def _is_same(self, stream: IO[bytes]) -> bool:
         """Returns whether the file still begins with what was read of it."""
@@ -166,7 +167,7 @@ def thinned(values: np.ndarray) -> np.ndarray:
         return np.arange(len(values))
     edges = np.linspace(0, len(values), POINTS // 2, dtype=int)
     known = np.where(np.isfinite(values), values, 0.0)
-    parts = list(zip(edges, edges[1:], strict=False))
+    parts = list(pairwise(edges))
     lowest = [begin + int(np.argmin(known[begin:end])) for begin, end in parts]
     highest = [begin + int(np.argmax(known[begin:end])) for begin, end in parts]
     return np.unique([0, *lowest, *highest, len(values) - 1])

@@ -52,7 +52,9 @@ class Wandb(Tracker):
         self._project = project
 
     def _begin(self, run_id: str | None, name: str) -> tuple[str, Any]:
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # of crashes, to its makers; read when it is imported
+        os.environ.setdefault(
+            "WANDB_ERROR_REPORTING", "false"
+        )  # of crashes, to its makers; read when it is imported
         import wandb
 
         folder = self._folder.resolve()

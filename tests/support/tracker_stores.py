@@ -1,7 +1,6 @@
 """What trackers hold of the runs that were logged, read with their own packages."""
 
 import json
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,11 +76,15 @@ def of_wandb(folder):
                 ids.add(record.run.run_id)
                 config |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
             if record.HasField("config"):
-                config |= {one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.config.update}
+                config |= {
+                    one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.config.update
+                }
             if record.HasField("artifact") and record.artifact.type == "model":
                 checkpoints.add(json.loads(record.artifact.metadata)["step"])
             if record.HasField("history"):
-                items = {one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.history.item}
+                items = {
+                    one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.history.item
+                }
                 images = {key for key, value in items.items() if isinstance(value, dict)}
                 pictures |= images
                 step = record.history.step.num

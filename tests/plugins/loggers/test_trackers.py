@@ -1,11 +1,8 @@
 """Trackers: growing steps and attempts over rollbacks and resumes; what the real packages hold afterwards, offline."""
 
-import json
 import os
-from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
@@ -22,7 +19,9 @@ class Kept(Tracker):
     fails = False
 
     def _begin(self, run_id, name):
-        return run_id or "first", self.server.setdefault(run_id or "first", {"rows": [], "config": {}, "files": []})
+        return run_id or "first", self.server.setdefault(
+            run_id or "first", {"rows": [], "config": {}, "files": []}
+        )
 
     def _configure(self, config):
         self.run["config"].update(config)
@@ -74,7 +73,16 @@ def go_through(folder, kind):
     logger.finalize("success")
 
 
-STEPS = [(10, 10, 1), (20, 20, 1), (30, 30, 1), (31, 20, 2), (41, 30, 2), (42, 20, 3), (47, 25, 3), (52, 30, 3)]
+STEPS = [
+    (10, 10, 1),
+    (20, 20, 1),
+    (30, 30, 1),
+    (31, 20, 2),
+    (41, 30, 2),
+    (42, 20, 3),
+    (47, 25, 3),
+    (52, 30, 3),
+]
 """Step of the tracker, optimizer step, attempt, of the above."""
 
 
@@ -143,7 +151,9 @@ def test_other_ranks_send_and_write_nothing(tmp_path, server, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("content", ["{", '{"run": "../x", "step": 1, "ahead": 0, "attempt": 1}', '{"run": "a"}', "[]"])
+@pytest.mark.parametrize(
+    "content", ["{", '{"run": "../x", "step": 1, "ahead": 0, "attempt": 1}', '{"run": "a"}', "[]"]
+)
 def test_a_foreign_note_is_named(content, tmp_path, server):
     (tmp_path / "trackers").mkdir()
     (tmp_path / "trackers" / "Kept.json").write_text(content)
@@ -194,7 +204,7 @@ def test_a_run_in_a_real_tracker(name, tmp_path, monkeypatch):
     for number in range(20):
         (tmp_path / "text" / f"{number}.txt").write_text(" ".join(words[number:]) + f" {number}")
     (tmp_path / "my.yaml").write_text(yaml.safe_dump(config))
-    done = run(["fit", "--config=my.yaml"], tmp_path)
+    done = run(["fit", f"--config={tmp_path / 'my.yaml'}"], tmp_path)
     assert done.code == 0, done.error_text
     (folder / "checkpoints" / "step-00000006.ckpt").unlink()
     done = run(["fit", f"--ckpt_path={folder}", "--trainer.max_steps=10"], tmp_path)
