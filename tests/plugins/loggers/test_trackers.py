@@ -191,7 +191,7 @@ def test_a_run_in_a_real_tracker(name, tmp_path, monkeypatch):
             "log_every_n_steps": 2,
             "val_check_interval": 4,
             "default_root_dir": str(folder),
-            "callbacks+": [{"class_path": "PeriodicCheckpoint", "init_args": {"every_n_steps": 4, "keep": -1}}],
+            "callbacks": {"PeriodicCheckpoint": {"every_n_steps": 4, "keep": -1}},
             "logger+": [{"class_path": name, "init_args": {"checkpoints": "reference"}}],
         },
         "model": {"network": {"class_path": "GPT", "init_args": {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 512,
