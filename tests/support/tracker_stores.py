@@ -55,10 +55,11 @@ def of_trackio(folder):
         pictures |= images
         rows.setdefault(row["step"], {}).update({key: row[key] for key in row.keys() - images})
     config = SQLiteStorage.get_run_config("leyden", runs[0])
-    import trackio
-
-    found = [trackio.Api().artifact(f"leyden/{runs[0]}-checkpoint:step-{step}") for step in (4, 10)]
-    return Held(len(runs), rows, config, pictures, {one.metadata["step"] for one in found})
+    name = f"{runs[0]}-checkpoint"
+    steps = {
+        step for step in (4, 10) if SQLiteStorage.resolve_artifact_version("leyden", name, f"step-{step}")
+    }
+    return Held(len(runs), rows, config, pictures, steps)
 
 
 def of_wandb(folder):
