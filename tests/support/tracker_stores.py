@@ -1,6 +1,7 @@
 """What trackers hold of the runs that were logged, read with their own packages."""
 
 import json
+import struct
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,29 +49,43 @@ def of_mlflow(folder):
 def of_trackio(folder):
     from trackio.sqlite_storage import SQLiteStorage
 
-    runs = SQLiteStorage.get_runs("leyden")
+    runs = SQLiteStorage.get_runs("tracker-stores")
     rows, pictures = {}, set()
-    for row in SQLiteStorage.get_logs("leyden", runs[0]):
+    for row in SQLiteStorage.get_logs("tracker-stores", runs[0]):
         images = {key for key, value in row.items() if isinstance(value, dict)}
         pictures |= images
         rows.setdefault(row["step"], {}).update({key: row[key] for key in row.keys() - images})
-    config = SQLiteStorage.get_run_config("leyden", runs[0])
+    config = SQLiteStorage.get_run_config("tracker-stores", runs[0])
     name = f"{runs[0]}-checkpoint"
     steps = {
-        step for step in (4, 10) if SQLiteStorage.resolve_artifact_version("leyden", name, f"step-{step}")
+        step
+        for step in (4, 10)
+        if SQLiteStorage.resolve_artifact_version("tracker-stores", name, f"step-{step}")
     }
     return Held(len(runs), rows, config, pictures, steps)
 
 
+def records(data):
+    """Yields the records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    at, parts = 7, []
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # complete, or the last part
+            yield b"".join(parts)
+            parts = []
+
+
 def of_wandb(folder):
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     rows, config, pictures, checkpoints, ids = {}, {}, set(), set(), set()
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        store = DataStore()
-        store.open_for_scan(str(path))
-        while (data := store.scan_data()) is not None:
+        for data in records(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.HasField("run"):

@@ -176,12 +176,15 @@ def test_a_configuration_is_flat_with_classes_by_name():
 # -- the real packages --------------------------------------------------------------------------------
 
 
+OWN = {"Trackio": {"project": "tracker-stores"}}
+"""Trackio keeps its projects in one place for all tests."""
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", READERS)
-def test_a_run_in_a_real_tracker(name, tmp_path, monkeypatch):
+def test_a_run_in_a_real_tracker(name, tmp_path):
     """A run through the command line, resumed from its last checkpoint: what the tracker's own package reads of it."""
     needs(name)
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     folder = tmp_path / "runs" / "small"
     config = {
         "base": "defaults",
@@ -192,7 +195,7 @@ def test_a_run_in_a_real_tracker(name, tmp_path, monkeypatch):
             "val_check_interval": 4,
             "default_root_dir": str(folder),
             "callbacks": {"PeriodicCheckpoint": {"every_n_steps": 4, "keep": -1}},
-            "logger+": [{"class_path": name, "init_args": {"checkpoints": "reference"}}],
+            "logger+": [{"class_path": name, "init_args": {"checkpoints": "reference", **OWN.get(name, {})}}],
         },
         "model": {"network": {"class_path": "GPT", "init_args": {"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 512,
                                                                  "max_sequence_length": 16}}},
