@@ -101,7 +101,7 @@ def of_wandb(folder):
                 items = {
                     one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.history.item
                 }
-                images = {key for key, value in items.items() if isinstance(value, dict)}
+                images = {key for key, value in items.items() if not isinstance(value, int | float)}
                 pictures |= images
                 step = record.history.step.num
                 rows.setdefault(step, {}).update({key: items[key] for key in items.keys() - images})
