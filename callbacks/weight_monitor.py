@@ -153,9 +153,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor | None:
     return local_tensors([gradient])[0]
 
 
-def _agree(
-    groups: list[str], elements: dict[str, tuple[int, int]]
-) -> tuple[list[str], dict[str, float]]:
+def _agree(groups: list[str], elements: dict[str, tuple[int, int]]) -> tuple[list[str], dict[str, float]]:
     """Returns the groups of all ranks, and on how many ranks each element of a weight is.
 
     Args:
