@@ -389,6 +389,8 @@ def _cases():
             tolerance=1e-4,
         ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("ActivationMonitor", {"every_n_steps": 4, "saturation": 1.0}),
+        Case("AttentionMonitor", {"every_n_steps": 4, "queries": 4}),
         Case("WeightMonitor", {"every_n_steps": 4, "detail": True}),
         Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
