@@ -76,7 +76,11 @@ class AttentionMonitor(SampledSteps):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that the network has attention that can be listened to."""
         network: Any = pl_module.network
-        if not any(isinstance(module, AttendsThroughFunction) for _, module in _attentions(network)):
+        there = [module for _, module in _attentions(network) if isinstance(module, AttendsThroughFunction)]
+        number = torch.tensor(float(len(there)), device=pl_module.device)
+        if trainer.world_size > 1:  # a stage of a pipeline may have none
+            number = trainer.strategy.reduce(number, reduce_op="sum")  # type: ignore[assignment]
+        if not number:
             raise ConfigError(
                 f"AttentionMonitor: {type(network).__name__} does not say where it attends; GPT and the networks beside it do."
                 "\nA network of your own offers toolkit.network_parts.NamesParts and "

@@ -42,6 +42,8 @@ LAYOUTS = [
 @pytest.mark.parametrize(("model", "strategy"), LAYOUTS)
 def test_figures_are_those_of_one_process(model, strategy):
     found, expected = figures(model, ranks=2, **strategy), figures(model)
+    if "pipeline" in strategy:  # stages do not call the network
+        expected = {key: value for key, value in expected.items() if key[1] != "logits/max"}
     assert found.keys() == expected.keys()
     assert len(expected) > 20 * STEPS // EVERY
     for key, value in expected.items():
