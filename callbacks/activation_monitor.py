@@ -27,7 +27,9 @@ CHUNK = 2**22
 
 @technique(
     paper="massive activations, of a magnitude above 100: arXiv:2402.17762, section 2; kurtosis: arXiv:2306.12929",
-    conflicts={"DeepSpeedZero": "its engine wraps the blocks of a step; take FSDP, which shards as ZeRO does"},
+    conflicts={
+        "DeepSpeedZero": "its engine wraps the blocks of a step; take FSDP, which shards as ZeRO does"
+    },
     observer=True,
 )
 class ActivationMonitor(SampledSteps):
@@ -90,7 +92,9 @@ class ActivationMonitor(SampledSteps):
         self._add(sums, reader, inputs[0])
 
     def _add(self, sums: Tensor, module: nn.Module, values: Tensor) -> None:
-        if in_training_forward(module) and not values.is_meta:  # a pipeline asks for shapes on the meta device
+        if (
+            in_training_forward(module) and not values.is_meta
+        ):  # a pipeline asks for shapes on the meta device
             with torch.no_grad():
                 add_moments(sums, local_tensors([values])[0], self.saturation)
 

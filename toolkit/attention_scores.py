@@ -37,7 +37,9 @@ class _Replaced:
         self.module.attend = self.plain
 
 
-def listen_to(module: AttendsThroughFunction, heard: Callable[[Tensor, Tensor, Any, bool, float], None]) -> Any:
+def listen_to(
+    module: AttendsThroughFunction, heard: Callable[[Tensor, Tensor, Any, bool, float], None]
+) -> Any:
     """Calls `heard(q, k, mask, is_causal, scale)` before each call of a module's `attend`; returns what undoes it."""
     plain = module.attend
 

@@ -11,7 +11,15 @@ MONITORS = [
     {"class_path": "ActivationMonitor", "init_args": {"every_n_steps": EVERY, "saturation": 1.0}},
     {"class_path": "AttentionMonitor", "init_args": {"every_n_steps": EVERY, "queries": 4}},
 ]
-PREFIXES = ("gradient_norm/", "weight_norm/", "update_norm/", "update_ratio/", "activation/", "attention/", "logits/")
+PREFIXES = (
+    "gradient_norm/",
+    "weight_norm/",
+    "update_norm/",
+    "update_ratio/",
+    "activation/",
+    "attention/",
+    "logits/",
+)
 UNTIED = LLAMA["model"]
 TIED = {"network": {"init_args": {"n_layer": 2}}}
 
