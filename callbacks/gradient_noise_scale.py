@@ -20,6 +20,7 @@ from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import dp_size, sum_over
 from core.training.seeding import mix
+from toolkit.gradient_noise import estimate
 from toolkit.routing import RoutesTokens
 from toolkit.sharded_squares import ShardedSquares
 
@@ -71,21 +72,29 @@ class GradientNoiseScale(Callback):
                 f"{every_n_steps} and {average}."
             )
         self.every_n_steps, self.average = every_n_steps, average
-        self.signal = self.noise = 0.0
+        self.signal = self.noise = self._batch = 0.0
+        self.measurements = 0
         self._squares: ShardedSquares | None = None
         self._sharded = False
         self._parts: list[tuple[Tensor, Tensor]] | None = None
         self._last: tuple[list[Tensor | None], Tensor] | None = None
         self._whole: Tensor | None = None
-        self._batch = 0.0
+
+    @property
+    def batch_ratio(self) -> float | None:
+        """The noise scale over the label tokens of the step that was measured last; None: not known yet."""
+        known = self.signal > 0 and self.noise > 0 and self._batch > 0
+        return self.noise / self.signal / self._batch if known else None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the moving averages."""
-        return {"signal": self.signal, "noise": self.noise}
+        kept = {"signal": self.signal, "noise": self.noise}
+        return kept | {"batch": self._batch, "measurements": self.measurements}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues those of a checkpoint."""
         self.signal, self.noise = state_dict["signal"], state_dict["noise"]
+        self._batch, self.measurements = state_dict["batch"], state_dict["measurements"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that steps can be taken apart."""
@@ -160,18 +169,16 @@ class GradientNoiseScale(Callback):
         small, inverse_small, number, big, self._batch = torch.stack([*sums, whole.to(sums), total]).tolist()
         if number and self._batch:
             self._add(*estimate(small / number, inverse_small / number, big, 1 / self._batch))
-        if self.signal > 0 and self.noise > 0:
-            tokens = self.noise / self.signal
-            log_figures(
-                trainer, {"noise_scale/tokens": tokens, "noise_scale/batch_ratio": tokens / self._batch}
-            )
+        self.measurements += 1
+        if (ratio := self.batch_ratio) is not None:
+            tokens = ratio * self._batch
+            log_figures(trainer, {"noise_scale/tokens": tokens, "noise_scale/batch_ratio": ratio})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says which batch the last averages suggest."""
-        if self.signal > 0 and self.noise > 0 and self._batch:
-            tokens = self.noise / self.signal
+        if (ratio := self.batch_ratio) is not None:
             rank_zero_info(
-                f"GradientNoiseScale: a batch of about {tokens:,.0f} label tokens balances steps and tokens; that of this run "
+                f"GradientNoiseScale: a batch of about {ratio * self._batch:,.0f} label tokens balances steps and tokens; that of this run "
                 f"had {self._batch:,.0f}."
             )
 
@@ -204,21 +211,6 @@ class GradientNoiseScale(Callback):
                 found = torch.autograd.grad(loss.total, parameters, allow_unused=True)
                 self._parts.append((self._squares.sums(found), loss.weight.detach().double()))
         self._last = [], torch.stack([weight for _, weight in self._parts]).sum()
-
-
-def estimate(small: float, inverse_small: float, big: float, inverse_big: float) -> tuple[float, float]:
-    """Returns unbiased estimates of |G|^2 and tr(S), where E|g|^2 = |G|^2 + tr(S) / B of a batch of B tokens.
-
-    Args:
-        small: |g|^2 of small batches, mean over several.
-        inverse_small: Mean of their 1 / B.
-        big: |g|^2 of a larger batch, which may consist of them.
-        inverse_big: Its 1 / B.
-    """
-    if not inverse_small > inverse_big:
-        return math.nan, math.nan
-    noise = (small - big) / (inverse_small - inverse_big)
-    return big - noise * inverse_big, noise
 
 
 def _difference(now: list[Tensor | None], before: list[Tensor | None]) -> list[Tensor | None]:

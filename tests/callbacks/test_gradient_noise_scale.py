@@ -4,10 +4,11 @@ import pytest
 import torch
 import yaml
 
-from callbacks.gradient_noise_scale import GradientNoiseScale, estimate
+from callbacks.gradient_noise_scale import GradientNoiseScale
 from conformance.runs import run
 from core.errors import ConfigError
 from tests.support.quadratic import LENGTH, NOISE_SCALE, ROWS
+from toolkit.gradient_noise import estimate
 
 STEPS = 200
 
