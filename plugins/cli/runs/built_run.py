@@ -24,6 +24,7 @@ from core.training.network_changes import apply_network_changes
 from plugins.cli import preflight
 from plugins.cli.configuration.builder import Builder
 from plugins.cli.configuration.building import (
+    OWN_PRECISION,
     devices_of,
     explain_build_error,
     hardware_of,
@@ -194,7 +195,10 @@ class BuiltRun:
             self.arguments = {name: built[name] for name in self.parsed.method_arguments}
             self.trainer = self._trainer(built["trainer"])
             adapted = any(isinstance(callback, Adapter) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+            self.unread: str | None = None
             if self.request.checkpoint is not None and not adapted:
+                stored = ((self.request.stored or {}).get("model") or {}).get("weights")
+                self.unread = None if self.model.weights == stored else self.model.weights
                 self.model.weights = None  # the checkpoint's are taken, and the file may be gone
 
     def _trainer(self, given: Mapping[str, Any]) -> Trainer:
@@ -251,6 +255,11 @@ class BuiltRun:
             current = {key: value for key, value in self.config.items() if key in SECTIONS}
             for line in differences(self.request.stored, current) if self.request.stored else ():
                 print(f"  {line}", flush=True)
+            if self.unread:
+                print(
+                    f"model.weights={self.unread} is not read: the weights are those of the checkpoint.",
+                    flush=True,
+                )
 
     # -- running --------------------------------------------------------------------------------------
 
@@ -305,10 +314,10 @@ def predict(trainer: Trainer, **arguments: Any) -> None:
 
 
 def _implied(hardware: Any, selected: list[Selected]) -> list[Selected]:
-    """Returns the strategy and the precision that are selected by a word, such as `ddp`, unless a class is."""
+    """Returns the strategy and the precision that are selected by a word, such as `auto`, unless a class is."""
     classes = [item.target for item in selected if isinstance(item.target, type)]
-    if any(issubclass(kind, Strategy) for kind in classes):
-        return []
-    chosen = Precision if any(issubclass(kind, Precision) for kind in classes) else ()
+    chosen = tuple(kind for kind in (Strategy, Precision) if any(issubclass(one, kind) for one in classes))
+    if any(issubclass(kind, OWN_PRECISION) for kind in classes):
+        chosen += (Precision,)
     parts = {"trainer.strategy": hardware.strategy, "trainer.precision": hardware.precision_plugin}
     return [item for item in describe_parts(parts.items(), selected) if not issubclass(item.target, chosen)]
