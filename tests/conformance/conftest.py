@@ -116,6 +116,14 @@ IN_MEMORY = {
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
 
+OTHER = "the noise is estimated from other parts of the batch: without bias in both, and not the same"
+OTHER_PARTS = dict.fromkeys(("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), OTHER)
+MEASURED = {
+    "trainer": {
+        "callbacks": [{"class_path": "GradientNoiseScale", "init_args": {"every_n_steps": 4, "average": 0.5}}]
+    }
+}
+
 ROOM = {"model": {"network": {"init_args": {"max_sequence_length": 18}}}}
 """For two virtual tokens in front of the kit's texts."""
 
@@ -394,6 +402,16 @@ def _cases():
         Case("Profile", {"at_step": 3, "steps": 1}),
         Case("EnergyMonitor", {"watts": 100.0, "grams_per_kwh": 400.0}),
         Case("StepTime", {"window": 4, "every_n_steps": 2}),
+        Case(
+            "AdaptiveBatchSize",
+            {"patience": 1},
+            config=MEASURED,
+            exempt={"agrees_on_two_ranks": OTHER, "its_figures_agree_on_two_ranks": OTHER},
+        ),
+        Case("ActivationMonitor", {"every_n_steps": 4, "saturation": 1.0}),
+        Case("AttentionMonitor", {"every_n_steps": 4, "queries": 4}),
+        Case("GradientNoiseScale", {"every_n_steps": 4}, exempt=OTHER_PARTS),
+        Case("WeightMonitor", {"every_n_steps": 4, "detail": True}),
         Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
