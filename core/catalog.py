@@ -28,6 +28,7 @@ KINDS = (
     "commands",
     "data",
     "datamodules",
+    "evaluations",
     "loggers",
     "networks",
     "objectives",
