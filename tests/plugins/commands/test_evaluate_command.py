@@ -118,12 +118,12 @@ def verdicts(out):
 
 def test_the_same_network_does_not_differ_and_a_better_one_does(folder, core):
     checkpoints = folder / "runs" / "one" / "checkpoints"
-    for name, step in (("a", 8), ("b", 8), ("c", 24)):
+    for name, step in (("a", 16), ("b", 16), ("c", 24)):
         path = checkpoints / f"step-{step:08d}.ckpt"
         done = core("evaluate", "--ckpt_path", path, "--config", "evaluation.yaml", "--output", f"runs/{name}/evaluation",
                     "--only", "texts", "--batch_size", {"a": 3}.get(name, 16))  # fmt: skip
         assert done.code == 0, done.err
-    first, second = ("runs/a/evaluation/step-00000008", "runs/b/evaluation/step-00000008")
+    first, second = ("runs/a/evaluation/step-00000016", "runs/b/evaluation/step-00000016")
     done = core("compare", first, second, "--output", "compared")
     assert done.code == 0, done.err
     assert set(verdicts(done.out).values()) == {"no difference"}
