@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plugins.commands.config import Flat
-from toolkit import pictures
+from toolkit import pages, pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,12 +24,6 @@ NOTE = (
     "its edge."
 )
 NOTHING = "Nothing."
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-img { width: 100%; height: auto }
-table { border-collapse: collapse; display: block; overflow-x: auto }
-th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.8rem; text-align: left; vertical-align: top }
-"""
 Rows = list[tuple[str, ...]]
 
 
@@ -134,37 +127,22 @@ def draw_png(runs: Sequence[Run]) -> bytes:
 
 def as_markdown(results: Rows, differences: Rows, notes: str) -> str:
     """Returns the comparison as Markdown, with the picture beside it."""
-
-    def table(rows: Rows) -> str:
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
-
-    parts = ["# Comparison of runs", "![Loss curves](compare.png)", table(results), notes]
+    parts = ["# Comparison of runs", "![Loss curves](compare.png)", pages.markdown_table(results), notes]
     parts += [
         "## What differs in the configurations",
-        table(differences) if len(differences) > 1 else NOTHING,
+        pages.markdown_table(differences) if len(differences) > 1 else NOTHING,
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def as_html(results: Rows, differences: Rows, notes: str, picture: bytes) -> str:
     """Returns the comparison as one HTML file, the picture inside."""
-
-    def table(rows: Rows) -> str:
-        tags = ["th", *["td"] * len(rows)]
-        lines = (
-            "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-            for tag, row in zip(tags, rows, strict=False)
-        )
-        return "\n".join(["<table>", *lines, "</table>"])
-
-    return "\n".join(
+    return pages.html_page(
+        "Comparison of runs",
         [
-            '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>Comparison of runs</title>',
-            f"<style>{STYLE}</style>\n<h1>Comparison of runs</h1>",
-            f'<img alt="Loss curves" src="data:image/png;base64,{base64.b64encode(picture).decode()}">',
-            f"{table(results)}\n<p>{html.escape(notes)}</p>\n<h2>What differs in the configurations</h2>",
-            table(differences) if len(differences) > 1 else f"<p>{NOTHING}</p>",
-            "</html>\n",
-        ]
+            pages.html_picture(picture, "Loss curves"),
+            f"{pages.html_table(results)}\n<p>{html.escape(notes)}</p>",
+            "<h2>What differs in the configurations</h2>",
+            pages.html_table(differences) if len(differences) > 1 else f"<p>{NOTHING}</p>",
+        ],
     )
