@@ -5,7 +5,7 @@ Shapes: B rows, T positions, C features, N tokens that are scored, V token ids.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,10 @@ from core.training.shards import full_tensor
 from toolkit.evaluation import EvaluatedModel
 from toolkit.log_probabilities import CHUNK_TOKENS
 
-__all__ = ["Continuation", "Score", "score", "split"]
+__all__ = ["WINDOW", "Continuation", "Score", "encode_pair", "score", "split"]
+
+WINDOW = 2048
+"""Tokens that a network without a limit sees at once, as in lm-eval."""
 
 
 class Continuation(NamedTuple):
@@ -37,17 +40,32 @@ class Score(NamedTuple):
     greedy: bool
 
 
-def score(model: EvaluatedModel, continuations: Sequence[Continuation], window: int) -> list[Score]:
+def encode_pair(
+    encode: Callable[[str], list[int]], context: str, continuation: str, beginning: Sequence[int]
+) -> Continuation:
+    """Returns the ids of two texts that are encoded together, as lm-eval does: spaces between them belong to the second.
+
+    Args:
+        encode: Returns the ids of a text, with what stands in front of it.
+        context: The first text.
+        continuation: The second text.
+        beginning: Takes the place of a context without tokens.
+    """
+    before = encode(context.rstrip())
+    return Continuation(before or beginning, encode(context + continuation)[len(before) :])
+
+
+def score(model: EvaluatedModel, continuations: Sequence[Continuation]) -> list[Score]:
     """Returns the score of each continuation.
 
-    What does not fit into the window is cut off in front of the context. A continuation that is itself longer than the window is
-    cut into parts, each behind one token of the part before.
+    What does not fit into the network's `max_sequence_length` is cut off in front of the context. A continuation that is itself
+    longer is cut into parts, each with all the context that fits.
 
     Args:
         model: With a causal network.
         continuations: In any order; those that differ in their last token alone are computed once.
-        window: Tokens that the network sees at once.
     """
+    window = model.network.max_sequence_length or WINDOW
     rows: dict[tuple[int, ...], list[tuple[int, Sequence[int]]]] = {}
     for number, (context, ids) in enumerate(continuations):
         for before, new in split(context, ids, window):

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.errors import ConfigError
-from toolkit.continuations import Continuation, score
+from toolkit.continuations import WINDOW, Continuation, encode_pair, score
 from toolkit.evaluation import EvaluatedModel
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
 from toolkit.generation.texts import TextStream
-
-WINDOW = 2048
-"""Tokens that a network without a limit sees at once, as in HFLM."""
 
 MOST_NEW_TOKENS = 256
 """The most tokens of a text whose task does not say it, as in HFLM."""
@@ -44,13 +41,13 @@ class HarnessModel:
 
     def loglikelihood(self, requests: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns the log-probability of each continuation behind its context, and whether it is the greedy one."""
-        found = score(self._model, [self._pair(*request) for request in requests], self.window)
+        found = score(self._model, [self._pair(*request) for request in requests])
         return [(one.log_probability, one.greedy) for one in found]
 
     def loglikelihood_rolling(self, requests: Sequence[tuple[str]]) -> list[float]:
         """Returns the log-probability of each whole text."""
         rows = [Continuation([self._prefix], self._encode(text)) for (text,) in requests]
-        return [one.log_probability for one in score(self._model, rows, self.window)]
+        return [one.log_probability for one in score(self._model, rows)]
 
     def generate_until(
         self, requests: Sequence[tuple[str, Mapping[str, Any]]], seeds: Sequence[int]
@@ -76,9 +73,7 @@ class HarnessModel:
                     found[number] = text
         return found
 
-    def _generate(
-        self, prompts: Sequence[list[int]], options: _Options, seeds: Sequence[int]
-    ) -> list[str]:
+    def _generate(self, prompts: Sequence[list[int]], options: _Options, seeds: Sequence[int]) -> list[str]:
         tokenizer, end = self._model.tokenizer, self._model.end_of_text_id
         decoding = Decoding(
             self._model.network,
@@ -104,13 +99,11 @@ class HarnessModel:
         return found
 
     def _pair(self, context: str, continuation: str) -> Continuation:
-        """Returns the ids of both, encoded together: spaces that end the context belong to the continuation."""
+        """Returns the ids of both; behind no context, those of the continuation alone."""
         if context == "":
             ids = self._encode(continuation, leading=False)
             return Continuation([self._prefix], ids[1:] if ids[:1] == [self._prefix] else ids)
-        stripped = context.rstrip()
-        whole, before = self._encode(context + continuation), self._encode(stripped)
-        return Continuation(before or [self._prefix], whole[len(before) :])
+        return encode_pair(self._encode, context, continuation, [self._prefix])
 
     def _encode(self, text: str, leading: bool = True) -> list[int]:
         return self._model.encoder.encode(text, leading and not text.startswith(self._begin))
@@ -129,7 +122,9 @@ class _Options:
 
     def __init__(self, given: Mapping[str, Any], window: int) -> None:
         if other := sorted(set(given) - _KNOWN):
-            raise ConfigError(f"LMEvalHarness: generation_kwargs of a task has {other[0]!r}, which is not known.")
+            raise ConfigError(
+                f"LMEvalHarness: generation_kwargs of a task has {other[0]!r}, which is not known."
+            )
         lengths = [given[name] for name in _LENGTHS if given.get(name) is not None]
         self.length = int(lengths[0]) if lengths else MOST_NEW_TOKENS
         if not 0 < self.length < window:

@@ -149,7 +149,9 @@ class _Reader:
 
     def _parsed(self, name: str, place: str) -> dict[str, Any]:
         try:
-            content = yaml.load(read_inside(self.folder, name), self._loader((self.folder / name).parent, place))
+            content = yaml.load(
+                read_inside(self.folder, name), self._loader((self.folder / name).parent, place)
+            )
         except (OSError, ValueError) as error:
             raise ConfigError(f"{place}: {read_error(error)}") from error
         except (yaml.YAMLError, RecursionError) as error:
@@ -166,7 +168,9 @@ class _Reader:
 
         def function(loader: Any, node: Any) -> Any:
             if not self.trusted:
-                raise ConfigError(f"{place}: `{CODE} {str(node.value)[:60]}` names code.\n{_word_for(self.folder)}")
+                raise ConfigError(
+                    f"{place}: `{CODE} {str(node.value)[:60]}` names code.\n{_word_for(self.folder)}"
+                )
             from lm_eval.tasks._yaml_loader import _import_func_in_yml
 
             return _import_func_in_yml(loader.construct_scalar(node), folder)

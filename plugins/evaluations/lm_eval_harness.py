@@ -78,7 +78,9 @@ class LMEvalHarness(Evaluation):
         if num_fewshot is not None and num_fewshot < 0:
             raise ConfigError(f"LMEvalHarness.num_fewshot={num_fewshot} must be at least 0.")
         if folder is None and not tasks:
-            raise ConfigError("LMEvalHarness: give `folder`, a folder with task files, or `tasks` of lm-eval.")
+            raise ConfigError(
+                "LMEvalHarness: give `folder`, a folder with task files, or `tasks` of lm-eval."
+            )
         self.folder, self.tasks, self.num_fewshot, self.limit = folder, list(tasks), num_fewshot, limit
 
     @cached_property
@@ -95,9 +97,13 @@ class LMEvalHarness(Evaluation):
         for name, task in self._loaded.tasks.items():
             kinds = _kinds(task)
             if left_out := [metric for metric, kind in kinds.items() if kind is None]:
-                rank_zero_info(f"LMEvalHarness: {name}: {', '.join(left_out)} is no mean over documents: left out.")
+                rank_zero_info(
+                    f"LMEvalHarness: {name}: {', '.join(left_out)} is no mean over documents: left out."
+                )
             if not any(kinds.values()):
-                raise ConfigError(f"LMEvalHarness: the task {name!r} has no metric that is a mean over documents.")
+                raise ConfigError(
+                    f"LMEvalHarness: the task {name!r} has no metric that is a mean over documents."
+                )
             for number, requests in _documents(task).items():
                 content = [[one.request_type, *one.args] for one in requests]
                 found.append(Item(f"{name}/{number}", content, name))
@@ -113,9 +119,13 @@ class LMEvalHarness(Evaluation):
         chosen = [requests[item.id] for item in items]
         _answer(HarnessModel(model), [one for ones in chosen for one in ones])
         with self._loaded.rendering():
-            return [_measured(self._loaded.tasks[item.group], ones) for item, ones in zip(items, chosen, strict=True)]
+            return [
+                _measured(self._loaded.tasks[item.group], ones)
+                for item, ones in zip(items, chosen, strict=True)
+            ]
 
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float]:
+    @staticmethod
+    def figures(sums: Mapping[str, float]) -> dict[str, float]:
         """Returns means over documents, and what lm-eval derives from them."""
         return dict(_figures(sums))
 
@@ -166,14 +176,18 @@ def _measured(task: Any, requests: Sequence[Any]) -> Measured:
     kinds, sums = _kinds(task), dict[str, float]()
     for pipeline in task._filters:
         pipeline.apply(requests)
-        results = task.process_results(requests[0].doc, [one.filtered_resps[pipeline.name] for one in requests])
+        results = task.process_results(
+            requests[0].doc, [one.filtered_resps[pipeline.name] for one in requests]
+        )
         for metric, value in results.items():
             kind = kinds.get(metric, MEAN)
             total, weight = value if isinstance(value, tuple | list) else (value, 1)
             if kind is not None and not math.isnan(total):
                 name = metric if pipeline.name == "none" else f"{metric}/{pipeline.name}"
                 sums[f"{kind} {name}"], sums[f"weight {name}"] = float(total), float(weight)
-    shown = {"answers": [one.resps for one in requests]} if requests[0].request_type == "generate_until" else {}
+    shown = (
+        {"answers": [one.resps for one in requests]} if requests[0].request_type == "generate_until" else {}
+    )
     return Measured(sums, shown)
 
 
