@@ -17,7 +17,7 @@ from core.lightning_compat import collect_rng_states, set_rng_states
 from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import dp_group, dp_rank, dp_size
-from toolkit.chat_template import EndsAnswers
+from toolkit.chat_template import EndsAnswers, HasTemplate
 from toolkit.evaluation import EvaluatedModel, Evaluation
 from toolkit.evaluation_report import write_report
 from toolkit.evaluation_results import (
@@ -174,7 +174,14 @@ class Evaluate(Callback):
         stops = data.stop_ids if isinstance(data, EndsAnswers) else () if end is None else (end,)
         state: Mapping[str, Any] = data.state_dict() if hasattr(data, "state_dict") else {}
         return EvaluatedModel(
-            pl_module.network, data.tokenizer_json, end, stops, self.batch_size, pl_module.objective, state
+            pl_module.network,
+            data.tokenizer_json,
+            end,
+            stops,
+            self.batch_size,
+            pl_module.objective,
+            state,
+            data.template if isinstance(data, HasTemplate) else None,
         )
 
 

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from core.contracts import IGNORED_LABEL, Network, Objective
+from core.errors import ConfigError
+from toolkit.chat_template import ChatTemplate
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
 from toolkit.generation.prompts import PromptEncoder
-from toolkit.generation.texts import texts
+from toolkit.generation.texts import TextStream
 from toolkit.log_probabilities import log_probabilities
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["EvaluatedModel", "Evaluation", "Item", "Measured", "Row"]
+__all__ = ["EvaluatedModel", "Evaluation", "Generated", "Item", "Measured", "Row"]
 
 
 class Item(NamedTuple):
@@ -64,6 +66,13 @@ class Row(NamedTuple):
 
     ids: Sequence[int]
     begin: int = 1
+
+
+class Generated(NamedTuple):
+    """A continuation: its token ids, without the one that ended it, and its text, which ends before a stop text."""
+
+    ids: list[int]
+    text: str
 
 
 class Evaluation(ABC):
@@ -120,6 +129,7 @@ class EvaluatedModel:
         batch_size: Rows that are computed at once.
         objective: What it was trained for, in eval mode; None: not known.
         data: What the checkpoint keeps of the data module, such as names of classes.
+        template: Of conversations; None: it continues texts.
     """
 
     network: Network
@@ -129,6 +139,7 @@ class EvaluatedModel:
     batch_size: int = 16
     objective: Objective | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
+    template: ChatTemplate | None = None
 
     @cached_property
     def encoder(self) -> PromptEncoder:
@@ -155,6 +166,24 @@ class EvaluatedModel:
         """Returns the ids of each text, without :attr:`beginning`."""
         count = len(self.encoder.leading)
         return [ids[count:] for ids in self.encoder.encode_prompts(texts)]
+
+    def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Returns the ids of prompts up to where an answer begins: messages of a user where there is a template, else texts.
+
+        Raises:
+            ConfigError: If one has no tokens, or the template refuses it.
+        """
+        if self.template is None:
+            found = [[*self.beginning, *ids] for ids in self.encode(texts)]
+        else:
+            chats = [[{"role": "user", "content": self.encoder.as_text(text)}] for text in texts]
+            found = [self.encoder.encode(self.template.render(one), leading=False) for one in chats]
+        for text, ids in zip(texts, found, strict=True):
+            if not ids:
+                raise ConfigError(
+                    f"The prompt {text[:40]!r} has no tokens, and the tokenizer none that begins a text."
+                )
+        return found
 
     def batches(self, rows: Sequence[Row]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Yields indexes of rows, those of similar length together, and their batch on the device.
@@ -191,18 +220,20 @@ class EvaluatedModel:
         sampling: Sampling | None = None,
         samples: int = 1,
         seed: int = 0,
-    ) -> list[list[list[int]]]:
-        """Returns the ids that continue each prompt, `samples` of each, without the one that ended them.
+        stops: Sequence[str] = (),
+    ) -> list[list[Generated]]:
+        """Returns what continues each prompt, `samples` of each.
 
         Args:
-            prompts: Token ids of each, with :attr:`beginning` where wanted.
+            prompts: Token ids of each, such as those of :meth:`encode_prompts`.
             max_new_tokens: The most tokens of a continuation.
             sampling: How tokens are chosen; None: always the likeliest.
             samples: Continuations of each prompt.
             seed: Sample n of every prompt is drawn with `seed + n`, in whatever company.
+            stops: Texts that end a continuation, of which they are no part.
         """
         sampling = sampling or Sampling(temperature=0)
-        found: list[list[list[int]]] = [[[] for _ in range(samples)] for _ in prompts]
+        found: list[list[Generated]] = [[] for _ in prompts]
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         size = max(1, self.batch_size // samples)
         for start in range(0, len(order), size):
@@ -217,10 +248,15 @@ class EvaluatedModel:
                 stop_ids=self.stop_ids,
                 inference_mode=False,
             )
+            rows = [index for index in which for _ in range(samples)]
+            streams = [TextStream(self.tokenizer, list(prompts[index])[-8:], stops) for index in rows]
+            ids: list[list[int]] = [[] for _ in rows]
             for token in decoding:
-                found[which[token.row // samples]][token.row % samples].append(token.id)
+                ids[token.row].append(token.id)
+                streams[token.row].add(token.id)
+                if streams[token.row].stopped:
+                    decoding.finish(token.row)
+            for index, own, stream in zip(rows, ids, streams, strict=True):
+                stream.end()
+                found[index].append(Generated(own, stream.text))
         return found
-
-    def decode(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
-        """Returns the text of ids that continue a prompt: a token may be part of a character, or mean a space before a word."""
-        return "".join(texts(self.tokenizer, ids, list(prompt)[-8:]))

@@ -125,23 +125,26 @@ def _evaluations(values: Mapping[str, Any], path: Path, options: argparse.Namesp
 
 
 def _model(path: Path, options: argparse.Namespace) -> EvaluatedModel:
+    """Returns the network of a checkpoint; with its objective where that says what is in a text."""
+    from plugins.checkpoints.matching import stored_data
     from plugins.checkpoints.stored_objective import load_objective
-    from plugins.commands.generate_network import move
+    from plugins.commands.chat_prompts import find_template
+    from plugins.commands.generate_network import load, move
     from toolkit.evaluation import EvaluatedModel
 
-    stored = load_objective(path)
-    for part in (stored.network, stored.objective):
-        move(part, options.device, options.dtype)
-    stops = stored.data.get("stop_ids") or [id for id in [stored.end_of_text_id] if id is not None]
-    return EvaluatedModel(
-        stored.network,
-        stored.tokenizer_json,
-        stored.end_of_text_id,
-        stops,
-        options.batch_size,
-        stored.objective,
-        stored.data,
-    )
+    data = stored_data(path)
+    if "texts" in data:
+        stored = load_objective(path)
+        for part in (stored.network, stored.objective):
+            move(part, options.device, options.dtype)
+        tokenizer, end = stored.tokenizer_json, stored.end_of_text_id
+        return EvaluatedModel(
+            stored.network, tokenizer, end, (), options.batch_size, stored.objective, stored.data
+        )
+    model = load(path)
+    move(model.network, options.device, options.dtype)
+    own = model.network, data["tokenizer"], model.end, model.stop_ids, options.batch_size
+    return EvaluatedModel(*own, None, data, find_template(model, None))
 
 
 def _print(results: Any) -> None:

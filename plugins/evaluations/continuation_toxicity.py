@@ -98,8 +98,8 @@ class ContinuationToxicity(Evaluation):
             seed=self.seed,
         )
         measured = []
-        for prompt, continuations in zip(prompts, found, strict=True):
-            texts = [model.decode(prompt, ids) for ids in continuations]
+        for continuations in found:
+            texts = [one.text for one in continuations]
             scores = [self._toxicity(text) for text in texts]
             sums = {
                 "continuations": float(len(scores)),

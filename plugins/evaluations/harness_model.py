@@ -8,9 +8,7 @@ from typing import Any
 from core.errors import ConfigError
 from toolkit.continuations import WINDOW, Continuation, encode_pair, score
 from toolkit.evaluation import EvaluatedModel
-from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
-from toolkit.generation.texts import TextStream
 
 MOST_NEW_TOKENS = 256
 """The most tokens of a text whose task does not say it, as in HFLM."""
@@ -59,44 +57,30 @@ class HarnessModel:
             seeds: Of each request.
         """
         found = [""] * len(requests)
-        kinds: dict[str, list[int]] = {}
-        for number, (_, options) in enumerate(requests):
-            kinds.setdefault(repr(sorted(options.items())), []).append(number)
-        for numbers in kinds.values():
+        kinds: dict[tuple[str, int], list[int]] = {}
+        for number, ((_, given), seed) in enumerate(zip(requests, seeds, strict=True)):
+            kinds.setdefault((repr(sorted(given.items())), seed), []).append(number)
+        for (_, seed), numbers in kinds.items():
             options = _Options(requests[numbers[0]][1], self.window)
-            prompts = {n: self._encode(requests[n][0])[-(self.window - options.length) :] for n in numbers}
-            order = sorted(numbers, key=lambda n: len(prompts[n]))
-            for start in range(0, len(order), self._model.batch_size):
-                which = order[start : start + self._model.batch_size]
-                texts = self._generate([prompts[n] for n in which], options, [seeds[n] for n in which])
-                for number, text in zip(which, texts, strict=True):
-                    found[number] = text
+            prompts = [
+                self._encode(requests[number][0])[-(self.window - options.length) :] for number in numbers
+            ]
+            continued = self._model.generate(
+                [prompt or [self._prefix] for prompt in prompts],
+                max_new_tokens=options.length,
+                sampling=options.sampling,
+                seed=seed,
+                stops=options.stops,
+            )
+            for number, [one] in zip(numbers, continued, strict=True):
+                found[number] = self._text(one.ids, options.stops)
         return found
 
-    def _generate(self, prompts: Sequence[list[int]], options: _Options, seeds: Sequence[int]) -> list[str]:
-        tokenizer, end = self._model.tokenizer, self._model.end_of_text_id
-        decoding = Decoding(
-            self._model.network,
-            [prompt or [self._prefix] for prompt in prompts],
-            max_new_tokens=options.length,
-            sampling=options.sampling,
-            seeds=seeds,
-            stop_ids={*self._model.stop_ids, *([] if end is None else [end])},
-            inference_mode=False,
-        )
-        streams = [TextStream(tokenizer, (), options.stops) for _ in prompts]
-        new: list[list[int]] = [[] for _ in prompts]
-        for token in decoding:
-            new[token.row].append(token.id)
-            streams[token.row].add(token.id)
-            if streams[token.row].stopped:
-                decoding.finish(token.row)
-        found = []
-        for ids in new:
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            places = [place for stop in options.stops if (place := text.find(stop)) >= 0]
-            found.append(text[: min(places, default=len(text))])
-        return found
+    def _text(self, ids: Sequence[int], stops: Sequence[str]) -> str:
+        """Returns the text of ids, decoded without what is before them, as HFLM does, up to the first stop string."""
+        text = self._model.tokenizer.decode(ids, skip_special_tokens=True)
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        return text[: min(places, default=len(text))]
 
     def _pair(self, context: str, continuation: str) -> Continuation:
         """Returns the ids of both; behind no context, those of the continuation alone."""

@@ -2,7 +2,28 @@
 
 import json
 
-WORDS = "the cat sat on a mat while rain fell over green hills and nobody saw where it went at night".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "while",
+    "rain",
+    "fell",
+    "over",
+    "green",
+    "hills",
+    "and",
+    "nobody",
+    "saw",
+    "where",
+    "it",
+    "went",
+    "at",
+    "night",
+]
 
 METRICS = {
     "acc": "{metric: acc, aggregation: mean, higher_is_better: true}",
