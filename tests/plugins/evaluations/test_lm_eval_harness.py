@@ -48,9 +48,8 @@ def test_requests_and_figures_are_those_of_lm_evals_own_model_on_the_export(fold
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    kind, arguments = FAMILIES["Llama"]
     model = small_model()
-    path = store(model.network, arguments, tmp_path / "net.ckpt")
+    path = store(model.network, FAMILIES["Llama"][1], tmp_path / "net.ckpt")
     exported = str(tmp_path / "hf")
     assert main(["export", "--ckpt_path", str(path), "--output", exported]) == 0
     monkeypatch.chdir(folder)  # where lm-eval looks for data files
@@ -133,31 +132,26 @@ def test_filters_repeats_and_what_is_no_mean(tmp_path, capsys):
     assert any(one != other for row in found.rows for one, other in row["answers"])  # drawn with other seeds
 
 
-CODE = {
-    "!function": "doc_to_text: !function helper.text\n",
-    "class": "class: helper.Task\n",
-    "code": "doc_to_text: \"{{ ''.__class__.__mro__[1].__subclasses__() }}\"\n",
-    "'someone/corpus'": "dataset_path: someone/corpus\n",
-    "pandas": "dataset_path: pandas\n",
-    "wher": "metric_list: [{metric: wher}]\n",
-    "no YAML": "doc_to_text: [\n",
-    "outside": "include: ../../other.yaml\n",
+REFUSED = {
+    "!function": ('doc_to_text: "{{question}}"', "doc_to_text: !function helper.text"),
+    "`class`": ("output_type:", "class: helper.Task\noutput_type:"),
+    "__class__": ("{{question}}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
+    "'someone/corpus'": ("dataset_path: json", "dataset_path: someone/corpus"),
+    "'pandas'": ("dataset_path: json", "dataset_path: pandas"),
+    "'acd'. Did you mean acc": ("metric: acc", "metric: acd"),
+    "no YAML": ("task:", "task: ["),
+    "no path inside the folder": ("task:", "include: ../../other.yaml\ntask:"),
 }
 
 
-@pytest.mark.parametrize("word", CODE)
+@pytest.mark.parametrize("word", REFUSED)
 def test_a_task_folder_is_data(word, tmp_path):
-    lines = "".join(
-        line + "\n" for line in TASKS["last_word"].splitlines() if line.split(":")[0] not in CODE[word]
-    )
-    folder = write_tasks(tmp_path / "tasks", last_word=lines + CODE[word])
+    folder = write_tasks(tmp_path / "tasks", last_word=TASKS["last_word"].replace(*REFUSED[word]))
     (folder / "helper.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ntext = str\nTask = object\n")
     with pytest.raises(ConfigError) as caught:
         LMEvalHarness(str(folder)).items(small_model())
-    message = str(caught.value)
-    assert "last_word" in message
-    assert word in message or word in ("code", "outside")
-    assert len(message.splitlines()) <= 10
+    assert word in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 10
     assert not (tmp_path / "ran").exists()
 
 
@@ -171,7 +165,7 @@ def test_a_folder_that_the_user_trusts_may_run_code(tmp_path, monkeypatch):
 
 
 def test_mistakes_of_the_user(folder):
-    with pytest.raises(ConfigError, match="no task 'chioce' in .* Did you mean choice"):
+    with pytest.raises(ConfigError, match=r"no task 'chioce' in .* Did you mean choice"):
         LMEvalHarness(str(folder), ["chioce"]).items(small_model())
     with pytest.raises(ConfigError, match="no folder nowhere"):
         LMEvalHarness("nowhere").items(small_model())
