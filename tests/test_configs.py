@@ -94,6 +94,12 @@ def own_files(path):
             ),
             lambda: ["--data.source", problems()],
         ),
+        "answer_quality": lambda: [evaluated("questions", problems())],
+        "classification": lambda: [
+            "--data.source",
+            labelled()["source"],
+            evaluated("reviews", labelled()["source"]),
+        ],
         "learned_reward": lambda: with_reward("path", reward_model()),
         "refusal_reward": lambda: with_reward("files", f"[{word_list()}]"),
         "toxicity_reward": lambda: with_reward("files", f"[{word_list()}]"),
@@ -105,6 +111,10 @@ def own_files(path):
         "supervised_fine_tuning": lambda: ["--data.source", instructions()["source"]],
     }
     return [str(word) for word in found.get(path.stem, list)()]
+
+
+def evaluated(name, source):
+    return f"--callbacks.Evaluate.evaluations.{name}.init_args.source={source}"
 
 
 def with_reward(argument, value):

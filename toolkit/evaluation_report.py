@@ -23,10 +23,10 @@ __all__ = ["figure_rows", "shown", "write_report"]
 TITLE = "Evaluation"
 NOTE = (
     "In brackets: the interval of 95% by the bootstrap over items (documents, questions). It says how the figure may differ for "
-    "other items of the same kind, not for another run. Two checkpoints: python -m core compare."
+    "other items of the same kind, not for another run; without width it says only that all items agree. Two runs or checkpoints: python -m core compare."
 )
-STEPS = 20
-"""Rows of the table over steps: the last ones."""
+STEPS = 8
+"""Columns of the table over steps: the last ones."""
 
 EXAMPLES, LONGEST = 3, 400
 """Items that are shown of a set, and characters of a text."""
@@ -118,11 +118,11 @@ def _value(one: Results, name: str, figure: str) -> float:
 
 
 def _steps(every: Sequence[Results]) -> Rows:
-    columns = _columns(every)
-    rows = [("step", *("/".join(column) for column in columns))]
-    for one in every:
-        values = (_value(one, *column) for column in columns)
-        rows.append((f"{one.step:,}", *("-" if math.isnan(value) else f"{value:.4g}" for value in values)))
+    rows = [("figure", *(f"step {one.step:,}" for one in every))]
+    for name, figure in _columns(every):
+        values = (_value(one, name, figure) for one in every)
+        cells = ("-" if math.isnan(value) else f"{value:.4g}" for value in values)
+        rows.append((f"{name}/{figure}", *cells))
     return rows
 
 

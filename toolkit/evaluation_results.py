@@ -171,10 +171,10 @@ def _checked(measured: Measured, item: Item) -> tuple[dict[str, float], dict[str
 
 
 def _groups(items: Sequence[Item]) -> list[str]:
-    """Returns the groups with the most items, by name; none where there is only one."""
+    """Returns the groups with the most items, as they come; none where there is only one."""
     counted = Counter(item.group for item in items)
-    named = [group for group, _ in counted.most_common(MOST_GROUPS + 1) if group]
-    return sorted(named[:MOST_GROUPS]) if len(counted) > 1 else []
+    named = {group for group, _ in counted.most_common(MOST_GROUPS + 1) if group}
+    return [group for group in counted if group in named][:MOST_GROUPS] if len(counted) > 1 else []
 
 
 def flat_figures(results: Mapping[str, SetResult]) -> dict[str, float]:

@@ -125,24 +125,56 @@ def draw_png(runs: Sequence[Run]) -> bytes:
     return pictures.as_png(draw(runs))
 
 
-def as_markdown(results: Rows, differences: Rows, notes: str) -> str:
-    """Returns the comparison as Markdown, with the picture beside it."""
-    parts = ["# Comparison of runs", "![Loss curves](compare.png)", pages.markdown_table(results), notes]
-    parts += [
-        "## What differs in the configurations",
-        pages.markdown_table(differences) if len(differences) > 1 else NOTHING,
-    ]
+@dataclass(frozen=True)
+class Curves:
+    """What is shown of training: the tables of results and of differences in configurations, notes, and the picture."""
+
+    results: Rows
+    differences: Rows
+    notes: str
+    picture: bytes
+
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The table of evaluations, what to know of it, and its picture."""
+
+    rows: Rows
+    notes: Sequence[str]
+    picture: bytes
+
+
+def as_markdown(curves: Curves | None, evaluations: Evaluations | None) -> str:
+    """Returns the comparison as Markdown, with the pictures beside it."""
+    parts = ["# Comparison of runs"]
+    if curves:
+        parts += ["![Loss curves](compare.png)", pages.markdown_table(curves.results), curves.notes]
+    if evaluations:
+        table = pages.markdown_table(evaluations.rows)
+        parts += ["## Evaluations", "![Evaluations](evaluations.png)", table, *evaluations.notes]
+    if curves:
+        rows = curves.differences
+        parts += [
+            "## What differs in the configurations",
+            pages.markdown_table(rows) if len(rows) > 1 else NOTHING,
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-def as_html(results: Rows, differences: Rows, notes: str, picture: bytes) -> str:
-    """Returns the comparison as one HTML file, the picture inside."""
-    return pages.html_page(
-        "Comparison of runs",
-        [
-            pages.html_picture(picture, "Loss curves"),
-            f"{pages.html_table(results)}\n<p>{html.escape(notes)}</p>",
-            "<h2>What differs in the configurations</h2>",
-            pages.html_table(differences) if len(differences) > 1 else f"<p>{NOTHING}</p>",
-        ],
-    )
+def as_html(curves: Curves | None, evaluations: Evaluations | None) -> str:
+    """Returns the comparison as one HTML file, the pictures inside."""
+    parts = []
+    if curves:
+        parts += [pages.html_picture(curves.picture, "Loss curves"), pages.html_table(curves.results)]
+        parts += [f"<p>{html.escape(curves.notes)}</p>"]
+    if evaluations:
+        parts += ["<h2>Evaluations</h2>", pages.html_picture(evaluations.picture, "Evaluations")]
+        parts += [
+            pages.html_table(evaluations.rows),
+            *(f"<p>{html.escape(one)}</p>" for one in evaluations.notes),
+        ]
+    if curves:
+        rows = curves.differences
+        parts += ["<h2>What differs in the configurations</h2>"]
+        parts += [pages.html_table(rows) if len(rows) > 1 else f"<p>{NOTHING}</p>"]
+    return pages.html_page("Comparison of runs", parts)

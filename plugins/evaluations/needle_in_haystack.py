@@ -100,7 +100,7 @@ class NeedleInHaystack(Evaluation):
             Item(
                 f"{cell.length}/{cell.depth:g}/{number}",
                 _prompt(model, text, cell),
-                f"{cell.length:06d}_tokens",
+                f"{cell.length}_tokens",
             )
             for number, cell in enumerate(self._cells())
         ]

@@ -250,6 +250,28 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
+        Case(
+            "Evaluate",
+            {"every_n_steps": 3, "evaluations": {"loss": evaluation("Perplexity"), "texts": SAMPLED}},
+        ),
+        Case("Perplexity", documents() | {"window": 64, "stride": 16, "max_documents": 6}),
+        Case("Calibration", documents() | {"max_documents": 6}),
+        Case(
+            "Memorisation", documents() | {"prefix_tokens": 8, "continuation_tokens": 4, "max_documents": 6}
+        ),
+        Case("NeedleInHaystack", documents() | {"lengths": [200, 300], "depths": [0.0, 0.6], "trials": 1}),
+        Case("SampleDiversity", SAMPLED["init_args"]),
+        Case(
+            "AnswerQuality",
+            {
+                "source": problems(),
+                "prompt": "question",
+                "scores": ["squad", "rouge", "bleu", "chrf"],
+                "max_new_tokens": 6,
+                "max_records": 6,
+            },
+        ),
+        Case("Classification", {"source": labelled()["source"]}, exempt=CLASSES),
         Case("LearnedReward", {"path": reward_model()}),
         Case("RefusalReward", {"model": quality_model(), "field": "harmful"}),
         Case("ToxicityReward", {"files": [word_list()]}),
@@ -673,6 +695,27 @@ def referred(batch):
     """Returns a batch with a reference that finds all answers certain, and is further from the network than any; all are desirable."""
     rows = batch["labels"].shape
     return batch | {"reference": torch.zeros(rows), "desirable": torch.ones(rows, dtype=torch.bool)}
+
+
+CLASSES = dict.fromkeys(
+    ("measures_each_item_alone", "figures_follow_from_sums", "leaves_the_network_alone"),
+    "it asks an objective over classes: tests/plugins/evaluations/test_classification.py",
+)
+
+SAMPLED = {
+    "class_path": "SampleDiversity",
+    "init_args": {"prompts": ["alpha", "beta"], "samples": 2, "max_new_tokens": 6},
+}
+
+
+def documents():
+    """Returns arguments of an evaluation on the kit's texts."""
+    return {"documents": {"class_path": "TextDocuments", "init_args": {"source": str(text())}}}
+
+
+def evaluation(name):
+    """Returns an evaluation on a few of the kit's texts."""
+    return {"class_path": name, "init_args": documents() | {"max_documents": 6}}
 
 
 def problems():
