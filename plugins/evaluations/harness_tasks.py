@@ -20,6 +20,9 @@ VARIABLE = "LEYDEN_TRUST"
 DATASETS = ("arrow", "csv", "json", "parquet", "text")
 """What reads local files as data; other names are those of data sets on a hub, or of formats with code in them."""
 
+OPTIONS = ("column_names", "data_dir", "data_files", "delimiter", "field", "sample_by", "sep")
+"""Of `dataset_kwargs`: what says which local files are read, and how."""
+
 CODE = "!function"
 MOST_LINKS = 16
 """Limit of files that include each other."""
@@ -188,6 +191,15 @@ class _Reader:
                 f"{place}: dataset_path {str(path)[:60]!r} is none of local files ({', '.join(DATASETS)}).\n"
                 f"{_word_for(self.folder)}"
             )
+        given = content.get("dataset_kwargs") or {}
+        for name in given if isinstance(given, dict) else (str(given),):
+            if name not in OPTIONS:
+                raise ConfigError(
+                    f"{place}: dataset_kwargs has {str(name)[:60]!r}; of {', '.join(OPTIONS)} alone is known that they read local "
+                    f"files.\n{_word_for(self.folder)}"
+                )
+        if any(mark in str(given) for mark in ("://", "::")):
+            raise ConfigError(f"{place}: dataset_kwargs names files elsewhere.\n{_word_for(self.folder)}")
         if "class" in content:
             raise ConfigError(f"{place}: `class` names code.\n{_word_for(self.folder)}")
         from lm_eval.api.registry import metric_registry

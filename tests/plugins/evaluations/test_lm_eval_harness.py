@@ -138,6 +138,8 @@ REFUSED = {
     "__class__": ("{{question}}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"),
     "'someone/corpus'": ("dataset_path: json", "dataset_path: someone/corpus"),
     "'pandas'": ("dataset_path: json", "dataset_path: pandas"),
+    "'cache_dir'": ("data_files:", "cache_dir: /elsewhere, data_files:"),
+    "files elsewhere": ("test: items.jsonl", "test: 'https://example.org/items.jsonl'"),
     "'acd'. Did you mean acc": ("metric: acc", "metric: acd"),
     "no YAML": ("task:", "task: ["),
     "no path inside the folder": ("task:", "include: ../../other.yaml\ntask:"),
