@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,6 +43,7 @@ class Difference(NamedTuple):
         low: Lower limit of `second - first`.
         high: Its upper limit.
         p_value: How probable a difference as large is, where the two are equally good.
+        least: The least p-value that so many items can have: with few, no difference can show.
     """
 
     first: float
@@ -49,6 +51,7 @@ class Difference(NamedTuple):
     low: float
     high: float
     p_value: float
+    least: float
 
 
 def intervals(sums: Sums, figures: Figures, resamples: int = RESAMPLES) -> dict[str, Interval]:
@@ -98,6 +101,7 @@ def difference(
     drawn_other = _drawn(other, resamples, np.random.default_rng(0) if paired else rng)
     bootstrap = of(drawn_one), of(drawn_other)
     permuted = tuple(map(of, _permuted(one, other, resamples, rng, paired)))
+    exchanges = 2 ** (len(one) - 1) if paired else math.comb(len(one) + len(other), len(one))
     found = {}
     for name in both:
         gap = float(after[name][0] - before[name][0])
@@ -107,7 +111,9 @@ def difference(
         limits = _limits(_column(bootstrap[1], name, resamples) - _column(bootstrap[0], name, resamples))
         known = np.isfinite(moved)
         p_value = (1 + int((as_large & known).sum())) / (1 + int(known.sum()))
-        found[name] = Difference(float(before[name][0]), float(after[name][0]), *limits, p_value)
+        found[name] = Difference(
+            float(before[name][0]), float(after[name][0]), *limits, p_value, 1 / exchanges
+        )
     return found
 
 

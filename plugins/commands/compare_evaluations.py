@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LEVEL = 0.05
 """Below this adjusted p-value two networks differ."""
 
-NOTHING = "no difference"
+NOTHING, FEW = "no difference", "too few items"
 NOTE = (
     "Differences are those to the first column, with their interval of 95% (bootstrap over items). The p-values are of a "
     "permutation test over items, in pairs where both have the same ones, and are adjusted for the {count} comparisons of this "
@@ -90,15 +90,17 @@ def compared(runs: Sequence[Evaluated]) -> tuple[list[tuple[str, ...]], list[str
     for name, figure, found in rows:
         cells = [name, figure, *(shown(one.results.sets[name].figures[figure]) for one in runs)]
         for gap in found:
-            cells += ["-", "-", "-"] if gap is None else _cells(gap, next(corrected))
+            cells += ["-", "-", "-"] if gap is None else _cells(gap, next(corrected), len(tests))
         table.append(tuple(cells))
     if len({one.results.tokenizer for one in runs}) > 1:
         notes.append("Tokenizers differ: figures per token do not compare, bits_per_byte does.")
     return table, [NOTE.format(count=len(tests)), *notes]
 
 
-def _cells(gap: Difference, p_value: float) -> list[str]:
+def _cells(gap: Difference, p_value: float, count: int) -> list[str]:
     verdict = NOTHING if p_value >= LEVEL else "higher" if gap.second > gap.first else "lower"
+    if gap.least * count >= LEVEL and gap.second != gap.first:
+        verdict = FEW
     limits = "" if math.isnan(gap.low) else f" [{gap.low:+.3g}, {gap.high:+.3g}]"
     return [f"{gap.second - gap.first:+.4g}{limits}", f"{p_value:.3f}", verdict]
 

@@ -127,10 +127,11 @@ class Classification(Evaluation):
 
 def _name(label: Any, names: Sequence[str], item: Item) -> str:
     """Returns the name of a class that a record gives by name or number."""
-    if isinstance(label, int) and not isinstance(label, bool) and str(label) not in names:
-        label = names[label] if 0 <= label < len(names) else label
-    if str(label) not in names:
+    found = str(label).lower() if isinstance(label, bool) else str(label)
+    if found not in names and type(label) is int and 0 <= label < len(names):
+        found = names[label]
+    if found not in names:
         raise ConfigError(
-            f"{item.id}: the class {str(label)[:40]!r} is none of those that the network has learnt: {', '.join(names)[:200]}."
+            f"{item.id}: the class {found[:40]!r} is none of those that the network has learnt: {', '.join(names)[:200]}."
         )
-    return str(label)
+    return found

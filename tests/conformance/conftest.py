@@ -252,14 +252,14 @@ def _cases():
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
         Case(
             "Evaluate",
-            {"every_n_steps": 3, "evaluations": {"loss": evaluation("Perplexity"), "texts": SAMPLED}},
+            {"every_n_steps": 3, "evaluations": {"loss": evaluation("Perplexity")}},
         ),
-        Case("Perplexity", documents() | {"window": 64, "stride": 16, "max_documents": 6}),
-        Case("Calibration", documents() | {"max_documents": 6}),
+        Case("Perplexity", texts_to_evaluate() | {"window": 64, "stride": 16, "max_documents": 6}),
+        Case("Calibration", texts_to_evaluate() | {"max_documents": 6}),
         Case(
-            "Memorisation", documents() | {"prefix_tokens": 8, "continuation_tokens": 4, "max_documents": 6}
+            "Memorisation", texts_to_evaluate() | {"prefix_tokens": 8, "continuation_tokens": 4, "max_documents": 6}
         ),
-        Case("NeedleInHaystack", documents() | {"lengths": [200, 300], "depths": [0.0, 0.6], "trials": 1}),
+        Case("NeedleInHaystack", texts_to_evaluate() | {"lengths": [200, 300], "depths": [0.0, 0.6], "trials": 1}),
         Case("SampleDiversity", SAMPLED["init_args"]),
         Case(
             "AnswerQuality",
@@ -708,14 +708,14 @@ SAMPLED = {
 }
 
 
-def documents():
+def texts_to_evaluate():
     """Returns arguments of an evaluation on the kit's texts."""
     return {"documents": {"class_path": "TextDocuments", "init_args": {"source": str(text())}}}
 
 
 def evaluation(name):
     """Returns an evaluation on a few of the kit's texts."""
-    return {"class_path": name, "init_args": documents() | {"max_documents": 6}}
+    return {"class_path": name, "init_args": texts_to_evaluate() | {"max_documents": 2}}
 
 
 def problems():
