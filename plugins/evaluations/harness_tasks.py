@@ -62,7 +62,7 @@ class Tasks:
                         f"{_OWNER}.tasks: there is no task {name!r} in {folder or 'lm-eval'}.{nearest(name, known)}"
                     )
             self.tasks: dict[str, Any] = {}
-            for name in names or [n for n, entry in manager.task_index.items() if entry.kind.name == "TASK"]:
+            for name in names or [n for n, entry in manager.task_index.items() if "TASK" in entry.kind.name]:
                 self.tasks |= _load(manager, name)["tasks"]
             for name, task in self.tasks.items():
                 _build(name, task, num_fewshot, limit)

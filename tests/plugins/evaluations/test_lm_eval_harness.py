@@ -132,6 +132,20 @@ def test_filters_repeats_and_what_is_no_mean(tmp_path, capsys):
     assert any(one != other for row in found.rows for one, other in row["answers"])  # drawn with other seeds
 
 
+def test_groups_and_what_files_include(tmp_path):
+    common = TASKS["last_word"].replace("task: last_word\n", "")
+    folder = write_tasks(
+        tmp_path / "tasks",
+        words="include: shared/common\ntask: words\ntag: short\nnum_fewshot: 0\n",
+        both="group: both\ntask: [words, choice]\n",
+    )
+    (folder / "shared").mkdir()
+    (folder / "shared" / "common").write_text(common)
+    model = small_model()
+    assert list(measured(folder, model, tasks=["both"]).groups) == ["choice", "words"]
+    assert {item.group for item in LMEvalHarness(str(folder), ["short"], limit=1).items(model)} == {"words"}
+
+
 REFUSED = {
     "!function": ('doc_to_text: "{{question}}"', "doc_to_text: !function helper.text"),
     "`class`": ("output_type:", "class: helper.Task\noutput_type:"),
