@@ -18,6 +18,7 @@ from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import dp_group, dp_rank, dp_size
 from toolkit.chat_template import EndsAnswers, HasTemplate
+from toolkit.class_labels import Predicts
 from toolkit.evaluation import EvaluatedModel, Evaluation
 from toolkit.evaluation_report import write_report
 from toolkit.evaluation_results import (
@@ -172,7 +173,8 @@ class Evaluate(Callback):
             )
         end = data.end_of_text_id if isinstance(data, MarksEndOfText) else None
         stops = data.stop_ids if isinstance(data, EndsAnswers) else () if end is None else (end,)
-        state: Mapping[str, Any] = data.state_dict() if hasattr(data, "state_dict") else {}
+        learns_labels = isinstance(pl_module.objective, Predicts)
+        state: Mapping[str, Any] = data.state_dict() if learns_labels else {}
         return EvaluatedModel(
             pl_module.network,
             data.tokenizer_json,

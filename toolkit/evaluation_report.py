@@ -154,6 +154,7 @@ def draw(every: Sequence[Results]) -> Figure:
         axes.set_title(f"{name}: {key}", fontsize="small", loc="left")
         axes.set_xlabel("optimizer step", fontsize="small")
         axes.ticklabel_format(useOffset=False, style="plain")
+        axes.locator_params(axis="x", integer=True, nbins=5)
         axes.tick_params(labelsize="small")
         pictures.tidy(axes)
     for axes in grid[len(columns) :]:

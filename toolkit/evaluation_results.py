@@ -128,7 +128,9 @@ def evaluate(name: str, evaluation: Evaluation, model: EvaluatedModel, ranks: Ra
     Raises:
         ConfigError: On every rank, if one of them cannot measure an item.
     """
-    items, own, fault = [], [], ""
+    items: list[Item] = []
+    own: list[tuple[dict[str, float], dict[str, Any]]] = []
+    fault = ""
     try:
         items = list(evaluation.items(model))
         mine = items[ranks.rank :: ranks.size]

@@ -154,6 +154,7 @@ def draw(runs: Sequence[Evaluated], rows: Sequence[tuple[str, ...]]) -> Figure:
         axes.set_title(f"{name}: {key}", fontsize="small", loc="left")
         axes.tick_params(labelsize="small")
         axes.ticklabel_format(axis="x", useOffset=False)
+        axes.locator_params(axis="x", nbins=5)
         pictures.tidy(axes)
     for axes in grid[len(wanted) :]:
         axes.set_visible(False)

@@ -179,10 +179,17 @@ class NeedleInHaystack(Evaluation):
         ]
         figure = pictures.new_figure(1.6 + 0.9 * len(self.lengths), 1.4 + 0.5 * len(self.depths))
         axes = figure.subplots()
-        image = axes.imshow(shares, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+        image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues", aspect="auto")
         for row, values in enumerate(shares):
             for column, value in enumerate(values):
-                axes.text(column, row, f"{value:.0%}", ha="center", va="center")
+                axes.text(
+                    column,
+                    row,
+                    f"{value:.0%}",
+                    ha="center",
+                    va="center",
+                    color="white" if value > 0.6 else "black",
+                )
         axes.set_xticks(range(len(self.lengths)), [f"{length:,}" for length in self.lengths])
         axes.set_yticks(range(len(self.depths)), [f"{depth:.0%}" for depth in self.depths])
         axes.set_xlabel("length (tokens)")

@@ -15,7 +15,7 @@ from tests.support.evaluated import certain, measure, model
 
 def alphabet(ids):
     """The next letter; behind z the first."""
-    return ids[-1] + 1
+    return (ids[-1] + 1) % 257
 
 
 def test_what_a_network_continues_verbatim_is_counted(tmp_path):
@@ -48,9 +48,9 @@ def reading(given, seen_from):
 def test_a_network_that_reads_all_finds_every_needle_and_one_that_sees_the_end_those_there(tmp_path):
     (tmp_path / "text.txt").write_text("It was a day like all others. Nobody came. " * 40)
     reader = TextDocuments(str(tmp_path))
-    evaluation = NeedleInHaystack(reader, lengths=[300, 500], depths=[0.0, 1.0], trials=1)
+    evaluation = NeedleInHaystack(reader, lengths=[280], depths=[0.0, 1.0], trials=1)
     given = [None]
-    for seen, shares in ((10_000, (1.0, 1.0)), (200, (0.0, 1.0))):
+    for seen, shares in ((10_000, (1.0, 1.0)), (180, (0.0, 1.0))):
         given[0] = model(certain(257, reading(given, seen)))
         found = measure(evaluation, given[0])
         assert (found["recall_at_0"], found["recall_at_100"]) == shares
