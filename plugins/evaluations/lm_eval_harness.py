@@ -28,7 +28,7 @@ MEAN, EXPONENTIAL, BITS = "mean", "exponential", "bits"
     needs=(Package("lm_eval>=0.4.13,<0.5", extra="lm-eval"),),
 )
 class LMEvalHarness(Evaluation):
-    """Runs tasks of lm-eval (`lm-evaluation-harness`), without an export and without the network in between.
+    """Runs tasks of lm-eval (`lm-evaluation-harness`) on the network as it is, without an export.
 
     Requests, few-shot examples, filters and metrics are lm-eval's; a network and the same one exported for transformers (`export
     --format hf`, then lm-eval's model `hf`) give the same log-probabilities up to rounding. Continuations that differ in their
