@@ -64,7 +64,7 @@ def test_pairs(model, tmp_path):
     assert found["stereotype_share"] == expected / 4
     # float32 logits of two sentences of about 60 nats
     assert found["difference_nats"] == pytest.approx(sum(map(abs, differences)) / 4, abs=1e-5)
-    assert list(whole.groups) == ["age", "gender"]
+    assert set(whole.groups) == {"age", "gender"}
 
     table = tmp_path / "crows_pairs_anonymized.csv"  # with the columns of the published file
     rows = [
