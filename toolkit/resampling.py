@@ -16,6 +16,9 @@ RESAMPLES = 1000
 LEVEL = 0.95
 """Of intervals."""
 
+ROUNDING = 2.0**-20
+"""Differences of figures, relatively, that float32 explains: batches of another size, another device."""
+
 _AT_ONCE = 1 << 22
 """Weights of items that exist at a time."""
 
@@ -106,8 +109,9 @@ def difference(
     for name in both:
         gap = float(after[name][0] - before[name][0])
         moved = _column(permuted[1], name, resamples) - _column(permuted[0], name, resamples)
-        # rounding may not tell apart what is the same: a tie counts
-        as_large = np.abs(moved) >= abs(gap) - 1e-12 * max(abs(before[name][0]), abs(after[name][0]))
+        size = max(abs(before[name][0]), abs(after[name][0]))
+        as_large = np.abs(moved) >= abs(gap) - 1e-12 * size  # ties count
+        as_large |= abs(gap) <= ROUNDING * size
         limits = _limits(_column(bootstrap[1], name, resamples) - _column(bootstrap[0], name, resamples))
         known = np.isfinite(moved)
         p_value = (1 + int((as_large & known).sum())) / (1 + int(known.sum()))

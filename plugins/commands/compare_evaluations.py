@@ -99,7 +99,7 @@ def compared(runs: Sequence[Evaluated]) -> tuple[list[tuple[str, ...]], list[str
 
 def _cells(gap: Difference, p_value: float, count: int) -> list[str]:
     verdict = NOTHING if p_value >= LEVEL else "higher" if gap.second > gap.first else "lower"
-    if gap.least * count >= LEVEL and gap.second != gap.first:
+    if gap.least * count >= LEVEL and gap.p_value < 1:
         verdict = FEW
     limits = "" if math.isnan(gap.low) else f" [{gap.low:+.3g}, {gap.high:+.3g}]"
     return [f"{gap.second - gap.first:+.4g}{limits}", f"{p_value:.3f}", verdict]

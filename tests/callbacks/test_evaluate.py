@@ -1,4 +1,4 @@
-"""Evaluate: closed form, what it leaves alone, failures. What it writes: tests/plugins/commands/test_evaluate.py."""
+"""Evaluate: closed form, what it leaves alone, failures. What it writes: tests/plugins/commands/test_evaluate_command.py."""
 
 import json
 
