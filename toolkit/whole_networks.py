@@ -19,17 +19,17 @@ __all__ = ["as_forward", "gathered", "sharding_faults"]
 
 T = TypeVar("T")
 
-SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")
+SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 """Strategies under which ranks with different tokens need each other's weights, and which cannot gather them once."""
 
 WHOLE = (
-    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, or "
-    "HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
+    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, "
+    "DeepSpeedZero with stage 1 or 2, or HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
 )
 
 TOGETHER = (
-    "ranks see texts of different lengths, for which each group needs all weights: take --trainer.strategy=DDP, FSDP, or "
-    "HybridParallel without sequence, context and expert"
+    "ranks see texts of different lengths, for which each group needs all weights: take --trainer.strategy=DDP, FSDP, "
+    "DeepSpeedZero with stage 1 or 2, or HybridParallel without sequence, context and expert"
 )
 
 
@@ -42,7 +42,12 @@ def sharding_faults(run: Run, together: bool = False) -> Iterator[str]:
             those of a pipeline, or have a part of the vocabulary each.
     """
     for item in run.selected:
-        if item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments, together)):
+        cuts = item.name == "DeepSpeedZero" and item.arguments.get("stage") == 3
+        if (
+            cuts
+            or item.name in SHARDING
+            or (item.name == "HybridParallel" and _splits(item.arguments, together))
+        ):
             yield f"{item.name} shards the network, and {TOGETHER if together else WHOLE}"
 
 
