@@ -181,7 +181,7 @@ def _groups(items: Sequence[Item]) -> list[str]:
 
 def flat_figures(results: Mapping[str, SetResult]) -> dict[str, float]:
     """Returns figures by the names that they are logged under: `eval/SET/FIGURE` and `eval/SET/GROUP/FIGURE`."""
-    found = {}
+    found: dict[str, float] = {}
     for name, result in results.items():
         found |= {f"eval/{name}/{figure}": one.value for figure, one in result.figures.items()}
         for group, figures in result.groups.items():

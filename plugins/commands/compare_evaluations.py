@@ -87,9 +87,9 @@ def compared(runs: Sequence[Evaluated]) -> tuple[list[tuple[str, ...]], list[str
     for one in others:
         header += [f"{one.label} - {first.label}", "p (adjusted)", "verdict"]
     table = [tuple(header)]
-    for name, figure, found in rows:
+    for name, figure, gaps in rows:
         cells = [name, figure, *(shown(one.results.sets[name].figures[figure]) for one in runs)]
-        for gap in found:
+        for gap in gaps:
             cells += ["-", "-", "-"] if gap is None else _cells(gap, next(corrected), len(tests))
         table.append(tuple(cells))
     if len({one.results.tokenizer for one in runs}) > 1:
@@ -115,7 +115,8 @@ def _differences(runs: Sequence[Evaluated], name: str) -> tuple[list[Mapping[str
         return [{}] * len(others), [f"{name} is not tested: {why}."]
     figures = entry.load().figures
     own = {_key(row): row["sums"] for row in read_items(first.folder, first.results.step, name)}
-    found, notes = [], []
+    found: list[Mapping[str, Difference]] = []
+    notes = []
     for one in others:
         theirs = {_key(row): row["sums"] for row in read_items(one.folder, one.results.step, name)}
         both = [key for key in own if key in theirs]

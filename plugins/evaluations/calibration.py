@@ -145,7 +145,7 @@ def bins(model: EvaluatedModel, batch: Mapping[str, Tensor]) -> Tensor:
 
 def _named(counts: Tensor) -> dict[str, float]:
     """Returns the sums of a document, without empty bins."""
-    found = {}
+    found: dict[str, float] = {}
     for number, (tokens, confidence, hits) in enumerate(counts.tolist()):
         if tokens:
             found |= {f"tokens_{number}": tokens, f"confidence_{number}": confidence, f"hits_{number}": hits}

@@ -94,7 +94,7 @@ class Classification(Evaluation):
         sums: dict[str, float] = {}
         if task == "words":
             found = found if len(found) == len(wanted) else [None] * len(wanted)
-            pairs = list(zip(wanted, found, strict=True))
+            pairs: list[tuple[Any, Any]] = list(zip(wanted, found, strict=True))
             sums |= {"places": float(len(pairs)), "right": float(sum(one == other for one, other in pairs))}
         else:
             pairs = [(one, one if one in found else None) for one in wanted]

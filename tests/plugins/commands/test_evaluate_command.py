@@ -44,7 +44,7 @@ def trained(tmp_path_factory):
     values["trainer"]["default_root_dir"] = str(folder / "runs" / "one")
     (folder / "run.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     (folder / "evaluation.yaml").write_text(yaml.safe_dump(overlay(), sort_keys=False))
-    done = run(["fit", "--config", folder / "run.yaml"], folder, cwd=folder)
+    done = run(["fit", "--config", str(folder / "run.yaml")], folder, cwd=folder)
     assert done.code == 0, done.stderr
     return folder
 
@@ -195,7 +195,7 @@ def test_sharded_weights_give_the_figures_of_one_process(tmp_path, strategy):
             devices if chosen == {"class_path": "FSDP"} else 1
         )
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
-        done = run(["fit", "--config", tmp_path / f"{name}.yaml"], tmp_path, ranks=devices, cwd=tmp_path)
+        done = run(["fit", "--config", str(tmp_path / f"{name}.yaml")], tmp_path, ranks=devices, cwd=tmp_path)
         assert done.code == 0, done.stderr
         found.append(results(tmp_path / name / "evaluation", 8))
     for name, one in found[0].items():
