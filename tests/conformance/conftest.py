@@ -423,6 +423,11 @@ def _cases():
             tolerance=1e-4,
         ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("LossBreakdown", {"every_n_steps": 4, "first_bin": 4}),
+        Case("CollectiveMonitor", {"every_n_steps": 4}),
+        Case("Profile", {"at_step": 3, "steps": 1}),
+        Case("EnergyMonitor", {"watts": 100.0, "grams_per_kwh": 400.0}),
+        Case("StepTime", {"window": 4, "every_n_steps": 2}),
         Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
