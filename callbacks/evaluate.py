@@ -53,7 +53,7 @@ class Evaluate(Callback):
     other with these. `python -m core evaluate` does the same for a checkpoint.
 
     Training stays as it is to the last bit. Data-parallel ranks share the items. Each needs all weights, or shares them with ranks
-    that have the same tokens (tensor parallelism); FSDP gathers them for an evaluation. The weights are those that validation
+    that have the same tokens (tensor and pipeline parallelism); FSDP gathers them for an evaluation. The weights are those that validation
     sees: of a schedule-free optimizer the average.
 
     A mistake in an evaluation's arguments shows before training. An evaluation that fails during training, such as of a network that
@@ -94,7 +94,7 @@ class Evaluate(Callback):
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields an error for a network of which no rank can have all weights."""
-        yield from sharding_faults(run)
+        yield from sharding_faults(run, together=True)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Reads what will be evaluated, so that mistakes show now."""

@@ -13,6 +13,7 @@ from tests.conformance.compatibility import entries, overlay_of
 from tests.conformance.conftest import (
     bytes_tokenizer,
     evaluation_items,
+    harness_folder,
     html_pages,
     instructions,
     labelled,
@@ -95,6 +96,7 @@ def own_files(path):
             lambda: ["--data.source", problems()],
         ),
         "answer_quality": lambda: [evaluated("questions", problems())],
+        "lm_eval_harness": lambda: [evaluated("harness", harness_folder(), "folder")],
         "classification": lambda: [
             "--data.source",
             labelled()["source"],
@@ -113,8 +115,8 @@ def own_files(path):
     return [str(word) for word in found.get(path.stem, list)()]
 
 
-def evaluated(name, source):
-    return f"--callbacks.Evaluate.evaluations.{name}.init_args.source={source}"
+def evaluated(name, source, argument="source"):
+    return f"--callbacks.Evaluate.evaluations.{name}.init_args.{argument}={source}"
 
 
 def with_reward(argument, value):

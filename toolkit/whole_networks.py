@@ -27,26 +27,42 @@ WHOLE = (
     "DeepSpeedZero with stage 1 or 2, or HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
 )
 
+TOGETHER = (
+    "ranks see texts of different lengths, for which each group needs all weights: take --trainer.strategy=DDP, FSDP, "
+    "DeepSpeedZero with stage 1 or 2, or HybridParallel without sequence, context and expert"
+)
 
-def sharding_faults(run: Run) -> Iterator[str]:
-    """Yields an error for each strategy of a run under which ranks cannot have all weights for a while."""
+
+def sharding_faults(run: Run, together: bool = False) -> Iterator[str]:
+    """Yields an error for each strategy of a run under which ranks cannot have all weights for a while.
+
+    Args:
+        run: The run.
+        together: Whether ranks with the same tokens call the network together, always within :func:`gathered`: then they may be
+            those of a pipeline, or have a part of the vocabulary each.
+    """
     for item in run.selected:
         cuts = item.name == "DeepSpeedZero" and item.arguments.get("stage") == 3
-        if cuts or item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments)):
-            yield f"{item.name} shards the network, and {WHOLE}"
+        if (
+            cuts
+            or item.name in SHARDING
+            or (item.name == "HybridParallel" and _splits(item.arguments, together))
+        ):
+            yield f"{item.name} shards the network, and {TOGETHER if together else WHOLE}"
 
 
-def _splits(sizes: Mapping[str, Any]) -> bool:
-    """Returns whether HybridParallel of these sizes splits up more than weights."""
+def _splits(sizes: Mapping[str, Any], together: bool) -> bool:
+    """Returns whether HybridParallel of these sizes splits up more than weights, and what ranks can call together."""
     vocabulary = (sizes.get("tensor") or 1) > 1 and sizes.get("loss_parallel", True)
-    return bool(
-        vocabulary
-        or any((sizes.get(name) or 1) > 1 for name in ("sequence", "context", "pipeline", "expert"))
-    )
+    kinds = ("sequence", "context", "expert", *(() if together else ("pipeline",)))
+    return bool((vocabulary and not together) or any((sizes.get(name) or 1) > 1 for name in kinds))
 
 
 def gathered(trainer: Trainer, network: Any) -> AbstractContextManager[Any]:
-    """Context with all weights of a network on each rank, where the strategy shards them; within :func:`as_forward`."""
+    """Context with all weights of a network on each rank, where the strategy shards them; within :func:`as_forward`.
+
+    Ranks of a pipeline call the network together, and each has what the full network returns.
+    """
     strategy = trainer.strategy
     return strategy.gathered(network) if isinstance(strategy, GathersNetworks) else nullcontext()
 

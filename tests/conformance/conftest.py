@@ -22,6 +22,7 @@ from tests.conformance.compatibility import SHORT
 from tests.support import slurm
 from tests.support.archives import page, response, write_archive
 from tests.support.books import epub, lines, pdf
+from tests.support.harness_tasks import write_tasks
 from tests.support.raw_folders import write_mds, write_texts
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
@@ -230,6 +231,12 @@ def pytest_leyden_cases():
 
 
 @cache  # some write their data; test modules ask for the cases, too
+@cache
+def harness_folder():
+    """A folder with tasks of lm-eval."""
+    return write_tasks(workshop() / "lm-eval" / "tasks")
+
+
 def _cases():
     return [
         Case("ActivationCheckpointing", {"keep": ["mm"]}),
@@ -263,11 +270,16 @@ def _cases():
             {"every_n_steps": 3, "evaluations": {"loss": evaluation("Perplexity")}},
         ),
         Case("Perplexity", texts_to_evaluate() | {"window": 64, "stride": 16, "max_documents": 6}),
+        Case("LMEvalHarness", {"folder": str(harness_folder()), "limit": 2}),
         Case("Calibration", texts_to_evaluate() | {"max_documents": 6}),
         Case(
-            "Memorisation", texts_to_evaluate() | {"prefix_tokens": 8, "continuation_tokens": 4, "max_documents": 6}
+            "Memorisation",
+            texts_to_evaluate() | {"prefix_tokens": 8, "continuation_tokens": 4, "max_documents": 6},
         ),
-        Case("NeedleInHaystack", texts_to_evaluate() | {"lengths": [200, 300], "depths": [0.0, 0.6], "trials": 1}),
+        Case(
+            "NeedleInHaystack",
+            texts_to_evaluate() | {"lengths": [200, 300], "depths": [0.0, 0.6], "trials": 1},
+        ),
         Case("SampleDiversity", SAMPLED["init_args"]),
         Case(
             "AnswerQuality",
