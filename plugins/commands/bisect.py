@@ -165,7 +165,9 @@ def _by_checkpoints(a: Recorded, b: Recorded) -> tuple[Difference | None, int]:
     return (None if high == len(steps) else Difference(steps[high], "weights")), equal
 
 
-def _cause(a: Recorded, b: Recorded, found: Difference, replayed: tuple[int, Path], replays: Replays) -> Verdict:
+def _cause(
+    a: Recorded, b: Recorded, found: Difference, replayed: tuple[int, Path], replays: Replays
+) -> Verdict:
     """Says why the replays of both runs differ; `replayed`: the step from which, and the folder of A's replay."""
     from plugins.commands.bisect_cause import FEW, ROUNDING
     from plugins.commands.bisect_runs import differing_settings, spelled, value_at
@@ -228,15 +230,15 @@ def _guilty_settings(
 
     if not differs(paths):
         return []
+    together = paths  # the fewest that were tried and act
     while len(paths) > 1:
         half = paths[: len(paths) // 2]
-        rest = paths[len(half) :]
         if differs(half):
-            paths = half
-        elif differs(rest):
-            paths = rest
-        else:  # they act together
-            break
+            paths = together = half
+        else:
+            paths = paths[len(half) :]
+    if paths != together and not differs(paths):
+        return together  # no half of them acts alone
     return paths
 
 
