@@ -50,7 +50,8 @@ class ConvergenceMonitor(Callback):
     so that a resumed run does the same.
 
     Args:
-        window: Validations that are looked at; from 5 upwards, with 4 no interval excludes anything.
+        window: Validations that are looked at; from 5 upwards: of 4, even the extreme slopes
+            are no interval of 95%.
         scale: What the loss falls along: "linear", steps; "log", their logarithm, as losses of long runs do. The slope
             is then that at the present step.
         tolerance: Loss per 1000 steps below which a slope is none, in the unit of the loss.
