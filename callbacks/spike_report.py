@@ -127,6 +127,7 @@ class SpikeReport(Callback):
         self._cursor = self._batches.cursor
         self._step, self._looked = trainer.global_step, trainer.global_step
         self._due: dict[str, Any] | None = None
+        self._seen = 0
 
     @property
     def _batches(self) -> Any:
@@ -157,10 +158,10 @@ class SpikeReport(Callback):
             return
         step = trainer.global_step
         if step <= self._step:
-            self._due = self._of_rollback(trainer)
+            self._due, self._seen = self._of_rollback(trainer), self._step + 1
             self._looked = step
         elif pl_module.logging_step:
-            self._due = self._due or self._of_steps(trainer, step)
+            self._due, self._seen = self._of_steps(trainer, step), step
             self._looked = step
         self._step = step
         if self._written >= self.most:
@@ -271,7 +272,7 @@ class SpikeReport(Callback):
         guilty_row = None if index is None else rows[index]
         text = as_markdown(spike, usual, whole, rows, guilty_row, trials, moved, f"{name}.png")
         folder.mkdir(parents=True, exist_ok=True)
-        pictures.save(draw(self._history.cpu().numpy(), step, moved), folder / f"{name}.png")
+        pictures.save(draw(self._history.cpu().numpy(), step, self._seen, moved), folder / f"{name}.png")
         durable.write(folder / f"{name}.md", text)
         verdict = {"step": step, "guilty": guilty_row and list(guilty_row), "trials": trials, "blocks": moved}
         durable.write(folder / f"{name}.json", json.dumps(verdict, indent=1) + "\n")
@@ -335,12 +336,12 @@ def as_markdown(
     return "\n".join(lines) + "\n"
 
 
-def draw(history: np.ndarray, step: int, moved: dict[str, float]) -> Figure:
-    """Draws loss and gradient norm of the last steps (3, n), the spike marked, and the updates by block."""
+def draw(history: np.ndarray, step: int, seen: int, moved: dict[str, float]) -> Figure:
+    """Draws loss and gradient norm of the n steps up to `seen`, (3, n), the spike marked, and the updates by block."""
     figure = pictures.new_figure(9, 7)
     loss_axes, norm_axes, block_axes = figure.subplots(3, 1)
     width = history.shape[1]
-    steps = np.arange(max(1, step - width // 2), step + width // 2)
+    steps = np.arange(max(1, seen - width + 1), seen + 1)
     steps = steps[np.isfinite(history[2, (steps - 1) % width])]
     for axes, row, name in ((loss_axes, 0, "loss"), (norm_axes, 1, "gradient norm")):
         axes.plot(steps, history[row, (steps - 1) % width], color="tab:blue", linewidth=1.2)

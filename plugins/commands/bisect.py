@@ -201,11 +201,11 @@ def _cause(
     if begin and (parts := _state_differences(a.checkpoints[begin], b.checkpoints[begin])):
         verdict.cause = "optimizer state"
         verdict.text = f"The state in the checkpoints of step {begin:,} is another one: {parts[0]}."
-    elif found.stage in ("outputs", "gradients") and found.largest <= ROUNDING:
+    elif found.stage in ("outputs", "gradients") and found.relative <= ROUNDING:
         verdict.cause = "reduction order"
         verdict.text = (
-            f"{found.names[0]} sums in another order in {where}: from equal weights and an equal batch, gradients differ by at "
-            f"most {found.largest:.1e} of their largest value."
+            f"{found.names[0]} sums in another order in {where}: from equal weights and an equal batch, gradients differ by "
+            f"{found.relative:.1e} of their norm."
         )
     else:
         verdict.text = f"The runs compute something else in {where}, from equal settings: data files, code or environment differ."

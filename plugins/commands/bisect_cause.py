@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +18,9 @@ FEW = 16
 """Elements up to which single weights or tokens are named as the cause."""
 
 ROUNDING = 2.0**-10
-"""Difference of gradients, over the largest of a tensor, up to which another order of a reduction can be the cause in
-float32; a rounding is 2**-24 of a value, and sums of opposite signs raise it."""
+"""Norm of the difference of all gradients, over their norm, up to which another order of a reduction can be the cause; a
+rounding is 2**-24 of a value in float32, and sums of opposite signs raise it. Single tensors tell less: where the gradient is 0
+but for rounding, as that of the bias of keys, all of it differs."""
 
 STAGES = ("before", "batch", "outputs", "gradients", "after")
 """What a step computes, each from what is before it."""
@@ -35,7 +37,7 @@ class Difference:
         names: Tensors or modules that differ, the first one first.
         lines: What is known of them, in words.
         elements: How many elements differ, where tensors were compared.
-        largest: Largest difference over the largest value of a tensor, where tensors were compared.
+        relative: Norm of the differences over that of all values, where tensors were compared.
     """
 
     step: int
@@ -44,7 +46,7 @@ class Difference:
     names: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     elements: int = 0
-    largest: float = 0.0
+    relative: float = 0.0
 
 
 def first_recorded(a: Mapping[int, Chain], b: Mapping[int, Chain]) -> tuple[Difference | None, int]:
@@ -130,7 +132,7 @@ def compare_tensors(found: Difference, a: Path, b: Path) -> None:
     """Adds to a difference which elements of the tensors of its step differ; `a` and `b` are folders of replays."""
     stage = "gradients" if found.stage == "outputs" else found.stage
     one, two = _tensors(a, found.rank, stage), _tensors(b, found.rank, stage)
-    differing = []
+    differing, squares = [], [0.0, 0.0]
     for name, tensor in one.items():
         other = two.get(name)
         if other is None or other.shape != tensor.shape:
@@ -139,15 +141,17 @@ def compare_tensors(found: Difference, a: Path, b: Path) -> None:
             )
             found.elements += tensor.numel()
             continue
+        squares[1] += float(tensor.double().square().sum())
         places = (_bytes(tensor) != _bytes(other)).any(1).nonzero()[:, 0]
         if len(places):
             differing.append(name)
             found.elements += len(places)
-            found.largest = max(found.largest, _relative(tensor, other))
+            squares[0] += float((tensor.double() - other.double()).square().sum())
             for place in places[:2]:
                 index = [int(i) for i in torch.unravel_index(place, tensor.shape)]
                 values = (t[tuple(index)].item() for t in (tensor, other))
                 found.lines.append(f"{name}{index}: {' in A, '.join(map(repr, values))} in B")
+    found.relative = math.sqrt(squares[0] / squares[1]) if squares[1] else math.inf
     if found.stage != "outputs":
         found.names = differing or found.names
 
@@ -156,13 +160,6 @@ def _bytes(tensor: Tensor) -> Tensor:
     """Returns the bytes of each element, (elements, bytes)."""
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8).view(len(flat), tensor.element_size())
-
-
-def _relative(a: Tensor, b: Tensor) -> float:
-    if not a.is_floating_point():
-        return float("inf")
-    a, b = a.double(), b.double()
-    return float((a - b).abs().max() / a.abs().max().clamp(min=1e-300))
 
 
 def _tensors(folder: Path, rank: int, stage: str) -> dict[str, Tensor]:
