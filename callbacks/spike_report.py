@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 ROLLBACKS = "spike_rollbacks.json"
 """What SpikeRollback writes into the run folder."""
 
+SPIKE = ("loss", "gradient_norm", "loss_limit", "gradient_norm_limit")
+"""What it says of a spike."""
+
 REQUEST = "report-spike"
 """A file of this name in the run folder asks for a report on the last step."""
 
@@ -122,7 +125,7 @@ class SpikeReport(Callback):
                 f"SpikeReport: {type(self._data).__name__} does not record its position in the data."
             )
         self._window.to(pl_module.device)
-        self._history = torch.full((3, KEPT_STEPS), torch.nan, device=pl_module.device)  # loss, norm, outlier
+        self._history = torch.full((5, KEPT_STEPS), torch.nan, device=pl_module.device)  # see `take`
         self._read: deque[ReadAt] = deque(maxlen=KEPT_STEPS * trainer.accumulate_grad_batches)
         self._cursor = self._batches.cursor
         self._step, self._looked = trainer.global_step, trainer.global_step
@@ -144,10 +147,9 @@ class SpikeReport(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Judges the step, on the device."""
-        outlier, figures, _ = self._window.take(pl_module.step_loss, pl_module.gradient_norm(optimizer))
+        outlier, figures, limits = self._window.take(pl_module.step_loss, pl_module.gradient_norm(optimizer))
         column = self._history[:, trainer.global_step % KEPT_STEPS]
-        column[:2] = figures
-        column[2] = outlier
+        column[:2], column[2], column[3:] = figures, outlier, limits
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -173,8 +175,8 @@ class SpikeReport(Callback):
         if trainer.is_global_zero:
             try:
                 last = parse_json(read_inside(Path(trainer.default_root_dir), ROLLBACKS))[-1]
-                spike = {name: float(last[name]) for name in ("step", "loss", "gradient_norm")}
-                spike |= {"rewound": float(last["rewound_to_step"])}
+                figures = [float(last[name]) for name in SPIKE]
+                spike = _spike(int(last["step"]), figures) | {"rewound": float(last["rewound_to_step"])}
             except (OSError, ValueError, KeyError, TypeError, IndexError):
                 spike = None  # something else went back
         found: dict[str, Any] | None = trainer.strategy.broadcast(spike)
@@ -193,8 +195,8 @@ class SpikeReport(Callback):
             spike = trainer.strategy.broadcast(spike)
         if spike is None:
             return None
-        loss, norm, _ = table[:, (spike - 1) % KEPT_STEPS].tolist()
-        return {"step": float(spike), "loss": loss, "gradient_norm": norm}
+        loss, norm, _, loss_limit, norm_limit = table[:, (spike - 1) % KEPT_STEPS].tolist()
+        return _spike(spike, [loss, norm, loss_limit, norm_limit])
 
     def _report(self, trainer: Trainer, pl_module: Any, spike: dict[str, Any]) -> None:
         """Makes the trial steps and writes the report."""
@@ -213,13 +215,11 @@ class SpikeReport(Callback):
         batch, before = batches_of(trainer, parts), batches_of(trainer, earlier)
         documents = documents_of(trainer, parts, batch)
         usual, whole = measure(trainer, before), measure(trainer, batch)
-        loss_rises = not whole.loss <= usual.loss or whole.norm <= usual.norm
-        by = "loss" if loss_rises and not whole.norm / usual.norm > 2 * whole.loss / usual.loss else "norm"
-        found, trials = guilty(trainer, batch, documents, usual, by)
-        if found is None:
-            other = "norm" if by == "loss" else "loss"
-            found, more = guilty(trainer, batch, documents, usual, other)
-            trials += more
+        found, trials = None, 0
+        for by in spike["above"]:
+            if found is None:
+                found, more = guilty(trainer, batch, documents, usual, by)
+                trials += more
         moved = _ratios(update_norms(trainer, batch, group_of), update_norms(trainer, before, group_of))
         texts = self._texts(batch, documents, trainer)
         self._written += 1
@@ -282,6 +282,17 @@ class SpikeReport(Callback):
             else "no document is guilty alone"
         )
         say(trainer, self, f"step {step:,}: {which}; {folder / name}.md")
+
+
+def _spike(step: int, figures: list[float]) -> dict[str, Any]:
+    """Returns a spike, given loss, norm, and the limits of both; `above`: which of them make it one."""
+    loss, norm, loss_limit, norm_limit = figures
+    above = [
+        name
+        for name, value, limit in (("loss", loss, loss_limit), ("norm", norm, norm_limit))
+        if not value <= limit
+    ]
+    return {"step": step, "loss": loss, "gradient_norm": norm, "above": above}
 
 
 def _ratios(batch: dict[str, float], usual: dict[str, float]) -> dict[str, float]:

@@ -74,26 +74,34 @@ def bad(kind: str, language: Language, seed: int, length: int) -> list[int]:
     return Language(seed + 1000).document(length)
 
 
-def judge(kind: str, seed: int, folder: Path) -> tuple[int | None, int, dict[str, Any]]:
-    """Trains; returns the document that the report names, the one that is another, and the report."""
+def judge(
+    kind: str, seed: int, folder: Path, report: bool = True
+) -> tuple[int | None, int, dict[str, Any], Any]:
+    """Trains; returns the document that the report names, the one that is another, the report, and the weights at the end."""
     texts, poison = documents(kind, seed)
     for split in ("train", "validation"):
         TokenShards(1000).write(texts, folder / split, vocab_size=VOCAB)
-    callbacks = [
-        SpikeRollback(window=20, sigma=6.0, rewind_steps=3, skip_batches=4, snapshot_every_n_steps=1, norm_factor=3.0),
-        SpikeReport(window=20, norm_factor=3.0),
+    callbacks: list[Any] = [
+        SpikeRollback(
+            window=20, sigma=6.0, rewind_steps=3, skip_batches=4, snapshot_every_n_steps=1, norm_factor=3.0
+        ),
+        *([SpikeReport(window=20, norm_factor=3.0)] if report else []),
     ]
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_steps": STEPS, "limit_val_batches": 0, "use_distributed_sampler": False}
-    runner = trainer(folder / "run", callbacks=preflight.ordered(callbacks), **options | {"log_every_n_steps": 2})
+    runner = trainer(
+        folder / "run", callbacks=preflight.ordered(callbacks), **options | {"log_every_n_steps": 2}
+    )
     data = StoredTokens(str(folder), LENGTH, ROWS, shuffle=False)
     data.vocab_size = VOCAB
-    runner.fit(module(optimizer=lambda groups: AdamW(groups, lr=0.02)), datamodule=data)
+    trained = module(optimizer=lambda groups: AdamW(groups, lr=0.02))
+    runner.fit(trained, datamodule=data)
+    weights = [parameter.detach() for parameter in trained.parameters()]
     reports = sorted((folder / "run" / "spike_report").glob("*.json"))
     if not reports:
-        return None, poison, {}
-    report = json.loads(reports[0].read_text())
-    return (int(report["guilty"][1].replace(",", "")) if report["guilty"] else None), poison, report
+        return None, poison, {}, weights
+    found = json.loads(reports[0].read_text())
+    return (int(found["guilty"][1].replace(",", "")) if found["guilty"] else None), poison, found, weights
 
 
 def main(first: int = 0, last: int = 20) -> None:
@@ -102,10 +110,12 @@ def main(first: int = 0, last: int = 20) -> None:
     right = 0
     for kind, seed in cases:
         with tempfile.TemporaryDirectory() as name:
-            found, poison, report = judge(kind, seed, Path(name))
+            found, poison, report, _ = judge(kind, seed, Path(name))
         right += found == poison
         trials = report.get("trials")
-        print(f"{'right' if found == poison else 'WRONG'} {kind}, seed {seed}: document {found}, it is {poison}; {trials} trial steps")
+        print(
+            f"{'right' if found == poison else 'WRONG'} {kind}, seed {seed}: document {found}, it is {poison}; {trials} trial steps"
+        )
     print(f"{right} of {len(cases)}")
 
 
