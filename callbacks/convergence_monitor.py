@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +30,7 @@ ENDS = ("converged", "over-fitting", "diverging")
 @technique(
     paper="slope and interval: Sen, JASA 63, 1968 (median of the slopes between all pairs; interval from Kendall's tau)",
     conflicts=NOT_RESTORABLE,
+    after=("RandomRestart",),
     before=("ExponentialMovingAverage", "GradientClip"),
 )
 class ConvergenceMonitor(Callback):
@@ -123,6 +125,12 @@ class ConvergenceMonitor(Callback):
             folder = Path(trainer.default_root_dir, "first_weights")
             self._ring = SnapshotRing(2**62, folder)
             self._ring.find(trainer, self._found)
+            if trainer.global_step and not self._ring:
+                say(
+                    trainer,
+                    self,
+                    f"{folder} does not hold the first weights on each rank: this run cannot begin again.",
+                )
         self._set_rate(pl_module)
         if self._restarted and self.new_seed:
             pl_module.seed += self._restarted
@@ -152,7 +160,7 @@ class ConvergenceMonitor(Callback):
         step, total = trainer.global_step, self._training
         if self._points and self._points[-1][0] == step:  # a resumed run validates again
             return
-        mean = total[0] / total[1] if total[1] else math.nan
+        mean = total[0] / total[1] if total[1] else None
         self._points.append([step, float(trainer.callback_metrics["val/loss"]), mean])
         self._points, self._training = self._points[-self.window :], [0.0, 0.0]
         before, (self.verdict, figures) = (
@@ -206,12 +214,12 @@ SLOPE = "convergence/slope_per_1000_steps"
 
 
 def judge(
-    points: list[list[float]], window: int, scale: str = "linear", tolerance: float = 0.01
+    points: Sequence[Sequence[float | None]], window: int, scale: str = "linear", tolerance: float = 0.01
 ) -> tuple[str, dict[str, float]]:
     """Returns the verdict on validations, and the figures that it rests on; none while there are too few.
 
     Args:
-        points: (step, validation loss, mean training loss since the validation before) of each, oldest first.
+        points: (step, validation loss, mean training loss since the validation before, None if none was logged) of each, oldest first.
         window: How many it takes.
         scale: "linear" or "log".
         tolerance: See :class:`ConvergenceMonitor`.
