@@ -160,7 +160,7 @@ class ConvergenceMonitor(Callback):
         step, total = trainer.global_step, self._training
         if self._points and self._points[-1][0] == step:  # a resumed run validates again
             return
-        mean = total[0] / total[1] if total[1] else None
+        mean: float | None = total[0] / total[1] if total[1] else None
         self._points.append([step, float(trainer.callback_metrics["val/loss"]), mean])
         self._points, self._training = self._points[-self.window :], [0.0, 0.0]
         before, (self.verdict, figures) = (

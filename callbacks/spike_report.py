@@ -253,7 +253,7 @@ class SpikeReport(Callback):
         folder = getattr(self._data, "folder", None)
         numbers = [d.place.document for d in documents if d.place.document >= 0]
         sources = sources_of(Path(folder), "train", numbers) if folder is not None else {}
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for index, (rank, part, place) in enumerate(documents):
             source, name = sources.get(place.document, ("", ""))
             number = f"{place.document:,}" if place.document >= 0 else "?"

@@ -138,10 +138,10 @@ def only(
     return result
 
 
-def measure(trainer: Trainer, micro_batches: Sequence[Any]) -> Measured:
+def measure(trainer: Trainer, micro_batches: Sequence[Batch]) -> Measured:
     """Makes a trial step on micro-batches; called on every rank."""
     module: Any = trainer.lightning_module
-    with trial(trainer, batches=[dict(batch) for batch in micro_batches]) as steps:
+    with trial(trainer, batches=[{**batch} for batch in micro_batches]) as steps:
         loss = float(next(steps))
         norm = float(module.gradient_norm(trainer.optimizers[0]))
     return Measured(loss, norm)
@@ -155,7 +155,7 @@ def update_norms(
     named = [(group_of(name), p) for name, p in module.network.named_parameters() if p.requires_grad]
     before = [p.detach().clone() for _, p in named]
     changes: dict[str, list[Tensor]] = {}
-    with trial(trainer, batches=[dict(batch) for batch in micro_batches]) as steps:
+    with trial(trainer, batches=[{**batch} for batch in micro_batches]) as steps:
         next(steps)
         for (group, p), old in zip(named, before, strict=True):
             changes.setdefault(group, []).append(p.detach() - old)

@@ -126,14 +126,15 @@ def mixed(a: Mapping[str, Any], b: Mapping[str, Any], paths: Sequence[Place]) ->
     """Returns a configuration with the values of another at some places."""
     result: Any = deepcopy(dict(a))
     for path in paths:
-        target, source = result, b
+        target: Any = result
+        source: Any = b
         for key in path[:-1]:
-            target, source = target[key], source[key]  # type: ignore[index]
+            target, source = target[key], source[key]
         if isinstance(source, Mapping) and path[-1] not in source:
             target.pop(path[-1], None)
         else:
-            target[path[-1]] = deepcopy(source[path[-1]])  # type: ignore[index]
-    return result  # type: ignore[no-any-return]
+            target[path[-1]] = deepcopy(source[path[-1]])
+    return dict(result)
 
 
 def spelled(path: Place, config: Mapping[str, Any]) -> str:

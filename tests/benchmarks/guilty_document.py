@@ -27,7 +27,7 @@ from tests.support.tiny_training import VOCAB, module, trainer
 from tests.support.tokens import StoredTokens
 
 KINDS = ("random", "repeated", "reversed", "other language")
-ROWS, LENGTH, STEPS = 8, 32, 75
+ROWS, LENGTH, STEPS = 8, 24, 75
 END = 0
 
 
@@ -62,6 +62,13 @@ def documents(kind: str, seed: int) -> tuple[list[list[int]], int]:
     return found, poison
 
 
+def tokenizer() -> str:
+    """Returns a tokenizer of the words w0, w1 and so on."""
+    from tokenizers import Tokenizer, models
+
+    return str(Tokenizer(models.WordLevel({f"w{n}": n for n in range(VOCAB)}, unk_token="w0")).to_str())
+
+
 def bad(kind: str, language: Language, seed: int, length: int) -> list[int]:
     """Returns a document of another kind."""
     draw = np.random.default_rng((seed, 2))
@@ -93,7 +100,7 @@ def judge(
         folder / "run", callbacks=preflight.ordered(callbacks), **options | {"log_every_n_steps": 2}
     )
     data = StoredTokens(str(folder), LENGTH, ROWS, shuffle=False)
-    data.vocab_size = VOCAB
+    data.vocab_size, data.tokenizer_json = VOCAB, tokenizer()
     trained = module(optimizer=lambda groups: AdamW(groups, lr=0.02))
     runner.fit(trained, datamodule=data)
     weights = [parameter.detach() for parameter in trained.parameters()]

@@ -11,7 +11,7 @@ from callbacks.spike_report import REQUEST, SpikeReport
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.optimizers.adamw import AdamW
-from tests.benchmarks.guilty_document import judge
+from tests.benchmarks.guilty_document import judge, tokenizer
 from tests.support.tiny_training import VOCAB, module, trainer
 from tests.support.tokens import StoredTokens
 
@@ -42,7 +42,7 @@ def train(tmp_path):
             tmp_path / "run", callbacks=[SpikeReport(window=100)], max_steps=4, limit_val_batches=0, **options
         )
         data = StoredTokens(str(tmp_path), 12, 4, shuffle=True)
-        data.vocab_size = VOCAB
+        data.vocab_size, data.tokenizer_json = VOCAB, tokenizer()
         runner.fit(module(optimizer=lambda groups: AdamW(groups, lr=0.01)), datamodule=data)
         return [
             json.loads(path.read_text()) for path in sorted((tmp_path / "run/spike_report").glob("*.json"))
