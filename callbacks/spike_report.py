@@ -237,10 +237,12 @@ class SpikeReport(Callback):
 
         tokenizer = Tokenizer.from_str(self._data.tokenizer_json)
         texts = {}
-        for index, document in enumerate(documents):
-            if document.rank == self._batches.rank:
-                row, begin, count = document.place[:3]
-                ids = batch[document.part]["input_ids"][row, begin : begin + min(count, CHARACTERS)].tolist()
+        for index, (part, *_) in enumerate(documents):
+            if part.rank == self._batches.rank:
+                row, begin, count = part.place[:3]
+                ids = batch[part.micro_batch]["input_ids"][
+                    row, begin : begin + min(count, CHARACTERS)
+                ].tolist()
                 text = " ".join(tokenizer.decode(ids).split())[:CHARACTERS]
                 texts[index] = "".join(c if c.isprintable() else "?" for c in text)
         if trainer.world_size == 1:
@@ -251,13 +253,16 @@ class SpikeReport(Callback):
 
     def _rows(self, documents: list[Document], texts: dict[int, str]) -> list[tuple[str, ...]]:
         folder = getattr(self._data, "folder", None)
-        numbers = [d.place.document for d in documents if d.place.document >= 0]
+        numbers = [d[0].place.document for d in documents if d[0].place.document >= 0]
         sources = sources_of(Path(folder), "train", numbers) if folder is not None else {}
         rows: list[tuple[str, ...]] = []
-        for index, (rank, part, place) in enumerate(documents):
+        for index, parts in enumerate(documents):
+            place = parts[0].place
             source, name = sources.get(place.document, ("", ""))
             number = f"{place.document:,}" if place.document >= 0 else "?"
-            where = f"{rank}, {part}, {place.row}, {place.column}+{place.tokens}"
+            where = "; ".join(
+                f"{p.rank}, {p.micro_batch}, {p.place.row}, {p.place.column}+{p.place.tokens}" for p in parts
+            )
             rows.append(
                 (where, number, f"{place.offset:,}", f"{source} {name}".strip(), texts.get(index, ""))
             )

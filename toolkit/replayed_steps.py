@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from core.contracts import IGNORED_LABEL, MarksEndOfText, PackedBatches
+from core.contracts import IGNORED_LABEL, Batch, MarksEndOfText, PackedBatches
 from core.training.shards import total_norm
 from toolkit.document_places import LocatesDocuments, Place
 from toolkit.trials import training_batches, trial
@@ -18,6 +18,7 @@ from toolkit.trials import training_batches, trial
 __all__ = [
     "Document",
     "Measured",
+    "Part",
     "ReadAt",
     "batches_of",
     "documents_of",
@@ -43,18 +44,22 @@ class ReadAt(NamedTuple):
     batch_size: int
 
 
-class Document(NamedTuple):
+class Part(NamedTuple):
     """A part of a document in a batch.
 
     Attributes:
         rank: The rank that reads it, among those with different tokens.
-        part: The micro-batch of the step.
+        micro_batch: The number of the micro-batch in the step.
         place: Where it is in the rows.
     """
 
     rank: int
-    part: int
+    micro_batch: int
     place: Place
+
+
+Document = tuple[Part, ...]
+"""All parts of a document in a step, wherever rows are cut."""
 
 
 class Measured(NamedTuple):
@@ -86,18 +91,22 @@ def documents_of(trainer: Trainer, parts: Sequence[ReadAt], micro_batches: Seque
     Where the packing does not know them, rows are cut at the end of a text, and documents have the number -1.
     """
     batches = training_batches(trainer)
-    own = []
+    own: list[Part] = []
     for number, (at, batch) in enumerate(zip(parts, micro_batches, strict=True)):
         if isinstance(batches, LocatesDocuments):
             places = _shaped(trainer, at, lambda b, rows, own: b.places(rows, own))
         else:
             places = _by_end_of_text(batch["input_ids"], trainer.datamodule)  # type: ignore[attr-defined]
-        own += [Document(batches.rank, number, place) for place in places]
-    if trainer.world_size == 1:
-        return own
-    gathered: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(gathered, own)
-    return sorted({document for of_rank in gathered for document in of_rank})
+        own += [Part(batches.rank, number, place) for place in places]
+    gathered: list[Any] = [own]
+    if trainer.world_size > 1:
+        gathered = [None] * trainer.world_size
+        dist.all_gather_object(gathered, own)
+    found: dict[Any, list[Part]] = {}
+    for part in sorted({part for of_rank in gathered for part in of_rank}):
+        number = part.place.document
+        found.setdefault(number if number >= 0 else part, []).append(part)
+    return [tuple(of_document) for of_document in found.values()]
 
 
 def _shaped(trainer: Trainer, at: ReadAt, read: Callable[..., Any]) -> Any:
@@ -128,11 +137,11 @@ def only(
 ) -> list[Any]:
     """Returns micro-batches of a rank in which only the tokens of some documents have labels."""
     result = []
-    for part, batch in enumerate(micro_batches):
+    for number, batch in enumerate(micro_batches):
         labels = torch.full_like(batch["labels"], IGNORED_LABEL)
-        for document in documents:
-            if (document.rank, document.part) == (rank, part):
-                row, begin, count = document.place[:3]
+        for part in (part for document in documents for part in document):
+            if (part.rank, part.micro_batch) == (rank, number):
+                row, begin, count = part.place[:3]
                 labels[row, begin : begin + count] = batch["labels"][row, begin : begin + count]
         result.append({**batch, "labels": labels})
     return result
@@ -200,9 +209,10 @@ def guilty(
 
 def _middle(documents: Sequence[Document]) -> int:
     """Returns where to cut a list so that both parts have about as many tokens."""
-    total, seen = sum(document.place.tokens for document in documents), 0
-    for index, document in enumerate(documents[:-1], 1):
-        seen += document.place.tokens
+    sizes = [sum(part.place.tokens for part in document) for document in documents]
+    total, seen = sum(sizes), 0
+    for index, size in enumerate(sizes[:-1], 1):
+        seen += size
         if 2 * seen >= total:
             return index
     return len(documents) - 1

@@ -4,7 +4,7 @@
 
 A small GPT learns documents of a language of 61 words, in which each word has four successors. One document is another:
 random words, one rare word again and again, sentences with their words in reverse, or text of another such language. It
-is read in step 30 to 60. SpikeRollback goes back, and SpikeReport halves the documents of the batch.
+is read in step 60 to 100. SpikeRollback goes back, and SpikeReport halves the documents of the batch.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from callbacks.spike_rollback import SpikeRollback
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.cli import preflight
 from plugins.optimizers.adamw import AdamW
-from tests.support.tiny_training import VOCAB, module, trainer
+from tests.support.tiny_training import VOCAB, module, tiny_gpt, trainer
 from tests.support.tokens import StoredTokens
 
 KINDS = ("random", "repeated", "reversed", "other language")
-ROWS, LENGTH, STEPS = 8, 24, 75
+ROWS, LENGTH, STEPS = 16, 24, 110
 END = 0
 
 
@@ -49,7 +49,7 @@ class Language:
 def documents(kind: str, seed: int) -> tuple[list[list[int]], int]:
     """Returns the documents, and the number of the one that is another."""
     language, draw = Language(seed), np.random.default_rng((seed, 1))
-    found, total, at = [], 0, int(draw.integers(30, 60)) * ROWS * LENGTH
+    found, total, at = [], 0, int(draw.integers(60, 100)) * ROWS * LENGTH
     poison = -1
     while total < (STEPS + 5) * ROWS * LENGTH:
         length = int(draw.integers(16, 60))
@@ -90,9 +90,9 @@ def judge(
         TokenShards(1000).write(texts, folder / split, vocab_size=VOCAB)
     callbacks: list[Any] = [
         SpikeRollback(
-            window=20, sigma=6.0, rewind_steps=3, skip_batches=4, snapshot_every_n_steps=1, norm_factor=3.0
+            window=20, sigma=4.5, rewind_steps=3, skip_batches=4, snapshot_every_n_steps=1, norm_factor=3.0
         ),
-        *([SpikeReport(window=20, norm_factor=3.0)] if report else []),
+        *([SpikeReport(window=20, sigma=4.5, norm_factor=3.0)] if report else []),
     ]
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_steps": STEPS, "limit_val_batches": 0, "use_distributed_sampler": False}
@@ -101,7 +101,7 @@ def judge(
     )
     data = StoredTokens(str(folder), LENGTH, ROWS, shuffle=False)
     data.vocab_size, data.tokenizer_json = VOCAB, tokenizer()
-    trained = module(optimizer=lambda groups: AdamW(groups, lr=0.02))
+    trained = module(lambda: tiny_gpt(n_embd=32), optimizer=lambda groups: AdamW(groups, lr=0.02))
     runner.fit(trained, datamodule=data)
     weights = [parameter.detach() for parameter in trained.parameters()]
     reports = sorted((folder / "run" / "spike_report").glob("*.json"))

@@ -68,7 +68,7 @@ def fit(core, *words, **monitor):  # noqa: F811
     return core("fit", "--config", "watched.yaml", *words)
 
 
-UPHILL = ("--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.5", "--model.optimizer.maximize=true")
+UPHILL = ("--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=10", "--model.optimizer.maximize=true")
 
 
 def test_a_stopped_run_ends_well_and_says_why(core):  # noqa: F811
