@@ -366,7 +366,7 @@ def draw(history: np.ndarray, step: int, seen: int, moved: dict[str, float]) -> 
         pictures.tidy(axes)
     norm_axes.set_yscale("log")
     norm_axes.set_xlabel("optimizer steps")
-    loss_axes.set_title(f"Before and after step {step:,}", loc="left")
+    loss_axes.set_title(f"Around step {step:,}", loc="left")
     loss_axes.legend(frameon=False)
     shown = dict(list(moved.items())[:12])
     names = [name.removeprefix("network.") for name in shown]

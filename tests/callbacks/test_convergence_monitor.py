@@ -98,6 +98,24 @@ def test_a_run_that_diverges_begins_again_and_a_resumed_one_does_the_same(core):
             assert same(again[part], end[part]), (path, part)
 
 
+@pytest.mark.ci
+def test_lightnings_early_stopping_counts_on_after_a_resume(core):  # noqa: F811
+    early = (
+        "--trainer.callbacks+=EarlyStopping",
+        "--trainer.callbacks.monitor=val/loss",
+        "--trainer.callbacks.patience=3",
+    )
+    assert fit(core, "--model.optimizer.lr=0", *early).code == 0
+    steps = sorted(path.name for path in (WATCHED / "checkpoints").iterdir())
+    assert steps[-1] == checkpoint(4, WATCHED).name  # the first validation, and three that are no better
+    end = state(checkpoint(4, WATCHED))
+    assert core("fit", "--ckpt_path", checkpoint(2, WATCHED)).code == 0
+    again = state(checkpoint(4, WATCHED))
+    assert not checkpoint(5, WATCHED).exists()
+    assert same(again["callbacks"], end["callbacks"])
+    assert same(again["state_dict"], end["state_dict"])
+
+
 def test_mistakes():
     from callbacks.convergence_monitor import ConvergenceMonitor
 
