@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
 
-from core.contracts import IGNORED_LABEL, Batch, MarksEndOfText, PackedBatches
+from core.contracts import IGNORED_LABEL, MarksEndOfText, PackedBatches
 from core.training.shards import total_norm
 from toolkit.document_places import LocatesDocuments, Place
 from toolkit.trials import training_batches, trial
@@ -147,10 +148,10 @@ def only(
     return result
 
 
-def measure(trainer: Trainer, micro_batches: Sequence[Batch]) -> Measured:
+def measure(trainer: Trainer, micro_batches: Sequence[Any]) -> Measured:
     """Makes a trial step on micro-batches; called on every rank."""
     module: Any = trainer.lightning_module
-    with trial(trainer, batches=[{**batch} for batch in micro_batches]) as steps:
+    with trial(trainer, batches=map(copy, micro_batches)) as steps:
         loss = float(next(steps))
         norm = float(module.gradient_norm(trainer.optimizers[0]))
     return Measured(loss, norm)
@@ -164,7 +165,7 @@ def update_norms(
     named = [(group_of(name), p) for name, p in module.network.named_parameters() if p.requires_grad]
     before = [p.detach().clone() for _, p in named]
     changes: dict[str, list[Tensor]] = {}
-    with trial(trainer, batches=[{**batch} for batch in micro_batches]) as steps:
+    with trial(trainer, batches=map(copy, micro_batches)) as steps:
         next(steps)
         for (group, p), old in zip(named, before, strict=True):
             changes.setdefault(group, []).append(p.detach() - old)
