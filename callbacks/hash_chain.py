@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from core import __version__, durable
+from core import durable
 from core.errors import ConfigError
 from core.lightning_compat import is_accumulating
 from core.technique import technique
@@ -289,7 +290,7 @@ def _environment(trainer: Trainer) -> dict[str, Any]:
     device: torch.device = trainer.strategy.root_device
     cuda = device.type == "cuda"
     return {
-        "leyden": __version__,
+        "leyden": version("leyden"),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if cuda else torch.backends.cpu.get_cpu_capability(),

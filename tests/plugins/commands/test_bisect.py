@@ -31,7 +31,7 @@ def test_step_place_and_cause_are_those_that_were_planted(kind, clean, tmp_path)
     assert verdict.replays <= 2 or kind == "setting"
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_without_records_checkpoints_tell_between_which_steps(core):  # noqa: F811
     for rate in ("0.01", "0.02"):
         assert core("fit", "--config", "tiny.yaml", f"--model.optimizer.lr={rate}").code == 0
