@@ -43,12 +43,12 @@ FUNCTION = "answer_prompts"
 MULTIPLE = 8
 """Rows are padded to a multiple of this number of tokens."""
 
-SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedZero", "DeepSpeedStrategy")
+SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 """Strategies under which ranks with different prompts need each other's weights, and which cannot gather them once."""
 
 WHOLE = (
-    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, or "
-    "HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
+    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, "
+    "DeepSpeedZero with stage 1 or 2, or HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
 )
 
 
@@ -139,7 +139,8 @@ class Rollouts(Callback):
                 "step would hold rows twice"
             )
         for item in run.selected:
-            if item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments)):
+            cuts = item.name == "DeepSpeedZero" and item.arguments.get("stage") == 3
+            if cuts or item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments)):
                 yield f"{item.name} shards the network, and {WHOLE}"
 
     # -- before training ------------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_no_token_is_lost_or_repeated(name, workers, fit):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiled_network_is_compiled_at_most_once_for_each_length(dynamic, fit):
     words = ["--trainer.limit_val_batches=0", "--model.network=tests.support.compiled_gpt.CompiledGPT"]
     words += ["--model.network.dynamic=" + ("null" if dynamic is None else "false")]

@@ -27,6 +27,7 @@ KIND_OF = {
     "Packing": "data",
     "Precision": "precision",
     "Reward": "rewards",
+    "Sampler": "data",
     "Strategy": "strategies",
     "Tokenizer": "data",
     "TokenWriter": "data",
