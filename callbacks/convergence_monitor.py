@@ -90,9 +90,8 @@ class ConvergenceMonitor(Callback):
         self.window, self.scale, self.tolerance, self.stop = window, scale, tolerance, stop
         self.restarts, self.new_seed, self.lr_factor = restarts, new_seed, lr_factor
         self.verdict = "undecided"
-        self._points: list[
-            list[float]
-        ] = []  # step, validation loss, mean training loss since the validation before
+        # step, validation loss, mean training loss since the validation before
+        self._points: list[list[float | None]] = []
         self._training = [0.0, 0.0]  # sum and number of the logged losses since
         self._restarted, self._due = 0, False
         self._ring: SnapshotRing | None = None

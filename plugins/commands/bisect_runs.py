@@ -139,7 +139,8 @@ def mixed(a: Mapping[str, Any], b: Mapping[str, Any], paths: Sequence[Place]) ->
 
 def spelled(path: Place, config: Mapping[str, Any]) -> str:
     """Returns a place as it is spelled on the command line."""
-    words, value = [], config
+    words: list[str] = []
+    value: Any = config
     for key in path:
         value = value[key] if not isinstance(value, Mapping) or key in value else {}
         if isinstance(key, int):
