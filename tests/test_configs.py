@@ -40,6 +40,7 @@ from tests.conformance.conftest import (
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
+KINDS = [kind for kind in catalog.KINDS if kind not in ("commands", "datamodules")]
 WITHOUT = {"InitialWeights", "StoredNetwork", "TokenPreparation"}
 """What a run does not choose by name."""
 
@@ -166,7 +167,7 @@ def perplexity_filter():
 
 def absent(path):
     """Returns which package or device an overlay's technique needs is not there, or None."""
-    found = (Case(entry).absent() for entry in entries(*catalog.KINDS) if overlay_of(entry) == path)
+    found = (Case(entry).absent() for entry in entries(*KINDS) if overlay_of(entry) == path)
     return next(filter(None, found), None)
 
 
@@ -175,15 +176,14 @@ def name(path):
 
 
 def test_each_technique_has_an_overlay_and_each_overlay_a_technique():
-    kinds = [kind for kind in catalog.KINDS if kind not in ("commands", "datamodules")]
-    expected = {overlay_of(entry) for entry in entries(*kinds) if entry.name not in WITHOUT}
+    expected = {overlay_of(entry) for entry in entries(*KINDS) if entry.name not in WITHOUT}
     assert set(OVERLAYS) == expected
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=name)
 def test_an_overlay_names_its_technique(path):
     first, second = path.read_text(encoding="utf-8").splitlines()[:2]
-    [entry] = [e for e in entries(*catalog.KINDS) if overlay_of(e) == path]
+    [entry] = [e for e in entries(*KINDS) if overlay_of(e) == path]
     assert first == f"# {entry.name}: {entry.summary()}"
     assert second == f"# fit --config quickstart --config {name(path)}"
     assert entry.name in path.read_text(encoding="utf-8").partition("\n")[2]
