@@ -3,13 +3,16 @@
 import math
 
 import pytest
+import torch
 
 from core.errors import ConfigError
 from datamodules.preparation.readers.json_lines_documents import JSONLinesDocuments
 from datamodules.preparation.readers.text_documents import TextDocuments
 from plugins.evaluations.perplexity import Perplexity, windows
-from tests.support.evaluated import byte_tokenizer, drawn, measure, model
+from plugins.networks.pretrained import Pretrained
+from tests.support.evaluated import END, byte_tokenizer, drawn, measure, model
 from tests.support.records import write_lines
+from toolkit.evaluation import EvaluatedModel
 
 TEXTS = {"one.txt": "a short text", "two.txt": "a longer text, with its naïve café and 北京 " * 3}
 
@@ -89,6 +92,38 @@ def test_a_stride_of_one_gives_each_token_a_full_window(reader):
     total, tokens = map(sum, zip(*(nats(given, text, 6) for text in TEXTS.values()), strict=True))
     found = measure(Perplexity(reader, stride=1), given)
     assert found["loss_nats_per_token"] == pytest.approx(total / tokens, rel=1e-6)
+
+
+def test_strides_give_the_perplexity_of_the_guide_of_transformers(tmp_path):
+    """The loop of huggingface.co/docs/transformers/perplexity on its own model; each loss weighs as the tokens it is of."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    length, stride, tokenizer = 16, 6, byte_tokenizer()
+    config = GPT2Config(
+        vocab_size=257, n_positions=length, n_embd=16, n_layer=2, n_head=2, initializer_range=0.5
+    )
+    theirs = GPT2LMHeadModel(config).eval()
+    theirs.save_pretrained(tmp_path / "model")
+    text = "Every token is predicted once, and all but the first ones have ten before them."
+    text = text[: length - 1 + 10 * stride]  # the guide gives a last window that is not full less context
+    (tmp_path / "text.txt").write_text(text)
+    end = tokenizer.token_to_id(END)
+    ids = torch.tensor([[end, *tokenizer.encode(text).ids]])
+    total, tokens, before = 0.0, 0, 0
+    for begin in range(0, ids.shape[1] - length + 1, stride):
+        row = ids[:, begin : begin + length]
+        labels = row.clone()
+        labels[:, : before - begin] = -100
+        count = int((labels[:, 1:] != -100).sum())
+        with torch.no_grad():
+            total += float(theirs(row, labels=labels).loss) * count
+        tokens, before = tokens + count, begin + length
+    assert (tokens, before) == (len(text), ids.shape[1])
+    given = EvaluatedModel(Pretrained(str(tmp_path / "model")).eval(), tokenizer.to_str(), end)
+    reader = TextDocuments(str(tmp_path / "text.txt"))
+    found = measure(Perplexity(reader, window=length - 1, stride=stride), given)
+    # losses are float32 means of up to 15 tokens
+    assert found["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
 
 
 def test_what_cannot_be_is_said(reader):
