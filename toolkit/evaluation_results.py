@@ -14,7 +14,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ __all__ = [
     "Results",
     "SetResult",
     "check_names",
+    "completed",
     "digest",
     "evaluate",
     "flat_figures",
@@ -295,6 +296,45 @@ def read_items(folder: Path, step: int, name: str) -> list[dict[str, Any]]:
         raise ConfigError(f"{path}: {read_error(error)}") from error
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path} is not as Evaluate writes it: {error!r:.200}. Evaluate again.") from error
+
+
+def completed(results: Results, folder: Path) -> Results:
+    """Returns results of a checkpoint with the other sets that its run has of the same step.
+
+    These are of the run itself, or of an earlier evaluation of a checkpoint of this name.
+
+    Args:
+        results: Of the checkpoint.
+        folder: Of the evaluations of its run.
+
+    Raises:
+        ConfigError: If a file is damaged.
+    """
+    same = [
+        one
+        for one in read_results(folder)
+        if (one.step, one.tokenizer) == (results.step, results.tokenizer)
+        and Path(one.checkpoint).name in ("", Path(results.checkpoint).name)
+    ]
+    stored = {name: one for known in same for name, one in known.sets.items() if name not in results.sets}
+    kept = {
+        name: replace(
+            one,
+            rows=read_items(folder, results.step, name),
+            picture=_picture(folder, results.step, name),
+        )
+        for name, one in stored.items()
+    }
+    return replace(results, sets=kept | dict(results.sets))
+
+
+def _picture(folder: Path, step: int, name: str) -> bytes | None:
+    try:
+        return read_inside(folder / f"step-{step:08d}", f"{name}.png")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: the picture of {name}: {read_error(error)}") from error
 
 
 def _as_csv(results: Sequence[Results]) -> str:

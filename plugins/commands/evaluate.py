@@ -17,6 +17,7 @@ from plugins.commands.new_output import check_writable
 
 if TYPE_CHECKING:
     from toolkit.evaluation import EvaluatedModel, Evaluation
+    from toolkit.evaluation_results import SetResult
 
 CALLBACK = "callbacks.evaluate.Evaluate"
 _PLACE = ("trainer", "callbacks", "Evaluate", "evaluations")
@@ -27,7 +28,8 @@ def evaluate(arguments: list[str]) -> int:
     """Evaluates a checkpoint and writes a report, results as JSON and CSV, and what was measured of each item.
 
     The evaluations are those of the callback Evaluate: in the configs that are given, else in the checkpoint's own
-    configuration. Results go into the folder `evaluation` of the checkpoint's run, one folder for each step, or below --output.
+    configuration. Results go into the folder `evaluation` of the checkpoint's run, one folder for each step, beside those that the
+    step has already; or below --output.
 
     Example:
         python -m core evaluate --ckpt_path runs/quickstart --config evaluation.yaml
@@ -39,28 +41,31 @@ def evaluate(arguments: list[str]) -> int:
     from plugins.checkpoints.finding import resolve
     from plugins.cli.configuration.config_files import compose, find_config
     from toolkit.evaluation_report import write_report
-    from toolkit.evaluation_results import RESULTS, Results, check_names, digest, write_results
-    from toolkit.evaluation_results import evaluate as measure
+    from toolkit.evaluation_results import (
+        RESULTS,
+        Results,
+        check_names,
+        completed,
+        digest,
+        read_results,
+        write_results,
+    )
 
     path = resolve(options.ckpt_path, Path(options.root))
     values = compose(options.config).values if options.config else stored_config(path)
     folder = Path(options.output) if options.output else _folder(path)
     check_writable(str(folder / RESULTS))
+    read_results(folder)  # what is damaged shows before hours of work
     whole = Trust(trusted, beside(map(find_config, options.config), [values], arguments))
     with trusting(whole):
         evaluations = _evaluations(values, path, options)
         check_names(evaluations, "Evaluate")
         model = _model(path, options)
-        import torch
-
-        found = {}
-        with torch.no_grad():
-            for name, one in evaluations.items():
-                print(f"# {name} ({type(one).__name__})", file=sys.stderr)
-                found[name] = measure(name, one, model)
+        found = _measured(evaluations, model)
     results = Results(step_recorded(path) or 0, None, digest(model.tokenizer_json), str(path), found)
-    place = write_results(results, folder)
-    write_report(folder, results)
+    every = results if options.output else completed(results, folder)
+    place = write_results(every, folder)
+    write_report(folder, every)
     _print(results)
     print(f"\nWritten: {folder}/report.md, report.html, results.csv and {place.name}/")
     return 0
@@ -145,6 +150,19 @@ def _model(path: Path, options: argparse.Namespace) -> EvaluatedModel:
     move(model.network, options.device, options.dtype)
     own = model.network, data["tokenizer"], model.end, model.stop_ids, options.batch_size
     return EvaluatedModel(*own, None, data, find_template(model, None))
+
+
+def _measured(evaluations: Mapping[str, Evaluation], model: EvaluatedModel) -> dict[str, SetResult]:
+    import torch
+
+    from toolkit.evaluation_results import evaluate as measure
+
+    found = {}
+    with torch.no_grad():
+        for name, one in evaluations.items():
+            print(f"# {name} ({type(one).__name__})", file=sys.stderr)
+            found[name] = measure(name, one, model)
+    return found
 
 
 def _print(results: Any) -> None:

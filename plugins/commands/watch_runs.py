@@ -162,9 +162,9 @@ class Runs:
     def __init__(self, names: Sequence[str]) -> None:
         self.roots = [Path(name).expanduser() for name in names]
         for root in self.roots:
-            if not root.is_dir():
+            if not root.is_dir() or not os.access(root, os.R_OK | os.X_OK):
                 raise ConfigError(
-                    f"There is no folder {root}. Give run folders, or a folder with run folders."
+                    f"There is no folder {root} that can be read. Give run folders, or a folder with run folders."
                 )
         self._runs: dict[tuple[Path, str], WatchedRun] = {}
 
@@ -186,10 +186,13 @@ def _is_run(folder: Path) -> bool:
 
 def _runs_in(root: Path) -> list[str]:
     """Returns the run folders in a folder, "name/", oldest first; links are left out."""
-    with os.scandir(root) as entries:
-        found = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
-        runs = [entry for entry in found if _is_run(Path(entry.path))]
-        return [f"{entry.name}/" for entry in sorted(runs, key=lambda one: one.stat().st_ctime_ns)]
+    try:
+        with os.scandir(root) as entries:
+            found = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
+            runs = [entry for entry in found if _is_run(Path(entry.path))]
+            return [f"{entry.name}/" for entry in sorted(runs, key=lambda one: one.stat().st_ctime_ns)]
+    except OSError:  # the folder or a run was removed just now: the next look sees what is left
+        return []
 
 
 def _records(lines: Sequence[str]) -> list[dict[str, Any]]:

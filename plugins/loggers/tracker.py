@@ -175,7 +175,7 @@ class Tracker(Logger, ABC):
             return
         note = self._note
         row = {**self._row, "optimizer_step": float(note["step"]), "attempt": float(note["attempt"])}
-        self._rows.append((note["step"] + note["ahead"], row))
+        self._rows.append((self._newest_step, row))
         self._row = {}
         try:
             while self._rows:
@@ -183,8 +183,13 @@ class Tracker(Logger, ABC):
                 del self._rows[0]
         except OSError as error:
             rank_zero_warn(f"{type(self).__name__}: {len(self._rows)} rows will be sent later: {error}")
-        if any(name.startswith(("val/", "checkpoint/")) for name in row):
+        if any(name.startswith(("val/", "eval/", "checkpoint/")) for name in row):
             self._send_files()
+
+    @property
+    def _newest_step(self) -> int:
+        """The tracker's step of the newest row, which pictures belong to."""
+        return max(self._note["step"], 0) + int(self._note["ahead"])
 
     # -- the tracker's run and the run folder ---------------------------------------------------------
 
@@ -247,14 +252,24 @@ class Tracker(Logger, ABC):
 
     def _send_files(self) -> None:
         """Sends pictures and checkpoints that are new or have changed."""
-        pictures = sorted([*self._folder.glob("*.png"), *self._folder.glob("*/*.png")])
-        for path in self._changed(pictures[:MOST_PICTURES]):
+        for path in self._changed(self._pictures()):
             self._try(self._send_file, path)
         if self._checkpoints is not None:
             names = sorted((self._folder / "checkpoints").glob("*.ckpt"))
             kept = [path for path in names if step_named(path) is not None and ABANDONED not in path.name]
             for path in self._changed(kept):
                 self._try(self._send_checkpoint, path, step_named(path) or 0, self._checkpoints == "copy")
+
+    def _pictures(self) -> list[Path]:
+        """Returns the pictures of the run folder, and of evaluations those of the newest step."""
+        steps = sorted(self._folder.glob("evaluation/step-*/*.png"))
+        newest = [path for path in steps if path.parent == steps[-1].parent]
+        return sorted([*self._folder.glob("*.png"), *self._folder.glob("*/*.png"), *newest])[:MOST_PICTURES]
+
+    def _picture_name(self, path: Path) -> str:
+        """Returns what a picture is called in curves over steps: without ending, and without the step itself."""
+        name = path.relative_to(self._folder).with_suffix("").as_posix()
+        return re.sub(r"/step-\d+/", "/", name)
 
     def _changed(self, paths: Iterable[Path]) -> Iterator[Path]:
         for path in paths:

@@ -70,11 +70,10 @@ class Trackio(Tracker):
     def _send_file(self, path: Path) -> None:
         import trackio
 
-        name = path.relative_to(self._folder).as_posix()
         if path.suffix == ".png":
-            step = max(self._note["step"], 0) + self._note["ahead"]
-            self._run.log({name.removesuffix(".png"): trackio.Image(str(path))}, step=step)
+            self._run.log({self._picture_name(path): trackio.Image(str(path))}, step=self._newest_step)
         else:
+            name = path.relative_to(self._folder).as_posix()
             self._run.log_artifact(str(path), name=f"{self._run.name}-{name}", type="text")
 
     def _send_checkpoint(self, path: Path, step: int, copy: bool) -> None:

@@ -84,9 +84,9 @@ class Wandb(Tracker):
     def _send_file(self, path: Path) -> None:
         import wandb
 
-        name = path.relative_to(self._folder).as_posix()
         if path.suffix == ".png":
-            self._run.log({name.removesuffix(".png"): wandb.Image(str(path))})
+            # with its step: otherwise each picture takes a step of its own, and W&B ignores the rows that come then
+            self._run.log({self._picture_name(path): wandb.Image(str(path))}, step=self._newest_step)
         else:
             self._run.save(str(path), base_path=str(self._folder), policy="now")
 

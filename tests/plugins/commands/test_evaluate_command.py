@@ -176,6 +176,31 @@ def test_a_mistake_is_explained_and_nothing_is_written(folder, core, words, said
     assert not Path("out").exists()
 
 
+def test_what_the_run_evaluated_at_the_step_stays(folder, core):
+    place = folder / "runs" / "one" / "evaluation"
+    before, pages = results(place, 24), (place / "report.html").read_text().count("data:image/png")
+    stored = (place / "step-00000024" / "sure.jsonl").read_text()
+    values = yaml.safe_load(Path("evaluation.yaml").read_text())
+    [callback] = values["trainer"]["callbacks"]
+    texts = callback["init_args"]["evaluations"].pop("texts")
+    callback["init_args"]["evaluations"] = {"further": texts}
+    Path("further.yaml").write_text(yaml.safe_dump(values))
+    for _ in range(2):
+        done = core("evaluate", "--ckpt_path", "runs/one", "--config", "further.yaml")
+        assert done.code == 0, done.err
+    after = results(place, 24)
+    assert after.pop("further") == before["texts"]
+    assert after == before
+    assert (place / "step-00000024" / "sure.jsonl").read_text() == stored
+    assert (place / "report.html").read_text().count("data:image/png") == pages
+    done = core("evaluate", "--ckpt_path", "runs/one/checkpoints/step-00000024.ckpt", "--config", "further.yaml",
+                "--output", "out")  # fmt: skip
+    assert results(folder / "out", 24).keys() == {"further"}
+    (place / "step-00000024" / "results.json").write_text("{")
+    done = core("evaluate", "--ckpt_path", "runs/one", "--config", "further.yaml")
+    assert (done.code, "Evaluate again" in done.err, "# further" in done.err) == (2, True, False)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "strategy",

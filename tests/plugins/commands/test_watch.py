@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -142,6 +143,18 @@ def test_files_of_a_hostile_folder_are_not_followed_or_waited_for(tmp_path, monk
         summary = found.summary()
     assert "are shown" in summary["note"]
     assert summary["step"] < 19
+
+
+def test_folders_that_are_removed_meanwhile(tmp_path):
+    (tmp_path / "runs").mkdir()
+    runs = Runs([str(tmp_path / "runs")])
+    write_run(tmp_path / "runs")
+    [found] = runs.all()
+    found.summary()
+    shutil.rmtree(tmp_path / "runs")
+    assert runs.all() == [found]
+    assert found.summary()["note"] == "no figures yet"
+    assert found.texts()["samples"] == []
 
 
 def write_run(folder, name="run", steps=60, text="The cat"):

@@ -10,6 +10,7 @@ from conformance.runs import run
 from core.errors import ConfigError
 from plugins.loggers.tracker import Tracker, flat
 from tests.support.tracker_stores import READERS, needs
+from toolkit import pictures
 
 
 class Kept(Tracker):
@@ -32,7 +33,7 @@ class Kept(Tracker):
         self.run["rows"].append((step, dict(figures)))
 
     def _send_file(self, path):
-        self.run["files"].append(path.name)
+        self.run["files"].append(self._picture_name(path))
 
     def _send_checkpoint(self, path, step, copy):
         self.run["files"].append((path.name, step, copy))
@@ -134,14 +135,18 @@ def test_pictures_and_checkpoints_are_sent_when_they_change(tmp_path, server):
     for name in ("step-00000010.ckpt", "step-00000020.abandoned.ckpt", "other.ckpt"):
         (tmp_path / "checkpoints" / name).write_bytes(b"x")
     (tmp_path / "loss.png").write_bytes(b"1")
+    for step in (9, 10):
+        (tmp_path / "evaluation" / f"step-{step:08d}").mkdir(parents=True)
+        (tmp_path / "evaluation" / f"step-{step:08d}" / "recall.png").write_bytes(b"1")
     (tmp_path / "link.png").symlink_to("/etc/hostname")
     log(logger, (10,))
     logger.log_metrics({"val/loss": 1.0}, 10)
     log(logger, (20,))
-    assert server["first"]["files"] == ["loss.png", ("step-00000010.ckpt", 10, False)]
+    sent = ["evaluation/recall", "loss", ("step-00000010.ckpt", 10, False)]
+    assert server["first"]["files"] == sent
     os.utime(tmp_path / "loss.png", ns=(1, 1))
     logger.finalize("success")
-    assert server["first"]["files"][2:] == ["loss.png"]
+    assert server["first"]["files"][3:] == ["loss"]
 
 
 def test_other_ranks_send_and_write_nothing(tmp_path, server, monkeypatch):
@@ -224,6 +229,23 @@ def test_a_run_in_a_real_tracker(name, tmp_path):
     assert found.config["technique.GPT"].split()[1][0].isdigit()
     assert "loss_curve" in found.pictures
     assert {4, 10} <= found.checkpoints
+
+
+@pytest.mark.ci
+def test_pictures_do_not_take_the_steps_of_rows(tmp_path):
+    """W&B gives what comes without a step one of its own, and ignores rows with steps that are not above it."""
+    needs("Wandb")
+    from plugins.loggers.wandb import Wandb
+
+    for name in "abc":
+        pictures.save(pictures.new_figure(1, 1), tmp_path / f"{name}.png")
+    logger = Wandb(str(tmp_path))
+    for step in (1, 2, 3):
+        logger.log_metrics({"train/loss": 1.0 / step, "val/loss": 2.0}, step)
+    logger.finalize("success")
+    found = READERS["Wandb"](tmp_path)
+    assert {step: row["train/loss"] for step, row in found.rows.items()} == {1: 1.0, 2: 1 / 2, 3: 1 / 3}
+    assert found.pictures == {"a", "b", "c"}
 
 
 @pytest.mark.ci
