@@ -122,15 +122,24 @@ def _differences(runs: Sequence[Evaluated], name: str) -> tuple[list[Mapping[str
         both = [key for key in own if key in theirs]
         if both:
             pairs = [own[key] for key in both], [theirs[key] for key in both]
-            found.append(difference(*pairs, figures, paired=True))
+            found.append(_tested(name, *pairs, figures, paired=True))
             if len(both) < max(len(own), len(theirs)):
                 notes.append(f"{name}: {one.label} is compared over the {len(both):,} items that both have.")
         else:
-            found.append(difference(list(own.values()), list(theirs.values()), figures, paired=False))
+            found.append(_tested(name, list(own.values()), list(theirs.values()), figures, paired=False))
             notes.append(
                 f"{name}: {one.label} has other items: they are compared without pairs, which tells less."
             )
     return found, notes
+
+
+def _tested(name: str, *given: Any, paired: bool) -> Mapping[str, Difference]:
+    try:
+        return difference(*given, paired=paired)
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # sums that it does not write
+        raise ConfigError(
+            f"{name}: the sums of its items are not as Evaluate writes them: {error!r:.200}. Evaluate again."
+        ) from error
 
 
 def _key(row: Mapping[str, Any]) -> tuple[str, str]:

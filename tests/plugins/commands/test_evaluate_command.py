@@ -155,6 +155,20 @@ def test_runs_are_compared_with_their_curves_and_few_items_are_said_to_be_few(fo
     assert page.count("data:image/png;base64,") == 2
 
 
+def test_sums_that_no_evaluation_writes_are_a_mistake(folder, core):
+    shutil.copytree("runs/one", "runs/odd")
+    for name in ("one", "odd"):
+        path = Path(f"runs/{name}/evaluation/step-00000024/texts.jsonl")
+        results_file = path.with_name("results.json")
+        kind = "plugins.evaluations.needle_in_haystack.NeedleInHaystack"
+        results_file.write_text(
+            results_file.read_text().replace("plugins.evaluations.perplexity.Perplexity", kind)
+        )
+        path.write_text(path.read_text().replace('"nats"', '"needles_at_<b>": 1, "needles"'))
+    done = core("compare", "runs/one", "runs/odd")
+    assert (done.code, "the sums of its items are not as Evaluate writes them" in done.err) == (2, True)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
