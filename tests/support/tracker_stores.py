@@ -98,13 +98,11 @@ def of_wandb(folder):
             if record.HasField("artifact") and record.artifact.type == "model":
                 checkpoints.add(json.loads(record.artifact.metadata)["step"])
             if record.HasField("history"):
-                items = {
-                    one.key or one.nested_key[0]: json.loads(one.value_json) for one in record.history.item
-                }
-                images = {key for key, value in items.items() if not isinstance(value, int | float)}
-                pictures |= images
-                step = record.history.step.num
-                rows.setdefault(step, {}).update({key: items[key] for key in items.keys() - images})
+                # a picture is several items, in any order: its path, its size...
+                parts = {tuple(one.nested_key) or (one.key,): one.value_json for one in record.history.item}
+                pictures |= {key[0] for key in parts if len(key) > 1}
+                items = {key[0]: json.loads(value) for key, value in parts.items() if len(key) == 1}
+                rows.setdefault(record.history.step.num, {}).update(items)
     return Held(len(ids), rows, config, pictures, checkpoints)
 
 

@@ -94,6 +94,7 @@ def test_a_stride_of_one_gives_each_token_a_full_window(reader):
     assert found["loss_nats_per_token"] == pytest.approx(total / tokens, rel=1e-6)
 
 
+@pytest.mark.ci  # transformers takes seconds to import
 def test_strides_give_the_perplexity_of_the_guide_of_transformers(tmp_path):
     """The loop of huggingface.co/docs/transformers/perplexity on its own model; each loss weighs as the tokens it is of."""
     from transformers import GPT2Config, GPT2LMHeadModel
