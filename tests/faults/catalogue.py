@@ -1,0 +1,278 @@
+"""The faults: what is wrong, which cause a diagnosis should name, and which half of the kit they belong to.
+
+The held-out half was fixed before any rule was tuned. Rules and thresholds were chosen on the other half alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tests.faults.recipes import NETWORKS, OBJECTIVES, OPTIMIZERS, PACKINGS, RECIPES, SCHEDULES, STEPS
+
+ONSET = 30
+"""The step in which faults begin that strike in the middle of a run."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault.
+
+    Attributes:
+        name: Its name.
+        cause: What a diagnosis should name first.
+        held_out: Whether it is of the half that was never used for tuning.
+        overlays: Recipe -> what it lays over the recipe.
+        onset: The step from which on it acts.
+        compared: Whether it changes what is learned: otherwise a remedy cannot be told from the loss.
+    """
+
+    name: str
+    cause: str
+    held_out: bool
+    overlays: dict[str, dict[str, Any]]
+    onset: int = 1
+
+
+def _callback(name: str, **arguments: Any) -> dict[str, Any]:
+    item = {"class_path": f"tests.faults.broken.{name}", "init_args": arguments}
+    return {"trainer": {"callbacks+": [item]}}
+
+
+def _everywhere(overlay: dict[str, Any], only: tuple[str, ...] = RECIPES) -> dict[str, dict[str, Any]]:
+    return dict.fromkeys(only, overlay)
+
+
+def _packing(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> dict[str, dict[str, Any]]:
+    path = "tests.faults.broken.Altered"
+    return {
+        name: {
+            "data": {
+                "init_args": {
+                    "packing": {
+                        "class_path": path,
+                        "init_args": {"packing": PACKINGS[name], "bug": bug, "amount": amount},
+                    }
+                }
+            }
+        }
+        for name in only
+    }
+
+
+def _rate(factor: float) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"model": {"optimizer": {"init_args": {"lr": OPTIMIZERS[name]["init_args"]["lr"] * factor}}}}
+        for name in RECIPES
+    }
+
+
+def _optimizer(only: tuple[str, ...] = RECIPES, **arguments: Any) -> dict[str, dict[str, Any]]:
+    return _everywhere({"model": {"optimizer": {"init_args": arguments}}}, only)
+
+
+def _schedule(only: tuple[str, ...] = RECIPES, **arguments: Any) -> dict[str, dict[str, Any]]:
+    return _everywhere({"model": {"lr_scheduler": {"init_args": arguments}}}, only)
+
+
+def _trainer(**options: Any) -> dict[str, dict[str, Any]]:
+    return _everywhere({"trainer": options})
+
+
+def _network(prefix: str) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "model": {
+                "network": {
+                    "class_path": f"tests.faults.broken.{prefix}{NETWORKS[name]['class_path']}",
+                    "init_args": NETWORKS[name]["init_args"],
+                }
+            }
+        }
+        for name in RECIPES
+    }
+
+
+def _no_warmup(factor: float, steps: int) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "model": {
+                "optimizer": {"init_args": {"lr": OPTIMIZERS[name]["init_args"]["lr"] * factor}},
+                "lr_scheduler": {"init_args": {"warmup_steps": steps}},
+            }
+        }
+        for name in RECIPES
+    }
+
+
+def _unbalanced(bug: str, amount: float) -> dict[str, dict[str, Any]]:
+    overlay = _callback("Initialised", bug=bug, amount=amount)
+    overlay["model"] = {"objective": {"init_args": {"load_balancing": 0.0, "z_loss": 0.0}}}
+    return {"moe": overlay}
+
+
+DOCUMENTS = ("llama", "moe")
+"""Recipes whose rows have several documents that are kept apart."""
+
+FAULTS: tuple[Fault, ...] = (
+    # learning rate and schedule
+    Fault("rate x30", "rate_too_high", False, _rate(30)),
+    Fault("rate x200", "rate_too_high", True, _rate(200)),
+    Fault("rate /50", "rate_too_low", False, _rate(1 / 50)),
+    Fault("rate /1000", "rate_too_low", True, _rate(1 / 1000)),
+    Fault("no warm-up", "no_warmup", False, _no_warmup(6, 0)),
+    Fault("one step of warm-up", "no_warmup", True, _no_warmup(8, 1)),
+    Fault("schedule ends at a fifth", "schedule_ends_early", False, _schedule(total_steps=16, min_lr_ratio=0.0)),
+    Fault("schedule ends at two fifths", "schedule_ends_early", True, _schedule(total_steps=32, min_lr_ratio=0.0)),
+    Fault("warm-up over most of the run", "warmup_too_long", False, _schedule(("gpt", "moe"), warmup_steps=0.9)),
+    Fault("warm-up over three quarters", "warmup_too_long", True, _schedule(("gpt", "moe"), warmup_steps=0.75)),
+    # optimizer
+    Fault("epsilon 1", "epsilon_too_large", False, _optimizer(("gpt", "moe"), eps=1.0)),
+    Fault("epsilon 0.03", "epsilon_too_large", True, _optimizer(("gpt", "moe"), eps=0.03)),
+    Fault("weight decay 20", "weight_decay_too_large", False, _optimizer(weight_decay=20.0)),
+    Fault(
+        "weight decay 40 on matrices of the MLP",
+        "weight_decay_too_large",
+        True,
+        _everywhere({"model": {"parameter_options": {"*mlp*": {"weight_decay": 40.0}}}}),
+    ),
+    Fault("clipping at 1e-6", "clip_too_low", False, _trainer(gradient_clip_val=1e-6)),
+    Fault("clipping at 1e-8", "clip_too_low", True, _trainer(gradient_clip_val=1e-8)),
+    Fault("optimizer forgets every step", "optimizer_state_lost", False, _everywhere(_callback("Optimizing", bug="forgets"))),
+    Fault(
+        "optimizer forgets every 7 steps",
+        "optimizer_state_lost",
+        True,
+        _everywhere(_callback("Optimizing", bug="forgets", every=7)),
+    ),
+    Fault(
+        "one step at 300 times the rate",
+        "spike_by_optimizer",
+        False,
+        _everywhere(_callback("Optimizing", bug="rate", amount=300.0, first=ONSET, last=ONSET)),
+        ONSET,
+    ),
+    Fault(
+        "three steps at 60 times the rate",
+        "spike_by_optimizer",
+        True,
+        _everywhere(_callback("Optimizing", bug="rate", amount=60.0, first=ONSET, last=ONSET + 2)),
+        ONSET,
+    ),
+    # gradients
+    Fault("gradients not averaged", "gradient_scale", False, _everywhere(_callback("Gradients", bug="scaled", amount=8.0))),
+    Fault("gradients averaged twice", "gradient_scale", True, _everywhere(_callback("Gradients", bug="scaled", amount=0.125))),
+    Fault("gradients never zeroed", "stale_gradients", False, _everywhere(_callback("Gradients", bug="kept"))),
+    Fault(
+        "gradients never zeroed from step 30 on",
+        "stale_gradients",
+        True,
+        _everywhere(_callback("Gradients", bug="kept", first=ONSET)),
+        ONSET,
+    ),
+    Fault("gradients in fp16 without scale", "fp16_underflow", False, _everywhere(_callback("Gradients", bug="half", amount=1e-5))),
+    Fault(
+        "loss scale far too small",
+        "fp16_underflow",
+        True,
+        _everywhere(
+            {
+                "trainer": {
+                    "plugins": [
+                        {"class_path": "FP16Mixed", "init_args": {"init_scale": 1e-4, "growth_interval": 100000}}
+                    ]
+                }
+            }
+        ),
+    ),
+    Fault(
+        "NaN in one gradient",
+        "non_finite",
+        False,
+        _everywhere(_callback("Gradients", bug="nan", first=ONSET, last=ONSET)),
+        ONSET,
+    ),
+    Fault(
+        "infinity in one gradient",
+        "non_finite",
+        True,
+        _everywhere(_callback("Gradients", bug="inf", amount=2.0, first=ONSET + 10, last=ONSET + 10)),
+        ONSET + 10,
+    ),
+    Fault("gain of gradients by block", "exploding_gradients", False, _everywhere(_callback("Initialised", bug="deep_gain", amount=1e3))),
+    Fault("fading gradients by block", "vanishing_gradients", True, _everywhere(_callback("Initialised", bug="deep_fade", amount=1e5))),
+    Fault("blocks frozen", "frozen_weights", False, _everywhere(_callback("Frozen", bug="frozen", pattern="layers"))),
+    Fault("attention frozen", "frozen_weights", True, _everywhere(_callback("Frozen", bug="frozen", pattern="attention"))),
+    Fault("optimizer without the MLPs", "weights_not_updated", False, _everywhere(_callback("Frozen", bug="forgotten", pattern="mlp"))),
+    Fault(
+        "optimizer without the embedding",
+        "weights_not_updated",
+        True,
+        _everywhere(_callback("Frozen", bug="forgotten", pattern="embed_tokens")),
+    ),
+    # initialisation
+    Fault("weights 20 times too large", "bad_initialisation", False, _everywhere(_callback("Initialised", bug="scaled", amount=20.0))),
+    Fault("weights 5000 times too small", "bad_initialisation", True, _everywhere(_callback("Initialised", bug="scaled", amount=2e-4))),
+    Fault("second block zero", "dead_block", False, _everywhere(_callback("Initialised", bug="zero_block", amount=1))),
+    Fault("first block zero", "dead_block", True, _everywhere(_callback("Initialised", bug="zero_block", amount=0))),
+    Fault("units far below zero", "dead_units", False, _everywhere(_callback("Initialised", bug="dead", amount=30.0), ("gpt",))),
+    Fault("units below zero", "dead_units", True, _everywhere(_callback("Initialised", bug="dead", amount=5.0), ("gpt",))),
+    Fault(
+        "attention on one token", "attention_collapse", False,
+        _everywhere(_callback("Initialised", bug="sharp_attention", amount=60.0)),
+    ),  # fmt: skip
+    Fault(
+        "attention almost on one token", "attention_collapse", True,
+        _everywhere(_callback("Initialised", bug="sharp_attention", amount=25.0)),
+    ),  # fmt: skip
+    Fault("loud last norm", "logit_growth", False, _everywhere(_callback("Initialised", bug="loud_head", amount=60.0))),
+    Fault("very loud last norm", "logit_growth", True, _everywhere(_callback("Initialised", bug="loud_head", amount=300.0))),
+    Fault("a router that has decided", "dead_experts", False, _unbalanced("one_expert", 300.0)),
+    Fault("a router that decides nothing", "dead_experts", True, _unbalanced("equal_experts", 1.0)),
+    # data
+    Fault("labels are the inputs", "labels_shifted", False, _packing("shifted", 0)),
+    Fault("labels two tokens ahead", "labels_shifted", True, _packing("shifted", 2)),
+    Fault("few labels", "few_labels", False, _packing("few_labels", 0.05)),
+    Fault("a tenth of the labels", "few_labels", True, _packing("few_labels", 0.1)),
+    Fault("each row eight times", "duplicates", False, _packing("repeated", 8)),
+    Fault("half of each batch the same", "duplicates", True, _packing("same_few", 0.5)),
+    Fault("shuffle off", "not_shuffled", False, _everywhere({"data": {"init_args": {"shuffle": False}}})),
+    Fault("a packing that does not shuffle", "not_shuffled", True, _packing("sequential")),
+    Fault("ids of another tokenizer", "tokenizer_mismatch", False, _packing("permuted", 1)),
+    Fault("ids moved by special tokens", "tokenizer_mismatch", True, _packing("permuted", 4)),
+    Fault("documents see each other", "mask_leak", False, _packing("no_mask", only=("llama",))),
+    Fault("documents of a stream see each other", "mask_leak", True, _packing("no_mask", only=("moe",))),
+    Fault("positions run on", "position_ids", False, _packing("positions", 1, only=DOCUMENTS)),
+    Fault("positions in twos", "position_ids", True, _packing("positions", 2, only=DOCUMENTS)),
+    Fault("attention sees what follows", "sees_future", False, _network("Seeing")),
+    Fault("one block sees what follows", "sees_future", True, _network("HalfSeeing")),
+    Fault("validation is training", "validation_leak", False, _packing("validation_is_training")),
+    Fault("most of validation is training", "validation_leak", True, _packing("validation_in_training", 0.6)),
+    Fault(
+        "garbage in three batches", "spike_by_data", False,
+        _everywhere(_callback("Garbage", first=ONSET, last=ONSET + 2)), ONSET,
+    ),  # fmt: skip
+    Fault(
+        "one token over and over", "spike_by_data", True,
+        _everywhere(_callback("Garbage", first=ONSET + 10, last=ONSET + 11, repeated=True)), ONSET + 10,
+    ),  # fmt: skip
+    Fault("four batches over and over", "over_fitting", False, _trainer(limit_train_batches=4, overfit_batches=0)),
+    Fault("two batches over and over", "over_fitting", True, _trainer(limit_train_batches=2)),
+    # regularisation
+    Fault(
+        "dropout 0.8", "dropout_too_high", False,
+        _everywhere({"model": {"network": {"init_args": {"dropout": 0.8}}}}, ("gpt",)),
+    ),  # fmt: skip
+    Fault(
+        "dropout 0.6 of what blocks add", "dropout_too_high", True,
+        _everywhere({"model": {"network": {"init_args": {"residual_dropout": 0.6, "embedding_dropout": 0.4}}}}, ("gpt",)),
+    ),  # fmt: skip
+    # speed
+    Fault("slow reading", "data_bound", False, _packing("slow", 25)),
+    Fault("unevenly slow reading", "data_bound", True, _packing("unevenly_slow", 25)),
+)
+
+HELD_OUT = tuple(fault for fault in FAULTS if fault.held_out)
+TUNED = tuple(fault for fault in FAULTS if not fault.held_out)
+
+__all__ = ["FAULTS", "HELD_OUT", "OBJECTIVES", "ONSET", "SCHEDULES", "STEPS", "TUNED", "Fault"]
