@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.faults.recipes import NETWORKS, OBJECTIVES, OPTIMIZERS, PACKINGS, RECIPES, SCHEDULES, STEPS
 
-ONSET = 30
+ONSET = 24
 """The step in which faults begin that strike in the middle of a run."""
 
 
@@ -75,6 +75,10 @@ def _schedule(only: tuple[str, ...] = RECIPES, **arguments: Any) -> dict[str, di
     return _everywhere({"model": {"lr_scheduler": {"init_args": arguments}}}, only)
 
 
+def _source(name: str) -> dict[str, dict[str, Any]]:
+    return _everywhere({"data": {"init_args": {"source": f"FOLDER/{name}.jsonl", "validation_fraction": 0.3}}})
+
+
 def _trainer(**options: Any) -> dict[str, dict[str, Any]]:
     return _everywhere({"trainer": options})
 
@@ -120,10 +124,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault("rate x200", "rate_too_high", True, _rate(200)),
     Fault("rate /50", "rate_too_low", False, _rate(1 / 50)),
     Fault("rate /1000", "rate_too_low", True, _rate(1 / 1000)),
-    Fault("no warm-up", "no_warmup", False, _no_warmup(6, 0)),
-    Fault("one step of warm-up", "no_warmup", True, _no_warmup(8, 1)),
-    Fault("schedule ends at a fifth", "schedule_ends_early", False, _schedule(total_steps=16, min_lr_ratio=0.0)),
-    Fault("schedule ends at two fifths", "schedule_ends_early", True, _schedule(total_steps=32, min_lr_ratio=0.0)),
+    Fault("no warm-up", "no_warmup", False, _no_warmup(3, 0)),
+    Fault("one step of warm-up", "no_warmup", True, _no_warmup(4, 1)),
+    Fault("schedule ends at a fifth", "schedule_ends_early", False, _schedule(total_steps=13, min_lr_ratio=0.0)),
+    Fault("schedule ends at two fifths", "schedule_ends_early", True, _schedule(total_steps=26, min_lr_ratio=0.0)),
     Fault("warm-up over most of the run", "warmup_too_long", False, _schedule(("gpt", "moe"), warmup_steps=0.9)),
     Fault("warm-up over three quarters", "warmup_too_long", True, _schedule(("gpt", "moe"), warmup_steps=0.75)),
     # optimizer
@@ -164,7 +168,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault("gradients averaged twice", "gradient_scale", True, _everywhere(_callback("Gradients", bug="scaled", amount=0.125))),
     Fault("gradients never zeroed", "stale_gradients", False, _everywhere(_callback("Gradients", bug="kept"))),
     Fault(
-        "gradients never zeroed from step 30 on",
+        "gradients never zeroed from step 24 on",
         "stale_gradients",
         True,
         _everywhere(_callback("Gradients", bug="kept", first=ONSET)),
@@ -256,8 +260,8 @@ FAULTS: tuple[Fault, ...] = (
         "one token over and over", "spike_by_data", True,
         _everywhere(_callback("Garbage", first=ONSET + 10, last=ONSET + 11, repeated=True)), ONSET + 10,
     ),  # fmt: skip
-    Fault("four batches over and over", "over_fitting", False, _trainer(limit_train_batches=4, overfit_batches=0)),
-    Fault("two batches over and over", "over_fitting", True, _trainer(limit_train_batches=2)),
+    Fault("eight documents over and over", "over_fitting", False, _source("topics-8")),
+    Fault("twenty documents over and over", "over_fitting", True, _source("topics-20")),
     # regularisation
     Fault(
         "dropout 0.8", "dropout_too_high", False,

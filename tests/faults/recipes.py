@@ -14,7 +14,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-STEPS, LENGTH, ROWS, VOCABULARY = 80, 32, 8, 288
+STEPS, LENGTH, ROWS, VOCABULARY = 64, 32, 8, 288
 WARMUP = 8
 
 _TRAINER: dict[str, Any] = {
@@ -22,7 +22,7 @@ _TRAINER: dict[str, Any] = {
     "devices": 1,
     "max_steps": STEPS,
     "log_every_n_steps": 1,
-    "val_check_interval": 20,
+    "val_check_interval": 16,
     "check_val_every_n_epoch": None,
     "limit_val_batches": 4,
     "num_sanity_val_steps": 0,
@@ -32,7 +32,10 @@ _TRAINER: dict[str, Any] = {
     "enable_checkpointing": False,
     "use_distributed_sampler": False,
     "logger": [{"class_path": "MetricsCSV"}],
-    "callbacks": [{"class_path": "Throughput"}],
+    "callbacks": [
+        {"class_path": "WeightMonitor", "init_args": {"every_n_steps": 4}},
+        {"class_path": "TrainingDoctor", "init_args": {"every_n_steps": 8}},
+    ],
 }
 
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "max_sequence_length": LENGTH, "n_head": 2, "n_embd": 32}
@@ -60,9 +63,9 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "gpt": {"class_path": "AdamW", "init_args": {"lr": 6e-3}},
-    "llama": {"class_path": "Muon", "init_args": {"lr": 1e-2}},
-    "moe": {"class_path": "AdamW", "init_args": {"lr": 6e-3}},
+    "gpt": {"class_path": "AdamW", "init_args": {"lr": 8e-3}},
+    "llama": {"class_path": "Muon", "init_args": {"lr": 2.5e-2, "ns_steps": 3}},
+    "moe": {"class_path": "AdamW", "init_args": {"lr": 1e-2}},
 }
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -81,16 +84,21 @@ RECIPES = tuple(NETWORKS)
 
 
 def corpus(folder: Path) -> Path:
-    """Writes the documents, once: the paragraphs of the topics of Python's `help()`, topic by topic."""
+    """Writes the documents, once: the paragraphs of the topics of Python's `help()`, topic by topic; and a few of them."""
     path = folder / "topics.jsonl"
     if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
         texts = [
             part.strip()
             for name in sorted(topics)
             for part in re.split(r"\n\n(?=\S)", topics[name])
             if len(part.strip()) > 40
         ]
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in dict.fromkeys(texts)), encoding="utf-8")
+        lines = [json.dumps({"text": text}) + "\n" for text in dict.fromkeys(texts)]
+        for few in (8, 20):
+            chosen = lines[:: len(lines) // few][:few]
+            (folder / f"topics-{few}.jsonl").write_text("".join(chosen), encoding="utf-8")
+        path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
