@@ -390,6 +390,9 @@ def _cases():
         ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
         Case("WeightMonitor", {"every_n_steps": 4, "detail": True}),
+        Case("LossBreakdown", {"every_n_steps": 4, "first_bin": 4}),
+        Case("CollectiveMonitor", {"every_n_steps": 4}),
+        Case("StepTime", {"window": 4, "every_n_steps": 2}),
         Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(

@@ -1,0 +1,233 @@
+"""How long steps take, and which part of them waits for data, computes, communicates, or does something else."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+
+from core.errors import ConfigError
+from core.lightning_compat import unwrapped
+from core.technique import technique
+from core.training.figures import log_figures
+from toolkit.collectives import WatchCollectives
+from toolkit.phase_clock import Phase, PhaseClock, common, length, seconds_between, union
+
+PHASES = ("data", "forward", "backward", "optimizer", "other")
+PAUSE = "pause"
+PERCENTILES = (50, 90, 99)
+
+
+@technique(
+    paper="percentiles and phases of a step: MegaScale, arXiv:2402.15627, section 5.2; communication that is not hidden "
+    "behind computation: PyTorch FSDP, arXiv:2304.11277, section 5",
+    after=("Throughput", "ProgressBar", "LossCurve", "TextSamples", "MemoryMonitor", "RewardWatch"),
+    observer=True,
+)
+class StepTime(Callback):
+    """Percentiles of the time of a step, the shares of its phases, and how far the slowest rank is behind.
+
+    Logged are, in each logged step:
+
+    - `time/step_p50_ms`, `time/step_p90_ms`, `time/step_p99_ms`: of the last `window` optimizer steps, mean over ranks.
+    - `time/data_share` (waiting for the next batch), `time/forward_share`, `time/backward_share`, `time/optimizer_share` and
+      `time/other_share` (gradient weighing, callbacks, loggers): shares of the steps since the last logged one, mean over
+      ranks; together with `time/communication_share` they are 1.
+    - `time/communication_share`, with several ranks: the time in which a collective was under way and this rank computed
+      nothing, waiting for slower ranks included. It is measured in every `every_n_steps`-th step, which takes longer and is
+      left out of the other figures, and taken off the phases that it is in. Without a measurement so far it is missing.
+    - `time/slowest_rank_ratio`, with several ranks: data and forward time of the slowest rank over the median, both without
+      what follows, in which ranks wait for each other. Strategies that shard weights also wait in the forward pass: there,
+      only slow data is seen. `Heartbeat` names the rank.
+
+    The steps up to the first logged one after a start are left out, and so are validation, checkpoints and sampling. On CUDA
+    phases are those of the device, measured with events that are read later; nothing waits. What callbacks do behind this one
+    at the end of a batch counts as waiting for data.
+
+    Args:
+        window: Optimizer steps of the percentiles.
+        every_n_steps: Optimizer steps between two measurements of communication, at least 2; 0: none.
+
+    Raises:
+        ConfigError: If an argument is out of range.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: StepTime
+              init_args: {window: 100, every_n_steps: 100}
+    """
+
+    def __init__(self, window: int = 100, every_n_steps: int = 100) -> None:
+        if window < 1 or every_n_steps < 0 or every_n_steps == 1:
+            raise ConfigError(
+                f"StepTime takes window >= 1, and every_n_steps >= 2 or 0, not {window} and {every_n_steps}."
+            )
+        self.window, self.every_n_steps = window, every_n_steps
+        self._clock = PhaseClock(torch.device("cpu"))
+        self._handles: list[Any] = []
+        self._forget(0)
+
+    def _forget(self, step: int) -> None:
+        self._step = step  # optimizer steps of the run so far
+        self._paused = self._stepping = self._ends_step = self._warm = False
+        self._watch: WatchCollectives | None = None
+        self._watched: dict[
+            int, tuple[WatchCollectives, Any]
+        ] = {}  # step -> collectives and its begin, not read yet
+        self._read = step
+        self._steps: deque[float] = deque(maxlen=self.window)
+        self._seconds = dict.fromkeys((*PHASES, PAUSE), 0.0)  # since the last logged step
+        self._exposed: dict[str, float] | None = None  # seconds of communication in each phase of a step
+        self._counted = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Starts the clock."""
+        self._clock = PhaseClock(pl_module.device)
+        self._forget(trainer.global_step)
+        self._samples = self.every_n_steps if trainer.world_size > 1 else 0
+        optimizers = [unwrapped(optimizer) for optimizer in trainer.optimizers]
+        self._handles = [
+            optimizer.register_step_post_hook(self._stepped)
+            for optimizer in optimizers
+            if isinstance(optimizer, Optimizer)
+        ]
+        self._clock.begin()
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Ends the wait for data."""
+        self._clock.mark(PAUSE if self._paused else "data")
+        self._paused = False
+        if self._samples and self._watch is None and not (self._step + 1) % self._samples:
+            self._watch = WatchCollectives.start(self._clock.now)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+        """Ends the forward pass."""
+        self._clock.mark("forward")
+
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
+        """Ends the backward pass."""
+        self._clock.mark("backward")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Begins the optimizer's step."""
+        self._clock.mark("other")
+        self._stepping = self._ends_step = True
+
+    def _stepped(self, *_: Any) -> None:
+        if self._stepping:
+            self._clock.mark("optimizer")
+            self._stepping = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Ends the step with its last micro-batch; logs the figures where it is the turn."""
+        self._clock.mark("optimizer" if self._stepping else "other")
+        if not self._ends_step:
+            return
+        self._stepping = self._ends_step = False
+        began = self._clock.end_step()
+        self._step += 1
+        if (watch := self._stop_watching()) is not None:
+            self._watched[self._step] = watch, began
+        if pl_module.logging_step:
+            self._log(trainer, pl_module)
+
+    def pause_clock(self) -> None:
+        """Leaves out the time until the next training batch starts."""
+        self._paused = True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stops the clock."""
+        self.pause_clock()
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Stops the clock."""
+        self.pause_clock()
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Stops watching where a step breaks off."""
+        self._stop_watching()
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Takes its hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _stop_watching(self) -> WatchCollectives | None:
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+        return watch
+
+    def _log(self, trainer: Trainer, pl_module: Any) -> None:
+        """Logs what the device has finished, but for the steps up to the first logged one after a start."""
+        for phases in self._clock.read():
+            self._read += 1
+            if (watched := self._watched.pop(self._read, None)) is not None:
+                self._exposed = exposed_seconds(*watched, phases)
+            elif self._warm:
+                self._steps.append(sum(end - begin for name, begin, end in phases if name != PAUSE))
+                for name, begin, end in phases:
+                    self._seconds[name] += end - begin
+                self._counted += 1
+        if self._counted:
+            self._share(trainer, pl_module)
+        self._warm = True
+        self._seconds, self._counted = dict.fromkeys((*PHASES, PAUSE), 0.0), 0
+
+    def _share(self, trainer: Trainer, pl_module: Any) -> None:
+        times = np.percentile(list(self._steps), PERCENTILES).tolist()
+        phases = {name: self._seconds[name] for name in PHASES}
+        alone = phases["data"] + phases["forward"]
+        whole = sum(phases.values())
+        communication = 0.0
+        for name, seconds in (self._exposed or {}).items():
+            moved = min(seconds * self._counted, phases[name])
+            phases[name] -= moved
+            communication += moved
+        own = [*times, *(phases[name] / whole for name in PHASES), communication / whole, alone]
+        rows = torch.tensor([own], dtype=torch.float64)
+        if trainer.world_size > 1:
+            gathered = pl_module.all_gather(rows[0].to(pl_module.device, torch.float32))
+            rows = gathered.view(trainer.world_size, -1).double().cpu()
+        means = rows.mean(0).tolist()
+        names = [f"step_p{p}_ms" for p in PERCENTILES] + [f"{name}_share" for name in PHASES]
+        figures = {f"time/{name}": mean for name, mean in zip(names, means, strict=False)}
+        for p in PERCENTILES:
+            figures[f"time/step_p{p}_ms"] *= 1e3
+        if self._exposed is not None:
+            figures["time/communication_share"] = means[-2]
+        if trainer.world_size > 1:
+            before = rows[:, -1]
+            figures["time/slowest_rank_ratio"] = float(before.max() / before.median().clamp(min=1e-9))
+        log_figures(trainer, figures)
+
+
+def exposed_seconds(watch: WatchCollectives, began: Any, phases: list[Phase]) -> dict[str, float]:
+    """Returns the seconds of each phase in which collectives were under way and nothing was computed.
+
+    Args:
+        watch: What was seen in the step.
+        began: The moment in which the step began.
+        phases: Its phases.
+    """
+
+    def since(spans: list[tuple[Any, Any]]) -> list[tuple[float, float]]:
+        return union([(seconds_between(began, begin), seconds_between(began, end)) for begin, end in spans])
+
+    under_way = since([(each.begin, each.end) for each in watch.collectives if each.end is not None])
+    hidden = common(under_way, since(watch.computing))
+    found = dict.fromkeys(PHASES, 0.0)
+    for name, begin, end in phases:
+        if name in found:
+            within = [(begin, end)]
+            found[name] += length(common(under_way, within)) - length(common(hidden, within))
+    return found
