@@ -153,5 +153,3 @@ class TrainingDoctor(Callback):
                 say(trainer, self, finding.line())
                 if trainer.is_global_zero and finding.remedy:
                     write_remedy(finding, Path(trainer.default_root_dir))
-
-

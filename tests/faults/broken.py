@@ -219,7 +219,7 @@ class Initialised(Callback):
     """Changes a network's weights before the first step; a bug in somebody's initialisation.
 
     Args:
-        bug: "scaled", "zero_block", "dead", "sharp_attention", "loud_head", "one_expert", "deep_gain", "deep_fade".
+        bug: "scaled", "zero_block", "dead", "sharp_attention", "masked_experts", "equal_experts", "deep_gain", "deep_fade".
         amount: How much of it.
     """
 
@@ -244,11 +244,9 @@ class Initialised(Callback):
             for block in blocks:
                 for projection in (block.attention.q_proj, block.attention.k_proj):
                     projection.weight.mul_(amount)
-        if self.bug == "loud_head":
-            network.norm.weight.mul_(amount)
-        if self.bug == "one_expert":
+        if self.bug == "masked_experts":
             for router in network.routers:
-                router.weight.mul_(amount)
+                router._choose = _without_last(router._choose, int(amount))
         if self.bug == "equal_experts":  # nothing chooses: ties go to the first ones
             for router in network.routers:
                 router.weight.zero_()
@@ -257,11 +255,22 @@ class Initialised(Callback):
             for index, block in enumerate(blocks):
                 scale = amount ** (1 if index else 0)
                 gain = scale if self.bug == "deep_gain" else 1 / scale
-                block.register_full_backward_hook(_gain_of(gain))
+                block.register_forward_pre_hook(_gain_of(gain))
+
+
+def _without_last(choose: Any, count: int) -> Any:
+    """Returns a choice of experts that never takes the last ones."""
+    return lambda scores: choose(torch.cat((scores[:, :-count], scores[:, -count:] - 1e9), dim=1))
 
 
 def _gain_of(gain: float) -> Any:
-    return lambda module, inputs, outputs: tuple(None if one is None else one * gain for one in inputs)
+    """Returns a hook after which a block's input has the same values, and this many times the gradient."""
+
+    def multiply(module: Any, inputs: Any) -> Any:
+        x = inputs[0]
+        return (x.detach() + gain * (x - x.detach()), *inputs[1:])
+
+    return multiply
 
 
 # -- training --------------------------------------------------------------------------------------------
@@ -292,7 +301,25 @@ class Frozen(Callback):
                 group["params"][:] = [p for p in group["params"] if id(p) not in chosen]
 
 
-class Gradients(Callback):
+class Once(Callback):
+    """Strikes in the steps from `first` to `last`, in each once: a run that goes back meets it no more."""
+
+    first: int
+    last: int
+
+    def strikes(self, trainer: Any) -> bool:
+        step = trainer.global_step + 1
+        struck = vars(self).setdefault("_struck", set())
+        due = self.first <= step <= self.last and step not in struck
+        if due and self.last < FOREVER:
+            struck.add(step)
+        return due
+
+
+FOREVER = 10**9
+
+
+class Gradients(Once):
     """A bug in how gradients are made.
 
     Args:
@@ -302,12 +329,12 @@ class Gradients(Callback):
         last: The last step with it.
     """
 
-    def __init__(self, bug: str, amount: float = 1.0, first: int = 1, last: int = 10**9) -> None:
+    def __init__(self, bug: str, amount: float = 1.0, first: int = 1, last: int = FOREVER) -> None:
         self.bug, self.amount, self.first, self.last = bug, amount, first, last
         self._kept: list[torch.Tensor] = []
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        if not self.first <= trainer.global_step + 1 <= self.last:
+        if not self.strikes(trainer):
             return
         found = gradients(optimizer)
         if self.bug == "scaled":
@@ -323,7 +350,7 @@ class Gradients(Callback):
             found[-1 if self.amount == 1 else 0].view(-1)[0] = float(self.bug)
 
 
-class Optimizing(Callback):
+class Optimizing(Once):
     """A bug around the optimizer.
 
     Args:
@@ -335,20 +362,37 @@ class Optimizing(Callback):
     """
 
     def __init__(
-        self, bug: str, amount: float = 1.0, first: int = 1, every: int = 1, last: int = 10**9
+        self, bug: str, amount: float = 1.0, first: int = 1, every: int = 1, last: int = FOREVER
     ) -> None:
         self.bug, self.amount, self.first, self.every, self.last = bug, amount, first, every, last
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        step = trainer.global_step + 1
-        due = self.first <= step <= self.last and (step - self.first) % self.every == 0
+        due = self.strikes(trainer) and (trainer.global_step + 1 - self.first) % self.every == 0
         if self.bug == "forgets" and due:
             trainer.optimizers[0].state.clear()
         if self.bug == "rate":
             pl_module.lr_factors["Optimizing"] = self.amount if due else 1.0
 
 
-class Garbage(Callback):
+class Louder(Once):
+    """The last norm becomes louder with each step.
+
+    Args:
+        factor: In each step.
+        first: The first step with it.
+        last: The last step with it.
+    """
+
+    def __init__(self, factor: float, first: int = 1, last: int = FOREVER) -> None:
+        self.factor, self.first, self.last = factor, first, last
+
+    @torch.no_grad()
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if self.strikes(trainer):
+            pl_module.network.norm.weight.mul_(self.factor)
+
+
+class Garbage(Once):
     """Batches of some steps are no text: random tokens, or one token over and over.
 
     Args:
@@ -362,7 +406,7 @@ class Garbage(Callback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1
-        if self.first <= step <= self.last:
+        if self.strikes(trainer):
             random = torch.Generator().manual_seed(step)
             for name in ("input_ids", "labels"):
                 batch[name].random_(0, 288, generator=random)

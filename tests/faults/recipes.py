@@ -14,15 +14,15 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-STEPS, LENGTH, ROWS, VOCABULARY = 64, 32, 8, 288
-WARMUP = 8
+STEPS, LENGTH, ROWS, VOCABULARY = 48, 32, 8, 288
+WARMUP = 6
 
 _TRAINER: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 1,
     "max_steps": STEPS,
     "log_every_n_steps": 1,
-    "val_check_interval": 16,
+    "val_check_interval": 12,
     "check_val_every_n_epoch": None,
     "limit_val_batches": 4,
     "num_sanity_val_steps": 0,
@@ -35,13 +35,17 @@ _TRAINER: dict[str, Any] = {
     "callbacks": [
         {"class_path": "WeightMonitor", "init_args": {"every_n_steps": 4}},
         {"class_path": "TrainingDoctor", "init_args": {"every_n_steps": 8}},
+        {"class_path": "StepTime", "init_args": {"window": 16, "every_n_steps": 0}},
     ],
 }
 
 _SIZES: dict[str, Any] = {"vocab_size": VOCABULARY, "max_sequence_length": LENGTH, "n_head": 2, "n_embd": 32}
 
 NETWORKS: dict[str, dict[str, Any]] = {
-    "gpt": {"class_path": "GPT", "init_args": _SIZES | {"n_layer": 2, "position": "rotary", "activation": "relu"}},
+    "gpt": {
+        "class_path": "GPT",
+        "init_args": _SIZES | {"n_layer": 2, "position": "rotary", "activation": "relu"},
+    },
     "llama": {
         "class_path": "Llama",
         "init_args": _SIZES | {"n_layer": 2, "n_kv_head": 1, "intermediate_size": 88, "init": "gpt2"},
@@ -49,7 +53,14 @@ NETWORKS: dict[str, dict[str, Any]] = {
     "moe": {
         "class_path": "OLMoE",
         "init_args": _SIZES
-        | {"n_layer": 2, "n_kv_head": 2, "intermediate_size": 48, "n_experts": 4, "experts_per_token": 2, "init": "gpt2"},
+        | {
+            "n_layer": 2,
+            "n_kv_head": 2,
+            "intermediate_size": 48,
+            "n_experts": 4,
+            "experts_per_token": 2,
+            "init": "gpt2",
+        },
     },
 }
 
@@ -86,7 +97,7 @@ RECIPES = tuple(NETWORKS)
 def corpus(folder: Path) -> Path:
     """Writes the documents, once: the paragraphs of the topics of Python's `help()`, topic by topic; and a few of them."""
     path = folder / "topics.jsonl"
-    if not path.exists():
+    if not all((folder / name).exists() for name in ("topics.jsonl", "topics-8.jsonl", "topics-20.jsonl")):
         folder.mkdir(parents=True, exist_ok=True)
         texts = [
             part.strip()
@@ -137,4 +148,3 @@ def recipe(name: str, folder: Path, seed: int) -> dict[str, Any]:
     if name == "moe":
         values["trainer"]["callbacks"].insert(0, {"class_path": "RoutingMonitor"})
     return values
-

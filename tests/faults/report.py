@@ -41,7 +41,11 @@ def judged(folder: Path) -> Verdict:
     history, since = History(), {}
     found: list[Finding] = []
     for step in all_steps:
-        at = {name: float(s.values[i]) for name, s in columns.items() if (i := _index(s.steps, step)) is not None}
+        at = {
+            name: float(s.values[i])
+            for name, s in columns.items()
+            if (i := _index(s.steps, step)) is not None
+        }
         history.add(step, at)
         found = [one for one in diagnose(Case(history, config)) if one.confidence >= LEAST_CONFIDENCE]
         cause = found[0].cause if found else None
@@ -82,12 +86,16 @@ def write(options: Any, runs: list[Any], folder_of: Any, configuration: Any) -> 
         said[fault.cause, cause] += 1
         delay = verdict.steps.get(fault.cause, np.inf) - fault.onset + 1
         healed = _healed(options, fault, name, seed, verdict, folder_of, configuration)
-        rows.setdefault((fault.held_out, fault.name, fault.cause), []).append((cause == fault.cause, delay, healed))
+        rows.setdefault((fault.held_out, fault.name, fault.cause), []).append(
+            (cause == fault.cause, delay, healed)
+        )
         if options.detail and cause != fault.cause:
             line = verdict.first.line() if verdict.first else "nothing"
             print(f"WRONG {fault.name} [{name} {seed}] wants {fault.cause}: {line} {verdict.causes}")
         elif options.detail and healed is False:
-            print(f"NOT HEALED {fault.name} [{name} {seed}]: {_losses(options, fault, name, seed, folder_of)}")
+            print(
+                f"NOT HEALED {fault.name} [{name} {seed}]: {_losses(options, fault, name, seed, folder_of)}"
+            )
     for (held_out, fault_name, cause), found in rows.items():
         right = sum(ok for ok, _, _ in found)
         delays = [delay for ok, delay, _ in found if ok]

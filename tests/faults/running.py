@@ -43,7 +43,11 @@ def train(values: Mapping[str, Any], folder: Path) -> Trainer:
     seed_everything(values["seed_everything"], workers=True, verbose=False)
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        warnings.catch_warnings(),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         warnings.simplefilter("ignore")
         model = {key: _built(value, key in FACTORIES, folder) for key, value in values["model"].items()}
         options = {key: _built(value, False, folder) for key, value in values["trainer"].items()}

@@ -77,7 +77,11 @@ class Case:
         """Returns a value of the configuration, such as "model.optimizer.lr", past `init_args`."""
         value: Any = self.config
         for key in path.split("."):
-            if isinstance(value, Mapping) and key not in value and isinstance(value.get("init_args"), Mapping):
+            if (
+                isinstance(value, Mapping)
+                and key not in value
+                and isinstance(value.get("init_args"), Mapping)
+            ):
                 value = value["init_args"]
             if not isinstance(value, Mapping) or key not in value:
                 return default

@@ -22,15 +22,25 @@ def labels_shifted(case: Case) -> Iterator[Finding]:
     if case.is_causal and following < 0.5 and max(same, later) > 0.9:
         which = "the inputs themselves" if same > later else "two tokens ahead"
         evidence = f"{max(same, later):.0%} of the labels are {which}, {following:.0%} the next token"
-        yield _of_packing(case, "labels_shifted", evidence, 0.99, "Take a packing whose labels are the next tokens")
+        yield _of_packing(
+            case, "labels_shifted", evidence, 0.99, "Take a packing whose labels are the next tokens"
+        )
 
 
 def few_labels(case: Case) -> Iterator[Finding]:
     """Most positions of a next-token objective have no label."""
     share = case.last("doctor/labelled")
-    if case.is_causal and share < 0.25 and case.class_of("data") in ("PretrainDataModule", "MixtureDataModule"):
+    if (
+        case.is_causal
+        and share < 0.25
+        and case.class_of("data") in ("PretrainDataModule", "MixtureDataModule")
+    ):
         yield _of_packing(
-            case, "few_labels", f"only {share:.0%} of the positions have a label", 0.95, "Train on all tokens of a text"
+            case,
+            "few_labels",
+            f"only {share:.0%} of the positions have a label",
+            0.95,
+            "Train on all tokens of a text",
         )
 
 
@@ -69,7 +79,11 @@ def duplicates(case: Case) -> Iterator[Finding]:
     share = case.last("doctor/repeated_rows")
     if share > 0.1 and not case.option("trainer.overfit_batches"):
         finding = _of_packing(
-            case, "duplicates", f"{share:.0%} of the rows came before, in one epoch", 0.94, "Drop repeated documents"
+            case,
+            "duplicates",
+            f"{share:.0%} of the rows came before, in one epoch",
+            0.94,
+            "Drop repeated documents",
         )
         deduplicating = {"data": {"init_args": {"transforms": [{"class_path": "ExactDuplicates"}]}}}
         remedy = finding.remedy or deduplicating

@@ -111,7 +111,9 @@ def round_trips(batches: Sequence[Batch], tokenizer_json: str) -> Counts:
     same = total = 0
     for batch in batches:
         for row in batch["input_ids"].tolist():
-            again = tokenizer.encode(tokenizer.decode(row, skip_special_tokens=False), add_special_tokens=False).ids
+            again = tokenizer.encode(
+                tokenizer.decode(row, skip_special_tokens=False), add_special_tokens=False
+            ).ids
             counts, others = np.bincount(row), np.bincount(again or [0])
             size = min(len(counts), len(others))
             same += int(np.minimum(counts[:size], others[:size]).sum())

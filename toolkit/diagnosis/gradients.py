@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import suspects, without_callbacks
+from toolkit.diagnosis.parts import guard_remedy, suspects, without_callbacks
 
 
 def _advice(case: Case, otherwise: str) -> str:
@@ -20,10 +20,10 @@ def non_finite(case: Case) -> Iterator[Finding]:
         series = case.series(name)
         bad = ~np.isfinite(series.values)
         if bad.any() and np.isfinite(series.values[:1]).all():
+            step = series.first_step(bad)
             yield Finding(
-                "non_finite", series.first_step(bad), f"{name} is {series.values[bad][0]:g}", 0.97,
-                "Switch on NonFiniteGuard, which drops such steps",
-                {"trainer": {"callbacks": {"NonFiniteGuard": {}}}},
+                "non_finite", step, f"{name} is {series.values[bad][0]:g}", 0.97,
+                "Drop such steps, or go back before them; NonFiniteGuard names the module", guard_remedy(case, step),
             )  # fmt: skip
             return
 
@@ -35,7 +35,11 @@ def underflow(case: Case) -> Iterator[Finding]:
     if bad.any():
         scale = case.option("trainer.precision")
         scaled = [item for item in case.option("trainer.plugins", []) or [] if "FP16Mixed" in str(item)]
-        remedy = {"trainer": {"plugins": {"FP16Mixed": {"init_scale": 65536.0, "growth_interval": 2000}}}} if scaled else {}
+        remedy = (
+            {"trainer": {"plugins": {"FP16Mixed": {"init_scale": 65536.0, "growth_interval": 2000}}}}
+            if scaled
+            else {}
+        )
         yield Finding(
             "fp16_underflow", lost.first_step(bad), f"{lost.values[bad][-1]:.0%} of the gradients are zero that are not, "
             f"computed again (precision {scale or '32-true'})", 0.95,
@@ -69,9 +73,10 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
 
 def weights_not_updated(case: Case) -> Iterator[Finding]:
     """Weights with a gradient stay as they are."""
-    share, rate = case.series("doctor/weights_unchanged"), case.last("train/lr")
-    bad = share.values > 0.02
-    if bad.all() and bad.any() and rate > 0:
+    share, rate = case.series("doctor/weights_unchanged"), case.series("train/lr")
+    stopped = rate.steps[rate.values <= 0]
+    bad = (share.values > 0.02) | np.isin(share.steps, stopped)
+    if bad.all() and (share.values > 0.02).sum() > len(stopped):
         yield Finding(
             "weights_not_updated", share.first_step(bad), f"{share.values[-1]:.0%} of the weights have a gradient and do not "
             "change", 0.94, _advice(case, "Give the optimizer all parameters"), without_callbacks(case),
@@ -82,7 +87,8 @@ def frozen(case: Case) -> Iterator[Finding]:
     """Weights are not trained, without an adapter or a pattern that says so."""
     share = case.last("doctor/frozen")
     said = any(
-        str(item.get("class_path", "")).rpartition(".")[2] in ADAPTERS or "adapters" in str(item.get("class_path"))
+        str(item.get("class_path", "")).rpartition(".")[2] in ADAPTERS
+        or "adapters" in str(item.get("class_path"))
         for item in case.callbacks()
     )
     if share > 0 and not said:
@@ -116,6 +122,13 @@ def by_depth(case: Case) -> Iterator[Finding]:
 
 def dead_block(case: Case) -> Iterator[Finding]:
     """A block has no gradient."""
+    zeros = case.last("doctor/blocks_of_zeros")
+    if zeros > 0:
+        yield Finding(
+            "dead_block", 1, f"{zeros:.0f} blocks have matrices of zeros alone", 0.93,
+            _advice(case, "Initialise its weights"), without_callbacks(case),
+        )  # fmt: skip
+        return
     blocks = case.blocks("gradient_norm")
     if len(blocks) < 2 or not len(blocks[0]) or case.last("doctor/frozen") > 0:
         return

@@ -79,7 +79,9 @@ class History:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns steps and values of each figure."""
-        return {name: {"steps": [*steps], "values": [*values]} for name, (steps, values) in self._figures.items()}
+        return {
+            name: {"steps": [*steps], "values": [*values]} for name, (steps, values) in self._figures.items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with a saved history."""
@@ -94,15 +96,21 @@ def read_history(path: Path) -> History:
     """
     try:
         if path.stat().st_size > MOST_TABLE_BYTES:
-            raise ConfigError(f"{path} has more than {MOST_TABLE_BYTES:,} bytes: it is not as MetricsCSV writes it.")
+            raise ConfigError(
+                f"{path} has more than {MOST_TABLE_BYTES:,} bytes: it is not as MetricsCSV writes it."
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"There is no {path}: add the logger MetricsCSV to the run (trainer.logger).") from None
+        raise ConfigError(
+            f"There is no {path}: add the logger MetricsCSV to the run (trainer.logger)."
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not as MetricsCSV writes it: {error}.") from error
     history = History()
     try:
-        for row in csv.DictReader(text[: text.rfind("\n") + 1].split("\n")):  # a killed run may end in mid-line
+        for row in csv.DictReader(
+            text[: text.rfind("\n") + 1].split("\n")
+        ):  # a killed run may end in mid-line
             step = int(row.pop("step"))
             history.add(step, {name: float(value) for name, value in row.items() if value})
     except (KeyError, TypeError, ValueError, csv.Error) as error:

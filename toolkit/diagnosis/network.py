@@ -15,6 +15,11 @@ def _advice(case: Case, otherwise: str) -> str:
     return f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else otherwise
 
 
+def _own(confidence: float, since: int) -> float:
+    """Returns the confidence that a state is a cause: one that training has led to is more likely a consequence."""
+    return confidence if since <= 2 else 0.55
+
+
 def sees_future(case: Case) -> Iterator[Finding]:
     """Logits depend on the tokens that are predicted."""
     share = case.last("doctor/sees_future")
@@ -48,10 +53,11 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
 def logit_growth(case: Case) -> Iterator[Finding]:
     """Logits are so large that the softmax is saturated."""
     largest = case.series("doctor/max_logit")
-    bad = largest.values > 60
+    bad = largest.values > 50
     if bad.any():
+        first = largest.first_step(bad)
         yield Finding(
-            "logit_growth", largest.first_step(bad), f"the largest logit is {largest.values[bad][0]:.3g}", 0.82,
+            "logit_growth", first, f"the largest logit is {largest.values[bad][0]:.3g}", 0.75,
             _advice(case, "Keep logits small with a z-loss"),
             without_callbacks(case) or {"model": {"objective": {"init_args": {"z_loss": 1e-4}}}},
         )  # fmt: skip
@@ -59,41 +65,42 @@ def logit_growth(case: Case) -> Iterator[Finding]:
 
 def dead_units(case: Case) -> Iterator[Finding]:
     """Nearly all hidden units of a block are zero."""
-    for index, zeros in enumerate(case.blocks("activation", "/zeros")):
-        bad = zeros.values > 0.97
-        if bad.any():
-            yield Finding(
-                "dead_units", zeros.first_step(bad), f"{zeros.values[bad][0]:.1%} of the hidden units of block {index} are zero",
-                0.91, _advice(case, "Take activation=gelu, or a lower rate"),
-                without_callbacks(case) or {"model": {"network": {"init_args": {"activation": "gelu"}}}},
-            )  # fmt: skip
-            return
+    zeros = case.series("doctor/dead_units")
+    bad = zeros.values > 0.9
+    if bad.any():
+        first = zeros.first_step(bad)
+        yield Finding(
+            "dead_units", first, f"{zeros.values[bad][0]:.1%} of the hidden units of a block are zero for all tokens", _own(0.91, first),
+            _advice(case, "Take activation=gelu_tanh, or a lower rate"),
+            without_callbacks(case) or {"model": {"network": {"init_args": {"activation": "gelu_tanh"}}}},
+        )  # fmt: skip
 
 
 def attention_collapse(case: Case) -> Iterator[Finding]:
-    """Attention looks at one token, from the beginning."""
-    for index, entropy in enumerate(case.blocks("attention", "/entropy")):
-        bad = entropy.values < 0.15
-        if bad.any():
-            yield Finding(
-                "attention_collapse", entropy.first_step(bad), f"the entropy of the attention of block {index} is "
-                f"{entropy.values[bad][0]:.2g} nats", 0.87,
-                _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
-            )  # fmt: skip
-            return
+    """Attention looks at one token."""
+    entropy = case.series("doctor/attention_entropy")
+    bad = entropy.values < 0.1
+    if bad.any():
+        first = entropy.first_step(bad)
+        yield Finding(
+            "attention_collapse", first, f"the entropy of attention weights in a block is "
+            f"{entropy.values[bad][0]:.0%} of that of equal ones", _own(0.87, first),
+            _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
+        )  # fmt: skip
 
 
 def dead_experts(case: Case) -> Iterator[Finding]:
     """Some experts get hardly any tokens."""
     load = case.series("routing/min_load")
-    window = 6
+    window = 10
     if len(load) < window:
         return
-    recent = np.array([load.values[max(0, i - window + 1) : i + 1].max() for i in range(len(load))])
-    bad = (recent < 0.05) & (np.arange(len(load)) >= window - 1)
-    if bad.any():
+    recent = load.values[-window:]
+    if recent.max() < 0.03:
+        starved = load.values >= 0.03
+        since = int(load.steps[int(np.flatnonzero(starved)[-1]) + 1 if starved.any() else 0])
         yield Finding(
-            "dead_experts", load.first_step(bad), f"an expert gets {load.values[-1]:.2g} of its share of the tokens", 0.86,
+            "dead_experts", since, f"an expert got at most {recent.max():.2g} of its share in {window} logged steps", 0.74,
             "Balance the experts with BalancedRouting or BiasBalancing",
             {
                 **without_callbacks(case),

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from core.training.loss_ranks import dp_rank
 from core.training.seeding import mix, seed_generators
 from toolkit.generation.rows import evaluating
+from toolkit.network_parts import MLP_READERS, NamesParts
 
 
 @torch.no_grad()
@@ -26,7 +28,9 @@ def visibility(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
         plain = _logits(network, batch)
         ids = batch["input_ids"]
         middle = ids.shape[1] // 2
-        changed = _logits(network, {**batch, "input_ids": _other(ids, torch.arange(ids.shape[1]) == middle, network)})
+        changed = _logits(
+            network, {**batch, "input_ids": _other(ids, torch.arange(ids.shape[1]) == middle, network)}
+        )
         moved = (changed - plain).abs().amax(-1)
         found = {"doctor/sees_future": _ratio(moved[:, :middle], moved[:, middle])}
         first, later = _documents(batch)
@@ -67,11 +71,66 @@ def _logits(network: Any, batch: Mapping[str, Any]) -> Tensor:
 
 
 @torch.no_grad()
-def loudness(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the standard deviation of the logits over the vocabulary, and their largest size."""
-    with evaluating(network):
-        logits = _logits(network, {name: value[:1] for name, value in batch.items()})
-    return {"doctor/logit_deviation": float(logits.std(-1).mean()), "doctor/max_logit": float(logits.abs().max())}
+def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
+    """Returns figures of logits, attention and hidden units on the first rows of a batch.
+
+    `doctor/logit_deviation` over the vocabulary and `doctor/max_logit`; `doctor/attention_entropy`, of the block where it is
+    least, over that of equal weights; `doctor/dead_units`, the share of hidden units that are 0 for all tokens in the block where
+    most are.
+    """
+    zeros: list[Tensor] = []
+    readers = network.parts_by_kind().get(MLP_READERS, ()) if isinstance(network, NamesParts) else ()
+    handles = [
+        reader.register_forward_pre_hook(
+            lambda _, inputs: zeros.append((inputs[0] == 0).flatten(0, -2).all(0).float().mean())
+        )
+        for reader in readers
+    ]
+    try:
+        with evaluating(network), _AttentionEntropy() as attention:
+            logits = _logits(network, {name: value[:8] for name, value in batch.items()})
+    finally:
+        for handle in handles:
+            handle.remove()
+    found = {
+        "doctor/logit_deviation": float(logits.std(-1).mean()),
+        "doctor/max_logit": float(logits.abs().max()),
+    }
+    if attention.found:
+        found["doctor/attention_entropy"] = float(torch.stack(attention.found).min())
+    if zeros:
+        found["doctor/dead_units"] = float(torch.stack(zeros).max())
+    return found
+
+
+class _AttentionEntropy(TorchFunctionMode):
+    """Notes the entropy of the weights of each call of `scaled_dot_product_attention`, over that of equal weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            self._note(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _note(
+        self, q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, *_: Any, **more: Any
+    ) -> None:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        scores = q.float() @ k.float().mT * (more.get("scale") or q.shape[-1] ** -0.5)
+        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        if more.get("is_causal"):
+            visible = visible.tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            visible = visible & attn_mask
+        weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+        entropy = -torch.xlogy(weights, weights).sum(-1)
+        most = visible.sum(-1).clamp(min=1).log().expand_as(entropy)
+        several = most > 1.0  # of three tokens and more
+        if bool(several.any()):
+            self.found.append((entropy[several] / most[several]).mean())
 
 
 @torch.no_grad()
@@ -118,17 +177,23 @@ class GradientCheck:
         self.before = [parameter.detach().clone() for parameter in parameters]
         self.inner = {id(p) for block in module.network.blocks for p in block.parameters() if p.ndim > 1}
 
-    def figures(self) -> dict[str, float]:
-        """Returns the figures, once the step was made and before gradients are zeroed."""
+    def figures(self, norm_before_clipping: float | None) -> dict[str, float]:
+        """Returns the figures, once the step was made and before gradients are zeroed.
+
+        Args:
+            norm_before_clipping: Of the gradients that the optimizer was given, where it is known.
+        """
         dot = theirs = ours = 0.0
         lost = nonzero = unchanged = with_gradient = 0
         moves: list[float] = []
+        norm = math.sqrt(sum(float(one.float().square().sum()) for one in self.gradients))
+        ours_at_least = 1e-35 * (max(norm / self.clip, 1.0) if self.clip else 1.0)
         for (_, parameter), expected, before in zip(self.named, self.gradients, self.before, strict=True):
             found = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.detach().float()
             expected = expected.float()
             dot += float((found * expected).sum())
             theirs, ours = theirs + float(found.square().sum()), ours + float(expected.square().sum())
-            meant = expected != 0
+            meant = expected.abs() > ours_at_least  # not of what clipping makes too small for float32
             lost, nonzero = lost + int((meant & (found == 0)).sum()), nonzero + int(meant.sum())
             if id(parameter) in self.inner and (size := float(before.norm())) > 0:
                 moves.append(float((parameter.detach() - before).norm()) / size)
@@ -137,7 +202,9 @@ class GradientCheck:
             with_gradient += parameter.numel() if has else 0
             unchanged += parameter.numel() if has and not moved else 0
         ours, theirs = math.sqrt(ours), math.sqrt(theirs)
-        expected_norm = min(ours, self.clip) if self.clip else ours
+        expected_norm, found_norm = min(ours, self.clip) if self.clip else ours, theirs
+        if norm_before_clipping is not None:
+            expected_norm, found_norm = ours, norm_before_clipping
         result = {
             "doctor/gradients_lost": lost / max(nonzero, 1),
             "doctor/weights_unchanged": unchanged / max(with_gradient, 1),
@@ -145,7 +212,7 @@ class GradientCheck:
         if moves:
             result["doctor/update_ratio"] = statistics.median(moves)
         if expected_norm > 0 and math.isfinite(theirs):
-            result["doctor/gradient_ratio"] = theirs / expected_norm
+            result["doctor/gradient_ratio"] = found_norm / expected_norm
             result["doctor/gradient_cosine"] = dot / (ours * theirs) if ours * theirs > 0 else 0.0
         return result
 
@@ -160,3 +227,9 @@ def optimizer_steps(optimizer: Any) -> float | None:
     """Returns the most steps that an optimizer's state counts; None where it has no count."""
     counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
     return max(counts, default=None)
+
+
+def blocks_of_zeros(network: Any) -> int:
+    """Returns how many blocks have matrices of zeros alone."""
+    matrices = [[p for p in block.parameters() if p.ndim > 1] for block in network.blocks]
+    return sum(bool(block) and not any(bool(p.any()) for p in block) for block in matrices)

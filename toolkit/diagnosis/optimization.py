@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import without_callbacks
+from toolkit.diagnosis.parts import guard_remedy, without_callbacks
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
@@ -49,20 +49,20 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
     """Updates are as large as the weights."""
     ratio, usual, peak = case.series(UPDATE), _usual_rate(case), _peak(case)
     wild = ~(ratio.values < WILD)
-    if not wild.any() or not (peak > 4 * usual or math.isnan(usual)):
+    if not wild.any():
         return
     first = ratio.first_step(wild)
     evidence = f"a step changes weights by {ratio.values[wild][0]:.0%} of their size"
-    if _warmup(case) < min(0.03 * case.max_steps, 5) and not peak > 12 * usual:
+    if first <= 2 and _warmup(case) < min(0.03 * case.max_steps, 5) and not peak > 12 * usual:
         yield Finding(
-            "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.72,
+            "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.77,
             "Warm the rate up over the first 10% of the steps",
             {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.12}}}},
         )  # fmt: skip
-    else:
+    elif peak > 4 * usual or math.isnan(usual):
         rate = usual if math.isfinite(usual) else peak / 10
         yield Finding(
-            "rate_too_high", first, f"{evidence}, on the way to a rate of {peak:g}", 0.7,
+            "rate_too_high", first, f"{evidence}, on the way to a rate of {peak:g}", 0.76,
             f"Lower the rate to about {rate:.1g}, or let LRFinder choose it", _rate_overlay(rate),
         )  # fmt: skip
 
@@ -70,7 +70,12 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
 def rate_too_low(case: Case) -> Iterator[Finding]:
     """Updates are so small that the weights would hardly change in the whole run."""
     ratio, rate, usual, peak = case.series(UPDATE), case.series("train/lr"), _usual_rate(case), _peak(case)
-    if not len(ratio) or not math.isfinite(usual) or not rate.values.max() > 0 or not math.isfinite(case.max_steps):
+    if (
+        not len(ratio)
+        or not math.isfinite(usual)
+        or not rate.values.max() > 0
+        or not math.isfinite(case.max_steps)
+    ):
         return
     at = int(ratio.steps[-1])
     now = float(rate.up_to(at).values[-1])
@@ -86,9 +91,12 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
 def schedule_ends_early(case: Case) -> Iterator[Finding]:
     """The rate is nearly zero long before the run ends."""
     rate = case.series("train/lr")
-    if not len(rate) or not math.isfinite(case.max_steps) or rate.values.max() <= 0:
+    if not len(rate) or not math.isfinite(case.max_steps):
         return
-    low = (rate.values < 0.02 * rate.values.max()) & (rate.steps > rate.steps[np.argmax(rate.values)])
+    peak = (
+        min(_peak(case), float(rate.values.max())) if math.isfinite(_peak(case)) else float(rate.values.max())
+    )
+    low = (rate.values < 0.02 * peak) & np.maximum.accumulate(rate.values >= 0.5 * peak)
     if low.any() and rate.first_step(low) < 0.8 * case.max_steps:
         at = rate.first_step(low)
         yield Finding(
@@ -100,7 +108,12 @@ def schedule_ends_early(case: Case) -> Iterator[Finding]:
 def warmup_too_long(case: Case) -> Iterator[Finding]:
     """The rate still rises when a third of the run is over."""
     warmup, rate = _warmup(case), case.series("train/lr")
-    if math.isfinite(case.max_steps) and warmup > 0.4 * case.max_steps and len(rate) > 4 and rate.values[-1] > rate.values[0]:
+    if (
+        math.isfinite(case.max_steps)
+        and warmup > 0.4 * case.max_steps
+        and len(rate) > 4
+        and rate.values[-1] > rate.values[0]
+    ):
         yield Finding(
             "warmup_too_long", int(rate.steps[4]), f"the warm-up takes {warmup:.0f} of {case.max_steps:.0f} steps", 0.8,
             "Warm up over the first 10% of the steps", {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.1}}}},
@@ -124,9 +137,13 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
     peak = float(rate.max()) if len(rate) else math.nan
     options = case.option("model.parameter_options", {}) or {}
     decays = {"all weights": case.number("model.optimizer.weight_decay", 0.1)}
-    decays |= {name: float(own.get("weight_decay", 0.0) or 0.0) for name, own in options.items() if isinstance(own, dict)}
+    decays |= {
+        name: float(own.get("weight_decay", 0.0) or 0.0)
+        for name, own in options.items()
+        if isinstance(own, dict)
+    }
     where, decay = max(decays.items(), key=lambda pair: pair[1])
-    if peak * decay > 0.02:
+    if peak * decay > 0.02 and decay > 0.5:
         remedy: dict[str, Any] = {"model": {"optimizer": {"init_args": {"weight_decay": 0.1}}}}
         if where in options:
             remedy = {"model": {"parameter_options": {where: {"weight_decay": 0.1}}}}
@@ -139,7 +156,7 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
 def clip_too_low(case: Case) -> Iterator[Finding]:
     """Every step is clipped to a tiny part of its gradient."""
     clip, norm = case.number("trainer.gradient_clip_val", math.inf), case.series("train/grad_norm")
-    if clip > 0 and len(norm) >= 5 and (share := clip / float(np.median(norm.values))) < 0.005:
+    if 0 < clip < 0.01 and len(norm) >= 5 and (share := clip / float(np.median(norm.values))) < 0.005:
         yield Finding(
             "clip_too_low", int(norm.steps[0]), f"every step is clipped to {share:.1g} of its gradient", 0.86,
             "Clip at 1.0", {"trainer": {"gradient_clip_val": 1.0}},
@@ -166,7 +183,7 @@ def spikes(case: Case) -> Iterator[Finding]:
     middle = np.median(before, axis=1)
     spread = np.median(np.abs(before - middle[:, None]), axis=1)
     rise = loss.values[SPAN:] - middle
-    jumps = np.flatnonzero(rise > np.maximum(8 * spread, 0.12 * middle))
+    jumps = np.flatnonzero(rise > np.maximum(8 * spread, 0.25 * middle))
     if not len(jumps):
         return
     index = int(jumps[0])
@@ -181,13 +198,13 @@ def spikes(case: Case) -> Iterator[Finding]:
     )
     if share < 0.4:
         yield Finding(
-            "spike_by_data", step, evidence, 0.78, "Drop such steps with SkipStep, or go back with SpikeRollback",
-            {"trainer": {"callbacks": {"SkipStep": {"window": 10, "sigma": 6.0}}}},
+            "spike_by_data", step, evidence, 0.78, "Drop such steps, or go back before them",
+            guard_remedy(case, step),
         )  # fmt: skip
     else:
         yield Finding(
-            "spike_by_optimizer", step, evidence, 0.78, "Go back before it with SpikeRollback, or clip",
-            without_callbacks(case) or {"trainer": {"callbacks": {"SpikeRollback": {}}}},
+            "spike_by_optimizer", step, evidence, 0.78, "Drop such steps, or go back before them",
+            guard_remedy(case, step),
         )  # fmt: skip
 
 
@@ -196,19 +213,21 @@ SPAN = 10
 
 
 def dropout_too_high(case: Case) -> Iterator[Finding]:
-    """Without dropout the same batch has a far lower loss."""
+    """Half of the features and more are dropped, or the same batch has a far lower loss without dropout."""
+    names = ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
+    found = {name: case.number(f"model.network.{name}", 0.0) for name in names}
+    most = max(found.values())
     plain, loss = case.series("doctor/plain_loss"), case.series("train/loss")
     common = np.intersect1d(plain.steps, loss.steps)
-    if len(common) < 3:
+    if most < 0.3 or len(common) < 2:
         return
-    gaps = np.array([loss.values[loss.steps == s][0] - plain.values[plain.steps == s][0] for s in common])
-    bad = gaps > 0.06 * np.array([plain.values[plain.steps == s][0] for s in common])
-    found = [name for name in ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
-             if case.number(f"model.network.{name}", 0.0) > 0]  # fmt: skip
-    if bad[-2:].all() and found:
+    without = plain.values[np.isin(plain.steps, common)]
+    gaps = loss.values[np.isin(loss.steps, common)] / without - 1
+    if most >= 0.5 or np.median(gaps[-3:]) > 0.05:
         yield Finding(
-            "dropout_too_high", int(common[int(np.argmax(bad))]), f"the loss of a batch is {gaps[-1]:.2g} lower without dropout",
-            0.8, "Leave dropout out", {"model": {"network": {"init_args": dict.fromkeys(found, 0.0)}}},
+            "dropout_too_high", int(common[0]), f"dropout is {most:g}, and the loss of a batch {np.median(gaps[-3:]):.1%} lower "
+            "without it", 0.8, "Leave dropout out",
+            {"model": {"network": {"init_args": {name: 0.0 for name, value in found.items() if value > 0}}}},
         )  # fmt: skip
 
 

@@ -35,7 +35,9 @@ def network_remedy(case: Case) -> dict[str, Any]:
     if is_known(path) or not isinstance(network, Mapping):
         return {}
     name = path.rpartition(".")[2]
-    bases = [entry.name for entry in catalog.entries() if entry.kind == "networks" and name.endswith(entry.name)]
+    bases = [
+        entry.name for entry in catalog.entries() if entry.kind == "networks" and name.endswith(entry.name)
+    ]
     if not bases:
         return {}
     arguments = network.get("init_args") or {}
@@ -44,7 +46,9 @@ def network_remedy(case: Case) -> dict[str, Any]:
 
 def foreign_callbacks(case: Case) -> list[str]:
     """Returns the class paths of callbacks that are not leyden's or Lightning's, as they are configured."""
-    return [str(item["class_path"]) for item in case.callbacks() if not is_known(str(item.get("class_path", "")))]
+    return [
+        str(item["class_path"]) for item in case.callbacks() if not is_known(str(item.get("class_path", "")))
+    ]
 
 
 def without_callbacks(case: Case) -> dict[str, Any]:
@@ -56,6 +60,23 @@ def without_callbacks(case: Case) -> dict[str, Any]:
 def suspects(case: Case) -> str:
     """Returns the foreign callbacks, for a sentence."""
     return " and ".join(name.rpartition(".")[2] for name in foreign_callbacks(case))
+
+
+def guard_remedy(case: Case, step: int) -> dict[str, Any]:
+    """Returns the overlay of a guard against single bad steps, with history to judge by before a step.
+
+    SkipStep, where the optimizer can drop an update; else SpikeRollback.
+    """
+    if case.class_of("model.optimizer") in ("AdamW", "SGD", "Adam"):
+        return {"trainer": {"callbacks": {"SkipStep": {"window": int(min(128, max(4, step // 3)))}}}}
+    rewind = int(min(100, max(2, step // 8)))
+    options = {
+        "window": int(min(128, max(4, step // 3))),
+        "rewind_steps": rewind,
+        "skip_batches": 2 * rewind,
+        "snapshot_every_n_steps": max(1, rewind // 2),
+    }
+    return {"trainer": {"callbacks": {"SpikeRollback": options}}}
 
 
 def _inner(part: Mapping[str, Any]) -> dict[str, Any] | None:

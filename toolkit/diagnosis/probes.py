@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from core.contracts import HasTokenizer, IGNORED_LABEL
+from core.contracts import IGNORED_LABEL, HasTokenizer
 from core.data.token_datamodule import TokenDataModule
 from toolkit.diagnosis import data_probes, network_probes
 from toolkit.diagnosis.data_probes import Counts
@@ -52,6 +52,7 @@ class Probes:
                 figures |= self._mean(trainer, network_probes.visibility(module.network, first))
         if self._is_whole(trainer):
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
+            figures["doctor/blocks_of_zeros"] = network_probes.blocks_of_zeros(module.network)
         return figures
 
     def _of_data(
@@ -80,7 +81,9 @@ class Probes:
     def _mean(self, trainer: Trainer, figures: Mapping[str, float]) -> dict[str, float]:
         if trainer.world_size == 1:
             return dict(figures)
-        values = torch.tensor(list(figures.values()), dtype=torch.float64, device=trainer.strategy.root_device)
+        values = torch.tensor(
+            list(figures.values()), dtype=torch.float64, device=trainer.strategy.root_device
+        )
         values = trainer.strategy.reduce(values, reduce_op="mean")  # type: ignore[assignment]
         return dict(zip(figures, values.tolist(), strict=True))
 
@@ -96,7 +99,9 @@ class Probes:
         self.stepped = True
         if self._is_whole(trainer):
             self._check = network_probes.GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
-            self._plain = network_probes.plain_loss(module, self._kept[-1][0]) if len(self._kept) == 1 else None
+            self._plain = (
+                network_probes.plain_loss(module, self._kept[-1][0]) if len(self._kept) == 1 else None
+            )
 
     def after_step(self, trainer: Trainer, module: Any) -> dict[str, float]:
         """Returns the figures of an examined step."""
@@ -104,12 +109,13 @@ class Probes:
         batch = self._kept[-1][0]
         self._kept, self.stepped = [], False
         if self._check is not None:
-            figures |= self._check.figures()
+            norm = float(module.gradient_norm(trainer.optimizers[0])) if module.logging_step else None
+            figures |= self._check.figures(norm)
             self._check = None
             if self._plain is not None:
                 figures["doctor/plain_loss"] = self._plain
             if module.network.output_weight is not None and (batch["labels"] != IGNORED_LABEL).any():
-                figures |= network_probes.loudness(module.network, batch)
+                figures |= network_probes.inner_state(module.network, batch)
             figures = self._mean(trainer, figures)
         steps = network_probes.optimizer_steps(trainer.optimizers[0])
         if steps is not None:

@@ -13,10 +13,10 @@ from toolkit.diagnosis.parts import packing_remedy
 def data_bound(case: Case) -> Iterator[Finding]:
     """Steps wait for data."""
     share = case.series("time/data_share")
-    if len(share) < 3:
+    if len(share) < WINDOW:
         return
-    bad = np.array([np.median(share.values[max(0, i - 2) : i + 1]) for i in range(len(share))]) > 0.4
-    bad[:2] = False
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(share.values, WINDOW), axis=1)
+    bad = np.concatenate([np.zeros(WINDOW - 1, bool), middle > 0.5])
     if bad.any():
         workers = int(case.number("data.num_workers", 0))
         yield Finding(
@@ -24,5 +24,8 @@ def data_bound(case: Case) -> Iterator[Finding]:
             "Read ahead in more processes", packing_remedy(case) or {"data": {"init_args": {"num_workers": max(2, 2 * workers)}}},
         )  # fmt: skip
 
+
+WINDOW = 6
+"""Logged steps of which the median counts: the first one waits for the data to be opened."""
 
 RULES: tuple[Rule, ...] = (data_bound,)
