@@ -13,9 +13,8 @@ from torch.optim import Optimizer
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
-from toolkit.diagnosis import Case, Finding, History, diagnose
+from toolkit.diagnosis import Case, Finding, History, diagnose, read_config, write_remedy
 from toolkit.diagnosis.probes import Probes
-from toolkit.diagnosis.report import read_config, write_remedy
 from toolkit.trials import say
 
 

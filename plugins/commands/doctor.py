@@ -7,8 +7,7 @@ from pathlib import Path
 from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
-from toolkit.diagnosis import Case, diagnose, read_history
-from toolkit.diagnosis.report import read_config, write_remedy
+from toolkit.diagnosis import Case, diagnose, read_config, read_history, write_remedy
 
 
 @technique(paper="the rules of TrainingDoctor, on the files of a run")

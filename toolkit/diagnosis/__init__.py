@@ -9,8 +9,19 @@ from __future__ import annotations
 from toolkit.diagnosis import data, gradients, network, optimization, speed
 from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.history import History, read_history
+from toolkit.diagnosis.report import read_config, write_remedy
 
-__all__ = ["RULES", "Case", "Finding", "History", "Rule", "diagnose", "read_history"]
+__all__ = [
+    "RULES",
+    "Case",
+    "Finding",
+    "History",
+    "Rule",
+    "diagnose",
+    "read_config",
+    "read_history",
+    "write_remedy",
+]
 
 RULES: tuple[Rule, ...] = (
     *data.RULES,

@@ -27,7 +27,7 @@ def _usual_rate(case: Case) -> float:
     ratio, rate = case.series(UPDATE), case.series("train/lr")
     if not len(ratio) or not len(rate) or ratio.steps[0] != rate.steps[0] or ratio.values[0] <= 0:
         return math.nan
-    if case.option("model.weights") or case.option("ckpt_path"):
+    if case.option("model.weights") or case.option("ckpt_path") or not math.isfinite(case.max_steps):
         return math.nan
     return 2 / math.sqrt(case.max_steps) * float(rate.values[0] / ratio.values[0])
 
@@ -37,7 +37,8 @@ def _rate_overlay(rate: float) -> dict[str, Any]:
 
 
 def _peak(case: Case) -> float:
-    return case.number("model.optimizer.lr", math.nan)
+    rates = case.series("train/lr").values
+    return case.number("model.optimizer.lr", float(rates.max()) if len(rates) else math.nan)
 
 
 def _warmup(case: Case) -> float:
@@ -212,6 +213,23 @@ SPAN = 10
 """Steps before a jump of the loss that it is compared with."""
 
 
+def batch_far_from_noise(case: Case) -> Iterator[Finding]:
+    """The batch is far smaller or larger than the gradient noise scale."""
+    ratio = case.series("noise_scale/batch_ratio")
+    if len(ratio) < 3:
+        return
+    now = float(np.median(ratio.values[-3:]))
+    if now > 30 or 0 < now < 1 / 30:
+        batches = int(case.number("trainer.accumulate_grad_batches", 1))
+        many = {"trainer": {"accumulate_grad_batches": batches * max(2, round(min(now, 1000) / 10))}}
+        yield Finding(
+            "batch_too_small" if now > 1 else "batch_too_large", int(ratio.steps[-3]),
+            f"the gradient noise scale is {now:.3g} times the batch", 0.7,
+            "Take more micro-batches a step" if now > 1 else "Take fewer tokens a step, and more steps",
+            many if now > 1 else {"trainer": {"accumulate_grad_batches": max(1, batches // 4)}},
+        )  # fmt: skip
+
+
 def dropout_too_high(case: Case) -> Iterator[Finding]:
     """Half of the features and more are dropped, or the same batch has a far lower loss without dropout."""
     names = ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
@@ -233,5 +251,5 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     rate_too_high, rate_too_low, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
-    clip_too_low, optimizer_state_lost, spikes, dropout_too_high,
+    clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise,
 )  # fmt: skip

@@ -14,6 +14,8 @@ from core.data.token_datamodule import TokenDataModule
 from toolkit.diagnosis import data_probes, network_probes
 from toolkit.diagnosis.data_probes import Counts
 
+__all__ = ["Probes"]
+
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 """Strategies under which every process has all weights."""
 
