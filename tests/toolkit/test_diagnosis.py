@@ -91,10 +91,17 @@ CASES = {
     "weights_not_updated": with_figure("doctor/weights_unchanged", 0.3),
     "frozen_weights": with_figure("doctor/frozen", 0.3, (1,)),
     "optimizer_state_lost": with_figure("doctor/optimizer_steps_behind", 30.0, (41,)),
-    "logit_growth": with_figure("doctor/max_logit", 500.0),
+    "logit_growth": lambda history: (
+        [history.add(s, {"doctor/logit_deviation": s / 2}) for s in (36, 38, 40)]
+        and history.add(50, {"doctor/logit_deviation": 40.0})
+    ),
     "dead_units": with_figure("doctor/dead_units", 0.999),
     "attention_collapse": with_figure("doctor/attention_entropy", 0.01),
-    "data_bound": with_figure("time/data_share", 0.7, (1, 2, 3, 4)),
+    "data_bound": with_figure("time/data_share", 0.7, range(1, 9)),
+    "straggler": with_figure("time/slowest_rank_ratio", 2.0, range(1, 9)),
+    "communication_bound": with_figure("time/communication_share", 0.6, range(1, 9)),
+    "fragmentation": with_figure("memory/fragmentation", 0.6, range(1, 9)),
+    "batch_too_small": with_figure("noise_scale/batch_ratio", 100.0, range(1, 9)),
     "spike_by_data": lambda history: jump(history, 0.1),
     "spike_by_optimizer": lambda history: jump(history, 1.9),
 }
@@ -153,7 +160,7 @@ def test_another_rate_is_that_of_the_rule_of_thumb():
         history.add(step, {"train/lr": rate, "doctor/update_ratio": rate / 0.02})
     [finding] = diagnose(Case(history, changed("model.optimizer.init_args.lr", 0.5)))
     assert (finding.cause, finding.since) == ("rate_too_high", 1)
-    assert finding.remedy["model"]["optimizer"]["init_args"]["lr"] == pytest.approx(2 / 10 * 0.02)
+    assert finding.remedy["model"]["optimizer"]["init_args"]["lr"] == pytest.approx(3 / 10 * 0.02)
 
 
 def test_a_part_of_another_package_is_taken_out_or_unwrapped():

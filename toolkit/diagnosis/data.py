@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,17 +112,18 @@ def validation_leak(case: Case) -> Iterator[Finding]:
 
 
 def over_fitting(case: Case) -> Iterator[Finding]:
-    """The validation loss rises while the training loss falls, over data that was seen before."""
+    """After several epochs the validation loss is far above the training loss, or rises."""
     val, train, epochs = case.series("val/loss"), case.series("train/loss"), case.last("epoch/all")
-    if len(val) < 2 or not np.isfinite(val.values).all() or not epochs > 1.5:
+    if not len(val) or not np.isfinite(val.values).all() or not epochs > 1.5:
         return
     best = int(np.argmin(val.values))
     recent = train.since(val.steps[-1] - max(4, 0.1 * val.steps[-1])).values
-    gap = val.values[-1] - (np.median(recent) if len(recent) else np.nan)
-    if best < len(val) - 1 and val.values[-1] > 1.01 * val.values[best] and gap > 0.1 * val.values[best]:
+    gap = val.values[-1] - (float(np.median(recent)) if len(recent) else math.nan)
+    rises = best < len(val) - 1 and val.values[-1] > 1.01 * val.values[best]
+    if gap > (0.1 if rises else 0.2) * val.values[best]:
         yield Finding(
             "over_fitting", int(val.steps[best]),
-            f"val/loss rose from {val.values[best]:.3g} to {val.values[-1]:.3g}, {gap:.2g} above train/loss, after "
+            f"val/loss is {val.values[-1]:.3g}, its least {val.values[best]:.3g}, and train/loss {gap:.2g} lower, after "
             f"{epochs:.1f} epochs", 0.85, "Stop at the best step, or take more text",
             {"trainer": {"max_steps": int(val.steps[best])}},
         )  # fmt: skip

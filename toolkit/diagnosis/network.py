@@ -51,13 +51,15 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
 
 
 def logit_growth(case: Case) -> Iterator[Finding]:
-    """Logits are so large that the softmax is saturated."""
-    largest = case.series("doctor/max_logit")
-    bad = largest.values > 50
-    if bad.any():
-        first = largest.first_step(bad)
+    """Logits grow from one look to the next, to where the softmax is saturated."""
+    spread = case.series("doctor/logit_deviation")
+    before, after = spread.values[:-1], spread.values[1:]
+    grows = (before > 4) & (after > 12) & (after > 1.5 * before)
+    if grows.any():
+        at = int(np.argmax(grows))
         yield Finding(
-            "logit_growth", first, f"the largest logit is {largest.values[bad][0]:.3g}", 0.75,
+            "logit_growth", int(spread.steps[at]), f"logits deviate by {before[at]:.3g}, then by {after[at]:.3g} at step "
+            f"{spread.steps[at + 1]}; below 5 is usual", 0.79,
             _advice(case, "Keep logits small with a z-loss"),
             without_callbacks(case) or {"model": {"objective": {"init_args": {"z_loss": 1e-4}}}},
         )  # fmt: skip

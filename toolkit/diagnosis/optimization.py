@@ -19,9 +19,9 @@ WILD, LEAST_MOVE = 0.3, 0.35
 
 
 def _usual_rate(case: Case) -> float:
-    """Returns the learning rate at which the first updates would be 2 / sqrt(steps) of the initial weights.
+    """Returns the learning rate at which the first updates would be 3 / sqrt(steps) of the initial weights.
 
-    A rule of thumb, to within a factor of 3: it gives 6e-3 for 64 steps and 3e-4 for 20,000 steps on weights of N(0, 0.02).
+    A rule of thumb, to within a factor of 3: it gives 9e-3 for 48 steps and 4e-4 for 20,000 steps on weights of N(0, 0.02).
     NaN where the weights are not fresh, or it is not known.
     """
     ratio, rate = case.series(UPDATE), case.series("train/lr")
@@ -29,7 +29,7 @@ def _usual_rate(case: Case) -> float:
         return math.nan
     if case.option("model.weights") or case.option("ckpt_path") or not math.isfinite(case.max_steps):
         return math.nan
-    return 2 / math.sqrt(case.max_steps) * float(rate.values[0] / ratio.values[0])
+    return 3 / math.sqrt(case.max_steps) * float(rate.values[0] / ratio.values[0])
 
 
 def _rate_overlay(rate: float) -> dict[str, Any]:
@@ -54,16 +54,17 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
         return
     first = ratio.first_step(wild)
     evidence = f"a step changes weights by {ratio.values[wild][0]:.0%} of their size"
-    if first <= 2 and _warmup(case) < min(0.03 * case.max_steps, 5) and not peak > 12 * usual:
+    if first <= 2 and _warmup(case) < min(0.03 * case.max_steps, 5) and not peak > 8 * usual:
+        lower = _rate_overlay(usual)["model"] if peak > 2 * usual else {}
         yield Finding(
-            "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.77,
-            "Warm the rate up over the first 10% of the steps",
-            {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.12}}}},
+            "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.795,
+            "Warm the rate up over the first 10% of the steps" + (f", to about {usual:.1g}" if peak > 2 * usual else ""),
+            {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.12}}} | lower},
         )  # fmt: skip
-    elif peak > 4 * usual or math.isnan(usual):
+    elif peak > 3 * usual or math.isnan(usual):
         rate = usual if math.isfinite(usual) else peak / 10
         yield Finding(
-            "rate_too_high", first, f"{evidence}, on the way to a rate of {peak:g}", 0.76,
+            "rate_too_high", first, f"{evidence}, on the way to a rate of {peak:g}", 0.8,
             f"Lower the rate to about {rate:.1g}, or let LRFinder choose it", _rate_overlay(rate),
         )  # fmt: skip
 
