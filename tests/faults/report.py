@@ -137,6 +137,7 @@ def _healed(
     if values == configuration(None, name, seed, options.out):
         return True
     again = folder_of(options.out, fault, name, seed)
-    if not again.with_name(f"{again.name}-remedied").joinpath("done").exists():
+    again = again.with_name(f"{again.name}-remedied")
+    if not (again / "done").exists() or read_config(again) != values:
         return None
     return bool(remedied <= (1 + WITHIN) * clean)

@@ -205,8 +205,8 @@ def spikes(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding(
-            "spike_by_optimizer", step, evidence, 0.78, "Drop such steps, or go back before them",
-            guard_remedy(case, step),
+            "spike_by_optimizer", step, evidence, 0.78, "Go back before them",
+            guard_remedy(case, step, goes_back=True),
         )  # fmt: skip
 
 

@@ -62,16 +62,21 @@ def suspects(case: Case) -> str:
     return " and ".join(name.rpartition(".")[2] for name in foreign_callbacks(case))
 
 
-def guard_remedy(case: Case, step: int) -> dict[str, Any]:
+def guard_remedy(case: Case, step: int, goes_back: bool = False) -> dict[str, Any]:
     """Returns the overlay of a guard against single bad steps, with history to judge by before a step.
 
-    SkipStep, where the optimizer can drop an update; else SpikeRollback.
+    Args:
+        case: The run.
+        step: The first bad step.
+        goes_back: Whether the step itself looked ordinary and did its damage: SpikeRollback. Else SkipStep drops it, where the
+            optimizer can drop an update.
     """
-    if case.class_of("model.optimizer") in ("AdamW", "SGD", "Adam"):
-        return {"trainer": {"callbacks": {"SkipStep": {"window": int(min(128, max(4, step // 3)))}}}}
+    window = int(min(128, max(4, step // 3)))
+    if not goes_back and case.class_of("model.optimizer") in ("AdamW", "SGD", "Adam"):
+        return {"trainer": {"callbacks": {"SkipStep": {"window": window}}}}
     rewind = int(min(100, max(2, step // 8)))
     options = {
-        "window": int(min(128, max(4, step // 3))),
+        "window": window,
         "rewind_steps": rewind,
         "skip_batches": 2 * rewind,
         "snapshot_every_n_steps": max(1, rewind // 2),
