@@ -37,7 +37,8 @@ class TrainingDoctor(Callback):
     `--config`. `python -m core doctor RUN` says the same of a finished run. A diagnosis is a hint and no proof:
     `tests/benchmarks/RESULTS.md` says how often it is right.
 
-    What needs full weights is measured on one process and under DDP.
+    What needs full weights is measured on one process and under DDP. An examined step takes memory for two more copies of
+    the weights.
 
     Args:
         every_n_steps: Optimizer steps between two that are examined.
@@ -67,24 +68,24 @@ class TrainingDoctor(Callback):
         self._config: dict[str, Any] = {}
         self._told: list[str] = []
         self._fresh: dict[str, Any] = {}
+        self._start: dict[str, float] = {}
         self._examining = False
         self._next = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the figures so far, and which causes were said."""
-        return {"history": self.history.state_dict(), "told": list(self._told)}
+        return {"history": self.history.state_dict(), "told": list(self._told), "next": self._next}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with those of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
-        self._told = list(state_dict["told"])
+        self._told, self._next = list(state_dict["told"]), state_dict["next"]
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the data and at what the network sees."""
         self._config = read_config(Path(trainer.default_root_dir))
-        self._next = 0
         self._fresh = dict(trainer.callback_metrics)
-        self._start = self._probes.start(trainer, pl_module)
+        self._start = self._probes.start(trainer, pl_module, is_fresh=not self.history.names())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batches of a step that is examined."""

@@ -28,8 +28,6 @@ def label_counts(batches: Sequence[Batch]) -> Counts:
     labelled = [0, 0]
     for batch in batches:
         ids, labels = batch["input_ids"], batch["labels"]
-        if ids.shape != labels.shape:
-            continue
         for by, pair in enumerate(found.values()):
             theirs = labels[:, : labels.shape[1] - by]
             known = theirs != IGNORED_LABEL

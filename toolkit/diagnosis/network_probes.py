@@ -72,7 +72,7 @@ def _logits(network: Any, batch: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
-    """Returns figures of logits, attention and hidden units on the first rows of a batch.
+    """Returns figures of logits, attention and hidden units on a batch.
 
     `doctor/logit_deviation` over the vocabulary and `doctor/max_logit`; `doctor/attention_entropy`, of the block where it is
     least, over that of equal weights; `doctor/dead_units`, the share of hidden units that are 0 for all tokens in the block where
@@ -88,7 +88,7 @@ def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     ]
     try:
         with evaluating(network), _AttentionEntropy() as attention:
-            logits = _logits(network, {name: value[:8] for name, value in batch.items()})
+            logits = _logits(network, batch)
     finally:
         for handle in handles:
             handle.remove()
@@ -134,16 +134,20 @@ class _AttentionEntropy(TorchFunctionMode):
 
 
 @torch.no_grad()
-def plain_loss(module: Any, batch: Mapping[str, Any]) -> float:
-    """Returns the loss of a batch without what training adds to it, such as dropout."""
-    with evaluating(module.network):
-        objective, was = module.objective, module.objective.training
-        objective.eval()
-        try:
-            loss, _ = objective.loss(module.network, batch)
-        finally:
-            objective.train(was)
-    return float(loss.mean)
+def plain_loss(module: Any, batches: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the mean loss over the labels of some batches, of all ranks, without what training adds to it, such as dropout."""
+    sums = torch.zeros(2, dtype=torch.float64, device=module.device)
+    objective, was = module.objective, module.objective.training
+    objective.eval()
+    try:
+        with evaluating(module.network):
+            for batch in batches:
+                loss, _ = objective.loss(module.network, batch)
+                sums += torch.stack((loss.total.double(), loss.weight.double()))
+    finally:
+        objective.train(was)
+    total, weight = module.sum_over_ranks(sums).tolist()
+    return total / max(weight, 1.0)
 
 
 class GradientCheck:

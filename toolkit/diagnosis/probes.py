@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
-import torch
 from lightning.pytorch import Trainer
 
-from core.contracts import IGNORED_LABEL, HasTokenizer
+from core.contracts import Batch, HasTokenizer, PackedBatches
 from core.data.token_datamodule import TokenDataModule
 from toolkit.diagnosis import data_probes, network_probes
-from toolkit.diagnosis.data_probes import Counts
 
 __all__ = ["Probes"]
 
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 """Strategies under which every process has all weights."""
+
+ROWS = 8
+"""Rows on which the network is examined."""
 
 SPANS = 4
 """So many times more batches are read to look for validation text in them."""
@@ -32,65 +34,57 @@ class Probes:
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
-        self.stepped = False
+        self.stepped = self._is_whole = False
         self._kept: list[tuple[Any, int]] = []
-        self._anchor: Any = None
+        self._fixed: Any = None
+        self._plain = 0.0
         self._check: network_probes.GradientCheck | None = None
 
-    def start(self, trainer: Trainer, module: Any) -> dict[str, float]:
-        """Returns figures of the data, and of what the network sees."""
+    def start(self, trainer: Trainer, module: Any, is_fresh: bool) -> dict[str, float]:
+        """Returns figures of the data, and of what the network sees; every rank reads the same rows.
+
+        Args:
+            trainer: The trainer.
+            module: Its LanguageModule.
+            is_fresh: Whether the run begins; one that is resumed was looked at when it began.
+        """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        figures: dict[str, float] = {}
-        self._kept, self._check, self._anchor, self.stepped = [], None, None, False
+        self._kept, self._check, self._fixed, self.stepped = [], None, None, False
+        whole, figures = type(trainer.strategy).__name__ in WHOLE, dict[str, float]()
+        self._is_whole = whole
         if isinstance(data, TokenDataModule) and data.training_loader is not None and self.batches:
-            loader = data.training_loader
-            epoch = max(len(loader), 1)
-            training = [batch for _, batch in islice(loader.batches, min(SPANS * self.batches, epoch))]
-            validation = list(islice(iter(data.val_dataloader()), self.batches))
-            figures |= self._of_data(trainer, data, training, validation, epoch)
-            self._anchor = trainer.strategy.batch_to_device((validation or training)[0])
-            first = trainer.strategy.batch_to_device(training[0])
-            if self._is_whole(trainer) and "input_ids" in first and module.network.output_weight is not None:
-                figures |= self._mean(trainer, network_probes.visibility(module.network, first))
-        if self._is_whole(trainer):
+            validation = _read(data.val_dataloader().batches, self.batches)
+            if (
+                whole
+                and validation
+                and _has_labels(validation[0])
+                and module.network.output_weight is not None
+            ):
+                self._fixed = trainer.strategy.batch_to_device(_rows(validation[0]))
+            training = _read(data.training_loader.batches, SPANS * self.batches) if is_fresh else []
+            if training and _has_labels(training[0]):
+                figures |= self._of_data(data, training, validation)
+                if whole and module.network.output_weight is not None:
+                    first = trainer.strategy.batch_to_device(_rows(training[0]))
+                    figures |= network_probes.visibility(module.network, first)
+        if is_fresh and whole:
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
             figures["doctor/blocks_of_zeros"] = network_probes.blocks_of_zeros(module.network)
         return figures
 
-    def _of_data(
-        self, trainer: Trainer, data: Any, training: Sequence[Any], validation: Sequence[Any], epoch: int
-    ) -> dict[str, float]:
-        counts: Counts = {}
-        if not training or training[0]["input_ids"].shape != training[0]["labels"].shape:
-            return {}
-        counts |= data_probes.seen_spans(validation, training, len(training) / epoch)
-        training = training[: self.batches]
-        counts |= data_probes.label_counts(training)
+    def _of_data(self, data: Any, read: Sequence[Batch], validation: Sequence[Batch]) -> dict[str, float]:
+        epoch = max(len(data.training_loader), 1)
+        read = read[:epoch]
+        training = read[: self.batches]
+        counts = data_probes.label_counts(training)
         counts |= data_probes.repeated_rows(training)
         counts |= data_probes.position_counts(training)
+        counts |= data_probes.seen_spans(validation, read, len(read) / epoch)
         if len(training) >= 8:
             counts |= data_probes.neighbours(training, data.vocab_size)
         if isinstance(data, HasTokenizer):
             counts |= data_probes.round_trips(training[:2], data.tokenizer_json)
-        return self._shares(trainer, counts)
-
-    def _shares(self, trainer: Trainer, counts: Counts) -> dict[str, float]:
-        sums = torch.tensor(list(counts.values()), dtype=torch.float64)
-        if trainer.world_size > 1:
-            sums = trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum").cpu()  # type: ignore[union-attr]
-        return {name: float(hits / total) for name, (hits, total) in zip(counts, sums, strict=True) if total}
-
-    def _mean(self, trainer: Trainer, figures: Mapping[str, float]) -> dict[str, float]:
-        if trainer.world_size == 1:
-            return dict(figures)
-        values = torch.tensor(
-            list(figures.values()), dtype=torch.float64, device=trainer.strategy.root_device
-        )
-        values = trainer.strategy.reduce(values, reduce_op="mean")  # type: ignore[assignment]
-        return dict(zip(figures, values.tolist(), strict=True))
-
-    def _is_whole(self, trainer: Trainer) -> bool:
-        return type(trainer.strategy).__name__ in WHOLE
+        return {name: float(hits / total) for name, (hits, total) in counts.items() if total}
 
     def keep(self, batch: Any, index: int) -> None:
         """Keeps a micro-batch of a step that is examined."""
@@ -99,26 +93,21 @@ class Probes:
     def before_step(self, trainer: Trainer, module: Any) -> None:
         """Computes the gradients of the kept micro-batches again."""
         self.stepped = True
-        if self._is_whole(trainer):
+        if self._is_whole:
             self._check = network_probes.GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
-            self._plain = (
-                network_probes.plain_loss(module, self._kept[-1][0]) if len(self._kept) == 1 else None
-            )
+            self._plain = network_probes.plain_loss(module, [batch for batch, _ in self._kept])
 
     def after_step(self, trainer: Trainer, module: Any) -> dict[str, float]:
         """Returns the figures of an examined step."""
         figures: dict[str, float] = {}
-        batch = self._kept[-1][0]
         self._kept, self.stepped = [], False
         if self._check is not None:
             norm = float(module.gradient_norm(trainer.optimizers[0])) if module.logging_step else None
             figures |= self._check.figures(norm)
+            figures["doctor/plain_loss"] = self._plain
             self._check = None
-            if self._plain is not None:
-                figures["doctor/plain_loss"] = self._plain
-            if module.network.output_weight is not None and (batch["labels"] != IGNORED_LABEL).any():
-                figures |= network_probes.inner_state(module.network, batch)
-            figures = self._mean(trainer, figures)
+        if self._fixed is not None:
+            figures |= network_probes.inner_state(module.network, self._fixed)
         steps = network_probes.optimizer_steps(trainer.optimizers[0])
         if steps is not None:
             figures["doctor/optimizer_steps_behind"] = trainer.global_step - steps
@@ -126,7 +115,28 @@ class Probes:
 
     def anchor(self, module: Any) -> dict[str, float]:
         """Returns the loss of a batch that stays the same."""
-        if self._anchor is None or not self._is_whole(module.trainer):
+        if self._fixed is None:
             return {}
-        loss = network_probes.plain_loss(module, self._anchor)
-        return self._mean(module.trainer, {"doctor/anchor_loss": loss})
+        return {"doctor/anchor_loss": network_probes.plain_loss(module, [self._fixed])}
+
+
+def _read(batches: PackedBatches, count: int) -> list[Batch]:
+    """Returns the coming global batches, whatever the rank; their own position stays."""
+    everything = copy.copy(batches)
+    everything.batch_size, everything.rank, everything.world_size = (
+        batches.batch_size * batches.world_size,
+        0,
+        1,
+    )
+    return [batch for _, batch in islice(everything, count)]
+
+
+def _rows(batch: Batch) -> Batch:
+    """Returns the first rows of a batch."""
+    return {name: value[:ROWS] for name, value in batch.items()}
+
+
+def _has_labels(batch: Batch) -> bool:
+    """Returns whether each token of a batch may have a label: not so for encoders with decoders, and for pairs."""
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    return ids is not None and labels is not None and ids.shape == labels.shape
