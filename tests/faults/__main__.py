@@ -26,6 +26,7 @@ from tests.faults.catalogue import FAULTS, Fault
 from tests.faults.recipes import RECIPES, recipe
 from tests.faults.running import composed, train
 
+
 def folder_of(out: Path, fault: Fault | None, name: str, seed: int) -> Path:
     """Returns the run folder of a fault, or of a clean run."""
     return out / (fault.name.replace(" ", "-").replace("/", "by-") if fault else "clean") / f"{name}-{seed}"

@@ -132,9 +132,10 @@ def dead_block(case: Case) -> Iterator[Finding]:
     blocks = case.blocks("gradient_norm")
     if len(blocks) < 2 or not len(blocks[0]) or case.last("doctor/frozen") > 0:
         return
-    largest = max(float(np.nanmax(block.values)) for block in blocks)
+    norms = [np.nan_to_num(block.values, posinf=0.0) for block in blocks]
+    largest = max(float(values.max()) for values in norms)
     for index, block in enumerate(blocks):
-        if largest > 0 and len(block) > 1 and float(np.nanmax(block.values[:4])) < 1e-4 * largest:
+        if largest > 0 and len(block) > 1 and float(norms[index][:4].max()) < 1e-4 * largest:
             yield Finding(
                 "dead_block", int(block.steps[0]), f"block {index} has gradients below {1e-4:g} of those of others", 0.89,
                 _advice(case, "Initialise its weights"), without_callbacks(case),
