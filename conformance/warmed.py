@@ -57,6 +57,6 @@ _REQUEST = prepare([*_TINY, "--trust=conformance", *_recorders()])
 with trusting(_REQUEST.trust):
     parsing.Parsed("fit", _REQUEST).plain()
 for _entry in catalog.entries():
-    for _field in ("offers", "replaces", "precision_words"):
+    for _field in ("offers", "replaces", "precision_words", "strategy_words"):
         _entry.declared(_field)
 parsing.parser_of = _parser_of

@@ -157,6 +157,8 @@ class Declaration:
             wound back when training goes back. Another callback's `load_state_dict` holds at once, also in mid-run.
         precision_words: Values of `trainer.precision` that mean this precision plugin with its defaults, such as
             ("16", "16-mixed"). Written as literals: they are read without importing anything.
+        strategy_words: Values of `trainer.strategy` that mean this strategy with its defaults, such as ("ddp",), in place of
+            what Lightning means by them. Literals, too.
         replaces: Name of a class of Lightning or torch that is refused in favour of this -> what is wrong with it.
             Written as literals.
         watches: Deprecated: `observer`.
@@ -173,6 +175,7 @@ class Declaration:
     maturity: Maturity = "experimental"
     observer: bool = False
     precision_words: Sequence[str] = ()
+    strategy_words: Sequence[str] = ()
     replaces: Mapping[str, str] = field(default_factory=dict)
     watches: InitVar[bool | None] = None
 
@@ -180,7 +183,7 @@ class Declaration:
         if watches is not None:
             deprecated("@technique(watches=...)", "observer", 4)
             object.__setattr__(self, "observer", watches)
-        for name in ("needs", "before", "after", "owns", "offers", "precision_words"):
+        for name in ("needs", "before", "after", "owns", "offers", "precision_words", "strategy_words"):
             values = getattr(self, name)  # what is no list stays as it is, for those that check declarations
             if isinstance(values, Iterable) and not isinstance(values, str):
                 object.__setattr__(self, name, tuple(values))

@@ -16,7 +16,7 @@ OWNABLE = (
     "optimizer_step",
     "sequence_length",
 )
-LISTS = ("needs", "before", "after", "owns", "offers", "precision_words")
+LISTS = ("needs", "before", "after", "owns", "offers", "precision_words", "strategy_words")
 
 
 def require_sound(target: Any) -> None:

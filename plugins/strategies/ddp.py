@@ -30,6 +30,7 @@ HOOKS: dict[str, Callable[..., Any]] = {
 @technique(
     paper="PyTorch Distributed, arXiv:2006.15704; PowerSGD, arXiv:1905.13727, algorithms 1 and 2",
     maturity="stable",
+    strategy_words=("ddp",),
 )
 class DDP(DDPStrategy):
     """Distributed data parallelism: each rank holds the full model; gradients are averaged during backward.

@@ -33,6 +33,7 @@ Place = Literal["none", "cpu", "nvme"]
     paper="ZeRO, arXiv:1910.02054; ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; deepspeed",
     needs=(Package("deepspeed>=0.19,<0.20", extra="deepspeed"),),
     conflicts=deepspeed_checks.CONFLICTS,
+    strategy_words=("deepspeed",),
     replaces={
         "DeepSpeedStrategy": "Lightning's hides gradients from what has to scale them by the number of tokens"
     },

@@ -29,7 +29,8 @@ FORMATS = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": to
 
 
 @technique(
-    paper="ZeRO, arXiv:1910.02054, stages 2 and 3; PyTorch FSDP, arXiv:2304.11277; torch's fully_shard (FSDP2)"
+    paper="ZeRO, arXiv:1910.02054, stages 2 and 3; PyTorch FSDP, arXiv:2304.11277; torch's fully_shard (FSDP2)",
+    strategy_words=("fsdp",),
 )
 class FSDP(MeshStrategy):
     """Fully sharded data parallelism: parameters, gradients and optimizer states are sharded, block by block.

@@ -19,6 +19,7 @@ from core import catalog
 from core.errors import ConfigError, nearest
 from core.lightning_compat import AcceleratorConnector
 from plugins.cli.configuration.class_names import names_for
+from plugins.cli.configuration.class_paths import strategy_of
 from plugins.cli.error_messages import explain_error
 from toolkit.selection import Run
 
@@ -60,7 +61,8 @@ def make_trainer(options: Mapping[str, Any], run: Run, make: Callable[..., Any] 
 
     An accelerator given as a class is taken for its word: Lightning holds only the word against precision and
     strategy, so that `bf16-mixed` beside `CPUAccelerator()` would train in float32. A word that a precision declares
-    as its own means that one: for Lightning `16-mixed` is bfloat16 on a CPU.
+    as its own means that one: for Lightning `16-mixed` is bfloat16 on a CPU. So does the strategy that Lightning chooses
+    by itself, `ddp` for several processes.
 
     Raises:
         ConfigError: If Lightning refuses an option in words; says where the option was written. If the
@@ -68,7 +70,7 @@ def make_trainer(options: Mapping[str, Any], run: Run, make: Callable[..., Any] 
     """
     options = _with_precision({**options, "accelerator": word_for(options.get("accelerator", "auto"))})
     try:
-        trainer = make(**options)
+        trainer = make(**_with_strategy(options))
     except (ValueError, TypeError, ImportError, MisconfigurationException) as error:
         text = str(error).strip()
         if isinstance(error, TypeError) and "`" not in text:  # Python's words, not Lightning's
@@ -128,6 +130,19 @@ def _with_precision(options: dict[str, Any]) -> dict[str, Any]:
     ):  # one of the two is too much; Lightning says so
         return options
     return {**options, "precision": None, "plugins": [*plugins, entry.load()()]}
+
+
+def _with_strategy(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options with the technique in place of the strategy that `auto` means, if one declares its word."""
+    if options.get("strategy", "auto") != "auto":
+        return options
+    names = ("accelerator", "devices", "num_nodes", "plugins")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the trainer warns
+        chosen = AcceleratorConnector(**{name: options[name] for name in names if name in options}).strategy
+    words = (word for word, entry in StrategyRegistry.items() if entry["strategy"] is type(chosen))
+    entry = next(filter(None, map(strategy_of, words)), None)
+    return {**options, "strategy": entry.load()()} if entry else options
 
 
 def _check_autocast(trainer: Trainer, run: Run) -> None:

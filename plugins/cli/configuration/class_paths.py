@@ -62,7 +62,13 @@ def entry_of(name: Any, kinds: tuple[str, ...]) -> catalog.Entry | None:
     for kind in kinds:
         if any(entry.kind == kind and entry.name == name for entry in catalog.entries()):
             return catalog.find(name, kind)
-    return None
+    return strategy_of(name) if "strategies" in kinds and name != "auto" else None
+
+
+def strategy_of(word: Any) -> catalog.Entry | None:
+    """Returns the strategy that declares a word of `trainer.strategy`, such as `ddp`, as its own; None if none does."""
+    strategies = (entry for entry in catalog.entries() if entry.kind == "strategies")
+    return next((entry for entry in strategies if word in (entry.declared("strategy_words") or ())), None)
 
 
 def resolve_names(values: dict[str, Any]) -> None:

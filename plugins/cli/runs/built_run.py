@@ -24,6 +24,7 @@ from core.training.network_changes import apply_network_changes
 from plugins.cli import preflight
 from plugins.cli.configuration.builder import Builder
 from plugins.cli.configuration.building import (
+    OWN_PRECISION,
     devices_of,
     explain_build_error,
     hardware_of,
@@ -305,10 +306,10 @@ def predict(trainer: Trainer, **arguments: Any) -> None:
 
 
 def _implied(hardware: Any, selected: list[Selected]) -> list[Selected]:
-    """Returns the strategy and the precision that are selected by a word, such as `ddp`, unless a class is."""
+    """Returns the strategy and the precision that are selected by a word, such as `auto`, unless a class is."""
     classes = [item.target for item in selected if isinstance(item.target, type)]
-    if any(issubclass(kind, Strategy) for kind in classes):
-        return []
-    chosen = Precision if any(issubclass(kind, Precision) for kind in classes) else ()
+    chosen = tuple(kind for kind in (Strategy, Precision) if any(issubclass(one, kind) for one in classes))
+    if any(issubclass(kind, OWN_PRECISION) for kind in classes):
+        chosen += (Precision,)
     parts = {"trainer.strategy": hardware.strategy, "trainer.precision": hardware.precision_plugin}
     return [item for item in describe_parts(parts.items(), selected) if not issubclass(item.target, chosen)]

@@ -51,7 +51,7 @@ class Jealous(Callback):
 
 
 @technique(
-    paper="a test", conflicts={"DDPStrategy": "it has hooks of its own", "MixedPrecision": "too coarse"}
+    paper="a test", conflicts={"DDP": "it has hooks of its own", "MixedPrecision": "too coarse"}
 )
 class Choosy(Callback):
     """Stands neither a strategy nor a precision that is named by a word."""
@@ -159,7 +159,7 @@ def test_a_conflict_is_told_with_both_places_and_the_way_out(check, tmp_path):
 def test_a_conflict_with_what_a_word_of_the_trainer_means_is_told_too(check, tmp_path):
     code, message, _ = check("Choosy", words=["--trainer.precision=bf16-mixed"], trainer_strategy="ddp")
     choosy = f"Choosy ({line_of('Choosy', tmp_path)})"
-    strategy = f"DDPStrategy ({line_of('strategy', tmp_path)})"
+    strategy = f"DDP ({line_of('strategy', tmp_path)})"
     assert code == 2
     assert message[1:] == [
         f"- {choosy} and {strategy} exclude each other, keep one (--callbacks.-Choosy): it has hooks of its own",
@@ -391,6 +391,6 @@ def test_what_the_trainer_adds_is_in_the_table(check):
     logger = next(name for name in rows if name.endswith("Logger"))
     summary = next(name for name in rows if name.endswith("ModelSummary"))
     assert rows == {
-        "DDPStrategy": "trainer.strategy", "MixedPrecision": "trainer.precision",
+        "MixedPrecision": "trainer.precision",
         logger: "trainer.logger", summary: "default",
     }  # fmt: skip

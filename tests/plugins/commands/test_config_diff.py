@@ -76,7 +76,7 @@ def test_written_configs_differ_by_name_not_by_place(diff, write_yaml):
         "Techniques:",
         "  - trainer.callbacks: TextSamples(num_samples=3)",
         "  + trainer.callbacks: Throughput",
-        "  + trainer.strategy: ddp",
+        "  + trainer.strategy: DDP",
         "",
         "Values:",
         "  trainer.callbacks.LossCurve.every_n_validations: 2 -> 1",

@@ -429,11 +429,18 @@ def test_a_bomb_on_the_command_line_stays_a_text_or_is_refused(name):
     assert parse_value(text) == text or len(text) < 10_000
 
 
+def test_words_of_lightning_mean_the_strategies_that_declare_them():
+    meant = {"ddp": "ddp.DDP", "fsdp": "fsdp.FSDP", "deepspeed": "deepspeed_zero.DeepSpeedZero"}
+    for word, path in meant.items():
+        chosen = prepare([f"--trainer.strategy={word}"]).composed.values["trainer"]["strategy"]
+        assert chosen == {"class_path": f"plugins.strategies.{path}"}
+
+
 def test_of_an_option_that_is_given_twice_the_last_value_counts():
     options = ["--trainer.strategy=ddp", "--trainer.strategy", "fsdp", "--trainer.strategy=DDP"]
     request = prepare([*options, "--trainer.strategy.find_unused_parameters=true"])
     assert request.composed.values["trainer"]["strategy"] == {"class_path": "plugins.strategies.ddp.DDP"}
     assert request.arguments == ["--trainer.strategy.find_unused_parameters=true"]
-    assert prepare(["--trainer.strategy=DDP", "--trainer.strategy=ddp"]).arguments == [
-        "--trainer.strategy=ddp"
+    assert prepare(["--trainer.strategy=DDP", "--trainer.strategy=ddp_spawn"]).arguments == [
+        "--trainer.strategy=ddp_spawn"
     ]
