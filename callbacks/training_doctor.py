@@ -30,7 +30,7 @@ class TrainingDoctor(Callback):
     `AttentionMonitor`, `RoutingMonitor`, `GradientNoiseScale` and `StepTime`; and what it measures itself, as
     `doctor/...`. Before the first step: labels against inputs, rows that come again, order, validation text among the
     training text, ids against the tokenizer, and whether logits change with tokens that they must not depend on. In
-    steps 1, 2, 4 and so on, and every `every_n_steps`: whether the gradients of the step are those of its loss, and whether all
+    the 1st, 2nd, 4th logged step and so on, and every `every_n_steps`: whether the gradients of the step are those of its loss, and whether all
     weights that have one change. Such a step takes about three times as long. All others cost nothing.
 
     Each cause is said once. What to switch on is written to `doctor/remedy-CAUSE.yaml` in the run folder, for
@@ -41,8 +41,8 @@ class TrainingDoctor(Callback):
     the weights.
 
     Args:
-        every_n_steps: Optimizer steps between two that are examined.
-        batches: Training batches that are read before the first step; 0: none.
+        every_n_steps: Optimizer steps between two that are examined, of those that are logged.
+        batches: Batches of 8 training rows that are read before the first step; 0: none.
         least_confidence: Findings below are not said, 0 to 1.
 
     Raises:
@@ -70,7 +70,7 @@ class TrainingDoctor(Callback):
         self._fresh: dict[str, Any] = {}
         self._start: dict[str, float] = {}
         self._examining = False
-        self._next = 0
+        self._next = self._every = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the figures so far, and which causes were said."""
@@ -84,15 +84,21 @@ class TrainingDoctor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the data and at what the network sees."""
         self._config = read_config(Path(trainer.default_root_dir))
+        self._every = self.every_n_steps // trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._fresh = dict(trainer.callback_metrics)
         self._start = self._probes.start(trainer, pl_module, is_fresh=not self.history.names())
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batches of a step that is examined."""
-        step = trainer.global_step + 1
-        if step % self.every_n_steps == 0 or (step < self.every_n_steps and step & (step - 1) == 0):
+        logged, rest = divmod(trainer.global_step + 1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
+        if not rest and self._is_due(logged):
             self._probes.keep(batch, batch_idx)
             self._examining = True
+
+    def _is_due(self, logged: int) -> bool:
+        """Returns whether the n-th logged step is examined: the 1st, 2nd, 4th..., then every so many steps."""
+        every = max(1, self._every)
+        return logged % every == 0 or (logged < every and logged & (logged - 1) == 0)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Computes the gradients of the step again, where it is examined."""

@@ -55,7 +55,8 @@ def test_gradients_are_those_of_the_loss(options, tmp_path):
         torch.testing.assert_close(
             torch.tensor(values), torch.ones(len(values)).double(), rtol=1e-5, atol=1e-5
         )
-    assert not doctor.history.series("doctor/gradients_lost").values.any()
+    # a sum that cancels may be 0 in one order alone
+    assert doctor.history.series("doctor/gradients_lost").values.max() < 1e-3
     assert not doctor.history.series("doctor/weights_unchanged").values.any()
     assert not doctor.history.series("doctor/optimizer_steps_behind").values.any()
 

@@ -41,7 +41,7 @@ def chosen(options: argparse.Namespace) -> Iterator[tuple[Fault | None, str, int
                 for name in options.recipes:
                     if name in fault.overlays:
                         yield fault, name, seed
-    if options.half in ("all", "clean", "some-clean") and not options.only:
+    if options.half in ("all", "clean") and not options.only:
         for seed in options.seeds:
             for name in options.recipes:
                 yield None, name, seed
@@ -106,7 +106,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.split("\n")[0])
     parser.add_argument("action", choices=("run", "remedy", "report"))
     parser.add_argument("--out", type=Path, required=True, help="where runs are recorded")
-    parser.add_argument("--half", choices=("all", "tuned", "held-out", "clean", "some-clean"), default="all")
+    parser.add_argument("--half", choices=("all", "tuned", "held-out", "clean"), default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--only", nargs="+", default=(), help="parts of names of faults")

@@ -95,8 +95,8 @@ CASES = {
         [history.add(s, {"doctor/logit_deviation": s / 2}) for s in (36, 38, 40)]
         and history.add(50, {"doctor/logit_deviation": 40.0})
     ),
-    "dead_units": with_figure("doctor/dead_units", 0.999),
-    "attention_collapse": with_figure("doctor/attention_entropy", 0.01),
+    "dead_units": with_figure("doctor/initial_dead_units", 0.999, (1,)),
+    "attention_collapse": with_figure("doctor/initial_attention_entropy", 0.01, (1,)),
     "data_bound": with_figure("time/data_share", 0.7, range(1, 9)),
     "straggler": with_figure("time/slowest_rank_ratio", 2.0, range(1, 9)),
     "communication_bound": with_figure("time/communication_share", 0.6, range(1, 9)),

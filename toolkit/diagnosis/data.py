@@ -104,7 +104,7 @@ def not_shuffled(case: Case) -> Iterator[Finding]:
 def validation_leak(case: Case) -> Iterator[Finding]:
     """Validation text is among the training text."""
     share = case.last("doctor/validation_seen")
-    if share > 0.3:
+    if share > 0.2:
         yield _of_packing(
             case, "validation_leak", f"about {min(share, 1):.0%} of the validation text is in the training rows", 0.92,
             "Hold out other documents",
@@ -120,7 +120,7 @@ def over_fitting(case: Case) -> Iterator[Finding]:
     recent = train.since(val.steps[-1] - max(4, 0.1 * val.steps[-1])).values
     gap = val.values[-1] - (float(np.median(recent)) if len(recent) else math.nan)
     rises = best < len(val) - 1 and val.values[-1] > 1.01 * val.values[best]
-    if gap > (0.1 if rises else 0.2) * val.values[best]:
+    if gap > (0.1 if rises else 0.15) * val.values[best]:
         yield Finding(
             "over_fitting", int(val.steps[best]),
             f"val/loss is {val.values[-1]:.3g}, its least {val.values[best]:.3g}, and train/loss {gap:.2g} lower, after "

@@ -130,18 +130,21 @@ def dead_block(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         return
     blocks = case.blocks("gradient_norm")
-    if len(blocks) < 2 or not len(blocks[0]) or case.last("doctor/frozen") > 0:
+    if len(blocks) < 2 or len(blocks[0]) < 2 or case.last("doctor/frozen") > 0:
         return
-    norms = [np.nan_to_num(block.values, posinf=0.0) for block in blocks]
-    largest = max(float(values.max()) for values in norms)
-    for index, block in enumerate(blocks):
-        if largest > 0 and len(block) > 1 and float(norms[index][:4].max()) < 1e-4 * largest:
-            yield Finding(
-                "dead_block", int(block.steps[0]), f"block {index} has gradients below {1e-4:g} of those of others", 0.89,
-                _advice(case, "Initialise its weights"), without_callbacks(case),
-            )  # fmt: skip
-            return
+    count = min(4, *map(len, blocks))
+    norms = np.array([np.nan_to_num(block.values[:count], posinf=0.0) for block in blocks])
+    dead = (norms < DEAD * norms.max(0)).all(1)
+    if dead.any():
+        index = int(np.argmax(dead))
+        yield Finding(
+            "dead_block", int(blocks[index].steps[0]), f"block {index} has gradients below {DEAD:g} of those of others", 0.89,
+            _advice(case, "Initialise its weights"), without_callbacks(case),
+        )  # fmt: skip
 
+
+DEAD = 1e-8
+"""Gradients that are no longer small, but none."""
 
 RULES: tuple[Rule, ...] = (
     non_finite, underflow, unlike_the_loss, weights_not_updated, frozen, by_depth, dead_block,

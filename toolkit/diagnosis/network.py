@@ -15,11 +15,6 @@ def _advice(case: Case, otherwise: str) -> str:
     return f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else otherwise
 
 
-def _own(confidence: float, since: int) -> float:
-    """Returns the confidence that a state is a cause: one that training has led to is more likely a consequence."""
-    return confidence if since <= 2 else 0.55
-
-
 def sees_future(case: Case) -> Iterator[Finding]:
     """Logits depend on the tokens that are predicted."""
     share = case.last("doctor/sees_future")
@@ -33,7 +28,7 @@ def sees_future(case: Case) -> Iterator[Finding]:
 def bad_initialisation(case: Case) -> Iterator[Finding]:
     """The first loss is far from that of a uniform guess, or logits do not differ."""
     loss, vocabulary = case.series("train/loss"), case.number("model.network.vocab_size", 0)
-    deviation = case.series("doctor/logit_deviation")
+    deviation = case.last("doctor/initial_logit_deviation")
     if not len(loss) or vocabulary < 2 or loss.steps[0] > 4 or case.option("model.weights"):
         return
     uniform = math.log(vocabulary)
@@ -43,10 +38,10 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
             f"{uniform:.3g}: weights are too large", 0.8,
             _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
         )  # fmt: skip
-    if len(deviation) and deviation.values[0] < 1e-3:
+    if deviation < 0.02:
         yield Finding(
-            "bad_initialisation", int(deviation.steps[0]), f"the first logits differ by {deviation.values[0]:.2g} only: "
-            "weights are too small", 0.8, _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
+            "bad_initialisation", 1, f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.8,
+            _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
         )  # fmt: skip
 
 
@@ -66,27 +61,23 @@ def logit_growth(case: Case) -> Iterator[Finding]:
 
 
 def dead_units(case: Case) -> Iterator[Finding]:
-    """Nearly all hidden units of a block are zero."""
-    zeros = case.series("doctor/dead_units")
-    bad = zeros.values > 0.9
-    if bad.any():
-        first = zeros.first_step(bad)
+    """Nearly all hidden units of a block are zero before the first step; later on, that is a consequence."""
+    share = case.last("doctor/initial_dead_units")
+    if share > 0.5:
         yield Finding(
-            "dead_units", first, f"{zeros.values[bad][0]:.1%} of the hidden units of a block are zero for all tokens", _own(0.91, first),
-            _advice(case, "Take activation=gelu_tanh, or a lower rate"),
+            "dead_units", 1, f"before the first step {share:.1%} of the hidden units of a block are zero for all tokens", 0.91,
+            _advice(case, "Take activation=gelu_tanh"),
             without_callbacks(case) or {"model": {"network": {"init_args": {"activation": "gelu_tanh"}}}},
         )  # fmt: skip
 
 
 def attention_collapse(case: Case) -> Iterator[Finding]:
-    """Attention looks at one token."""
-    entropy = case.series("doctor/attention_entropy")
-    bad = entropy.values < 0.1
-    if bad.any():
-        first = entropy.first_step(bad)
+    """Attention looks at one token before the first step; later on, that is a consequence, or learned."""
+    entropy = case.last("doctor/initial_attention_entropy")
+    if entropy < 0.5:
         yield Finding(
-            "attention_collapse", first, f"the entropy of attention weights in a block is "
-            f"{entropy.values[bad][0]:.0%} of that of equal ones", _own(0.87, first),
+            "attention_collapse", 1, f"before the first step the entropy of attention weights in a block is {entropy:.0%} of that "
+            "of equal ones", 0.87,
             _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
         )  # fmt: skip
 
@@ -94,12 +85,12 @@ def attention_collapse(case: Case) -> Iterator[Finding]:
 def dead_experts(case: Case) -> Iterator[Finding]:
     """Some experts get hardly any tokens."""
     load = case.series("routing/min_load")
-    window = 10
+    window = 12
     if len(load) < window:
         return
     recent = load.values[-window:]
-    if recent.max() < 0.03:
-        starved = load.values >= 0.03
+    if recent.max() < 0.01:
+        starved = load.values >= 0.01
         since = int(load.steps[int(np.flatnonzero(starved)[-1]) + 1 if starved.any() else 0])
         yield Finding(
             "dead_experts", since, f"an expert got at most {recent.max():.2g} of its share in {window} logged steps", 0.74,

@@ -46,8 +46,8 @@ def _documents(batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
     positions = batch.get("position_ids")
     if positions is None:
         return None, None
-    restarts = torch.zeros_like(positions)
-    restarts[:, 1:] = positions[:, 1:] <= positions[:, :-1]
+    restarts = (positions == 0).long()
+    restarts[:, 0] = 0
     number = restarts.cumsum(1)
     several = number.amax(1, keepdim=True) > 0
     later = (number > 0) & several

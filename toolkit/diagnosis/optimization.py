@@ -185,7 +185,7 @@ def spikes(case: Case) -> Iterator[Finding]:
     middle = np.median(before, axis=1)
     spread = np.median(np.abs(before - middle[:, None]), axis=1)
     rise = loss.values[SPAN:] - middle
-    jumps = np.flatnonzero(rise > np.maximum(8 * spread, 0.25 * middle))
+    jumps = np.flatnonzero(rise > np.maximum(8 * spread, 0.35 * middle))
     if not len(jumps):
         return
     index = int(jumps[0])
@@ -193,7 +193,7 @@ def spikes(case: Case) -> Iterator[Finding]:
     at, earlier = anchor.since(step), anchor.up_to(step - 1)
     if not len(at) or not len(earlier):
         return
-    share = float(at.values[0] - earlier.values[-1]) / float(rise[index])
+    share = float(at.values[0] - earlier.values[-SPAN:].min()) / float(rise[index])
     evidence = (
         f"train/loss jumps from {middle[index]:.3g} to {loss.values[SPAN + index]:.3g}; that of a fixed batch moves by "
         f"{share:.0%} of it"

@@ -19,7 +19,7 @@ WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 """Strategies under which every process has all weights."""
 
 ROWS = 8
-"""Rows on which the network is examined."""
+"""Rows that are read at a time, however large the batches of the run are, and on which the network is examined."""
 
 SPANS = 4
 """So many times more batches are read to look for validation text in them."""
@@ -29,7 +29,7 @@ class Probes:
     """Measures; figures are of all ranks.
 
     Args:
-        batches: Training batches that are read before the first step.
+        batches: Batches of 8 training rows that are read before the first step.
     """
 
     def __init__(self, batches: int) -> None:
@@ -60,20 +60,24 @@ class Probes:
                 and _has_labels(validation[0])
                 and module.network.output_weight is not None
             ):
-                self._fixed = trainer.strategy.batch_to_device(_rows(validation[0]))
+                self._fixed = trainer.strategy.batch_to_device(validation[0])
             training = _read(data.training_loader.batches, SPANS * self.batches) if is_fresh else []
             if training and _has_labels(training[0]):
                 figures |= self._of_data(data, training, validation)
                 if whole and module.network.output_weight is not None:
-                    first = trainer.strategy.batch_to_device(_rows(training[0]))
+                    first = trainer.strategy.batch_to_device(training[0])
                     figures |= network_probes.visibility(module.network, first)
+        if is_fresh and self._fixed is not None:
+            state = network_probes.inner_state(module.network, self._fixed)
+            figures |= {name.replace("doctor/", "doctor/initial_"): value for name, value in state.items()}
         if is_fresh and whole:
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
             figures["doctor/blocks_of_zeros"] = network_probes.blocks_of_zeros(module.network)
         return figures
 
     def _of_data(self, data: Any, read: Sequence[Batch], validation: Sequence[Batch]) -> dict[str, float]:
-        epoch = max(len(data.training_loader), 1)
+        loader = data.training_loader
+        epoch = max(len(loader) * loader.batches.batch_size * loader.batches.world_size // ROWS, 1)
         read = read[:epoch]
         training = read[: self.batches]
         counts = data_probes.label_counts(training)
@@ -121,19 +125,10 @@ class Probes:
 
 
 def _read(batches: PackedBatches, count: int) -> list[Batch]:
-    """Returns the coming global batches, whatever the rank; their own position stays."""
+    """Returns the coming rows in batches of `ROWS`, the same on every rank; their own position stays."""
     everything = copy.copy(batches)
-    everything.batch_size, everything.rank, everything.world_size = (
-        batches.batch_size * batches.world_size,
-        0,
-        1,
-    )
+    everything.batch_size, everything.rank, everything.world_size = ROWS, 0, 1
     return [batch for _, batch in islice(everything, count)]
-
-
-def _rows(batch: Batch) -> Batch:
-    """Returns the first rows of a batch."""
-    return {name: value[:ROWS] for name, value in batch.items()}
 
 
 def _has_labels(batch: Batch) -> bool:
