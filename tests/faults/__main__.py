@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 
 from tests.faults import report
+from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS, Fault
 from tests.faults.recipes import RECIPES, recipe
 from tests.faults.running import composed, train
@@ -35,8 +36,9 @@ def folder_of(out: Path, fault: Fault | None, name: str, seed: int) -> Path:
 def chosen(options: argparse.Namespace) -> Iterator[tuple[Fault | None, str, int]]:
     """Yields fault, recipe and seed of each run; None: a clean one."""
     for seed in options.seeds:
-        for fault in FAULTS:
-            wanted = options.half in ("all", "held-out" if fault.held_out else "tuned")
+        faults = BLIND if options.half == "blind" else FAULTS
+        for fault in faults:
+            wanted = options.half in ("all", "blind", "held-out" if fault.held_out else "tuned")
             if wanted and (not options.only or any(word in fault.name for word in options.only)):
                 for name in options.recipes:
                     if name in fault.overlays:
@@ -106,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.split("\n")[0])
     parser.add_argument("action", choices=("run", "remedy", "report"))
     parser.add_argument("--out", type=Path, required=True, help="where runs are recorded")
-    parser.add_argument("--half", choices=("all", "tuned", "held-out", "clean"), default="all")
+    parser.add_argument("--half", choices=("all", "tuned", "held-out", "blind", "clean"), default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
     parser.add_argument("--only", nargs="+", default=(), help="parts of names of faults")

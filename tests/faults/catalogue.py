@@ -35,16 +35,16 @@ class Fault:
     onset: int = 1
 
 
-def _callback(name: str, **arguments: Any) -> dict[str, Any]:
+def foreign_callback(name: str, **arguments: Any) -> dict[str, Any]:
     item = {"class_path": f"tests.faults.broken.{name}", "init_args": arguments}
     return {"trainer": {"callbacks+": [item]}}
 
 
-def _everywhere(overlay: dict[str, Any], only: tuple[str, ...] = RECIPES) -> dict[str, dict[str, Any]]:
+def everywhere(overlay: dict[str, Any], only: tuple[str, ...] = RECIPES) -> dict[str, dict[str, Any]]:
     return dict.fromkeys(only, overlay)
 
 
-def _packing(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> dict[str, dict[str, Any]]:
+def packing(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> dict[str, dict[str, Any]]:
     path = "tests.faults.broken.Altered"
     return {
         name: {
@@ -61,32 +61,30 @@ def _packing(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> 
     }
 
 
-def _rate(factor: float) -> dict[str, dict[str, Any]]:
+def rate(factor: float) -> dict[str, dict[str, Any]]:
     return {
         name: {"model": {"optimizer": {"init_args": {"lr": OPTIMIZERS[name]["init_args"]["lr"] * factor}}}}
         for name in RECIPES
     }
 
 
-def _optimizer(only: tuple[str, ...] = RECIPES, **arguments: Any) -> dict[str, dict[str, Any]]:
-    return _everywhere({"model": {"optimizer": {"init_args": arguments}}}, only)
+def optimizer(only: tuple[str, ...] = RECIPES, **arguments: Any) -> dict[str, dict[str, Any]]:
+    return everywhere({"model": {"optimizer": {"init_args": arguments}}}, only)
 
 
-def _schedule(only: tuple[str, ...] = RECIPES, **arguments: Any) -> dict[str, dict[str, Any]]:
-    return _everywhere({"model": {"lr_scheduler": {"init_args": arguments}}}, only)
+def schedule(only: tuple[str, ...] = RECIPES, **arguments: Any) -> dict[str, dict[str, Any]]:
+    return everywhere({"model": {"lr_scheduler": {"init_args": arguments}}}, only)
 
 
-def _source(name: str) -> dict[str, dict[str, Any]]:
-    return _everywhere(
-        {"data": {"init_args": {"source": f"FOLDER/{name}.jsonl", "validation_fraction": 0.3}}}
-    )
+def source(name: str) -> dict[str, dict[str, Any]]:
+    return everywhere({"data": {"init_args": {"source": f"FOLDER/{name}.jsonl", "validation_fraction": 0.3}}})
 
 
-def _trainer(**options: Any) -> dict[str, dict[str, Any]]:
-    return _everywhere({"trainer": options})
+def trainer(**options: Any) -> dict[str, dict[str, Any]]:
+    return everywhere({"trainer": options})
 
 
-def _network(prefix: str) -> dict[str, dict[str, Any]]:
+def network(prefix: str) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "model": {
@@ -100,7 +98,7 @@ def _network(prefix: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def _no_warmup(factor: float, steps: int) -> dict[str, dict[str, Any]]:
+def no_warmup(factor: float, steps: int) -> dict[str, dict[str, Any]]:
     return {
         name: {
             "model": {
@@ -112,8 +110,8 @@ def _no_warmup(factor: float, steps: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _unbalanced(bug: str, amount: float) -> dict[str, dict[str, Any]]:
-    overlay = _callback("Initialised", bug=bug, amount=amount)
+def unbalanced(bug: str, amount: float) -> dict[str, dict[str, Any]]:
+    overlay = foreign_callback("Initialised", bug=bug, amount=amount)
     overlay["model"] = {"objective": {"init_args": {"load_balancing": 0.0, "z_loss": 0.0}}}
     return {"moe": overlay}
 
@@ -123,63 +121,63 @@ DOCUMENTS = ("llama", "moe")
 
 FAULTS: tuple[Fault, ...] = (
     # learning rate and schedule
-    Fault("rate x30", "rate_too_high", False, _rate(30)),
-    Fault("rate x200", "rate_too_high", True, _rate(200)),
-    Fault("rate /50", "rate_too_low", False, _rate(1 / 50)),
-    Fault("rate /1000", "rate_too_low", True, _rate(1 / 1000)),
-    Fault("no warm-up", "no_warmup", False, _no_warmup(3, 0)),
-    Fault("one step of warm-up", "no_warmup", True, _no_warmup(4, 1)),
+    Fault("rate x30", "rate_too_high", False, rate(30)),
+    Fault("rate x200", "rate_too_high", True, rate(200)),
+    Fault("rate /50", "rate_too_low", False, rate(1 / 50)),
+    Fault("rate /1000", "rate_too_low", True, rate(1 / 1000)),
+    Fault("no warm-up", "no_warmup", False, no_warmup(3, 0)),
+    Fault("one step of warm-up", "no_warmup", True, no_warmup(4, 1)),
     Fault(
-        "schedule ends at a fifth", "schedule_ends_early", False, _schedule(total_steps=10, min_lr_ratio=0.0)
+        "schedule ends at a fifth", "schedule_ends_early", False, schedule(total_steps=10, min_lr_ratio=0.0)
     ),
     Fault(
         "schedule ends at two fifths",
         "schedule_ends_early",
         True,
-        _schedule(total_steps=19, min_lr_ratio=0.0),
+        schedule(total_steps=19, min_lr_ratio=0.0),
     ),
     Fault(
-        "warm-up over most of the run", "warmup_too_long", False, _schedule(("gpt", "moe"), warmup_steps=0.9)
+        "warm-up over most of the run", "warmup_too_long", False, schedule(("gpt", "moe"), warmup_steps=0.9)
     ),
     Fault(
-        "warm-up over three quarters", "warmup_too_long", True, _schedule(("gpt", "moe"), warmup_steps=0.75)
+        "warm-up over three quarters", "warmup_too_long", True, schedule(("gpt", "moe"), warmup_steps=0.75)
     ),
     # optimizer
-    Fault("epsilon 1", "epsilon_too_large", False, _optimizer(("gpt", "moe"), eps=1.0)),
-    Fault("epsilon 0.03", "epsilon_too_large", True, _optimizer(("gpt", "moe"), eps=0.03)),
-    Fault("weight decay 20", "weight_decay_too_large", False, _optimizer(weight_decay=20.0)),
+    Fault("epsilon 1", "epsilon_too_large", False, optimizer(("gpt", "moe"), eps=1.0)),
+    Fault("epsilon 0.03", "epsilon_too_large", True, optimizer(("gpt", "moe"), eps=0.03)),
+    Fault("weight decay 20", "weight_decay_too_large", False, optimizer(weight_decay=20.0)),
     Fault(
         "weight decay 40 on matrices of the MLP",
         "weight_decay_too_large",
         True,
-        _everywhere({"model": {"parameter_options": {"*mlp*": {"weight_decay": 40.0}}}}),
+        everywhere({"model": {"parameter_options": {"*mlp*": {"weight_decay": 40.0}}}}),
     ),
-    Fault("clipping at 1e-6", "clip_too_low", False, _trainer(gradient_clip_val=1e-6)),
-    Fault("clipping at 1e-8", "clip_too_low", True, _trainer(gradient_clip_val=1e-8)),
+    Fault("clipping at 1e-6", "clip_too_low", False, trainer(gradient_clip_val=1e-6)),
+    Fault("clipping at 1e-8", "clip_too_low", True, trainer(gradient_clip_val=1e-8)),
     Fault(
         "optimizer forgets every step",
         "optimizer_state_lost",
         False,
-        _everywhere(_callback("Optimizing", bug="forgets")),
+        everywhere(foreign_callback("Optimizing", bug="forgets")),
     ),
     Fault(
         "optimizer forgets every 7 steps",
         "optimizer_state_lost",
         True,
-        _everywhere(_callback("Optimizing", bug="forgets", every=7)),
+        everywhere(foreign_callback("Optimizing", bug="forgets", every=7)),
     ),
     Fault(
         "one step at 300 times the rate",
         "spike_by_optimizer",
         False,
-        _everywhere(_callback("Optimizing", bug="rate", amount=300.0, first=ONSET, last=ONSET)),
+        everywhere(foreign_callback("Optimizing", bug="rate", amount=300.0, first=ONSET, last=ONSET)),
         ONSET,
     ),
     Fault(
         "three steps at 60 times the rate",
         "spike_by_optimizer",
         True,
-        _everywhere(_callback("Optimizing", bug="rate", amount=60.0, first=ONSET, last=ONSET + 2)),
+        everywhere(foreign_callback("Optimizing", bug="rate", amount=60.0, first=ONSET, last=ONSET + 2)),
         ONSET,
     ),
     # gradients
@@ -187,35 +185,38 @@ FAULTS: tuple[Fault, ...] = (
         "gradients not averaged",
         "gradient_scale",
         False,
-        _everywhere(_callback("Gradients", bug="scaled", amount=8.0)),
+        everywhere(foreign_callback("Gradients", bug="scaled", amount=8.0)),
     ),
     Fault(
         "gradients averaged twice",
         "gradient_scale",
         True,
-        _everywhere(_callback("Gradients", bug="scaled", amount=0.125)),
+        everywhere(foreign_callback("Gradients", bug="scaled", amount=0.125)),
     ),
     Fault(
-        "gradients never zeroed", "stale_gradients", False, _everywhere(_callback("Gradients", bug="kept"))
+        "gradients never zeroed",
+        "stale_gradients",
+        False,
+        everywhere(foreign_callback("Gradients", bug="kept")),
     ),
     Fault(
         "gradients never zeroed from step 20 on",
         "stale_gradients",
         True,
-        _everywhere(_callback("Gradients", bug="kept", first=ONSET)),
+        everywhere(foreign_callback("Gradients", bug="kept", first=ONSET)),
         ONSET,
     ),
     Fault(
         "gradients in fp16 without scale",
         "fp16_underflow",
         False,
-        _everywhere(_callback("Gradients", bug="half", amount=1e-5)),
+        everywhere(foreign_callback("Gradients", bug="half", amount=1e-5)),
     ),
     Fault(
         "loss scale far too small",
         "fp16_underflow",
         True,
-        _everywhere(
+        everywhere(
             {
                 "trainer": {
                     "plugins": [
@@ -232,165 +233,165 @@ FAULTS: tuple[Fault, ...] = (
         "NaN in one gradient",
         "non_finite",
         False,
-        _everywhere(_callback("Gradients", bug="nan", first=ONSET, last=ONSET)),
+        everywhere(foreign_callback("Gradients", bug="nan", first=ONSET, last=ONSET)),
         ONSET,
     ),
     Fault(
         "infinity in one gradient",
         "non_finite",
         True,
-        _everywhere(_callback("Gradients", bug="inf", amount=2.0, first=ONSET + 5, last=ONSET + 5)),
+        everywhere(foreign_callback("Gradients", bug="inf", amount=2.0, first=ONSET + 5, last=ONSET + 5)),
         ONSET + 5,
     ),
     Fault(
         "gain of gradients by block",
         "exploding_gradients",
         False,
-        _everywhere(_callback("Initialised", bug="deep_gain", amount=1e3)),
+        everywhere(foreign_callback("Initialised", bug="deep_gain", amount=1e3)),
     ),
     Fault(
         "fading gradients by block",
         "vanishing_gradients",
         True,
-        _everywhere(_callback("Initialised", bug="deep_fade", amount=1e5)),
+        everywhere(foreign_callback("Initialised", bug="deep_fade", amount=1e5)),
     ),
     Fault(
         "blocks frozen",
         "frozen_weights",
         False,
-        _everywhere(_callback("Frozen", bug="frozen", pattern="layers")),
+        everywhere(foreign_callback("Frozen", bug="frozen", pattern="layers")),
     ),
     Fault(
         "attention frozen",
         "frozen_weights",
         True,
-        _everywhere(_callback("Frozen", bug="frozen", pattern="attention")),
+        everywhere(foreign_callback("Frozen", bug="frozen", pattern="attention")),
     ),
     Fault(
         "optimizer without the MLPs",
         "weights_not_updated",
         False,
-        _everywhere(_callback("Frozen", bug="forgotten", pattern="mlp")),
+        everywhere(foreign_callback("Frozen", bug="forgotten", pattern="mlp")),
     ),
     Fault(
         "optimizer without the embedding",
         "weights_not_updated",
         True,
-        _everywhere(_callback("Frozen", bug="forgotten", pattern="embed_tokens")),
+        everywhere(foreign_callback("Frozen", bug="forgotten", pattern="embed_tokens")),
     ),
     # initialisation
     Fault(
         "weights 20 times too large",
         "bad_initialisation",
         False,
-        _everywhere(_callback("Initialised", bug="scaled", amount=20.0)),
+        everywhere(foreign_callback("Initialised", bug="scaled", amount=20.0)),
     ),
     Fault(
         "weights 5000 times too small",
         "bad_initialisation",
         True,
-        _everywhere(_callback("Initialised", bug="scaled", amount=2e-4)),
+        everywhere(foreign_callback("Initialised", bug="scaled", amount=2e-4)),
     ),
     Fault(
         "second block zero",
         "dead_block",
         False,
-        _everywhere(_callback("Initialised", bug="zero_block", amount=1)),
+        everywhere(foreign_callback("Initialised", bug="zero_block", amount=1)),
     ),
     Fault(
         "first block zero",
         "dead_block",
         True,
-        _everywhere(_callback("Initialised", bug="zero_block", amount=0)),
+        everywhere(foreign_callback("Initialised", bug="zero_block", amount=0)),
     ),
     Fault(
         "units far below zero",
         "dead_units",
         False,
-        _everywhere(_callback("Initialised", bug="dead", amount=30.0), ("gpt",)),
+        everywhere(foreign_callback("Initialised", bug="dead", amount=30.0), ("gpt",)),
     ),
     Fault(
         "units below zero",
         "dead_units",
         True,
-        _everywhere(_callback("Initialised", bug="dead", amount=5.0), ("gpt",)),
+        everywhere(foreign_callback("Initialised", bug="dead", amount=5.0), ("gpt",)),
     ),
     Fault(
         "attention on one token",
         "attention_collapse",
         False,
-        _everywhere(_callback("Initialised", bug="sharp_attention", amount=60.0), ("gpt", "llama")),
+        everywhere(foreign_callback("Initialised", bug="sharp_attention", amount=60.0), ("gpt", "llama")),
     ),
     Fault(
         "attention almost on one token",
         "attention_collapse",
         True,
-        _everywhere(_callback("Initialised", bug="sharp_attention", amount=25.0), ("gpt", "llama")),
+        everywhere(foreign_callback("Initialised", bug="sharp_attention", amount=25.0), ("gpt", "llama")),
     ),
-    Fault("logits grow", "logit_growth", False, _everywhere(_callback("Louder", factor=1.3))),
+    Fault("logits grow", "logit_growth", False, everywhere(foreign_callback("Louder", factor=1.3))),
     Fault(
         "logits grow from step 20 on",
         "logit_growth",
         True,
-        _everywhere(_callback("Louder", factor=1.5, first=ONSET)),
+        everywhere(foreign_callback("Louder", factor=1.5, first=ONSET)),
         ONSET,
     ),
-    Fault("an expert that is never chosen", "dead_experts", False, _unbalanced("masked_experts", 1)),
-    Fault("a router that decides nothing", "dead_experts", True, _unbalanced("equal_experts", 1.0)),
+    Fault("an expert that is never chosen", "dead_experts", False, unbalanced("masked_experts", 1)),
+    Fault("a router that decides nothing", "dead_experts", True, unbalanced("equal_experts", 1.0)),
     # data
-    Fault("labels are the inputs", "labels_shifted", False, _packing("shifted", 0)),
-    Fault("labels two tokens ahead", "labels_shifted", True, _packing("shifted", 2)),
-    Fault("few labels", "few_labels", False, _packing("few_labels", 0.05)),
-    Fault("a tenth of the labels", "few_labels", True, _packing("few_labels", 0.1)),
-    Fault("each row eight times", "duplicates", False, _packing("repeated", 8)),
-    Fault("half of each batch the same", "duplicates", True, _packing("same_few", 0.5)),
-    Fault("shuffle off", "not_shuffled", False, _everywhere({"data": {"init_args": {"shuffle": False}}})),
-    Fault("a packing that does not shuffle", "not_shuffled", True, _packing("sequential")),
-    Fault("ids of another tokenizer", "tokenizer_mismatch", False, _packing("permuted", 1)),
-    Fault("ids moved by special tokens", "tokenizer_mismatch", True, _packing("permuted", 4)),
-    Fault("documents see each other", "mask_leak", False, _packing("no_mask", only=("llama",))),
-    Fault("documents of a stream see each other", "mask_leak", True, _packing("no_mask", only=("moe",))),
-    Fault("positions run on", "position_ids", False, _packing("positions", 1, only=DOCUMENTS)),
-    Fault("positions in twos", "position_ids", True, _packing("positions", 2, only=DOCUMENTS)),
-    Fault("attention sees what follows", "sees_future", False, _network("Seeing")),
-    Fault("one block sees what follows", "sees_future", True, _network("HalfSeeing")),
-    Fault("validation is training", "validation_leak", False, _packing("validation_is_training")),
-    Fault("most of validation is training", "validation_leak", True, _packing("validation_in_training", 0.6)),
+    Fault("labels are the inputs", "labels_shifted", False, packing("shifted", 0)),
+    Fault("labels two tokens ahead", "labels_shifted", True, packing("shifted", 2)),
+    Fault("few labels", "few_labels", False, packing("few_labels", 0.05)),
+    Fault("a tenth of the labels", "few_labels", True, packing("few_labels", 0.1)),
+    Fault("each row eight times", "duplicates", False, packing("repeated", 8)),
+    Fault("half of each batch the same", "duplicates", True, packing("same_few", 0.5)),
+    Fault("shuffle off", "not_shuffled", False, everywhere({"data": {"init_args": {"shuffle": False}}})),
+    Fault("a packing that does not shuffle", "not_shuffled", True, packing("sequential")),
+    Fault("ids of another tokenizer", "tokenizer_mismatch", False, packing("permuted", 1)),
+    Fault("ids moved by special tokens", "tokenizer_mismatch", True, packing("permuted", 4)),
+    Fault("documents see each other", "mask_leak", False, packing("no_mask", only=("llama",))),
+    Fault("documents of a stream see each other", "mask_leak", True, packing("no_mask", only=("moe",))),
+    Fault("positions run on", "position_ids", False, packing("positions", 1, only=DOCUMENTS)),
+    Fault("positions in twos", "position_ids", True, packing("positions", 2, only=DOCUMENTS)),
+    Fault("attention sees what follows", "sees_future", False, network("Seeing")),
+    Fault("one block sees what follows", "sees_future", True, network("HalfSeeing")),
+    Fault("validation is training", "validation_leak", False, packing("validation_is_training")),
+    Fault("most of validation is training", "validation_leak", True, packing("validation_in_training", 0.6)),
     Fault(
         "garbage in three batches",
         "spike_by_data",
         False,
-        _everywhere(_callback("Garbage", first=ONSET, last=ONSET + 2)),
+        everywhere(foreign_callback("Garbage", first=ONSET, last=ONSET + 2)),
         ONSET,
     ),
     Fault(
         "one token over and over",
         "spike_by_data",
         True,
-        _everywhere(_callback("Garbage", first=ONSET + 5, last=ONSET + 6, repeated=True)),
+        everywhere(foreign_callback("Garbage", first=ONSET + 5, last=ONSET + 6, repeated=True)),
         ONSET + 5,
     ),
-    Fault("eight documents over and over", "over_fitting", False, _source("topics-8")),
-    Fault("twenty documents over and over", "over_fitting", True, _source("topics-20")),
+    Fault("eight documents over and over", "over_fitting", False, source("topics-8")),
+    Fault("twenty documents over and over", "over_fitting", True, source("topics-20")),
     # regularisation
     Fault(
         "dropout 0.8",
         "dropout_too_high",
         False,
-        _everywhere({"model": {"network": {"init_args": {"dropout": 0.8}}}}, ("gpt",)),
+        everywhere({"model": {"network": {"init_args": {"dropout": 0.8}}}}, ("gpt",)),
     ),
     Fault(
         "dropout 0.6 of what blocks add",
         "dropout_too_high",
         True,
-        _everywhere(
+        everywhere(
             {"model": {"network": {"init_args": {"residual_dropout": 0.6, "embedding_dropout": 0.4}}}},
             ("gpt",),
         ),
     ),
     # speed
-    Fault("slow reading", "data_bound", False, _packing("slow", 40)),
-    Fault("unevenly slow reading", "data_bound", True, _packing("unevenly_slow", 40)),
+    Fault("slow reading", "data_bound", False, packing("slow", 40)),
+    Fault("unevenly slow reading", "data_bound", True, packing("unevenly_slow", 40)),
 )
 
 __all__ = ["FAULTS", "ONSET", "STEPS", "Fault"]
