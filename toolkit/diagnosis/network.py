@@ -35,12 +35,12 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
     if loss.values[0] > 1.25 * uniform + 0.5:
         yield Finding(
             "bad_initialisation", int(loss.steps[0]), f"the first loss is {loss.values[0]:.3g}, and log of the vocabulary "
-            f"{uniform:.3g}: weights are too large", 0.8,
+            f"{uniform:.3g}: weights are too large", 0.88,
             _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
         )  # fmt: skip
     if deviation < 0.02:
         yield Finding(
-            "bad_initialisation", 1, f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.8,
+            "bad_initialisation", 1, f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.88,
             _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
         )  # fmt: skip
 
