@@ -12,7 +12,8 @@ from core.lightning_compat import is_accumulating
 from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.collectives import COLLECTIVES, Collective, WatchCollectives
-from toolkit.phase_clock import PhaseClock, length, seconds_between, union
+from toolkit.intervals import length, union
+from toolkit.phase_clock import PhaseClock, seconds_between
 
 
 @technique(
@@ -53,14 +54,15 @@ class CollectiveMonitor(Callback):
             raise ConfigError(f"CollectiveMonitor takes every_n_steps >= 1, not {every_n_steps}.")
         self.every_n_steps = every_n_steps
         self._watch: WatchCollectives | None = None
-        self._began = 0
+        self._began, self._tried = 0, -1
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begins with the first micro-batch of a step that is due."""
-        due = not (trainer.global_step + 1) % self.every_n_steps
-        if due and self._watch is None and trainer.world_size > 1:
+        due = not (trainer.global_step + 1) % self.every_n_steps and trainer.global_step != self._tried
+        if due and trainer.world_size > 1:
+            self._tried = trainer.global_step
             self._watch = WatchCollectives.start(PhaseClock(pl_module.device).now)
             self._began = len(self._watch.collectives) if self._watch else 0
 
@@ -105,7 +107,7 @@ def figures(ranks: torch.Tensor) -> dict[str, float]:
     Args:
         ranks: Calls, bytes and seconds of each kind on each rank, (ranks, kinds, 3).
     """
-    found = {}
+    found: dict[str, float] = {}
     for kind, (calls, size, _), seconds in zip(
         COLLECTIVES, ranks.mean(0).tolist(), ranks[..., 2].T.tolist(), strict=True
     ):

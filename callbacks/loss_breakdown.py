@@ -27,8 +27,7 @@ BINS = 32
 
 
 @technique(
-    paper="loss by position: Kaplan et al., arXiv:2001.08361, appendix D.5 (figures 20 and 21); by source: DoReMi, "
-    "arXiv:2305.10429, section 3",
+    paper="loss by position: Kaplan et al., arXiv:2001.08361, appendix D.5; by source: DoReMi, arXiv:2305.10429",
     observer=True,
 )
 class LossBreakdown(Callback):
@@ -120,7 +119,7 @@ class LossBreakdown(Callback):
         if self.validation and self._handle is None and not trainer.sanity_checking:
             self._start(pl_module)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the means over the whole validation set."""
         if self._handle is not None and self._validating:
             log_figures(trainer, self._stop(trainer, "val/"))
@@ -154,6 +153,9 @@ class LossBreakdown(Callback):
     def _add(self, network: Any, inputs: tuple[Any, ...], hidden: Tensor) -> None:
         """Adds the losses of a call of the network."""
         batch: Mapping[str, Tensor] = inputs[0]
+        # validation between the micro-batches of a step is no part of it, nor is text that is generated
+        if network.training == self._validating or "labels" not in batch:
+            return
         labels = batch["labels"]
         counted = (labels != IGNORED_LABEL).flatten()
         losses = -log_probabilities_at(network, hidden.detach(), labels).flatten()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any
 
@@ -16,7 +17,8 @@ from core.lightning_compat import unwrapped
 from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.collectives import WatchCollectives
-from toolkit.phase_clock import Phase, PhaseClock, common, length, seconds_between, union
+from toolkit.intervals import common, length, union
+from toolkit.phase_clock import Phase, PhaseClock, is_over, seconds_between
 
 PHASES = ("data", "forward", "backward", "optimizer", "other")
 PAUSE = "pause"
@@ -24,8 +26,8 @@ PERCENTILES = (50, 90, 99)
 
 
 @technique(
-    paper="percentiles and phases of a step: MegaScale, arXiv:2402.15627, section 5.2; communication that is not hidden "
-    "behind computation: PyTorch FSDP, arXiv:2304.11277, section 5",
+    paper="percentiles and phases of a step: MegaScale, arXiv:2402.15627, section 5.1; communication that is not hidden "
+    "behind computation: PyTorch FSDP, arXiv:2304.11277, section 3.3",
     after=("Throughput", "ProgressBar", "LossCurve", "TextSamples", "MemoryMonitor", "RewardWatch"),
     observer=True,
 )
@@ -47,7 +49,7 @@ class StepTime(Callback):
 
     The steps up to the first logged one after a start are left out, and so are validation, checkpoints and sampling. On CUDA
     phases are those of the device, measured with events that are read later; nothing waits. What callbacks do behind this one
-    at the end of a batch counts as waiting for data.
+    at the end of a batch counts as waiting for data, and where a pipeline goes through both passes at once, all of it as forward.
 
     Args:
         window: Optimizer steps of the percentiles.
@@ -74,17 +76,14 @@ class StepTime(Callback):
         self._forget(0)
 
     def _forget(self, step: int) -> None:
-        self._step = step  # optimizer steps of the run so far
+        self._step, self._tried = step, -1  # optimizer steps of the run so far; when a sample was last begun
         self._paused = self._stepping = self._ends_step = self._warm = False
         self._watch: WatchCollectives | None = None
-        self._watched: dict[
-            int, tuple[WatchCollectives, Any]
-        ] = {}  # step -> collectives and its begin, not read yet
+        # step -> its collectives and when it began, not read yet
+        self._watched: dict[int, tuple[WatchCollectives, Any]] = {}
         self._read = step
         self._steps: deque[float] = deque(maxlen=self.window)
-        self._seconds = dict.fromkeys((*PHASES, PAUSE), 0.0)  # since the last logged step
         self._exposed: dict[str, float] | None = None  # seconds of communication in each phase of a step
-        self._counted = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Starts the clock."""
@@ -103,7 +102,8 @@ class StepTime(Callback):
         """Ends the wait for data."""
         self._clock.mark(PAUSE if self._paused else "data")
         self._paused = False
-        if self._samples and self._watch is None and not (self._step + 1) % self._samples:
+        if self._samples and not (self._step + 1) % self._samples and self._tried != self._step:
+            self._tried = self._step
             self._watch = WatchCollectives.start(self._clock.now)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
@@ -169,6 +169,7 @@ class StepTime(Callback):
 
     def _log(self, trainer: Trainer, pl_module: Any) -> None:
         """Logs what the device has finished, but for the steps up to the first logged one after a start."""
+        seconds, counted = dict.fromkeys((*PHASES, PAUSE), 0.0), 0
         for phases in self._clock.read():
             self._read += 1
             if (watched := self._watched.pop(self._read, None)) is not None:
@@ -176,39 +177,40 @@ class StepTime(Callback):
             elif self._warm:
                 self._steps.append(sum(end - begin for name, begin, end in phases if name != PAUSE))
                 for name, begin, end in phases:
-                    self._seconds[name] += end - begin
-                self._counted += 1
-        if self._counted:
-            self._share(trainer, pl_module)
+                    seconds[name] += end - begin
+                counted += 1
+        if self._warm:
+            self._share(trainer, pl_module, self._row(seconds, counted))
         self._warm = True
-        self._seconds, self._counted = dict.fromkeys((*PHASES, PAUSE), 0.0), 0
 
-    def _share(self, trainer: Trainer, pl_module: Any) -> None:
-        times = np.percentile(list(self._steps), PERCENTILES).tolist()
-        phases = {name: self._seconds[name] for name in PHASES}
-        alone = phases["data"] + phases["forward"]
-        whole = sum(phases.values())
-        communication = 0.0
-        for name, seconds in (self._exposed or {}).items():
-            moved = min(seconds * self._counted, phases[name])
+    def _row(self, seconds: dict[str, float], counted: int) -> list[float]:
+        """Returns this rank's percentiles, shares of phases and of communication, and seconds before the backward pass."""
+        if not counted:  # the device is behind, or the only step was a sample
+            return [float("nan")] * (len(PERCENTILES) + len(PHASES) + 2)
+        phases = {name: seconds[name] for name in PHASES}
+        alone, whole = phases["data"] + phases["forward"], sum(phases.values())
+        communication = float("nan") if self._exposed is None else 0.0
+        for name, exposed in (self._exposed or {}).items():
+            moved = min(exposed * counted, phases[name])
             phases[name] -= moved
             communication += moved
-        own = [*times, *(phases[name] / whole for name in PHASES), communication / whole, alone]
+        times = np.percentile(list(self._steps), PERCENTILES).tolist()
+        return [*times, *(phases[name] / whole for name in PHASES), communication / whole, alone]
+
+    def _share(self, trainer: Trainer, pl_module: Any, own: list[float]) -> None:
         rows = torch.tensor([own], dtype=torch.float64)
         if trainer.world_size > 1:
-            gathered = pl_module.all_gather(rows[0].to(pl_module.device, torch.float32))
-            rows = gathered.view(trainer.world_size, -1).double().cpu()
-        means = rows.mean(0).tolist()
-        names = [f"step_p{p}_ms" for p in PERCENTILES] + [f"{name}_share" for name in PHASES]
-        figures = {f"time/{name}": mean for name, mean in zip(names, means, strict=False)}
+            gathered = pl_module.all_gather(rows[0].to(pl_module.device))
+            rows = gathered.view(trainer.world_size, -1).cpu()
+        names = [f"step_p{p}_ms" for p in PERCENTILES]
+        names += [f"{name}_share" for name in (*PHASES, "communication")]
+        figures = {f"time/{name}": mean for name, mean in zip(names, rows.nanmean(0).tolist(), strict=False)}
         for p in PERCENTILES:
             figures[f"time/step_p{p}_ms"] *= 1e3
-        if self._exposed is not None:
-            figures["time/communication_share"] = means[-2]
         if trainer.world_size > 1:
             before = rows[:, -1]
             figures["time/slowest_rank_ratio"] = float(before.max() / before.median().clamp(min=1e-9))
-        log_figures(trainer, figures)
+        log_figures(trainer, {name: value for name, value in figures.items() if math.isfinite(value)})
 
 
 def exposed_seconds(watch: WatchCollectives, began: Any, phases: list[Phase]) -> dict[str, float]:
@@ -223,7 +225,7 @@ def exposed_seconds(watch: WatchCollectives, began: Any, phases: list[Phase]) ->
     def since(spans: list[tuple[Any, Any]]) -> list[tuple[float, float]]:
         return union([(seconds_between(began, begin), seconds_between(began, end)) for begin, end in spans])
 
-    under_way = since([(each.begin, each.end) for each in watch.collectives if each.end is not None])
+    under_way = since([(each.begin, each.end) for each in watch.collectives if is_over(each.end)])
     hidden = common(under_way, since(watch.computing))
     found = dict.fromkeys(PHASES, 0.0)
     for name, begin, end in phases:

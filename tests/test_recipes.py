@@ -29,14 +29,18 @@ TUNING = {
     "dpo": tuning_files.pairs,
     "grpo": tuning_files.problems,
     "ppo": tuning_files.problems,
+    "reward_ppo": tuning_files.pairs,
 }
 """Recipe that starts from weights -> what writes the files that it names."""
+
+FIRST = {"reward_ppo": ("reward_model", "runs/reward")}
+"""Recipe -> the one that comes before, and the folder of its run."""
 
 FOLDER = HOUSE / "configs" / "recipes"
 
 
 def test_each_recipe_is_here():
-    names = {*RECIPES, *TUNING}
+    names = {*RECIPES, *TUNING, *(before for before, _ in FIRST.values())}
     assert {path.stem for path in FOLDER.glob("*.yaml")} == names
     assert {path.stem for path in FOLDER.glob("shrunken/*.yaml")} == names | {"shrink", "shrink_tuning"}
 
@@ -105,12 +109,13 @@ def test_a_recipe_for_fine_tuning_passes_preflight_and_runs_shrunken(name, base,
     for published in (tuning_files.BASE, "Llama-3.1-8B"):
         (tmp_path / published).symlink_to(base)
     TUNING[name](tmp_path)
-    words = [f"--config=recipes/{name}"]
-    done = run(["check", "--offline", *words, "--model.weights=null"], tmp_path, cwd=tmp_path)
-    assert done.code == 0, done.error_text
-    words += [f"--config=recipes/shrunken/{name}", f"--trainer.default_root_dir={tmp_path / 'run'}"]
-    done = run(
-        ["fit", *words], tmp_path, cwd=tmp_path, environments=[{"XDG_CACHE_HOME": str(tmp_path / "cache")}]
-    )
-    assert done.code == 0, done.error_text
-    check_losses(tmp_path / "run")
+    runs = [FIRST[name]] if name in FIRST else []
+    for recipe, folder in [*runs, (name, "run")]:
+        words = [f"--config=recipes/{recipe}"]
+        done = run(["check", "--offline", *words, "--model.weights=null"], tmp_path, cwd=tmp_path)
+        assert done.code == 0, done.error_text
+        words += [f"--config=recipes/shrunken/{recipe}", f"--trainer.default_root_dir={tmp_path / folder}"]
+        cache = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+        done = run(["fit", *words], tmp_path, cwd=tmp_path, environments=[cache])
+        assert done.code == 0, done.error_text
+        check_losses(tmp_path / folder)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
@@ -73,6 +74,7 @@ class WatchCollectives(TorchDispatchMode):
         computing: (begin, end) of each other operator, in which the process, or the device, computed.
     """
 
+    supports_higher_order_operators = True  # flex_attention is one
     _current: WatchCollectives | None = None
     _users = 0
 
@@ -116,6 +118,9 @@ class WatchCollectives(TorchDispatchMode):
         begin = self.now()
         result = func(*args, **(kwargs or {}))
         self.settle()
+        if not isinstance(func, OpOverload):  # of higher order: no collective
+            self.computing.append((begin, self.now()))
+            return result
         operator = func.overloadpacket.__name__
         if func.namespace == "c10d" and operator in _NAMES:
             self._follow(Collective(_NAMES[operator], _size(_NAMES[operator], args), begin), result)

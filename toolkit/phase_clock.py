@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-__all__ = ["Phase", "PhaseClock", "common", "length", "seconds_between", "union"]
+__all__ = ["Phase", "PhaseClock", "is_over", "seconds_between"]
 
-Interval = tuple[float, float]
 Phase = tuple[str, float, float]
 
 
@@ -56,11 +55,16 @@ class PhaseClock:
     def read(self) -> list[list[Phase]]:
         """Returns the steps that the device has finished since the last call: (phase, begin, end), in seconds of the step."""
         found = []
-        while self._closed and (not self._cuda or self._closed[0][-1][1].query()):
+        while self._closed and is_over(self._closed[0][-1][1]):
             marks = self._closed.popleft()
             ends = [seconds_between(marks[0][1], moment) for _, moment in marks]
             found.append([(marks[i][0], ends[i - 1], ends[i]) for i in range(1, len(marks))])
         return found
+
+
+def is_over(moment: Any) -> bool:
+    """Returns whether there is a moment, and the device has come to it."""
+    return moment is not None and (isinstance(moment, float) or bool(moment.query()))
 
 
 def seconds_between(earlier: Any, later: Any) -> float:
@@ -68,33 +72,3 @@ def seconds_between(earlier: Any, later: Any) -> float:
     if isinstance(earlier, float):
         return float(later - earlier)
     return float(earlier.elapsed_time(later)) / 1e3
-
-
-def union(intervals: list[Interval]) -> list[Interval]:
-    """Returns the same points as intervals that do not touch, in order."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        elif end > begin:
-            found.append((begin, end))
-    return found
-
-
-def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """Returns the points that are in both of two lists, each as `union` returns it."""
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def length(intervals: list[Interval]) -> float:
-    """Returns the sum of the lengths."""
-    return sum(end - begin for begin, end in intervals)

@@ -242,7 +242,7 @@ class T5(Network):
 
     def parts_by_kind(self) -> dict[str, list[nn.Module]]:
         """The modules of each kind; see `toolkit.network_parts`."""
-        head = [] if self.lm_head is None else [self.lm_head]
+        head: list[nn.Module] = [] if self.lm_head is None else [self.lm_head]
         return parts_of(self.blocks) | {"embedding": [self.embed_tokens], "head": head}
 
     @property

@@ -5,6 +5,7 @@
 A random GPT of two layers answers short prompts with up to 8 tokens; the reward of an answer is the share of its tokens in the
 lower half of the vocabulary, half at first. For each objective and seed: the mean reward of the first rollout and of the
 best of its 8 answers to each prompt, then of the last four rollouts, with their KL divergence from the start in nats per token.
+RejectionSampling has four times the prompts in a rollout, and five eighths of the rollouts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ OBJECTIVES: dict[str, Callable[[], OnPolicyObjective]] = {
     "PPO, adaptive KL": lambda: PPO(kl=0.02, kl_target=0.5),
     "RejectionSampling": lambda: RejectionSampling(keep_reference=True),
 }
+BATCHES, SHARES = {"RejectionSampling": 32}, {"RejectionSampling": 0.625}
+"""Prompts of a rollout where they are not 8, and share of the steps: nothing but its end holds RejectionSampling to the start."""
+
 LAST = 4
 
 
@@ -40,7 +44,8 @@ def measured(name: str, seed: int, steps: int) -> tuple[float, float, float, flo
     """Returns the first reward, that of the best of 8, the last reward and the last divergence."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"rollouts": {"samples": 8}, "limit_val_batches": 0, "seed": seed}
-        _, _, figures = on_policy(Path(folder), OBJECTIVES[name](), steps, batch_size=8, **options)
+        prompts, steps = BATCHES.get(name, 8), round(SHARES.get(name, 1) * steps)
+        _, _, figures = on_policy(Path(folder), OBJECTIVES[name](), steps, batch_size=prompts, **options)
     last = figures[-LAST:]
     return (
         figures[0][REWARD],

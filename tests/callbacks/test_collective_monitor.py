@@ -8,6 +8,7 @@ from core.errors import ConfigError
 from plugins.networks.gpt import GPT
 from tests.support.launched_ranks import CONFIG, forked, results
 from toolkit.collectives import COLLECTIVES, Collective
+from toolkit.traces import read_trace
 
 COUNTS = 16
 """Bytes of the loss and the number of label tokens, which the ranks share in each step."""
@@ -25,6 +26,8 @@ def monitored(folder, *more):
         "--trainer.log_every_n_steps=3",
         "--trainer.gradient_clip_val=null",
     ]
+    # which watches the same step
+    words += ["--trainer.callbacks+=StepTime", "--trainer.callbacks.every_n_steps=2"]
     done = forked(2, folder, *words, *more)
     assert done.code == 0, done.error_text
     row = results(folder)[0][2]
@@ -45,7 +48,12 @@ def size(module):
 
 @pytest.mark.ci
 def test_ddp_reduces_the_gradients_once(tmp_path):
-    found = monitored(tmp_path)
+    profile = [
+        f"--trainer.callbacks{words}" for words in ("+=Profile", ".at_step=1", ".steps=1", ".ranks=[0,1]")
+    ]
+    found = monitored(tmp_path, *profile)
+    traces = [read_trace(tmp_path / "run" / f"profile_step_1.rank{rank}.json.gz") for rank in (0, 1)]
+    assert all(trace.operators()["aten::embedding"].calls for trace in traces)
     assert found["all_reduce_bytes"] == size(network()) + COUNTS
     assert found["all_reduce_gb_per_second"] > 0
     assert not [name for name in found if name.startswith(("all_gather", "reduce_scatter"))]

@@ -193,6 +193,7 @@ SHARDED = {
     "stage 3": ("FSDP", {}),
     "stage 2": ("FSDP", {"stage": 2}),
     "hybrid": ("HybridParallel", {"data_shard": 2}),
+    "ZeRO-2": ("DeepSpeedZero", {"stage": 2}),
 }
 
 
@@ -326,7 +327,10 @@ MISTAKES = {
         ["--trainer.callbacks.Rollouts.epochs=2", "--trainer.accumulate_grad_batches=2"],
         "a step would hold rows twice",
     ),
-    "DeepSpeedZero": (["--trainer.strategy=DeepSpeedZero"], "DeepSpeedZero shards the network"),
+    "DeepSpeedZero": (
+        ["--trainer.strategy=DeepSpeedZero", "--trainer.strategy.stage=3"],
+        "DeepSpeedZero shards the network",
+    ),
     "CausalLM": (["--model.objective=CausalLM"], "nothing in this run offers learns_from_rollouts"),
 }
 

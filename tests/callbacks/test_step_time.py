@@ -12,7 +12,7 @@ from plugins.loggers.metrics_csv import MetricsCSV
 from tests.support.launched_ranks import column, forked, results
 from tests.support.uneven import UnevenData
 from toolkit.collectives import Collective, WatchCollectives
-from toolkit.phase_clock import common, length, union
+from toolkit.intervals import common, length, union
 
 SHARES = ("data", "forward", "backward", "optimizer", "other")
 

@@ -16,10 +16,10 @@ def start(tmp_path_factory):
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    "objective", [DPO(), KTO(), ORPO(weight=1.0), SimPO()], ids=lambda one: type(one).__name__
+    "objective", [DPO(), KTO(), ORPO(weight=3.0), SimPO()], ids=lambda one: type(one).__name__
 )
-def test_answers_win_nine_times_of_ten(objective, start, tmp_path):
-    """From 0.5; ORPO, which imitates as well, moves less."""
+def test_answers_win_over_those_before(objective, start, tmp_path):
+    """From 0.5; ORPO imitates the chosen answers as well, which are little better than random: its weight is above 1."""
     rate, moved = compared(start, preferring(tmp_path, 0, objective, start), 0, count=100)
-    assert rate >= (0.7 if isinstance(objective, ORPO) else 0.9)
+    assert rate >= (0.85 if isinstance(objective, ORPO) else 0.9)
     assert 0 < moved < 4

@@ -13,6 +13,7 @@ from datamodules.instruction_datamodule import InstructionDataModule
 from datamodules.preference_datamodule import PreferenceDataModule
 from plugins.objectives.causal_lm import CausalLM
 from plugins.objectives.kto import KTO
+from plugins.objectives.reward_model import RewardModel
 from tests.support.chat_checkpoint import bytes_tokenizer
 from tests.support.records import build
 from tests.support.tiny_training import module, tiny_gpt, trainer
@@ -34,17 +35,39 @@ def base(folder, seed, steps=200):
     records = [{"prompt": f"{n:03}:", "completion": _random(random)} for n in range(RECORDS)]
     data = _data(InstructionDataModule, folder / "base", records, batch_size=8)
     torch.manual_seed(seed)
-    return _trained(data, CausalLM(), None, steps, lr=1e-2)
+    return _trained(data, CausalLM(), None, steps, lr=1e-2).network.state_dict()
 
 
 def preferring(folder, seed, objective, weights, steps=100, lr=1e-3):
     """Returns the weights after training on preferences, from others."""
-    random = np.random.default_rng(100 + seed)
-    records = []
-    for number in range(RECORDS):
+    callbacks = [ReferenceLogProbabilities()]
+    return _preferring(folder, seed, objective, weights, steps, lr, callbacks).network.state_dict()
+
+
+def ordered(folder, seed, weights, steps=200, lr=3e-3, count=500):
+    """Returns how many of so many new pairs a reward model orders right that begins as a network."""
+    trained = _preferring(folder, seed, RewardModel(), weights, steps, lr).eval()
+    encode = Tokenizer.from_str(bytes_tokenizer()).encode
+    rows = [
+        [*encode(f"{RECORDS + n % 400}:{text}", add_special_tokens=False).ids, 0]
+        for n, pair in enumerate(_pairs(np.random.default_rng(200 + seed), count))
+        for text in pair[1:]
+    ]
+    worse, better = trained.objective.score(trained.network, rows).view(-1, 2).unbind(1)
+    return float((better > worse).float().mean())
+
+
+def _pairs(random, count):
+    """Yields number, worse and better answer of random pairs, without equally good ones."""
+    for number in range(count):
         worse, better = sorted((_random(random), _random(random)), key=goodness)
-        if goodness(worse) == goodness(better):
-            continue
+        if goodness(worse) != goodness(better):
+            yield number, worse, better
+
+
+def _preferring(folder, seed, objective, weights, steps, lr, callbacks=()):
+    records = []
+    for number, worse, better in _pairs(np.random.default_rng(100 + seed), RECORDS):
         if isinstance(objective, KTO):
             for text in (better, worse):
                 records.append({"prompt": f"{number:03}:", "completion": text, "label": text is better})
@@ -52,7 +75,7 @@ def preferring(folder, seed, objective, weights, steps=100, lr=1e-3):
             records.append({"prompt": f"{number:03}:", "chosen": better, "rejected": worse})
     options = {"paired": not isinstance(objective, KTO), "batch_size": 16}
     data = _data(PreferenceDataModule, folder / type(objective).__name__, records, **options)
-    return _trained(data, objective, weights, steps, lr, [ReferenceLogProbabilities()])
+    return _trained(data, objective, weights, steps, lr, callbacks)
 
 
 def compared(before, after, seed, count=200):
@@ -100,7 +123,7 @@ def _trained(data, objective, weights, steps, lr, callbacks=()):
     )
     options = {"max_steps": steps, "limit_val_batches": 0, "log_every_n_steps": steps}
     trainer(data.cache_dir, callbacks=list(callbacks), **options).fit(made, datamodule=data)
-    return made.network.state_dict()
+    return made
 
 
 def _prompts(count):

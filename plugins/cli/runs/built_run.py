@@ -195,7 +195,10 @@ class BuiltRun:
             self.arguments = {name: built[name] for name in self.parsed.method_arguments}
             self.trainer = self._trainer(built["trainer"])
             adapted = any(isinstance(callback, Adapter) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+            self.unread: str | None = None
             if self.request.checkpoint is not None and not adapted:
+                stored = ((self.request.stored or {}).get("model") or {}).get("weights")
+                self.unread = None if self.model.weights == stored else self.model.weights
                 self.model.weights = None  # the checkpoint's are taken, and the file may be gone
 
     def _trainer(self, given: Mapping[str, Any]) -> Trainer:
@@ -252,6 +255,11 @@ class BuiltRun:
             current = {key: value for key, value in self.config.items() if key in SECTIONS}
             for line in differences(self.request.stored, current) if self.request.stored else ():
                 print(f"  {line}", flush=True)
+            if self.unread:
+                print(
+                    f"model.weights={self.unread} is not read: the weights are those of the checkpoint.",
+                    flush=True,
+                )
 
     # -- running --------------------------------------------------------------------------------------
 

@@ -44,16 +44,22 @@ class _HeldCalls:
         for logger in self.loggers:
             for name in HELD:
                 vars(logger).pop(name, None)
-            getattr(logger, "experiment", None)  # Lightning would have created it before all else
+        _create(self.loggers)
         for logger, name, args, kwargs in self.calls:
             getattr(logger, name)(*args, **kwargs)
+
+
+def _create(loggers: list[Any]) -> None:
+    """Has loggers begin their files, as Lightning would have before all else."""
+    for logger in loggers:
+        getattr(logger, "experiment", None)
 
 
 class RunRecord(Callback):
     """Writes the full config and the selected techniques into the run folder and every checkpoint.
 
-    A resumed run writes nothing before the complete checkpoint has been restored: weights, optimizer,
-    position in the data.
+    A run writes nothing before its data and the objective are known to have the same tokenizer, and a resumed one nothing before
+    the complete checkpoint has been restored: weights, optimizer, position in the data.
 
     Args:
         config: The resolved configuration as YAML.
@@ -83,23 +89,23 @@ class RunRecord(Callback):
 
     def hide_loggers(self, trainer: Trainer) -> None:
         """Takes the loggers from the trainer until `setup`: before it, Lightning has each create its files."""
-        if self.checkpoint is not None:
-            self._hidden, trainer.loggers = trainer.loggers, []
+        self._hidden, trainer.loggers = trainer.loggers, []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Agrees on the folder over all ranks and writes the record on rank 0."""
         self.folder = Path(trainer.strategy.broadcast(str(self.folder)))
         set_root_dir(trainer, self.folder)
         _check_tokenizer(trainer, pl_module)
+        trainer.loggers = self._hidden or trainer.loggers
         self._own()
         lost_ranks.watch()
         self._stage = str(getattr(stage, "value", stage))
         if self.checkpoint is None:
             if self._stage == "fit" and (weights := getattr(pl_module, "weights", None)):
                 self._kept = kept_by_a_run(weights)
+            _create(trainer.loggers)
             self._write()
         else:
-            trainer.loggers = self._hidden or trainer.loggers
             self._held = _HeldCalls(trainer.loggers)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

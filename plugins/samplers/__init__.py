@@ -1,0 +1,1 @@
+"""What samples the answers of rollouts in place of the network in training."""
