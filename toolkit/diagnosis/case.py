@@ -68,7 +68,7 @@ class Case:
 
     def blocks(self, start: str, end: str = "") -> list[Series]:
         """Returns the series of "<start>/block.<i><end>", in the order of the blocks."""
-        found = []
+        found: list[Series] = []
         while len(series := self.series(f"{start}/block.{len(found)}{end}")):
             found.append(series)
         return found
