@@ -13,13 +13,16 @@ from core.errors import ConfigError
 from toolkit import pictures
 from toolkit.evaluation_report import shown
 from toolkit.evaluation_results import FOLDER, RESULTS, Results, read_items, read_results
-from toolkit.resampling import Difference, adjusted, difference
+from toolkit.resampling import RESAMPLES, Difference, adjusted, difference
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEVEL = 0.05
 """Below this adjusted p-value two networks differ."""
+
+PER_COMPARISON = 40
+"""Resamples for each comparison of a table: the least p-value, times all comparisons, has to be below `LEVEL`."""
 
 NOTHING, FEW = "no difference", "too few items"
 NOTE = (
@@ -71,14 +74,21 @@ def compared(runs: Sequence[Evaluated]) -> tuple[list[tuple[str, ...]], list[str
     """
     first, *others = runs
     names = [name for name in first.results.sets if all(name in one.results.sets for one in others)]
+    shared = {
+        name: [
+            figure
+            for figure in first.results.sets[name].figures
+            if all(figure in one.results.sets[name].figures for one in others)
+        ]
+        for name in names
+    }
+    resamples = max(RESAMPLES, PER_COMPARISON * len(others) * sum(map(len, shared.values())))
     rows: list[tuple[str, str, list[Difference | None]]] = []
     notes = []
-    for name in names:
-        found, said = _differences(runs, name)
+    for name, figures in shared.items():
+        found, said = _differences(runs, name, resamples)
         notes += said
-        for figure in first.results.sets[name].figures:
-            if all(figure in one.results.sets[name].figures for one in others):
-                rows.append((name, figure, [one.get(figure) for one in found]))
+        rows += [(name, figure, [one.get(figure) for one in found]) for figure in figures]
     if not rows:
         return [], notes
     tests = [one.p_value for _, _, found in rows for one in found if one is not None]
@@ -105,7 +115,9 @@ def _cells(gap: Difference, p_value: float, count: int) -> list[str]:
     return [f"{gap.second - gap.first:+.4g}{limits}", f"{p_value:.3f}", verdict]
 
 
-def _differences(runs: Sequence[Evaluated], name: str) -> tuple[list[Mapping[str, Difference]], list[str]]:
+def _differences(
+    runs: Sequence[Evaluated], name: str, resamples: int
+) -> tuple[list[Mapping[str, Difference]], list[str]]:
     """Returns how each run but the first differs from it in the figures of a set, and notes."""
     first, *others = runs
     kinds = {one.results.sets[name].evaluation for one in runs}
@@ -122,20 +134,20 @@ def _differences(runs: Sequence[Evaluated], name: str) -> tuple[list[Mapping[str
         both = [key for key in own if key in theirs]
         if both:
             pairs = [own[key] for key in both], [theirs[key] for key in both]
-            found.append(_tested(name, *pairs, figures, paired=True))
+            found.append(_tested(name, *pairs, figures, True, resamples))
             if len(both) < max(len(own), len(theirs)):
                 notes.append(f"{name}: {one.label} is compared over the {len(both):,} items that both have.")
         else:
-            found.append(_tested(name, list(own.values()), list(theirs.values()), figures, paired=False))
+            found.append(_tested(name, list(own.values()), list(theirs.values()), figures, False, resamples))
             notes.append(
                 f"{name}: {one.label} has other items: they are compared without pairs, which tells less."
             )
     return found, notes
 
 
-def _tested(name: str, *given: Any, paired: bool) -> Mapping[str, Difference]:
+def _tested(name: str, *given: Any) -> Mapping[str, Difference]:
     try:
-        return difference(*given, paired=paired)
+        return difference(*given)
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # sums that it does not write
         raise ConfigError(
             f"{name}: the sums of its items are not as Evaluate writes them: {error!r:.200}. Evaluate again."

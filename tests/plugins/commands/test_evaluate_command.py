@@ -155,6 +155,18 @@ def test_runs_are_compared_with_their_curves_and_few_items_are_said_to_be_few(fo
     assert page.count("data:image/png;base64,") == 2
 
 
+def test_a_difference_shows_among_many_comparisons(folder, core):
+    """A p-value of 1,000 resamples is at least 1/1,001, which 55 comparisons adjust to 0.055."""
+    others = [f"runs/{name}" for name in "abcde"]
+    for name in others:
+        shutil.copytree("runs/one/evaluation", f"{name}/evaluation")
+    last = [f"{name}/evaluation/step-00000024" for name in others]
+    done = core("compare", "runs/one/evaluation/step-00000008", *last, "--output", "compared")
+    assert done.code == 0, done.err
+    assert "adjusted for the 55 comparisons" in " ".join(done.out.split())
+    assert set(verdicts(done.out).values()) == {"lower"}
+
+
 def test_sums_that_no_evaluation_writes_are_a_mistake(folder, core):
     shutil.copytree("runs/one", "runs/odd")
     for name in ("one", "odd"):
