@@ -26,6 +26,7 @@ from toolkit.evaluation_results import (
     Ranks,
     Results,
     SetResult,
+    check_items,
     check_names,
     digest,
     evaluate,
@@ -98,12 +99,7 @@ class Evaluate(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Reads what will be evaluated, so that mistakes show now."""
-        model = self._model(trainer, pl_module)
-        for name, evaluation in self.evaluations.items():
-            try:
-                evaluation.items(model)
-            except ConfigError as error:
-                raise ConfigError(f"evaluation {name}: {error}") from error
+        check_items(self.evaluations, self._model(trainer, pl_module))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Notes the first step of the run: it was evaluated before, or has random weights."""

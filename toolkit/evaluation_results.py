@@ -32,6 +32,7 @@ __all__ = [
     "Ranks",
     "Results",
     "SetResult",
+    "check_items",
     "check_names",
     "completed",
     "digest",
@@ -121,6 +122,19 @@ def check_names(evaluations: Mapping[str, Evaluation], owner: str) -> None:
             raise ConfigError(
                 f"{owner}.evaluations: {name[:80]!r} cannot be a name. Take letters, digits, '-', '_' and '.', 64 at most."
             )
+
+
+def check_items(evaluations: Mapping[str, Evaluation], model: EvaluatedModel) -> None:
+    """Reads the items of all evaluations, so that mistakes show before hours of work.
+
+    Raises:
+        ConfigError: If one cannot be read, or does not fit the model.
+    """
+    for name, evaluation in evaluations.items():
+        try:
+            evaluation.items(model)
+        except ConfigError as error:
+            raise ConfigError(f"evaluation {name}: {error}") from error
 
 
 def evaluate(name: str, evaluation: Evaluation, model: EvaluatedModel, ranks: Ranks = ALONE) -> SetResult:

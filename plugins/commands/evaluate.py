@@ -155,8 +155,10 @@ def _model(path: Path, options: argparse.Namespace) -> EvaluatedModel:
 def _measured(evaluations: Mapping[str, Evaluation], model: EvaluatedModel) -> dict[str, SetResult]:
     import torch
 
+    from toolkit.evaluation_results import check_items
     from toolkit.evaluation_results import evaluate as measure
 
+    check_items(evaluations, model)
     found = {}
     with torch.no_grad():
         for name, one in evaluations.items():

@@ -197,6 +197,7 @@ def test_a_mistake_is_explained_and_nothing_is_written(folder, core, words, said
         Path(f"{name}.yaml").write_text(Path("evaluation.yaml").read_text().replace(old, new))
     done = core("evaluate", "--ckpt_path", "runs/one", *words, "--output", "out")
     assert done.code == 2
+    assert "# " not in done.err  # nothing was measured
     assert len(done.err.splitlines()) <= 10
     assert all(word in done.err for word in said), done.err
     assert not Path("out").exists()
