@@ -235,6 +235,8 @@ def test_a_run_in_a_real_tracker(name, tmp_path):
 def test_pictures_do_not_take_the_steps_of_rows(tmp_path):
     """W&B gives what comes without a step one of its own, and ignores rows with steps that are not above it."""
     needs("Wandb")
+    import wandb
+
     from plugins.loggers.wandb import Wandb
 
     for name in "abc":
@@ -243,6 +245,7 @@ def test_pictures_do_not_take_the_steps_of_rows(tmp_path):
     for step in (1, 2, 3):
         logger.log_metrics({"train/loss": 1.0 / step, "val/loss": 2.0}, step)
     logger.finalize("success")
+    wandb.teardown()  # ends its own process, which writes the file
     found = READERS["Wandb"](tmp_path)
     assert {step: row["train/loss"] for step, row in found.rows.items()} == {1: 1.0, 2: 1 / 2, 3: 1 / 3}
     assert found.pictures == {"a", "b", "c"}
