@@ -16,6 +16,7 @@ from torch import Tensor
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
+from toolkit.phase_clock import PhaseClock
 
 
 @technique(
@@ -26,7 +27,7 @@ class Heartbeat(Callback):
     """A hang and straggler watchdog: names slow ranks, and writes all stacks when a step does not end.
 
     All ranks take the same time for a step, since they wait for each other. What differs is the time before the
-    backward pass: waiting for data, and the forward pass, measured on the device. Where figures are logged,
+    backward pass: waiting for data, and the forward pass, both measured on the device. Where figures are logged,
     the ranks share their means since the last time: `heartbeat/slowest_rank` and
     `heartbeat/slowest_over_median`. Above `straggler` a warning names the rank, its machine and both times.
     (Strategies that shard weights also synchronise in the forward pass: there, only slow data loading is detected.)
@@ -57,47 +58,42 @@ class Heartbeat(Callback):
             )
         self.timeout_s, self.straggler = timeout_s, straggler
         self._file: TextIO | None = None
-        self._armed = self._idle_since = self._begun = 0.0
-        self._data_s = self._forward_s = 0.0
-        self._events: list[tuple[Any, Any]] = []
-        self._batches = 0
+        self._armed = 0.0
+        self._clock = PhaseClock(torch.device("cpu"))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Opens this rank's file and starts the timer."""
         path = Path(trainer.default_root_dir, f"stacks.rank{trainer.global_rank}.txt")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        self._idle_since = time.perf_counter()
-        self._forget()
+        self._clock = PhaseClock(pl_module.device)
+        self._clock.begin()
         self._beat()
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measures the wait for data; the forward pass begins."""
-        self._begun = time.perf_counter()
-        self._data_s += self._begun - self._idle_since
-        if pl_module.device.type == "cuda":
-            self._events.append((_event(), torch.cuda.Event(enable_timing=True)))
+        self._clock.mark("data")
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Measures the forward pass."""
-        if self._events:
-            self._events[-1][1].record()
-        else:
-            self._forward_s += time.perf_counter() - self._begun
+        self._clock.mark("forward")
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Restarts the timer; shares and logs the times where figures are logged."""
-        self._batches += 1
+        self._clock.mark("backward")
+        self._clock.end_step()
         self._beat()
-        if pl_module.logging_step:
-            if trainer.world_size > 1:
-                self._share(trainer, pl_module)
-            self._forget()
-        self._idle_since = time.perf_counter()
+        if not pl_module.logging_step:
+            return
+        if trainer.world_size > 1:
+            self._share(trainer, pl_module)
+            self._clock.mark("sharing")
+        else:
+            self._clock.begin()
 
     def on_validation_batch_end(self, *_: Any) -> None:
         """Beats."""
@@ -105,7 +101,7 @@ class Heartbeat(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Does not count validation as a wait for data."""
-        self._idle_since = time.perf_counter()
+        self._clock.mark("validation")
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stops the timer; a file without stacks is removed."""
@@ -125,13 +121,13 @@ class Heartbeat(Callback):
             faulthandler.dump_traceback_later(self.timeout_s, file=self._file)
             self._armed = now
 
-    def _forget(self) -> None:
-        self._data_s = self._forward_s = 0.0
-        self._events, self._batches = [], 0
-
     def _share(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        forward = self._forward_s + sum(begin.elapsed_time(end) for begin, end in self._events) / 1e3
-        own = torch.tensor([self._data_s, forward], device=pl_module.device) / self._batches
+        batches = self._clock.read()
+        phases = [phase for batch in batches for phase in batch]
+        sums = [
+            sum(end - begin for name, begin, end in phases if name == kind) for kind in ("data", "forward")
+        ]
+        own = torch.tensor(sums, device=pl_module.device) / max(len(batches), 1)
         times = torch.as_tensor(pl_module.all_gather(own)).view(-1, 2).cpu()
         totals = times.sum(dim=1)
         slowest = int(totals.argmax())
@@ -146,9 +142,3 @@ class Heartbeat(Callback):
                 f"Heartbeat, step {trainer.global_step}: rank {slowest} on {where} takes {ratio:.1f} times the median "
                 f"of the ranks before its backward pass: {data:.3f} s for data, {forward:.3f} s forward per batch."
             )
-
-
-def _event() -> Any:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event

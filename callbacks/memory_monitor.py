@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ CLASSES = {
 """Our classes, in the order in which they are stacked -> those of MemTracker."""
 
 COLOURS = ("tab:blue", "tab:purple", "tab:green", "tab:orange", "0.7")
+ALLOCATOR = ("reserved", "allocated", "inactive_split")
 MIB = 2**20
 MAX_POINTS = 4000
 
@@ -97,6 +99,11 @@ class MemoryMonitor(Callback):
     of the step. Counted are the tensors of rank 0's device, also on a CPU; what an allocator holds beyond
     them, `throughput/peak_memory_gib` of `Throughput` shows. What torch.compile fuses is not seen.
 
+    Where figures are logged, on CUDA, the allocator of rank 0's device is shown as it is then: `memory/allocated_mib` of tensors,
+    `memory/reserved_mib` of the device, and `memory/fragmentation`, the share of the reserved memory that is free within blocks
+    which are partly in use, so that it can be neither given back nor used for a large tensor. If it grows, set
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+
     A monitored step takes several times as long. All others cost nothing.
 
     Args:
@@ -136,9 +143,11 @@ class MemoryMonitor(Callback):
             self._timeline.backward_seen = False
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Ends the counting with the optimizer's step, logs and draws."""
+        """Ends the counting with the optimizer's step, logs and draws; logs the state of the allocator."""
+        if pl_module.logging_step and pl_module.device.type == "cuda":
+            log_figures(trainer, allocator_figures(torch.cuda.memory_stats(pl_module.device)))
         if self._timeline is None or is_accumulating(trainer):
             return
         points = self._stop()
@@ -166,6 +175,16 @@ class MemoryMonitor(Callback):
         self._timeline.__exit__(None, None, None)
         points, self._timeline = self._timeline.points, None
         return points
+
+
+def allocator_figures(stats: Mapping[str, int]) -> dict[str, float]:
+    """Returns what is logged of `torch.cuda.memory_stats`."""
+    reserved, allocated, split = (stats[f"{name}_bytes.all.current"] for name in ALLOCATOR)
+    return {
+        "memory/allocated_mib": allocated / MIB,
+        "memory/reserved_mib": reserved / MIB,
+        "memory/fragmentation": split / reserved if reserved else 0.0,
+    }
 
 
 def _in_backward() -> bool:

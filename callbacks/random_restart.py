@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from core import durable
 from core.errors import ConfigError
-from core.lightning_compat import collect_rng_states, set_rng_states
 from core.technique import technique
-from core.training.network_changes import apply_network_changes
-from core.training.shards import reshard
 from toolkit import pictures
-from toolkit.shards import copy_to_shard
+from toolkit.new_weights import begin
 from toolkit.snapshots import tensors
 from toolkit.trials import NOT_RESTORABLE, compatibility_errors, say, trial
 
@@ -157,33 +153,6 @@ def _put(trainer: Trainer, weights: list[Tensor]) -> None:
     with torch.no_grad():
         for tensor, value in zip(tensors(trainer), weights, strict=True):
             tensor.copy_(value)
-
-
-def begin(trainer: Trainer, seed: int) -> None:
-    """Gives the network the weights that it would have been initialised with from this seed; called on every rank.
-
-    It is built once more, in the strategy's contexts; the values of rank 0 are copied into the weights of the first.
-    """
-    module: Any = trainer.lightning_module
-    seed_everything(seed, verbose=False)
-    module.seed = seed
-    with (
-        trainer.strategy.tensor_init_context(),
-        trainer.strategy.model_sharded_context(),
-        trainer.precision_plugin.module_init_context(),
-    ):
-        network = apply_network_changes(module.build_network(), trainer)
-    random = collect_rng_states()
-    reshard(module)
-    own = {**dict(module.network.named_parameters()), **dict(module.network.named_buffers())}
-    device, main = trainer.strategy.root_device, trainer.is_global_zero
-    for name, value in [*network.named_parameters(), *network.named_buffers()]:
-        value = value.detach().to(device) if main else torch.empty_like(value, device=device)
-        if trainer.world_size > 1:
-            dist.broadcast(value, 0)
-        if name in own:  # of a pipeline's stages each has some
-            copy_to_shard(own[name], value)
-    set_rng_states(random)
 
 
 def _score(losses: list[float]) -> float:

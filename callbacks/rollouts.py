@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from core.contracts import IGNORED_LABEL, RunsAsForward
+from core.contracts import IGNORED_LABEL
 from core.errors import ConfigError
 from core.technique import Feature, technique
 from core.training.figures import log_figures
@@ -30,26 +29,16 @@ from toolkit.rollouts import (
     Part,
     Rollout,
 )
-from toolkit.shards import GathersNetworks
+from toolkit.whole_networks import as_forward, gathered, sharding_faults
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
-
-T = TypeVar("T")
 
 FUNCTION = "answer_prompts"
 """Under this name the LightningModule has what is called as its forward."""
 
 MULTIPLE = 8
 """Rows are padded to a multiple of this number of tokens."""
-
-SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-"""Strategies under which ranks with different prompts need each other's weights, and which cannot gather them once."""
-
-WHOLE = (
-    "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, "
-    "DeepSpeedZero with stage 1 or 2, or HybridParallel with tensor, data_shard and data_replicate alone and loss_parallel=false"
-)
 
 
 @technique(
@@ -138,10 +127,7 @@ class Rollouts(Callback):
                 f"mini_batches: {parts} is no multiple of trainer.accumulate_grad_batches={accumulated}: with several epochs a "
                 "step would hold rows twice"
             )
-        for item in run.selected:
-            cuts = item.name == "DeepSpeedZero" and item.arguments.get("stage") == 3
-            if cuts or item.name in SHARDING or (item.name == "HybridParallel" and _splits(item.arguments)):
-                yield f"{item.name} shards the network, and {WHOLE}"
+        yield from sharding_faults(run)
 
     # -- before training ------------------------------------------------------------------------------------------
 
@@ -219,13 +205,13 @@ class Rollouts(Callback):
             return parts
 
         with evaluating(pl_module.network):
-            return _as_forward(trainer, pl_module, answered)
+            return as_forward(trainer, pl_module, FUNCTION, answered)
 
     def _sample(
         self, network: Any, prompts: Sequence[list[int]], seeds: Sequence[int], trainer: Trainer
     ) -> list[Answer]:
-        strategy, stops = trainer.strategy, _prompts(trainer).stop_ids
-        with strategy.gathered(network) if isinstance(strategy, GathersNetworks) else nullcontext():
+        stops = _prompts(trainer).stop_ids
+        with gathered(trainer, network):
             sample = self.sampler.sample if self.sampler else sample_answers
             most = self.max_new_tokens
             answers = sample(network, prompts, max_new_tokens=most, seeds=seeds, stop_ids=stops)
@@ -337,8 +323,8 @@ class Rollouts(Callback):
         rows = [row for row, record in enumerate(numbers) if record >= 0]
         prompts = [ids for ids in _ids(batch) if ids]
         seeds = [mix(pl_module.seed, first + row) for row in rows]  # the same in each validation
-        answers = _as_forward(
-            trainer, pl_module, lambda: self._sample(pl_module.network, prompts, seeds, trainer)
+        answers = as_forward(
+            trainer, pl_module, FUNCTION, lambda: self._sample(pl_module.network, prompts, seeds, trainer)
         )
         scores = self._score(trainer, split, [numbers[row] for row in rows], answers)
         padding = [Answer([0], [0.0], False)] * (not rows)
@@ -367,15 +353,6 @@ class Rollouts(Callback):
         self._sums = {name: (pair[0], pair[1]) for name, pair in state_dict["sums"].items()}
 
 
-def _splits(sizes: Mapping[str, Any]) -> bool:
-    """Returns whether HybridParallel of these sizes splits up more than weights."""
-    vocabulary = (sizes.get("tensor") or 1) > 1 and sizes.get("loss_parallel", True)
-    return bool(
-        vocabulary
-        or any((sizes.get(name) or 1) > 1 for name in ("sequence", "context", "pipeline", "expert"))
-    )
-
-
 def no_room(longest: int, room: int, most: int) -> str:
     """Returns that prompts leave no room for answers, and what to do."""
     return (
@@ -399,19 +376,6 @@ def _agreed(trainer: Trainer, scores: Scores) -> Scores:
         return found
 
     return Scores(of_first(scores.values), {name: of_first(values) for name, values in scores.parts.items()})
-
-
-def _as_forward(trainer: Trainer, pl_module: Any, function: Callable[[], T]) -> T:
-    """Calls a function that runs the network, with its weights gathered, without gradients."""
-    strategy = trainer.strategy
-    with torch.no_grad(), trainer.precision_plugin.forward_context():
-        if not isinstance(strategy, RunsAsForward):
-            return function()
-        vars(pl_module)[FUNCTION] = function
-        try:
-            return cast(T, strategy.run_as_forward(FUNCTION))
-        finally:
-            del vars(pl_module)[FUNCTION]
 
 
 def _prompts(trainer: Trainer) -> Any:

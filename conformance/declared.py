@@ -23,6 +23,7 @@ BASES = {
     "callbacks": "lightning.pytorch.callbacks.Callback",
     "checkpoints": "lightning.fabric.plugins.CheckpointIO",
     "datamodules": "lightning.pytorch.LightningDataModule",
+    "evaluations": "toolkit.evaluation.Evaluation",
     "loggers": "lightning.pytorch.loggers.Logger",
     "networks": "core.contracts.Network",
     "objectives": "core.contracts.Objective",

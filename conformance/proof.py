@@ -26,6 +26,7 @@ MODULES = (
     "engines",
     "tokens",
     "rewards",
+    "evaluations",
     "commands",
     "parallel",
 )

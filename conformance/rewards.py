@@ -44,7 +44,7 @@ def build(case: Case) -> Reward:
     """Builds the reward with the case's arguments, or with those of its example."""
     from jsonargparse import ArgumentParser
 
-    named = _selected(case.overlay, (case.entry.name, case.entry.class_path))
+    named = selected(case.overlay, (case.entry.name, case.entry.class_path))
     require(named is not None, "its example does not name it at a `class_path`")
     qualify(named)
     parser = ArgumentParser(exit_on_error=False)
@@ -52,12 +52,12 @@ def build(case: Case) -> Reward:
     return parser.instantiate(parser.parse_object({"reward": named})).reward
 
 
-def _selected(value: Any, names: tuple[str, ...]) -> Any:
-    """Returns the part of a configuration that selects the reward."""
+def selected(value: Any, names: tuple[str, ...]) -> Any:
+    """Returns the part of a configuration that selects a class by one of these names."""
     if isinstance(value, Mapping) and value.get("class_path") in names:
         return dict(value)
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-    return next((found for item in items if (found := _selected(item, names))), None)
+    return next((found for item in items if (found := selected(item, names))), None)
 
 
 def samples(case: Case) -> list[Sample]:

@@ -29,8 +29,8 @@ WATCHED = (2, 7)
 WEIGHED = (6, 7)
 """Steps after which objects are counted: before and after one in which nothing is logged, saved or validated."""
 
-RUNNABLE = tuple(kind for kind in KINDS if kind not in ("commands", "rewards"))
-"""Kinds that a run can select; a reward, which keeps no state, is called by one that is."""
+RUNNABLE = tuple(kind for kind in KINDS if kind not in ("commands", "evaluations", "rewards"))
+"""Kinds that a run can select; rewards and evaluations, which keep no state, are called by those."""
 
 
 @proof(*RUNNABLE)

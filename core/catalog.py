@@ -28,6 +28,7 @@ KINDS = (
     "commands",
     "data",
     "datamodules",
+    "evaluations",
     "loggers",
     "networks",
     "objectives",
@@ -216,8 +217,7 @@ def find(name: str, kind: str | None = None) -> Entry:
     if matches:
         lines = "\n".join(f"  {entry.class_path}  (from {entry.origin})" for entry in matches)
         raise ConfigError(f"{name} is registered by {len(matches)} packages; write the full path:\n{lines}")
-    what = kind.removesuffix("s") if kind else "technique"
-    hint = nearest(name, {entry.name for entry in pool})
+    what, hint = (kind or "techniques").removesuffix("s"), nearest(name, {entry.name for entry in pool})
     raise ConfigError(f"There is no {what} named {name!r}.{hint}\nSee `python -m core plugins list`.")
 
 

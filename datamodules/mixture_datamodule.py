@@ -87,7 +87,13 @@ class MixtureDataModule(TokenDataModule):
             raise ConfigError("data.sources is empty: name at least one prepared folder.")
         manifests = {name: read_manifest(folder) for name, folder in self.folders.items()}
         self.vocab_size = max(manifest["vocab_size"] for manifest in manifests.values())
-        self.train_tokens = sum(manifest["train_tokens"] for manifest in manifests.values())
+        self.source_tokens = {name: manifest["train_tokens"] for name, manifest in manifests.items()}
+        self.train_tokens = sum(self.source_tokens.values())
+        self._mark = False
+
+    def mark_sources(self) -> None:
+        """Adds the source of each row to all batches."""
+        self._mark = True
 
     def setup(self, stage: str | None = None) -> None:
         """Reads the tokenizers and checks that they are the same.
@@ -116,7 +122,7 @@ class MixtureDataModule(TokenDataModule):
             name: self.packing.batches(split_folder(folder, split), **order)
             for name, folder in self.folders.items()
         }
-        return MixedBatches(parts, self.weights)
+        return MixedBatches(parts, self.weights, self._mark)
 
 
 def _prepared(name: str, source: str) -> Path:

@@ -71,7 +71,7 @@ class TaskMixtureDataModule(TokenDataModule):
             raise ConfigError(
                 f"data.weights has {', '.join(weights) or 'none'} for the tasks {', '.join(tasks)}."
             )
-        self.tasks, self.weights = tasks, weights
+        self.tasks, self.weights, self._mark = tasks, weights, False
         for name, task in tasks.items():
             task.sequence_length = sequence_length
             if not task.pack:
@@ -104,12 +104,19 @@ class TaskMixtureDataModule(TokenDataModule):
             )
         [(self.tokenizer_json, self.end_of_text_id)] = found
         first, *_ = tasks = list(self.tasks.values())
-        self.vocab_size, self.train_tokens = first.vocab_size, sum(task.train_tokens for task in tasks)
+        self.source_tokens = {name: task.train_tokens for name, task in self.tasks.items()}
+        self.vocab_size, self.train_tokens = first.vocab_size, sum(self.source_tokens.values())
         everywhere = all(task.test_split == "test" for task in tasks)
         self.test_split = "test" if everywhere else "validation"
+
+    def mark_sources(self) -> None:
+        """Adds the source of each row to all batches."""
+        self._mark = True
 
     def packed(self, split: str, **order: Any) -> PackedBatches:
         """Returns the mixed batches of a split."""
         return MixedBatches(
-            {name: task.packed(split, **order) for name, task in self.tasks.items()}, self.weights
+            {name: task.packed(split, **order) for name, task in self.tasks.items()},
+            self.weights,
+            self._mark,
         )

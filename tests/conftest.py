@@ -17,12 +17,16 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from conformance import runs
+from conformance.workshop import workshop
 from core import catalog
 from tests.support.technique_cost import Cost, Measured
 
 # One thread here and in every subprocess, set before torch is imported: sums over other numbers of threads
 # differ in their last bits, and two processes of two threads each crawl on two cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+
+# Where Trackio writes, whose default is a folder of the user; tests that read it name their own.
+os.environ["TRACKIO_DIR"] = str(workshop() / "trackio")
 
 # Hundreds of processes would compile the same modules, and each worker rewrite the asserts of all tests: 4 CPU seconds.
 # What is compiled lies in __pycache__, as everywhere else.

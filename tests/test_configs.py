@@ -13,6 +13,7 @@ from tests.conformance.compatibility import entries, overlay_of
 from tests.conformance.conftest import (
     bytes_tokenizer,
     evaluation_items,
+    harness_folder,
     html_pages,
     instructions,
     labelled,
@@ -39,6 +40,7 @@ from tests.conformance.conftest import (
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OVERLAYS = sorted((CONFIGS / "techniques").glob("*.yaml"))
+KINDS = [kind for kind in catalog.KINDS if kind not in ("commands", "datamodules")]
 WITHOUT = {"InitialWeights", "StoredNetwork", "TokenPreparation"}
 """What a run does not choose by name."""
 
@@ -94,6 +96,13 @@ def own_files(path):
             ),
             lambda: ["--data.source", problems()],
         ),
+        "answer_quality": lambda: [evaluated("questions", problems())],
+        "lm_eval_harness": lambda: [evaluated("harness", harness_folder(), "folder")],
+        "classification": lambda: [
+            "--data.source",
+            labelled()["source"],
+            evaluated("reviews", labelled()["source"]),
+        ],
         "learned_reward": lambda: with_reward("path", reward_model()),
         "refusal_reward": lambda: with_reward("files", f"[{word_list()}]"),
         "toxicity_reward": lambda: with_reward("files", f"[{word_list()}]"),
@@ -105,6 +114,10 @@ def own_files(path):
         "supervised_fine_tuning": lambda: ["--data.source", instructions()["source"]],
     }
     return [str(word) for word in found.get(path.stem, list)()]
+
+
+def evaluated(name, source, argument="source"):
+    return f"--callbacks.Evaluate.evaluations.{name}.init_args.{argument}={source}"
 
 
 def with_reward(argument, value):
@@ -154,7 +167,7 @@ def perplexity_filter():
 
 def absent(path):
     """Returns which package or device an overlay's technique needs is not there, or None."""
-    found = (Case(entry).absent() for entry in entries(*catalog.KINDS) if overlay_of(entry) == path)
+    found = (Case(entry).absent() for entry in entries(*KINDS) if overlay_of(entry) == path)
     return next(filter(None, found), None)
 
 
@@ -163,15 +176,14 @@ def name(path):
 
 
 def test_each_technique_has_an_overlay_and_each_overlay_a_technique():
-    kinds = [kind for kind in catalog.KINDS if kind not in ("commands", "datamodules")]
-    expected = {overlay_of(entry) for entry in entries(*kinds) if entry.name not in WITHOUT}
+    expected = {overlay_of(entry) for entry in entries(*KINDS) if entry.name not in WITHOUT}
     assert set(OVERLAYS) == expected
 
 
 @pytest.mark.parametrize("path", OVERLAYS, ids=name)
 def test_an_overlay_names_its_technique(path):
     first, second = path.read_text(encoding="utf-8").splitlines()[:2]
-    [entry] = [e for e in entries(*catalog.KINDS) if overlay_of(e) == path]
+    [entry] = [e for e in entries(*KINDS) if overlay_of(e) == path]
     assert first == f"# {entry.name}: {entry.summary()}"
     assert second == f"# fit --config quickstart --config {name(path)}"
     assert entry.name in path.read_text(encoding="utf-8").partition("\n")[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 
-from core.contracts import PackedBatches
+from core.contracts import Batch, PackedBatches
 from core.data.token_datamodule import TRAIN_ON, TokenDataModule
 from core.errors import ConfigError, deprecated
 from core.lightning_compat import collect_rng_states, set_rng_states
@@ -46,7 +46,9 @@ def compatibility_errors(run: Run) -> Iterator[str]:
 
 
 @contextmanager
-def trial(trainer: Trainer, hold_schedules: bool = False) -> Iterator[Iterator[Tensor]]:
+def trial(
+    trainer: Trainer, hold_schedules: bool = False, batches: Iterable[Batch] | None = None
+) -> Iterator[Iterator[Tensor]]:
     """Takes optimizer steps on the coming batches, and restores everything afterwards.
 
     For `on_train_start` and `on_train_epoch_start`. Steps use the run's strategy, precision and accumulation, and
@@ -56,23 +58,25 @@ def trial(trainer: Trainer, hold_schedules: bool = False) -> Iterator[Iterator[T
         trainer: The trainer, before its first batch or between two optimizer steps.
         hold_schedules: Whether schedules are off, so that the caller sets the learning rates in the optimizer's groups
             before each step.
+        batches: Micro-batches of this rank to take steps on, in place of the coming ones.
 
     Yields:
         An iterator: each `next` takes one optimizer step and returns its mean loss over all label tokens, 0-d, on
-        the device. It does not end.
+        the device. It does not end, except with `batches`.
 
     Raises:
         ConfigError: If the data module is no TokenDataModule.
         SIGTERMException: By the iterator, on all ranks, after a step in which one of them received a signal to end.
     """
-    batches = training_batches(trainer)
+    # not from the loader, whose position must stay; training batches continue over the ends of epochs
+    coming = iter(batches) if batches is not None else (batch for _, batch in training_batches(trainer))
     module: Any = trainer.lightning_module
     clock, schedules = module.schedule_clock, trainer.lr_scheduler_configs
     with restored_after(trainer):
         try:
             if hold_schedules:
                 module.schedule_clock, trainer.strategy.lr_scheduler_configs = None, []
-            yield _steps(trainer, batches)
+            yield _steps(trainer, coming)
         finally:
             module.schedule_clock, trainer.strategy.lr_scheduler_configs = clock, schedules
 
@@ -109,15 +113,16 @@ def restored_after(trainer: Trainer) -> Iterator[None]:
         set_rng_states(random)
 
 
-def _steps(trainer: Trainer, batches: PackedBatches) -> Iterator[Tensor]:
+def _steps(trainer: Trainer, coming: Iterator[Batch]) -> Iterator[Tensor]:
     module: Any = trainer.lightning_module
     loop = trainer.fit_loop.epoch_loop
     signals = listen(module)
-    # not from the loader, whose position must stay; training batches continue over the ends of epochs
-    coming, index = iter(batches), loop.batch_progress.current.ready
+    index = loop.batch_progress.current.ready
     while True:
         for number in range(trainer.accumulate_grad_batches):
-            _, batch = next(coming)
+            batch = next(coming, None)
+            if batch is None:
+                return
             batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
             loop.batch_progress.current.ready = number + 1  # by which Lightning knows when to step
             module.on_train_batch_start(batch, number)

@@ -18,6 +18,7 @@ from datamodules.packing.prefetching import Chunk
 from datamodules.packing.stored_batches import StoredBatches
 from datamodules.packing.token_store import TokenStore
 from datamodules.packing.token_window import TokenWindow
+from toolkit.document_places import Place
 
 Segment = tuple[int, int]
 """Position of the first token in the store, and number of tokens."""
@@ -74,6 +75,10 @@ class ConcatenatedBatches(StoredBatches):
     def chunks(self, rows: Sequence[int], own: slice) -> Iterator[Chunk]:
         """Yields the chunks of a remote folder that a slice of rows needs."""
         return self.store.remote_chunks(chain.from_iterable(self._parts(rows[own])))
+
+    def places(self, rows: Sequence[int], own: slice) -> list[Place]:
+        """Returns the documents in a slice of rows: see :class:`toolkit.document_places.LocatesDocuments`."""
+        return self.places_in(self._parts(rows[own]))
 
     def _parts(self, rows: Sequence[int]) -> list[list[Segment]]:
         """Returns the parts of the store that each row consists of."""

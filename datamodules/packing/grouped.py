@@ -17,6 +17,7 @@ from datamodules.packing.concatenate import Segment, to_batch
 from datamodules.packing.permutation import Permutation
 from datamodules.packing.prefetching import Chunk
 from datamodules.packing.stored_batches import StoredBatches
+from toolkit.document_places import Place
 
 GROUP = 2048
 """Documents that are packed together: more leave less padding and take more memory."""
@@ -128,6 +129,10 @@ class GroupedBatches(StoredBatches):
     def chunks(self, rows: Sequence[Row], own: slice) -> Iterator[Chunk]:
         """Yields the chunks of a remote folder that a slice of rows needs."""
         return self.store.remote_chunks(chain.from_iterable(rows[own]))
+
+    def places(self, rows: Sequence[Row], own: slice) -> list[Place]:
+        """Returns the documents in a slice of rows: see :class:`toolkit.document_places.LocatesDocuments`."""
+        return self.places_in(rows[own])
 
     def _rows(self, group: int, history: Taken, length: int) -> list[Row]:
         """Returns the rows that are left of a group after `history` was taken from it, packed to `length`.

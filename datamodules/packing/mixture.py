@@ -12,11 +12,12 @@ import torch
 from core.contracts import IGNORED_LABEL, Batch, PackedBatches
 from core.errors import ConfigError
 from datamodules.packing.prefetching import Chunk, Prefetching
+from toolkit.sources import SOURCES
 
 Weight = float | list[tuple[int, float]]
 """A share, or points (tokens, share) with linear interpolation; constant before the first and after the last point."""
 
-FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "document_ids": -1, "position_ids": 0}
+FILL = {"input_ids": 0, "labels": IGNORED_LABEL, "document_ids": -1, "position_ids": 0, SOURCES: -1}
 
 
 class MixedBatches(Prefetching):
@@ -28,12 +29,16 @@ class MixedBatches(Prefetching):
     Args:
         parts: Name -> the batches of a source; all with the same shape, rank and world size.
         weights: Name -> its share, relative to the others'.
+        mark: Whether batches have the source of each row, see `toolkit.sources`.
 
     Raises:
         ConfigError: If the names differ, or a share is negative or none is positive.
     """
 
-    def __init__(self, parts: Mapping[str, PackedBatches], weights: Mapping[str, Weight]) -> None:
+    def __init__(
+        self, parts: Mapping[str, PackedBatches], weights: Mapping[str, Weight], mark: bool = False
+    ) -> None:
+        self.mark = mark
         self.parts, self.weights = (
             dict(parts),
             {name: _points(name, weight) for name, weight in weights.items()},
@@ -152,7 +157,9 @@ class MixedBatches(Prefetching):
         return max(part.cache_bytes() if isinstance(part, Prefetching) else 0 for part in self.parts.values())
 
     def _merged(self, names: list[str], pieces: list[tuple[str, Batch]], width: int) -> Batch:
-        keys = {"input_ids", "labels"}.union(*(set(piece) for _, piece in pieces))
+        keys = {"input_ids", "labels", *([SOURCES] if self.mark else [])}.union(
+            *(set(piece) for _, piece in pieces)
+        )
         shape = (self.batch_size, width)
         found = {key: torch.full(shape, FILL[key], dtype=torch.int64) for key in FILL if key in keys}
         for name, piece in pieces:
@@ -160,6 +167,8 @@ class MixedBatches(Prefetching):
             for key, values in cast(dict[str, torch.Tensor], piece).items():
                 if key in found:
                     found[key][at, : values.shape[1]] = values
+            if self.mark:
+                found[SOURCES][at] = list(self.parts).index(name)
         return cast(Batch, found)
 
 

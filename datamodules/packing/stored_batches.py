@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from datamodules.packing.prefetching import Prefetching
 from datamodules.packing.token_store import TokenStore
+from toolkit.document_places import Place
 
 
 @dataclass(eq=False)
@@ -29,3 +31,14 @@ class StoredBatches(Prefetching):
     def cache_bytes(self) -> int:
         """Returns the size of the cache in bytes; 0 for a local store."""
         return self.store.cache_bytes
+
+    def places_in(self, rows: Sequence[Sequence[tuple[int, int]]]) -> list[Place]:
+        """Returns the documents in rows that consist of parts of the store, (first token, tokens) each."""
+        found = []
+        for row, parts in enumerate(rows):
+            column = 0
+            for first, size in parts:
+                for document, offset, tokens in self.store.parts_between(first, first + size):
+                    found.append(Place(row, column, tokens, document, offset))
+                    column += tokens
+        return found

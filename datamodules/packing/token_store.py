@@ -194,6 +194,22 @@ class TokenStore:
             pieces.append(np.array([len(self)]))
         return pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.int64), *pieces])
 
+    def parts_between(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """Returns the documents in [start, stop): number in the stream, offset in the document, tokens."""
+        parts = []
+        for chunk in self.chunks_between(start, stop):
+            offsets = (self._offsets[chunk].astype(np.int64) - int(self._offsets[chunk][0])) // self._itemsize
+            begins = offsets + self._start_list[chunk]
+            first = int(self._counts[chunk] - self._items[chunk])
+            low = max(bisect_right(begins, start) - 1, 0)
+            for index in range(low, len(begins) - 1):
+                begin, end = max(start, int(begins[index])), min(stop, int(begins[index + 1]))
+                if begin >= stop:
+                    break
+                if end > begin:
+                    parts.append((first + index, begin - int(begins[index]), end - begin))
+        return parts
+
     def copy(self, first: int, inputs: np.ndarray, labels: np.ndarray) -> bool:
         """Copies len(inputs) tokens from `first` on, and the one after each; -1 past the end.
 

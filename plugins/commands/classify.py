@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from core.errors import ConfigError, nearest
+from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
@@ -19,9 +19,6 @@ from plugins.commands.new_output import check_writable
 
 if TYPE_CHECKING:
     from plugins.checkpoints.stored_objective import StoredObjective
-
-MOST_LINE = 1 << 26
-"""Bytes of the longest line that is read."""
 
 
 @technique(paper="BERT, arXiv:1810.04805, section 4; GPT, Radford et al. 2018, section 3.2")
@@ -52,7 +49,7 @@ def classify(arguments: list[str]) -> int:
         )
     move(stored.network, options.device, options.dtype)
     move(stored.objective, options.device, options.dtype)
-    lines = _Classifier(stored, options).lines(_records(options.texts))
+    lines = _lines(stored, options)
     if options.output is None:
         for line in lines:
             sys.stdout.write(line)
@@ -86,119 +83,17 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     return options
 
 
-def _records(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields place and fields of each line that is not empty."""
-    from toolkit.bounded import parse_json, read_error
+def _lines(stored: StoredObjective, options: argparse.Namespace) -> Iterator[str]:
+    """Yields the JSON line of each record."""
+    from toolkit.label_predictions import LabelPredictions
+    from toolkit.record_lines import records
 
-    try:
-        if Path(name).exists() and not Path(name).is_file():
-            raise ConfigError(f"{name}: it is no file.")
-        with open(name, "rb") as file:
-            for number, line in enumerate(iter(lambda: file.readline(MOST_LINE + 1), b""), 1):
-                if len(line) > MOST_LINE:
-                    raise ConfigError(f"{name}:{number}: the line has more than {MOST_LINE >> 20} MiB.")
-                if not line.strip():
-                    continue
-                try:
-                    record = parse_json(line)
-                except ValueError as error:
-                    raise ConfigError(f"{name}:{number}: it is no JSON: {str(error)[:200]}") from error
-                if not isinstance(record, dict):
-                    raise ConfigError(f"{name}:{number}: it is no object with the fields of a record.")
-                yield f"{name}:{number}", record
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{name}: {read_error(error)}") from error
-
-
-class _Classifier:
-    """Reads texts as the run's data module did, and asks the objective for what they are.
-
-    Args:
-        stored: Network and objective.
-        options: Of the command.
-    """
-
-    def __init__(self, stored: StoredObjective, options: argparse.Namespace) -> None:
-        from toolkit.labelled_texts import LabelledTexts
-
-        self.stored, self.options, self.form = stored, options, stored.data["texts"]
-        self.most = stored.network.max_sequence_length
-        end = 0 if stored.end_of_text_id is None else stored.end_of_text_id
-        ways = self.form["position"], self.form["separator"]
-        self.texts = LabelledTexts(stored.tokenizer_json, end, *ways)
-
-    def lines(self, records: Iterator[tuple[str, dict[str, Any]]]) -> Iterator[str]:
-        """Yields the JSON line of each record."""
-        done = cut = 0
-        while chosen := list(islice(records, self.options.batch_size)):
-            encoded = self.texts.encode([self._text(*one) for one in chosen])
-            rows = [self._row(*one) for one in encoded]
-            cut += sum(self.most is not None and len(ids) > self.most for ids, _ in encoded)
-            found = iter(self.stored.objective.predict(self.stored.network, self._batch(rows)))  # type: ignore[operator]
-            for (_, record), (_, places) in zip(chosen, rows, strict=True):
-                each = [None if place is None else next(found) for place in places]
-                yield json.dumps(record | self._told(each), ensure_ascii=False) + "\n"
-            done += len(chosen)
-        print(
-            f"# {done:,} texts" + (f", of which {cut:,} are cut to {self.most} tokens" if cut else ""),
-            file=sys.stderr,
-        )
-
-    def _text(self, place: str, record: Mapping[str, Any]) -> Any:
-        """Returns the text, pair or list of words of a record."""
-        names = [self.form[key] for key in ("text", "pair", "before") if self.form[key]]
-        words = self.form["task"] == "words"
-        for name in names:
-            value = record.get(name)
-            if name not in record:
-                hint = nearest(name, set(record))
-                raise ConfigError(
-                    f'{place}: there is no field "{name}", which the run read texts from.{hint}\nIts fields: {", ".join(record)[:300]}.'
-                )
-            right = (
-                isinstance(value, list) and all(isinstance(word, str) for word in value)
-                if words
-                else isinstance(value, str)
-            )
-            if not right:
-                raise ConfigError(
-                    f'{place}: the field "{name}" is no {"list of words" if words else "text"}.'
-                )
-        text = record[self.form["text"]]
-        if self.form["before"]:
-            text = f"{record[self.form['before']]}: {text}"
-        return (text, record[self.form["pair"]]) if self.form["pair"] else text
-
-    def _row(self, ids: Sequence[int], places: Sequence[int]) -> tuple[list[int], list[int | None]]:
-        """Returns ids and places of labels that fit into the network: the first tokens, and the last one."""
-        if self.most is None or len(ids) <= self.most:
-            return list(ids), list(places)
-        last = self.most - 1
-        if self.form["task"] == "words":
-            return [*ids[:last], ids[-1]], [place if place < last else None for place in places]
-        return [*ids[:last], ids[-1]], [min(place, last) for place in places]
-
-    def _batch(self, rows: Sequence[tuple[list[int], list[int | None]]]) -> dict[str, Any]:
-        import torch
-
-        from core.contracts import IGNORED_LABEL
-
-        shape = len(rows), max(1, max(len(ids) for ids, _ in rows))
-        ids, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-        labels, documents = torch.full(shape, IGNORED_LABEL), torch.full(shape, -1)
-        for row, (own, places) in enumerate(rows):
-            ids[row, : len(own)] = torch.tensor(own, dtype=torch.int64)
-            positions[row, : len(own)] = torch.arange(len(own))
-            documents[row, : len(own)] = 0
-            labels[row, [place for place in places if place is not None]] = 0
-        batch = {"input_ids": ids, "labels": labels, "document_ids": documents, "position_ids": positions}
-        return {name: value.to(self.options.device) for name, value in batch.items()}
-
-    def _told(self, found: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-        """Returns what is written of a record, given what was found at each of its labels."""
-        if self.form["task"] != "words":
-            return dict(found[0] or {}) if found else {"prediction": None}
-        return {
-            name: [None if one is None else one[name] for one in found]
-            for name in ("prediction", "probability")
-        }
+    given = stored.network, stored.objective, stored.tokenizer_json, stored.end_of_text_id
+    predictions = LabelPredictions(*given, stored.data["texts"])  # type: ignore[arg-type]
+    done, placed = 0, records(options.texts)
+    while chosen := list(islice(placed, options.batch_size)):
+        for (_, record), found in zip(chosen, predictions.predict(chosen), strict=True):
+            yield json.dumps(record | found, ensure_ascii=False) + "\n"
+        done += len(chosen)
+    cut = f", of which {predictions.cut:,} are cut to {predictions.most} tokens" if predictions.cut else ""
+    print(f"# {done:,} texts{cut}", file=sys.stderr)

@@ -15,38 +15,86 @@ from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.yaml_texts import read_yaml
-from plugins.commands.compare_report import NOTE, Curve, Rows, Run, as_html, as_markdown, draw_png
+from plugins.commands.compare_evaluations import compared, evaluated, is_step
+from plugins.commands.compare_evaluations import draw as draw_evaluations
+from plugins.commands.compare_report import (
+    NOTE,
+    Curve,
+    Curves,
+    Evaluations,
+    Rows,
+    Run,
+    as_html,
+    as_markdown,
+    draw_png,
+)
 from plugins.commands.config import Flat, differing, flatten, read_all, short, technique_cells, value_cells
 from plugins.commands.plugins_terminal import print_table, write
+from toolkit import pictures
 from toolkit.bounded import MOST_TABLE_BYTES
 
 
 @technique(paper="loss over tokens and over time, as scaling studies show them: arXiv:2001.08361, figure 2")
 def compare(arguments: list[str]) -> int:
-    """Compares runs: curves over tokens and time, losses, speed, memory, and what differed in their configs.
+    """Compares runs: curves over tokens and time, losses, speed, memory, evaluations, and what differed in their configs.
 
-    Writes compare.md, compare.png and compare.html, which holds the picture and needs no other file.
+    Writes compare.md, compare.png and compare.html, which holds the pictures and needs no other file. Where all runs have
+    evaluations (the callback Evaluate, or the command `evaluate`), the newest of each are tested against those of the first run, and
+    evaluations.png shows them with their intervals. Folders of single steps, RUN/evaluation/step-..., compare two checkpoints.
 
     Example:
         python -m core compare runs/quickstart runs/quickstart-2 --output runs/compare
+        python -m core compare runs/a/evaluation/step-00001000 runs/a/evaluation/step-00002000
     """
     parser = Parser(prog="python -m core compare", description=compare.__doc__)
-    parser.add_argument("run_dirs", metavar="RUN_DIR", nargs="+", help="a run folder with a metrics.csv")
+    parser.add_argument(
+        "run_dirs", metavar="RUN_DIR", nargs="+", help="a run folder with a metrics.csv, or a step"
+    )
     parser.add_argument("--output", metavar="DIR", default="runs/compare", help="where to write: %(default)s")
     options = parser.parse_args(arguments)
-    runs = read_runs(options.run_dirs)
-    results, differences, notes = result_rows(runs), difference_rows(runs), _notes(runs)
-    picture = draw_png(runs)
     folder = Path(options.output)
-    write(folder / "compare.png", picture)
-    write(folder / "compare.md", as_markdown(results, differences, notes).encode())
-    write(folder / "compare.html", as_html(results, differences, notes, picture).encode())
-    print_table(results)
+    _check_given_once(options.run_dirs)
+    steps = all(is_step(Path(name)) for name in options.run_dirs)
+    runs = [] if steps else read_runs(options.run_dirs)
+    curves = Curves(result_rows(runs), difference_rows(runs), _notes(runs), draw_png(runs)) if runs else None
+    evaluations = _evaluations(options.run_dirs, runs)
+    files = {"compare.md": as_markdown(curves, evaluations).encode()}
+    files["compare.html"] = as_html(curves, evaluations).encode()
+    if curves:
+        files["compare.png"] = curves.picture
+        _print(curves.results, curves.differences, curves.notes)
+    if evaluations:
+        files["evaluations.png"] = evaluations.picture
+        _print(evaluations.rows, [], " ".join(evaluations.notes))
+    for name, content in files.items():
+        write(folder / name, content)
+    print(f"Written: {folder}/{', '.join(sorted(files))}")
+    return 0
+
+
+def _print(rows: Rows, differences: Rows, notes: str) -> None:
+    print_table(rows)
     if len(differences) > 1:
         print()
         print_table([tuple(map(_cut, row)) for row in differences])
-    print(f"\n{textwrap.fill(notes, 110)}\n\nWritten: {folder}/compare.md, compare.png and compare.html")
-    return 0
+    print(f"\n{textwrap.fill(notes, 110)}\n")
+
+
+def _check_given_once(names: Sequence[str]) -> None:
+    if len({Path(name).resolve() for name in names}) < len(names):
+        raise ConfigError(f"A run is given twice: {' '.join(names)}. Name each once.")
+
+
+def _evaluations(names: Sequence[str], runs: Sequence[Run]) -> Evaluations | None:
+    """Returns the evaluations of several runs, or of several steps; None where they have none in common."""
+    paths = [Path(name).resolve() for name in names]
+    labels = [run.name for run in runs] or [f"{path.parents[1].name}/{path.name}" for path in paths]
+    found = [evaluated(path, label) for path, label in zip(paths, labels, strict=True)]
+    known = [one for one in found if one is not None]
+    if len(known) < len(found) or len(known) < 2:
+        return None
+    rows, notes = compared(known)
+    return Evaluations(rows, notes, pictures.as_png(draw_evaluations(known, rows))) if rows else None
 
 
 def _cut(cell: str) -> str:
@@ -64,11 +112,9 @@ def read_runs(names: Sequence[str]) -> list[Run]:
     """Reads what the runs logged and how they were configured.
 
     Raises:
-        ConfigError: If a folder is not there, is given twice, or has no training loss in a metrics.csv.
+        ConfigError: If a folder is not there, or has no training loss in a metrics.csv.
     """
     paths = [Path(name) for name in names]
-    if len({path.resolve() for path in paths}) < len(paths):
-        raise ConfigError(f"A run is given twice: {' '.join(names)}. Name each once.")
     tables = [_columns(path) for path in paths]
     flats = [flatten(values) for values in read_all(names)]
     labels = [path.resolve().name for path in paths]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from plugins.commands.config import Flat
-from toolkit import pictures
+from toolkit import pages, pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,12 +24,6 @@ NOTE = (
     "its edge."
 )
 NOTHING = "Nothing."
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
-img { width: 100%; height: auto }
-table { border-collapse: collapse; display: block; overflow-x: auto }
-th, td { border-bottom: 1px solid #ddd; padding: 0.3rem 0.8rem; text-align: left; vertical-align: top }
-"""
 Rows = list[tuple[str, ...]]
 
 
@@ -132,39 +125,56 @@ def draw_png(runs: Sequence[Run]) -> bytes:
     return pictures.as_png(draw(runs))
 
 
-def as_markdown(results: Rows, differences: Rows, notes: str) -> str:
-    """Returns the comparison as Markdown, with the picture beside it."""
+@dataclass(frozen=True)
+class Curves:
+    """What is shown of training: the tables of results and of differences in configurations, notes, and the picture."""
 
-    def table(rows: Rows) -> str:
-        lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
-        return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
+    results: Rows
+    differences: Rows
+    notes: str
+    picture: bytes
 
-    parts = ["# Comparison of runs", "![Loss curves](compare.png)", table(results), notes]
-    parts += [
-        "## What differs in the configurations",
-        table(differences) if len(differences) > 1 else NOTHING,
-    ]
+
+@dataclass(frozen=True)
+class Evaluations:
+    """The table of evaluations, what to know of it, and its picture."""
+
+    rows: Rows
+    notes: Sequence[str]
+    picture: bytes
+
+
+def as_markdown(curves: Curves | None, evaluations: Evaluations | None) -> str:
+    """Returns the comparison as Markdown, with the pictures beside it."""
+    parts = ["# Comparison of runs"]
+    if curves:
+        parts += ["![Loss curves](compare.png)", pages.markdown_table(curves.results), curves.notes]
+    if evaluations:
+        table = pages.markdown_table(evaluations.rows)
+        parts += ["## Evaluations", "![Evaluations](evaluations.png)", table, *evaluations.notes]
+    if curves:
+        rows = curves.differences
+        parts += [
+            "## What differs in the configurations",
+            pages.markdown_table(rows) if len(rows) > 1 else NOTHING,
+        ]
     return "\n\n".join(parts) + "\n"
 
 
-def as_html(results: Rows, differences: Rows, notes: str, picture: bytes) -> str:
-    """Returns the comparison as one HTML file, the picture inside."""
-
-    def table(rows: Rows) -> str:
-        tags = ["th", *["td"] * len(rows)]
-        lines = (
-            "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-            for tag, row in zip(tags, rows, strict=False)
-        )
-        return "\n".join(["<table>", *lines, "</table>"])
-
-    return "\n".join(
-        [
-            '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>Comparison of runs</title>',
-            f"<style>{STYLE}</style>\n<h1>Comparison of runs</h1>",
-            f'<img alt="Loss curves" src="data:image/png;base64,{base64.b64encode(picture).decode()}">',
-            f"{table(results)}\n<p>{html.escape(notes)}</p>\n<h2>What differs in the configurations</h2>",
-            table(differences) if len(differences) > 1 else f"<p>{NOTHING}</p>",
-            "</html>\n",
+def as_html(curves: Curves | None, evaluations: Evaluations | None) -> str:
+    """Returns the comparison as one HTML file, the pictures inside."""
+    parts = []
+    if curves:
+        parts += [pages.html_picture(curves.picture, "Loss curves"), pages.html_table(curves.results)]
+        parts += [f"<p>{html.escape(curves.notes)}</p>"]
+    if evaluations:
+        parts += ["<h2>Evaluations</h2>", pages.html_picture(evaluations.picture, "Evaluations")]
+        parts += [
+            pages.html_table(evaluations.rows),
+            *(f"<p>{html.escape(one)}</p>" for one in evaluations.notes),
         ]
-    )
+    if curves:
+        rows = curves.differences
+        parts += ["<h2>What differs in the configurations</h2>"]
+        parts += [pages.html_table(rows) if len(rows) > 1 else f"<p>{NOTHING}</p>"]
+    return pages.html_page("Comparison of runs", parts)

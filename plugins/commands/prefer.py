@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from importlib.util import find_spec
 from pathlib import Path
 
 from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.cli.configuration.command_parser import Parser
+from plugins.commands.local_page import require_packages
 
 
 @technique(
@@ -38,8 +38,7 @@ def prefer(arguments: list[str]) -> int:
 
         print(report(list(read_votes(folder).values())), end="")
         return 0
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise ConfigError(f"prefer needs {' and '.join(missing)}: pip install 'leyden[serve]'")
+    require_packages("prefer")
     return _serve(options, folder)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-from importlib.util import find_spec
 from pathlib import Path
 
 from core.errors import ConfigError
@@ -12,6 +11,7 @@ from core.technique import Package, technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, take_option, trusting
 from plugins.commands.generate_options import add_model_options
+from plugins.commands.local_page import require_packages
 from plugins.commands.serve_socket import listen, run
 
 
@@ -30,8 +30,7 @@ def serve(arguments: list[str]) -> int:
     """
     trusted, arguments = take_option(arguments)
     options = _options(arguments)
-    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise ConfigError(f"serve needs {' and '.join(missing)}: pip install 'leyden[serve]'")
+    require_packages("serve")
     from plugins.checkpoints.finding import resolve
     from plugins.commands.chat_prompts import find_template
     from plugins.commands.generate_network import prepare

@@ -1,4 +1,4 @@
-"""A socket to listen on, and a server that signals end: what `serve` and `prefer` have in common."""
+"""A socket to listen on, and a server that signals end: what `serve`, `prefer` and `watch` have in common."""
 
 from __future__ import annotations
 

@@ -117,6 +117,11 @@ class Pretrained(Network):
         """The list of modules that has one for each layer."""
         return self._blocks
 
+    def parts_by_kind(self) -> dict[str, list[nn.Module]]:
+        """Embedding and head, as transformers names them; see `toolkit.network_parts`."""
+        ends = {"embedding": self.model.get_input_embeddings(), "head": self.model.get_output_embeddings()}
+        return {kind: [module] for kind, module in ends.items() if module is not None}
+
     @property
     def output_weight(self) -> None:
         """None: `forward` returns logits, as a model may scale or cap them."""

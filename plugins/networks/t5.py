@@ -16,7 +16,7 @@ from core.technique import technique
 from plugins.networks.parts import plans
 from plugins.networks.parts.arguments import check_arguments
 from plugins.networks.parts.attention import Attention, document_mask
-from plugins.networks.parts.block import Block
+from plugins.networks.parts.block import Block, parts_of
 from plugins.networks.parts.mlp import MLP
 from plugins.networks.parts.norms import new_norm
 from plugins.networks.parts.relative_bias import RelativeBias
@@ -45,6 +45,11 @@ class CrossBlock(Block):
         x = x + self.dropout(self.attention(self.attention_norm(x), None, mask, None))
         x = x + self.dropout(self.cross(self.cross_norm(x), None, cross_mask, None, states))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """As those of :class:`Block`, with both attentions."""
+        found = super().parts()
+        return found | {"attention": [*found["attention"], self.cross]}
 
 
 @technique(
@@ -234,6 +239,11 @@ class T5(Network):
     def blocks(self) -> list[nn.Module]:
         """The blocks of the encoder, then those of the decoder."""
         return [*self.encoder_layers, *self.decoder_layers]
+
+    def parts_by_kind(self) -> dict[str, list[nn.Module]]:
+        """The modules of each kind; see `toolkit.network_parts`."""
+        head: list[nn.Module] = [] if self.lm_head is None else [self.lm_head]
+        return parts_of(self.blocks) | {"embedding": [self.embed_tokens], "head": head}
 
     @property
     def output_weight(self) -> Tensor:

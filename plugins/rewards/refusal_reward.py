@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.rewards.found_texts import Detector
+from toolkit.found_texts import Detector
 from toolkit.rewards import Reward, Sample, field
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.technique import technique
-from plugins.rewards.found_texts import Detector
+from toolkit.found_texts import Detector
 from toolkit.rewards import Reward, Sample
 
 

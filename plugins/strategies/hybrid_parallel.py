@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from core.contracts import Network, Objective, ScalesLosses, TokenSum
 from core.errors import ConfigError
 from core.lightning_compat import unwrapped
 from core.technique import technique
+from core.training.shards import full_tensor
 from plugins.strategies import (
     expert_parallel,
     gradients,
@@ -189,6 +190,26 @@ class HybridParallel(MeshStrategy):
         microbatches = self.microbatches or layout.stages
         options = (microbatches, self._stages, self.root_device, self._reduced)
         self.pipeline = Pipeline(network, objective, stages, layout, *options)
+        self.further_roots = list(stages.values())
+
+    @contextmanager
+    def gathered(self, network: Any) -> Iterator[None]:
+        """Gathers weights; ranks of a pipeline, or with a part of the vocabulary, call the network together and have all of it."""
+        methods: dict[str, Any] = {}
+        if self.pipeline is not None and network is self.pipeline.network:
+            methods = self.pipeline.whole()
+        elif self.loss_parallel:
+            logits = network.logits
+            methods = {"logits": lambda hidden: full_tensor(logits(hidden))}
+        own = {name: value for name, value in vars(network).items() if name in methods}
+        with super().gathered(network):
+            vars(network).update(methods)
+            try:
+                yield
+            finally:
+                for name in methods:
+                    del vars(network)[name]
+                vars(network).update(own)  # such as the logits of a vocabulary that is split up
 
     def compute_loss(self, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the objective's sums for this rank's tokens, full on each rank that shares them."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cached_property
@@ -204,10 +204,15 @@ class MeshStrategy(ParallelStrategy):
     frees_blocks = True
     """Whether the gathered weights of a block are freed after its forward."""
 
+    further_roots: Sequence[nn.Module] = ()
+    """Modules that are sharded and not below the network, such as stages of a pipeline."""
+
     @contextmanager
     def gathered(self, network: nn.Module) -> Iterator[None]:
         """Gathers the weights of a network once, for as many forwards as each rank likes; called on every rank."""
-        sharded = [module for module in network.modules() if isinstance(module, FSDPModule)]
+        roots = (network, *self.further_roots)
+        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        sharded = [module for module in modules if isinstance(module, FSDPModule)]
         for module in sharded:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()

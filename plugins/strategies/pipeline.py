@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from core.contracts import Network, Objective, TokenSum
 from core.errors import ConfigError
+from core.training.shards import full_tensor
 from plugins.strategies.pipeline_stages import Head, Layout, Stage
 from plugins.strategies.tensors import local_shard
 
@@ -118,8 +119,35 @@ class Pipeline:
         self._schedule, self._shape = kind(given, n_microbatches=self.microbatches, **options), shape
         return self._schedule
 
+    def whole(self) -> dict[str, Callable[..., Any]]:
+        """Returns methods of a network with which each rank of the pipeline has what the full network returns, without a cache.
+
+        All its ranks call them together, without gradients.
+        """
+        logits, source = self.network.logits, self._ranks[self.layout.rank_of(self._last)]
+
+        def shared(found: Tensor | None) -> Tensor:
+            own = None if found is None else full_tensor(found).contiguous()
+            return _broadcast(own, source, self.group, self.device)
+
+        return {
+            "forward": lambda batch, cache=None: shared(self._run(batch)),
+            "logits": lambda hidden: shared(logits(hidden) if self._last in self.stages else None),
+            "new_cache": lambda *arguments: None,
+            "new_padded_cache": lambda *arguments: None,
+        }
+
     def _evaluate(self, batch: Mapping[str, Tensor]) -> None:
-        """Runs the stages one after another: torch's evaluation does not support V-shaped layouts."""
+        hidden = self._run(batch)
+        if hidden is not None:
+            self._sums(hidden, batch)
+
+    def _run(self, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """Runs the stages one after another: torch's evaluation does not support V-shaped layouts.
+
+        Returns:
+            What the last stage returns, on its rank; None on the others.
+        """
         hidden: Tensor | None = None
         here = dist.get_rank(self.group)
         for index in range(self.layout.stages):
@@ -129,9 +157,10 @@ class Pipeline:
                 hidden = _receive(self._ranks[self.layout.rank_of(index - 1)], self.group, self.device)
             hidden = self.stages[index](*([] if hidden is None else [hidden]), **batch)
             if index == self._last:
-                self._sums(hidden, batch)
-            elif self.layout.rank_of(index + 1) != here:
+                return hidden
+            if self.layout.rank_of(index + 1) != here:
                 _send(hidden, self._ranks[self.layout.rank_of(index + 1)], self.group)
+        return None
 
     def _shared(self) -> Sums:
         """Returns the sums over all micro-batches, broadcast by the last stage."""
@@ -196,4 +225,17 @@ def _receive(rank: int, group: dist.ProcessGroup, device: torch.device) -> Tenso
     dtype, *shape = head.tolist()
     tensor = torch.empty(shape, dtype=DTYPES[dtype], device=device)
     dist.recv(tensor, rank, group=group)
+    return tensor
+
+
+def _broadcast(tensor: Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device) -> Tensor:
+    """Returns the tensor of a rank, which has up to four dimensions, on each rank of the group."""
+    head = torch.zeros(6, dtype=torch.int64, device=device)
+    if tensor is not None:
+        head[: 2 + tensor.dim()] = torch.tensor([DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape])
+    dist.broadcast(head, source, group=group)
+    dtype, count, *shape = head.tolist()
+    if tensor is None:
+        tensor = torch.empty(shape[:count], dtype=DTYPES[dtype], device=device)
+    dist.broadcast(tensor, source, group=group)
     return tensor

@@ -102,4 +102,4 @@ def test_one_process_alone_keeps_no_times_beyond_a_logged_step(fit, tmp_path):
     """It has nobody to share them with; on CUDA they are events, which would fill the device."""
     heartbeat = Heartbeat()
     fit(tmp_path, [heartbeat], max_steps=12, log_every_n_steps=5, limit_val_batches=0)
-    assert heartbeat._batches == 2
+    assert len(heartbeat._clock.read()) == 2

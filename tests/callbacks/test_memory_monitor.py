@@ -6,7 +6,7 @@ from lightning.pytorch import Callback
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from callbacks.activation_checkpointing import ActivationCheckpointing
-from callbacks.memory_monitor import CLASSES, MIB, MemoryMonitor
+from callbacks.memory_monitor import CLASSES, MIB, MemoryMonitor, allocator_figures
 from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
 from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
@@ -109,3 +109,16 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(tmp_path):
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="MemoryMonitor takes at_step >= 1 and every_n_steps >= 0"):
         MemoryMonitor(**wrong)
+
+
+def test_fragmentation_is_what_lies_within_blocks_in_use():
+    """The keys are those of torch.cuda.memory_stats."""
+    stats = {"reserved_bytes.all.current": 8 * MIB, "allocated_bytes.all.current": 5 * MIB}
+    found = allocator_figures(stats | {"inactive_split_bytes.all.current": 2 * MIB})
+    assert found == {"memory/allocated_mib": 5, "memory/reserved_mib": 8, "memory/fragmentation": 0.25}
+    assert (
+        allocator_figures(dict.fromkeys([*stats, "inactive_split_bytes.all.current"], 0))[
+            "memory/fragmentation"
+        ]
+        == 0
+    )

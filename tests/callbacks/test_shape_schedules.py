@@ -8,6 +8,7 @@ import torch
 import yaml
 from lightning.pytorch import Callback
 
+from callbacks.adaptive_batch_size import AdaptiveBatchSize
 from callbacks.batch_size_ramp import BatchSizeRamp
 from callbacks.sequence_length_schedule import SequenceLengthSchedule
 from core.__main__ import main
@@ -54,6 +55,8 @@ def fit(tmp_path, monkeypatch, capfd):
     config["data"] = {"class_path": "tests.support.tokens.StoredTokens", "init_args": {
         "folder": str(folder), "sequence_length": 32, "batch_size": 4, "shuffle": False}}  # fmt: skip
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(config))
+
+    monkeypatch.setenv("LEYDEN_TRUST", "tests")
 
     def run(name, *words, code=0):
         words = ["--trainer.callbacks+=tests.support.shape_schedules.Log", *words]
@@ -139,6 +142,9 @@ GROWING = ["--trainer.callbacks+=SequenceLengthSchedule", "--trainer.callbacks.s
            "--trainer.callbacks.multiple=4"]  # fmt: skip
 RAMP = ["--trainer.callbacks+=BatchSizeRamp", "--trainer.callbacks.start=0.1", "--trainer.callbacks.tokens_until_full=900",
         "--trainer.callbacks.scale_lr=true", "--trainer.accumulate_grad_batches=4"]  # fmt: skip
+NOISE = [1000.0] * 5 + [10.0]
+ADAPTIVE = ["--trainer.callbacks+=tests.support.scripted_noise.ScriptedNoise", f"--trainer.callbacks.tokens={NOISE}",
+            "--trainer.callbacks+=AdaptiveBatchSize", "--trainer.callbacks.patience=1"]  # fmt: skip
 CASES = {
     "growing": [*GROWING, "--trainer.callbacks.intermittent_short=0.5"],
     "growing, as many rows": [*GROWING, "--trainer.callbacks.keep=batch"],
@@ -149,6 +155,7 @@ CASES = {
     ],
     "ramp": RAMP,
     "ramp, doubling": [*RAMP, "--trainer.callbacks.growth=doubling"],
+    "adaptive": ADAPTIVE,
 }
 
 
@@ -162,11 +169,11 @@ def test_no_token_is_lost_or_repeated(name, workers, fit):
     shapes = [tuple(ids.shape) for _, ids, _, _ in steps]
     assert len(set(shapes)) >= 3, shapes
     assert all(rows * length <= 4 * 32 for rows, length in shapes)
-    assert shapes[-1] == (4, 32) or "intermittent" in " ".join(CASES[name])
+    assert shapes[-1] == (4, 32) or "intermittent" in " ".join(CASES[name]) or name == "adaptive"
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("dynamic", [None, False])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiled_network_is_compiled_at_most_once_for_each_length(dynamic, fit):
     words = ["--trainer.limit_val_batches=0", "--model.network=tests.support.compiled_gpt.CompiledGPT"]
     words += ["--model.network.dynamic=" + ("null" if dynamic is None else "false")]
@@ -181,14 +188,36 @@ def test_a_compiled_network_is_compiled_at_most_once_for_each_length(dynamic, fi
         assert CompiledGPT.graphs == len(lengths)
 
 
-def test_what_the_ramp_trains_on_is_what_it_says(fit):
-    fit("run", *CASES["ramp, doubling"], "--trainer.max_steps=12")
+def tokens_of_steps():
     taken, sizes = 0, []
     for _, ids, _, stepped in steps_of():
         taken += ids.numel()
         if stepped:
             sizes.append(taken)
             taken = 0
+    return sizes
+
+
+def test_the_batch_follows_the_noise_within_its_limits_and_changes_only_where_it_is_far(fit):
+    fit("run", *ADAPTIVE, "--trainer.max_steps=14")
+    # 1,000 is more than twice 128 and 256 tokens, and not twice 512, the largest of 4 x 128. Two micro-batches a step
+    # could begin behind an even number of them; by then four are wanted, behind four. 10 is less than half of 32.
+    assert tokens_of_steps() == [128, 128, 128, 128, 512, 512, 256, 128, 64, *[32] * 5]
+
+
+def test_a_change_takes_as_many_measurements_in_a_row():
+    adaptive = AdaptiveBatchSize(patience=2, scale_lr="linear")
+    shares = []
+    for ratio in (3.0, 1.5, 3.0, 3.0, None, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4):
+        adaptive._decide(ratio, 0)
+        shares.append(adaptive.share)
+    assert shares == [1, 1, 1, 2, 2, 2, 1, 1, 0.5, 0.5, 0.25]
+    assert adaptive.lr_factor(0) == 0.25
+
+
+def test_what_the_ramp_trains_on_is_what_it_says(fit):
+    fit("run", *CASES["ramp, doubling"], "--trainer.max_steps=12")
+    sizes = tokens_of_steps()
     assert sizes == sorted(sizes)
     assert sizes[0] == 64  # a tenth of 16 rows
     assert sizes[-1] == 512

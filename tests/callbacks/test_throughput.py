@@ -108,7 +108,7 @@ def test_memory_is_logged_with_every_logged_step_and_never_falls(run):
     assert len(peaks) == 12
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # it waits for the operating system
 def test_the_peak_of_ram_is_that_of_this_process_and_stays_when_memory_is_freed():
     code = """if True:
         from callbacks.throughput import peak_resident_set

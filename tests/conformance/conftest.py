@@ -22,6 +22,7 @@ from tests.conformance.compatibility import SHORT
 from tests.support import slurm
 from tests.support.archives import page, response, write_archive
 from tests.support.books import epub, lines, pdf
+from tests.support.harness_tasks import write_tasks
 from tests.support.raw_folders import write_mds, write_texts
 from tests.support.stack_exchange import answer, posts, question
 from tests.support.stored_networks import store
@@ -115,6 +116,14 @@ IN_MEMORY = {
 
 FUSED = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 1e-3}}}}
 """fp16 without a wait for the device needs an optimizer that can skip a step by itself."""
+
+OTHER = "the noise is estimated from other parts of the batch: without bias in both, and not the same"
+OTHER_PARTS = dict.fromkeys(("its_figures_agree_on_two_ranks", "accumulation_changes_nothing"), OTHER)
+MEASURED = {
+    "trainer": {
+        "callbacks": [{"class_path": "GradientNoiseScale", "init_args": {"every_n_steps": 4, "average": 0.5}}]
+    }
+}
 
 ROOM = {"model": {"network": {"init_args": {"max_sequence_length": 18}}}}
 """For two virtual tokens in front of the kit's texts."""
@@ -222,6 +231,12 @@ def pytest_leyden_cases():
 
 
 @cache  # some write their data; test modules ask for the cases, too
+@cache
+def harness_folder():
+    """A folder with tasks of lm-eval."""
+    return write_tasks(workshop() / "lm-eval" / "tasks")
+
+
 def _cases():
     return [
         Case("ActivationCheckpointing", {"keep": ["mm"]}),
@@ -250,6 +265,33 @@ def _cases():
         Case("Decontaminate", {"sets": [evaluation_items()], "fields": ["question"], "action": "cut"}),
         Case("HarmfulContent", {"files": [word_list()], "min_count": 3, "max_share": 0.2}),
         Case("QualityClassifier", {"path": quality_model(), "min_score": 0.5}),
+        Case(
+            "Evaluate",
+            {"every_n_steps": 3, "evaluations": {"loss": evaluation("Perplexity")}},
+        ),
+        Case("Perplexity", texts_to_evaluate() | {"window": 64, "stride": 16, "max_documents": 6}),
+        Case("LMEvalHarness", {"folder": str(harness_folder()), "limit": 2}),
+        Case("Calibration", texts_to_evaluate() | {"max_documents": 6}),
+        Case(
+            "Memorisation",
+            texts_to_evaluate() | {"prefix_tokens": 8, "continuation_tokens": 4, "max_documents": 6},
+        ),
+        Case(
+            "NeedleInHaystack",
+            texts_to_evaluate() | {"lengths": [200, 300], "depths": [0.0, 0.6], "trials": 1},
+        ),
+        Case("SampleDiversity", SAMPLED["init_args"]),
+        Case(
+            "AnswerQuality",
+            {
+                "source": problems(),
+                "prompt": "question",
+                "scores": ["squad", "rouge", "bleu", "chrf"],
+                "max_new_tokens": 6,
+                "max_records": 6,
+            },
+        ),
+        Case("Classification", {"source": labelled()["source"]}, exempt=CLASSES),
         Case("LearnedReward", {"path": reward_model()}),
         Case("RefusalReward", {"model": quality_model(), "field": "harmful"}),
         Case("ToxicityReward", {"files": [word_list()]}),
@@ -389,6 +431,21 @@ def _cases():
             tolerance=1e-4,
         ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("LossBreakdown", {"every_n_steps": 4, "first_bin": 4}),
+        Case("CollectiveMonitor", {"every_n_steps": 4}),
+        Case("Profile", {"at_step": 3, "steps": 1}),
+        Case("EnergyMonitor", {"watts": 100.0, "grams_per_kwh": 400.0}),
+        Case("StepTime", {"window": 4, "every_n_steps": 2}),
+        Case(
+            "AdaptiveBatchSize",
+            {"patience": 1},
+            config=MEASURED,
+            exempt={"agrees_on_two_ranks": OTHER, "its_figures_agree_on_two_ranks": OTHER},
+        ),
+        Case("ActivationMonitor", {"every_n_steps": 4, "saturation": 1.0}),
+        Case("AttentionMonitor", {"every_n_steps": 4, "queries": 4}),
+        Case("GradientNoiseScale", {"every_n_steps": 4}, exempt=OTHER_PARTS),
+        Case("WeightMonitor", {"every_n_steps": 4, "detail": True}),
         Case("RewardWatch", {"window": 2}, config=watched(), exempt=ROLLOUTS, tolerance=1e-4),
         Case("Rollouts", ANSWERS, config=on_policy(), exempt=ROLLOUTS, tolerance=1e-4),
         Case(
@@ -673,6 +730,27 @@ def referred(batch):
     """Returns a batch with a reference that finds all answers certain, and is further from the network than any; all are desirable."""
     rows = batch["labels"].shape
     return batch | {"reference": torch.zeros(rows), "desirable": torch.ones(rows, dtype=torch.bool)}
+
+
+CLASSES = dict.fromkeys(
+    ("measures_each_item_alone", "figures_follow_from_sums", "leaves_the_network_alone"),
+    "it asks an objective over classes: tests/plugins/evaluations/test_classification.py",
+)
+
+SAMPLED = {
+    "class_path": "SampleDiversity",
+    "init_args": {"prompts": ["alpha", "beta"], "samples": 2, "max_new_tokens": 6},
+}
+
+
+def texts_to_evaluate():
+    """Returns arguments of an evaluation on the kit's texts."""
+    return {"documents": {"class_path": "TextDocuments", "init_args": {"source": str(text())}}}
+
+
+def evaluation(name):
+    """Returns an evaluation on a few of the kit's texts."""
+    return {"class_path": name, "init_args": texts_to_evaluate() | {"max_documents": 2}}
 
 
 def problems():

@@ -149,6 +149,9 @@ def test_few_of_ours_are_exempt():
             name: {"gradients_are_finite"} for name in ("RewardModel", "DPO", "ORPO", "SimPO")
         },  # one label is no pair
         "KTO": {"accumulation_changes_nothing"},
+        # the noise of gradients is estimated from parts of a batch, which ranks and micro-batches are
+        "AdaptiveBatchSize": {"agrees_on_two_ranks", "its_figures_agree_on_two_ranks"},
+        "GradientNoiseScale": {"its_figures_agree_on_two_ranks", "accumulation_changes_nothing"},
         **{
             # text is generated; roundings are figures
             name: {"idle_costs_nothing", "its_figures_agree_on_two_ranks", "accumulation_changes_nothing"}

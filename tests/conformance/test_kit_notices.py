@@ -13,7 +13,7 @@ from tests.conftest import Packages
 from tests.support.broken_promises import BROKEN, MODULES
 
 SOUND = [("callbacks", "Mindful"), ("callbacks", "Paired"), ("networks", "Sound"), ("objectives", "Sound"), ("optimizers", "Sound"),
-         ("precision", "Fine"), ("rewards", "Sound"), ("data", "Here"), ("data", "Untouched")]  # fmt: skip
+         ("precision", "Fine"), ("rewards", "Sound"), ("evaluations", "Sound"), ("data", "Here"), ("data", "Untouched")]  # fmt: skip
 
 DECLARED = '''
 from lightning.pytorch import Callback
@@ -56,6 +56,7 @@ DEFAULT = {
     ("sums_are_additive", "MeanOfMeans"),
     ("lowers_a_quadratic", "Climbing"),
     ("judges_each_answer_alone", "Comparing"),
+    ("measures_each_item_alone", "Comparing"),
     ("rates_are_sound", "Negative"),
     ("reads_the_same_each_time", "Shuffled"),
     ("does_each_task_once", "Doubling"),

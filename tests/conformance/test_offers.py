@@ -73,6 +73,7 @@ def test_hooks_that_can_be_called_are_not():
         ("checkpoints", "ShardedCheckpoint", {"ConnectsRanks", "SavesParts", "ReadsParts", "WaitsForDisk"}),
         ("checkpoints", "AtomicCheckpoint", {"ReadsParts"}),
         ("loggers", "MetricsCSV", {"GoesBack"}),
+        ("loggers", "Trackio", {"GoesBack"}),
         ("callbacks", "ActivationCheckpointing", {"ChangesNetwork"}),
         ("callbacks", "Throughput", {"PausesClock"}),
         ("optimizers", "AdEMAMix", {"BindsToLength"}),

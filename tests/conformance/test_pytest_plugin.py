@@ -84,7 +84,7 @@ def test_each_technique_and_promise_is_a_test_that_can_be_chosen(run):
     assert len(found) == len(set(found)) > 10
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # a process that imports everything
 def test_what_cannot_be_imported_fails_its_own_tests_and_no_others(run):
     own = "def test_own():\n    pass\n"
     words = ("--leyden-package=acme", "-rA", "-k", "test_own or imports or is_declared")
@@ -96,7 +96,7 @@ def test_what_cannot_be_imported_fails_its_own_tests_and_no_others(run):
     assert "Traceback" not in printed
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # the kit of our own catalogue has such cases
 def test_cases_of_the_conftest_take_the_place_of_the_example(run):
     code, printed = run("--leyden-package=acme", "-rs", "-v", "-k", "Guard and trains", conftest=CONFTEST)
     assert code == 0, printed

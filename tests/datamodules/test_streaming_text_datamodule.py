@@ -390,7 +390,7 @@ def test_fit_from_the_command_line_and_resume(sources, tmp_path):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # a source large enough to tell
 def test_memory_does_not_grow_with_the_source(tmp_path):
     code = f"""
 import json

@@ -77,7 +77,7 @@ def test_who_is_left_says_that_another_rank_called_exit():
     assert "Another rank died: rank 1 failed with SystemExit: 3." in output(0), output(0)
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # test_who_is_left_says_who_died has the same message
 def test_lightnings_own_launcher_does_not_end_a_run_without_a_word(tmp_path):
     """It kills rank 0 as soon as it sees that another process is gone."""
     trainer = {

@@ -2,7 +2,7 @@
 
 MODULES = {"callbacks": "callbacks", "loggers": "callbacks", "strategies": "callbacks", "precision": "callbacks",
            "networks": "networks", "objectives": "objectives", "optimizers": "optimizers",
-           "schedules": "optimizers", "rewards": "rewards", "data": "data", "datamodules": "data", "commands": "commands"}  # fmt: skip
+           "schedules": "optimizers", "rewards": "rewards", "evaluations": "evaluations", "data": "data", "datamodules": "data", "commands": "commands"}  # fmt: skip
 """Kind -> module of tests.conformance.broken."""
 
 
@@ -60,6 +60,10 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("judges_each_answer_alone", "rewards", "Counting", "alone, the answer", {}),
     ("judges_each_answer_alone", "rewards", "Averaging", "Averaging gave nan for sample 1 of", {}),
     ("has_no_value_without_an_answer", "rewards", "Whole", "gave 1 values for 0 samples", {}),
+    ("measures_each_item_alone", "evaluations", "Comparing", "alone, length is", {}),
+    ("measures_each_item_alone", "evaluations", "Namesakes", "two items have the same id", {}),
+    ("figures_follow_from_sums", "evaluations", "Undefined", "without items there are figures", {}),
+    ("leaves_the_network_alone", "evaluations", "Drawing", "global generator", {}),
     ("reads_the_same_each_time", "data", "Shuffled", "second pass: 42 documents for 42, the first other is", {}),
     ("its_fingerprint_tells_texts_apart", "data", "PathAlone", "the same fingerprint", {}),
     ("its_fingerprint_tells_texts_apart", "data", "Timed", "two instances with the same arguments", {}),

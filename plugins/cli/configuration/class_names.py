@@ -18,6 +18,7 @@ KIND_OF = {
     "CheckpointIO": "checkpoints",
     "DocumentSource": "data",
     "Engine": "data",
+    "Evaluation": "evaluations",
     "LightningDataModule": "datamodules",
     "Logger": "loggers",
     "LRScheduler": "schedules",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 from torch import Tensor, nn
+
+from plugins.networks.parts.mlp import MLP
+from toolkit.network_parts import MLP_READERS
 
 Placement = Literal["pre", "post", "sandwich", "after"]
 
@@ -53,6 +56,12 @@ class Block(nn.Module):
         y = self.mlp(self.mlp_norm(x) if sandwich else x)
         return x + self.dropout(self.mlp_out_norm(y))
 
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """The modules of each kind; see `toolkit.network_parts`."""
+        norms = [child for name, child in self.named_children() if name.endswith("norm")]
+        readers: list[nn.Module] = [part.down_proj for part in self.mlp.modules() if isinstance(part, MLP)]
+        return {"attention": [self.attention], "mlp": [self.mlp], "norm": norms, MLP_READERS: readers}
+
 
 class MixerBlock(nn.Module):
     """A mixer alone, added to what it was given: x + mixer(norm(x)), as Mamba.
@@ -69,3 +78,17 @@ class MixerBlock(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None, mask: Tensor | None, cache: Any) -> Tensor:
         """Maps x (B, T, C) to (B, T, C); the other arguments go to the mixer."""
         return x + self.mixer(self.norm(x), rope, mask, cache)
+
+    def parts(self) -> dict[str, list[nn.Module]]:
+        """The modules of each kind; see `toolkit.network_parts`."""
+        return {"attention": [self.mixer], "norm": [self.norm]}
+
+
+def parts_of(blocks: Iterable[nn.Module]) -> dict[str, list[nn.Module]]:
+    """Returns the modules of each kind in some blocks; a process without a block has another module in its place."""
+    found: dict[str, list[nn.Module]] = {}
+    for block in blocks:
+        if isinstance(block, Block | MixerBlock):
+            for kind, modules in block.parts().items():
+                found.setdefault(kind, []).extend(modules)
+    return found

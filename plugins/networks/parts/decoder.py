@@ -16,6 +16,7 @@ from core.contracts import Network
 from core.errors import ConfigError
 from plugins.networks.parts import plans
 from plugins.networks.parts.attention import Attention, Cache, attention_mask
+from plugins.networks.parts.block import parts_of
 from plugins.networks.parts.initialisation import Init, std_of
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
 from plugins.networks.parts.latent_attention import LatentAttention
@@ -368,6 +369,11 @@ class Decoder(Network):
         if cache is not None:
             return None
         return *(x[rows] if x is not None and x.ndim == 4 else x for x in (rope, mask)), None
+
+    def parts_by_kind(self) -> dict[str, list[nn.Module]]:
+        """The modules of each kind; see `toolkit.network_parts`."""
+        first, last = self.ends
+        return parts_of(self.layers) | {"embedding": first, "head": last[1:]}
 
     @property
     def ends(self) -> tuple[list[nn.Module], list[nn.Module]]:

@@ -78,6 +78,8 @@ class LatentAttention(nn.Module):
         self.o_proj = nn.Linear(n_head * value_dim, n_embd, bias)
         self.shared_key = nn.Identity()  # where tensor parallelism adds up the gradients of all heads
         self.q_lora_rank = q_lora_rank
+        self.soft_cap: float | None = None
+        self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
 
     def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C), with rotary positions, and mask and cache where they are not None."""
@@ -120,7 +122,7 @@ class LatentAttention(nn.Module):
         kv = self.kv_b_proj(latent[:, 0]).unflatten(2, (-1, self.nope_dim + self.value_dim)).transpose(1, 2)
         k, v = kv.split((self.nope_dim, self.value_dim), dim=-1)
         k = _joined(k, key.expand(-1, k.shape[1], -1, -1))
-        return F.scaled_dot_product_attention(_joined(q, q_rope), k, v, mask, **options)
+        return self.attend(_joined(q, q_rope), k, v, mask, **options)
 
     def _absorbed(
         self,

@@ -50,9 +50,7 @@ class Jealous(Callback):
     """Stands no other that saves."""
 
 
-@technique(
-    paper="a test", conflicts={"DDP": "it has hooks of its own", "MixedPrecision": "too coarse"}
-)
+@technique(paper="a test", conflicts={"DDP": "it has hooks of its own", "MixedPrecision": "too coarse"})
 class Choosy(Callback):
     """Stands neither a strategy nor a precision that is named by a word."""
 

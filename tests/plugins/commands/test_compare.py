@@ -12,7 +12,7 @@ import yaml
 
 from core.__main__ import main
 from plugins.commands.compare import difference_rows, read_runs, result_rows, seconds_at
-from plugins.commands.compare_report import as_html, as_markdown, draw
+from plugins.commands.compare_report import Curves, as_html, as_markdown, draw
 from plugins.loggers.metrics_csv import MetricsCSV
 from tests.conftest import TINY
 
@@ -203,11 +203,12 @@ class Collector(HTMLParser):
 def test_html_needs_no_other_file_and_shows_names_as_they_are():
     results = [("run", "time"), ("<b>&|x", "1")]
     page = Collector()
-    page.feed(as_html(results, [("", "x")], "notes < here", b"picture"))
+    curves = Curves(results, [("", "x")], "notes < here", b"picture")
+    page.feed(as_html(curves, None))
     assert page.cells == ["run", "time", "<b>&|x", "1"]
     assert page.open == []
     assert page.sources == ["data:image/png;base64," + base64.b64encode(b"picture").decode()]
-    assert "\n| <b>&\\|x | 1 |\n" in as_markdown(results, [("", "x")], "notes")
+    assert "\n| &lt;b>&\\|x | 1 |\n" in as_markdown(curves, None)
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ NAMES = {
     "objectives": "ZLossLM",
     "optimizers": "Signum2",
     "precision": "RoundedProducts",
+    "evaluations": "TextLoss",
     "rewards": "ShortAnswer",
     "schedules": "LinearDecay",
     "data": "Lines",
@@ -102,6 +103,7 @@ def test_the_conformance_kit_passes_for_every_kind(projects, site):
     output = passed(projects, site, *(word for name in packages for word in ("--leyden-package", name)))
     for kind, name in NAMES.items():
         without_run = {"commands": "is_documented", "rewards": "judges_each_answer_alone"}
+        without_run["evaluations"] = "measures_each_item_alone"
         proof = without_run.get(kind, "resumes_bitwise")
         assert f"::{name}::{proof} PASSED" in output, kind
 
@@ -130,7 +132,9 @@ def test_a_run_selects_them_by_their_short_names(site, tmp_path):
     done = run_core("fit", "--config", path, PYTHONPATH=str(site))
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1:4] for line in done.stdout.splitlines() if "leyden-" in line}
-    chosen = {kind: name for kind, name in NAMES.items() if kind[:4] not in ("comm", "data", "rewa", "stag")}
+    chosen = {
+        kind: name for kind, name in NAMES.items() if kind[:4] not in ("comm", "data", "eval", "rewa", "stag")
+    }
     assert {name: row[0] for name, row in rows.items()} == {name: kind for kind, name in chosen.items()}
     assert rows["SpikeGuard"][1:] == ["leyden-spike-guard", "0.1.0"]
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("train/z_loss") == 3

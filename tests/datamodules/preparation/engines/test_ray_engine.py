@@ -181,7 +181,7 @@ def command(source, folder, *more):
     return [*words, "--data.reader=JSONLinesDocuments", "--data.tokenizer.vocab_size=300", *more]
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # ray starts and ends for a minute
 def test_without_a_cluster_it_starts_one_and_leaves_nothing_behind(source, tmp_path):
     words, mark = command(source, tmp_path / "ray", "--data.engine=RayEngine"), uuid4().hex
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as home:  # a short name: sockets lie there
@@ -229,7 +229,7 @@ def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     assert "data-usage-metrics-poller" not in {thread.name for thread in threading.enumerate()}
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # ray starts and ends for half a minute
 def test_transforms_that_need_all_documents_change_no_byte(source, tmp_path, cluster):
     transforms = [ExactDuplicates(), NearDuplicates(0.3, ngram=1, rows=1), RepeatedLines(min_characters=0)]
     folder = prepare(source, tmp_path / "ray", transforms=transforms, engine=RayEngine(cluster.address))

@@ -15,7 +15,7 @@ def documents():
     return python_documents()
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # the quickstart reads it too
 def test_it_is_about_two_megabytes_in_hundreds_of_different_documents(documents):
     assert 1.5e6 < sum(len(text.encode()) for text in documents) < 5e6
     assert len(set(documents)) == len(documents) > 300

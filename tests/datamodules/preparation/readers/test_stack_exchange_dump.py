@@ -192,7 +192,7 @@ def test_markup_that_would_take_minutes_is_rejected(tmp_path):
     assert read(path) == ([], [("post 1", web_pages.NESTED)])
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # a dump large enough to tell
 def test_memory_does_not_grow_with_the_dump(tmp_path, monkeypatch):
     monkeypatch.setattr(spilled_lines, "_HELD", 1 << 20)
     monkeypatch.setattr(stack_exchange_dump, "_GROUP_BYTES", 1 << 19)

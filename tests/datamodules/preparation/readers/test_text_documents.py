@@ -60,7 +60,7 @@ def test_the_fingerprint_is_that_of_names_and_content_not_of_the_place(corpus, t
     assert TextDocuments(str(moved)).fingerprint() != changed
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # the quickstart reads it too
 def test_the_built_in_text():
     documents = TextDocuments("python-docs")
     assert documents.fingerprint() == TextDocuments("python-docs").fingerprint()

@@ -62,7 +62,7 @@ def test_mistakes(tmp_path, listed):
             listed("bad", **limits)
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # seconds
 @pytest.mark.timeout(120)  # the square of a megabyte takes hours
 def test_time_is_linear_in_hostile_text(listed):
     words = listed("a " * 32, *("a " * n + "b" for n in range(1, 31)), "\u4e00" * 31 + "\u4e01")

@@ -104,7 +104,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # seconds for each pattern
 @pytest.mark.timeout(120)  # the square of a megabyte takes hours
 @pytest.mark.parametrize("kind", TYPES)
 def test_time_is_linear_in_hostile_text(kind):

@@ -251,6 +251,6 @@ def test_killed_on_the_way(source, tmp_path, monkeypatch, name):
     assert contents(without_repeated(source, tmp_path / "killed")) == whole
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # ten kills and ten restarts
 def test_killed_at_10_random_moments(source, tmp_path):
     survives_kills(without_repeated, source, tmp_path)

@@ -175,7 +175,7 @@ def mutated(draw):
     return config
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, database=None,
+@settings(max_examples=80, deadline=None, derandomize=True, database=None,
           suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])  # fmt: skip
 @pytest.mark.ci
 @given(config=mutated())

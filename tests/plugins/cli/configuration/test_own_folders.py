@@ -88,7 +88,7 @@ def check(*options):
     return main(["check", "--config", *map(str, options)])
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # two imports of everything
 def test_two_ranks_of_a_train_script_find_the_projects_modules_and_ours(project):
     options = ["--trainer.devices=2", "--trainer.strategy=DDP", "--trainer.max_steps=4"]
     done = subprocess.run(

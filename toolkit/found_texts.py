@@ -9,6 +9,8 @@ from core.errors import ConfigError
 from toolkit.quality_model import read_quality_model
 from toolkit.word_lists import WordLists, comparable_words
 
+__all__ = ["Detector"]
+
 
 class Detector:
     """How sure it is that a text is of a kind, 0 to 1: 1 if a phrase of the lists is in it, else what the classifier says.
@@ -16,7 +18,7 @@ class Detector:
     Args:
         files: Lists of words and phrases, one on each line.
         model: File of `train-quality-filter`, of which texts of this kind were the bad examples; None: lists alone.
-        owner: Name of the reward, for messages.
+        owner: Name of the technique, for messages.
 
     Raises:
         ConfigError: If neither is given, or a file cannot be read.

@@ -1,0 +1,188 @@
+"""Energy of a run and the carbon dioxide that goes with it, measured or modelled."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from core.errors import ConfigError
+from core.technique import technique
+from core.training.figures import log_figures
+
+JOULES_PER_KWH = 3.6e6
+
+
+@technique(
+    paper="RAPL: Linux, Documentation/power/powercap; NVML, nvmlDeviceGetTotalEnergyConsumption; energy times carbon "
+    "intensity: Lacoste et al., arXiv:1910.09700",
+    observer=True,
+)
+class EnergyMonitor(Callback):
+    """Energy since the start of the run in joules, and the carbon dioxide of it; either measured or modelled, never both.
+
+    Measured, as `energy/measured_joules`, where `watts` is not given: the sum of what the counters of all machines say, RAPL's of
+    processors and their memory, and NVML's of the ranks' GPUs (`pip install 'leyden[nvml]'`). Not in there: the rest of the machine.
+    RAPL counts for all processes of a machine, and may be readable for the administrator alone.
+
+    Modelled, as `energy/modelled_joules`, where `watts` is given: the power of all machines and devices of the run, times the time of
+    training, with validation and checkpoints.
+
+    `energy/co2_grams` is this energy times `grams_per_kwh`. Logged where figures are logged; other steps cost nothing. A resumed
+    run goes on with the energy of its checkpoint.
+
+    Args:
+        watts: Power of all devices of the run together, in watts; None: it is measured.
+        grams_per_kwh: Carbon intensity of the electricity, in grams of CO2 per kWh, from your supplier; None: no CO2 is logged.
+        rapl: Where the system shows the counters of RAPL.
+
+    Raises:
+        ConfigError: If a value is not positive, or there is no counter that this process may read.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: EnergyMonitor
+              init_args: {watts: 350.0, grams_per_kwh: 400.0}
+    """
+
+    def __init__(
+        self,
+        watts: float | None = None,
+        grams_per_kwh: float | None = None,
+        rapl: str = "/sys/class/powercap",
+    ) -> None:
+        for name, value in (("watts", watts), ("grams_per_kwh", grams_per_kwh)):
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"EnergyMonitor takes a positive {name}, not {value}.")
+        self.watts, self.grams_per_kwh, self.rapl = watts, grams_per_kwh, rapl
+        self._joules = 0.0
+        self._counters: list[Counter | Clock] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the energy up to the last logged step, and how it was found."""
+        return {"joules": self._joules, "modelled": self.watts is not None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from there.
+
+        Raises:
+            ConfigError: If the energy of the checkpoint was found in the other way.
+        """
+        if state_dict["modelled"] != (self.watts is not None):
+            was, now = ("modelled", "measured") if state_dict["modelled"] else ("measured", "modelled")
+            raise ConfigError(
+                f"EnergyMonitor: the energy of the checkpoint was {was}, this run's would be {now}; both in one sum would mean "
+                f"nothing.\n{'Set' if was == 'modelled' else 'Leave out'} watts, as the run before did."
+            )
+        self._joules = state_dict["joules"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Finds the counters: one process reads those of its machine, each those of its GPU.
+
+        Raises:
+            ConfigError: If there is none.
+        """
+        if self.watts is not None:
+            self._counters = [Clock(self.watts)] if trainer.is_global_zero else []
+            return
+        self._counters = [*(rapl_counters(self.rapl) if trainer.local_rank == 0 else [])]
+        if pl_module.device.type == "cuda":
+            self._counters += gpu_counters(pl_module.device)
+        readable = torch.tensor(float(len(self._counters)), device=pl_module.device)
+        if not float(trainer.strategy.reduce(readable, reduce_op="sum")):
+            raise ConfigError(
+                f"EnergyMonitor: no energy counter can be read: {why_not(self.rapl)}.\n"
+                "Give the power of the run's devices, for a modelled figure: --trainer.callbacks.watts=350"
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Adds what was used since the last logged step."""
+        if not pl_module.logging_step:
+            return
+        used = float(sum(counter.joules() for counter in self._counters))
+        own = torch.tensor(used, device=pl_module.device)
+        self._joules += float(trainer.strategy.reduce(own, reduce_op="sum"))
+        how = "measured" if self.watts is None else "modelled"
+        figures = {f"energy/{how}_joules": self._joules}
+        if self.grams_per_kwh is not None:
+            figures["energy/co2_grams"] = self._joules / JOULES_PER_KWH * self.grams_per_kwh
+        log_figures(trainer, figures)
+
+
+class Counter:
+    """A counter that rises and begins again at 0 after its largest value.
+
+    Args:
+        read: Returns its value.
+        unit: Joules of 1.
+        most: The largest value; None: it never begins again.
+    """
+
+    def __init__(self, read: Any, unit: float, most: int | None = None) -> None:
+        self._read, self._unit, self._most = read, unit, most
+        self._last: int = read()
+
+    def joules(self) -> float:
+        """Returns the energy since the last call; one new beginning in between is taken into account."""
+        now = self._read()
+        used, self._last = now - self._last, now
+        if used < 0:
+            used = used + self._most + 1 if self._most is not None else now
+        return float(used * self._unit)
+
+
+class Clock:
+    """Models energy as a constant power.
+
+    Args:
+        watts: The power.
+    """
+
+    def __init__(self, watts: float) -> None:
+        self._watts, self._last = watts, time.monotonic()
+
+    def joules(self) -> float:
+        """Returns the energy since the last call."""
+        now = time.monotonic()
+        seconds, self._last = now - self._last, now
+        return self._watts * seconds
+
+
+def rapl_counters(root: str) -> list[Counter]:
+    """Returns the counters of processors and of their memory, which is not part of theirs; those that can be read."""
+    found = []
+    for zone in sorted(Path(root).glob("intel-rapl:*")):
+        with contextlib.suppress(OSError, ValueError):
+            name = (zone / "name").read_text(encoding="ascii").strip()
+            if name.startswith("package") or name == "dram":
+                most = int((zone / "max_energy_range_uj").read_text(encoding="ascii"))
+                file = zone / "energy_uj"
+                found.append(Counter(lambda file=file: int(file.read_text(encoding="ascii")), 1e-6, most))
+    return found
+
+
+def gpu_counters(device: torch.device) -> list[Counter]:
+    """Returns the counter of a GPU, where NVML and the GPU have one."""
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        return []
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    try:
+        return [Counter(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 1e-3)]
+    except pynvml.NVMLError_NotSupported:  # before Volta
+        return []
+
+
+def why_not(root: str) -> str:
+    """Returns why RAPL gives nothing."""
+    zones = list(Path(root).glob("intel-rapl:*"))
+    return f"{zones[0]}/energy_uj is not readable for this user" if zones else f"{root} has no intel-rapl"

@@ -1,0 +1,43 @@
+"""Initial weights from another seed, in a run that has begun."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer, seed_everything
+
+from core.lightning_compat import collect_rng_states, set_rng_states
+from core.training.network_changes import apply_network_changes
+from core.training.shards import reshard
+from toolkit.shards import copy_to_shard
+
+__all__ = ["begin"]
+
+
+def begin(trainer: Trainer, seed: int) -> None:
+    """Gives the network the weights that it would have been initialised with from this seed; called on every rank.
+
+    It is built once more, in the strategy's contexts; the values of rank 0 are copied into the weights of the first.
+    """
+    module: Any = trainer.lightning_module
+    seed_everything(seed, verbose=False)
+    module.seed = seed
+    with (
+        trainer.strategy.tensor_init_context(),
+        trainer.strategy.model_sharded_context(),
+        trainer.precision_plugin.module_init_context(),
+    ):
+        network = apply_network_changes(module.build_network(), trainer)
+    random = collect_rng_states()
+    reshard(module)
+    own = {**dict(module.network.named_parameters()), **dict(module.network.named_buffers())}
+    device, main = trainer.strategy.root_device, trainer.is_global_zero
+    for name, value in [*network.named_parameters(), *network.named_buffers()]:
+        value = value.detach().to(device) if main else torch.empty_like(value, device=device)
+        if trainer.world_size > 1:
+            dist.broadcast(value, 0)
+        if name in own:  # of a pipeline's stages each has some
+            copy_to_shard(own[name], value)
+    set_rng_states(random)
