@@ -93,7 +93,7 @@ class VLLMSampler(Sampler):
     ) -> list[Answer]:
         """Samples with the weights of now; see `toolkit.answers.Sampler`."""
         weights = self._weights(network)
-        # autocast of the run would round the updates of LoRA, and is none of vLLM's business, which has a dtype of its own
+        # the run's autocast would round LoRA's updates; vLLM computes in `dtype`
         with torch.autocast(next(network.parameters()).device.type, enabled=False):
             if self._engine is None:
                 self._engine = self._start(network)

@@ -101,7 +101,7 @@ def _set_arguments(
 
 def _below_classes(old: Any, new: Any) -> Any:
     """Returns what changes an argument, with `init_args` where the argument is a class: `reward.path` as `reward.init_args.path`."""
-    if not isinstance(old, dict) or not isinstance(new, dict):
+    if not isinstance(old, dict) or not isinstance(new, dict) or "class_path" in new:
         return new
     if "class_path" in old and not any(key in new for key in OF_A_CLASS):
         return {"init_args": _below_classes(old.get("init_args"), new)}
