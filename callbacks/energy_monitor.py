@@ -97,7 +97,7 @@ class EnergyMonitor(Callback):
         if not float(trainer.strategy.reduce(readable, reduce_op="sum")):
             raise ConfigError(
                 f"EnergyMonitor: no energy counter can be read: {why_not(self.rapl)}.\n"
-                "Give the power of the run's devices, for a modelled figure: --trainer.callbacks.watts=350"
+                "For a modelled figure, give EnergyMonitor the power of the run's devices, such as watts: 350."
             )
 
     def on_train_batch_end(

@@ -30,8 +30,13 @@ LOSS_DIVISOR = 4096.0
 
 @technique(
     paper="An Empirical Model of Large-Batch Training, arXiv:1812.06162, equation 2.9 and appendix A.1",
-    conflicts={"DeepSpeedZero": "its gradients are flat shards of many weights; take FSDP or DDP"},
-    before=("SkipStep", "GradientClip", "ActivationMonitor", "AttentionMonitor"),
+    conflicts={
+        "DeepSpeedZero": "its gradients are flat shards of many weights; take FSDP or DDP",
+        "OOMGuard": "it computes micro-batches in parts and repeats them; set data.batch_size to what fits",
+    },
+    # the halves are computed before others listen to the step, and after the clock has seen the batch come
+    before=("SkipStep", "GradientClip", "ActivationMonitor", "AttentionMonitor", "LossBreakdown"),
+    after=("StepTime",),
     offers=("gradient_noise_scale",),
     observer=True,
 )
@@ -41,8 +46,8 @@ class GradientNoiseScale(Callback):
     A batch of that many tokens needs twice the steps of a very large one, and half of its tokens. Much smaller batches waste
     steps, much larger ones tokens. |G|^2 and tr(S) are estimated without bias from the norm of the step's gradient and those
     of parts of its batch: of micro-batches, where there are several in a step; else of the halves of the micro-batch on each
-    rank, whose gradients are computed besides (one more forward and backward in the measured step). Moving averages of both
-    are taken before the division, as single estimates are noisy, and may be negative.
+    rank, whose gradients are computed besides: the measured step takes twice as long, 1% of the time of 100 steps. Moving
+    averages of both are taken before the division, as single estimates are noisy, and may be negative.
 
     Logged in every `every_n_steps`th optimizer step, once both averages are positive: `noise_scale/tokens`, and
     `noise_scale/batch_ratio`, over the label tokens of the step. Tokens of a row are not independent: the figure counts tokens
@@ -62,10 +67,10 @@ class GradientNoiseScale(Callback):
         trainer:
           callbacks+:
             - class_path: GradientNoiseScale
-              init_args: {every_n_steps: 50}
+              init_args: {every_n_steps: 100}
     """
 
-    def __init__(self, every_n_steps: int = 50, average: float = 0.9) -> None:
+    def __init__(self, every_n_steps: int = 100, average: float = 0.9) -> None:
         if every_n_steps < 1 or not 0 <= average < 1:
             raise ConfigError(
                 "GradientNoiseScale takes every_n_steps >= 1 and average from 0 to below 1, not "
@@ -123,7 +128,7 @@ class GradientNoiseScale(Callback):
         if trainer.accumulate_grad_batches == 1 and not self._sharded:
             self._measure_halves(trainer, pl_module, batch)
 
-    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Measures what a micro-batch added to the gradients."""
         if self._parts is None or pl_module.step_sums is None or self._squares is None:
             return
