@@ -116,12 +116,12 @@ class AttentionMonitor(SampledSteps):
             found["logits/max"] = output
         log_figures(trainer, found)
 
-    def _attended(self, index: int, module: Any, *call: Any) -> None:
-        if (
-            in_training_forward(module) and not call[0].is_meta
-        ):  # a pipeline asks for shapes on the meta device
+    def _attended(
+        self, index: int, module: Any, q: Tensor, k: Tensor, mask: Any, is_causal: bool, scale: float
+    ) -> None:
+        if in_training_forward(module) and not q.is_meta:  # a pipeline asks for shapes on the meta device
             sums, largest = self._sums[index], self._largest[index]
-            add_statistics(sums, largest, *call, cap=module.soft_cap, queries=self.queries)
+            add_statistics(sums, largest, q, k, mask, is_causal, scale, module.soft_cap, queries=self.queries)
 
     def _returned(self, network: Any, inputs: Any, hidden: Tensor) -> None:
         if not in_training_forward(network):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +15,12 @@ from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
 
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
+
 JOULES_PER_KWH = 3.6e6
+RAPL = "/sys/class/powercap"
+GIVE_WATTS = "For a modelled figure, give it the power of the run's devices, such as watts: 350"
 
 
 @technique(
@@ -54,7 +60,7 @@ class EnergyMonitor(Callback):
         self,
         watts: float | None = None,
         grams_per_kwh: float | None = None,
-        rapl: str = "/sys/class/powercap",
+        rapl: str = RAPL,
     ) -> None:
         for name, value in (("watts", watts), ("grams_per_kwh", grams_per_kwh)):
             if value is not None and not 0 < value < float("inf"):
@@ -62,6 +68,14 @@ class EnergyMonitor(Callback):
         self.watts, self.grams_per_kwh, self.rapl = watts, grams_per_kwh, rapl
         self._joules = 0.0
         self._counters: list[Counter | Clock] = []
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields an error where there is no counter, before a run on a CPU has begun; the machines of others may have one."""
+        watts, root = own.arguments.get("watts"), own.arguments.get("rapl", RAPL)
+        here = run.accelerator == "cpu" and run.devices == run.world_size and not run.offline
+        if watts is None and here and not rapl_counters(root):
+            yield f"no energy counter can be read: {why_not(root)}. {GIVE_WATTS}"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the energy up to the last logged step, and how it was found."""
@@ -96,8 +110,7 @@ class EnergyMonitor(Callback):
         readable = torch.tensor(float(len(self._counters)), device=pl_module.device)
         if not float(trainer.strategy.reduce(readable, reduce_op="sum")):
             raise ConfigError(
-                f"EnergyMonitor: no energy counter can be read: {why_not(self.rapl)}.\n"
-                "For a modelled figure, give EnergyMonitor the power of the run's devices, such as watts: 350."
+                f"EnergyMonitor: no energy counter can be read: {why_not(self.rapl)}.\n{GIVE_WATTS}"
             )
 
     def on_train_batch_end(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -23,6 +23,9 @@ from core.training.seeding import mix
 from toolkit.gradient_noise import estimate
 from toolkit.routing import RoutesTokens
 from toolkit.sharded_squares import ShardedSquares
+
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
 
 LOSS_DIVISOR = 4096.0
 """What the losses of a micro-batch are divided by where they are weighed later; see CONTRIBUTING, "What a callback finds"."""
@@ -84,6 +87,21 @@ class GradientNoiseScale(Callback):
         self._parts: list[tuple[Tensor, Tensor]] | None = None
         self._last: tuple[list[Tensor | None], Tensor] | None = None
         self._whole: Tensor | None = None
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields that a step of one row has no parts."""
+        rows, batches = run.argument("data.batch_size"), run.argument("trainer.accumulate_grad_batches")
+        rows = rows * batches if isinstance(rows, int) and isinstance(batches, int) else 2
+        if rows < 2:
+            yield (
+                "a step of one row has no parts to compare: set --data.batch_size or "
+                "--trainer.accumulate_grad_batches to 2 or more"
+            )
+        for item in run.selected:
+            smallest = item.arguments.get("smallest", 0.25) if item.name == "AdaptiveBatchSize" else 1.0
+            if smallest * rows < 2 <= rows:
+                yield f"a step of one row has no parts to compare: set smallest of {item.name} to {2 / rows:g} or more"
 
     @property
     def batch_ratio(self) -> float | None:

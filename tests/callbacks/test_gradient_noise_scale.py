@@ -7,8 +7,10 @@ import yaml
 from callbacks.gradient_noise_scale import GradientNoiseScale
 from conformance.runs import run
 from core.errors import ConfigError
+from core.technique import technique
 from tests.support.quadratic import LENGTH, NOISE_SCALE, ROWS
 from toolkit.gradient_noise import estimate
+from toolkit.selection import Run, Selected
 
 STEPS = 200
 
@@ -71,3 +73,16 @@ def test_the_estimate_is_exact_where_the_model_is():
 def test_what_is_out_of_range_is_refused():
     with pytest.raises(ConfigError, match="average from 0 to below 1"):
         GradientNoiseScale(average=1.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batches", "smallest", "message"),
+    [(1, 1, 1.0, "set --data.batch_size or"), (4, 1, 0.25, "set smallest of AdaptiveBatchSize to 0.5"), (2, 2, 0.5, None)],
+)  # fmt: skip
+def test_a_step_of_one_row_is_refused_before_the_run(rows, batches, smallest, message):
+    other = Selected(
+        "", "AdaptiveBatchSize", "", "callbacks", "", "", technique(paper=""), {"smallest": smallest}
+    )
+    config = {"data": {"init_args": {"batch_size": rows}}, "trainer": {"accumulate_grad_batches": batches}}
+    found = list(GradientNoiseScale.preflight(Run((other,), config), other))
+    assert [message in problem for problem in found] == ([True] if message else [])

@@ -45,7 +45,7 @@ LAYOUTS = [
     pytest.param(UNTIED, {"kind": "DDP"}, id="DDP", marks=pytest.mark.ci),
     pytest.param(UNTIED, {"tensor": 2, "sequence": 2}, id="tensor and sequence", marks=pytest.mark.ci),
     pytest.param(
-        UNTIED,
+        TIED,
         {"kind": "DeepSpeedZero", "stage": 3, "persistence_threshold": 0},
         id="ZeRO-3",
         marks=pytest.mark.ci,
