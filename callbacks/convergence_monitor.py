@@ -31,7 +31,7 @@ ENDS = ("converged", "over-fitting", "diverging")
     paper="slope and interval: Sen, JASA 63, 1968 (median of the slopes between all pairs; interval from Kendall's tau)",
     conflicts=NOT_RESTORABLE,
     after=("RandomRestart",),
-    before=("ExponentialMovingAverage", "GradientClip"),
+    before=("ExponentialMovingAverage",),
 )
 class ConvergenceMonitor(Callback):
     """Says from the last validations whether a run has converged, still falls, over-fits or diverges.

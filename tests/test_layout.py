@@ -8,7 +8,7 @@ import pytest
 from tests.conftest import HOUSE
 
 TESTS = HOUSE / "tests"
-ELSEWHERE = ("support", "benchmarks", "third_party", "conformance/broken")
+ELSEWHERE = ("support", "benchmarks", "faults", "third_party", "conformance/broken")
 """Folders that hold other modules than tests."""
 
 MODULES = sorted(path.relative_to(TESTS).as_posix() for path in TESTS.rglob("*.py"))

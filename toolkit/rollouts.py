@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from core.training.shards import full_tensor
 from toolkit.generation.rows import evaluating
 from toolkit.log_probabilities import log_probabilities
 from toolkit.shards import copy_to_shard
+
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
 
 __all__ = [
     "ADVANTAGES",
@@ -115,6 +118,9 @@ class Rollout(NamedTuple):
     reduce: Callable[[Tensor], Tensor]
 
 
+QUANTISED = "keeps no reference of quantised weights: set kl to 0 (or keep_reference to false), or leave BitsandbytesWeights out"
+
+
 class OnPolicyObjective(Objective):
     """An objective on answers that `Rollouts` samples from the network.
 
@@ -132,6 +138,13 @@ class OnPolicyObjective(Objective):
         self.keeps_reference = keeps_reference
         self.reference: Network | None = None
 
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields an error for a reference beside quantised weights."""
+        kept = own.arguments.get("kl") or own.arguments.get("keep_reference")
+        if kept and any(item.name == "BitsandbytesWeights" for item in run.selected):
+            yield f"{own.name} {QUANTISED}"
+
     def change_network(self, network: Network) -> None:
         """Makes the reference, of the size of a network that was just built; the network stays as it is."""
         if self.keeps_reference:
@@ -148,6 +161,8 @@ class OnPolicyObjective(Objective):
         now = dict(network.named_parameters())
         for name, parameter in self.reference.named_parameters():
             value = now[name].detach()
+            if value.is_floating_point() != parameter.is_floating_point():
+                raise ConfigError(f"{type(self).__name__} {QUANTISED}.")
             if not now[name].requires_grad and not hasattr(value, "to_local"):
                 parameter.data = value
             elif not resumed:

@@ -70,7 +70,8 @@ class Freeze(Adapter):
             chosen = [name for name in named if fnmatchcase(name, pattern)]
             if not chosen:
                 raise ConfigError(
-                    f"Freeze: no parameter of {type(network).__name__} is named {pattern!r}.{nearest(pattern, set(named))}"
+                    f"Freeze: no parameter of {type(network).__name__} is named {pattern!r}.{nearest(pattern, set(named))} "
+                    f"It has, for example, {', '.join([*named][-3:])}."
                 )
             for name in chosen:
                 if not named[name].is_floating_point():

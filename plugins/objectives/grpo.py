@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,8 +24,13 @@ from toolkit.rollouts import (
     token_weights,
 )
 
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
+
 BASELINES = ("group", "mean", "leave_one_out")
 WEIGHTS = ("tokens", "answers", "room")
+
+ALONE = "GRPO compares the answers to a prompt, and Rollouts samples 1 of each: set `samples` of Rollouts to 2 or more; 8 is usual"
 
 
 @technique(
@@ -95,13 +101,19 @@ class GRPO(OnPolicyObjective):
             raise ConfigError(f"GRPO: importance_cap={importance_cap} must be above 0, or null.")
         self.baseline, self.weigh, self.kl, self.importance_cap = baseline, weigh, kl, importance_cap
 
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields an error if each prompt has one answer."""
+        yield from super().preflight(run, own)
+        if any(
+            "rollouts" in one.declaration.offers and one.arguments.get("samples") == 1 for one in run.selected
+        ):
+            yield ALONE
+
     def prepare(self, network: Network, rollout: Rollout) -> None:
         """Adds advantages."""
         if rollout.samples < 2:
-            raise ConfigError(
-                f"GRPO compares the answers to a prompt, and Rollouts samples {rollout.samples} of each.\n"
-                "Set `samples` of Rollouts to 2 or more; 8 is usual."
-            )
+            raise ConfigError(f"{ALONE}.")
         for part in rollout.parts:
             part[CORRECTIONS] = importance_weights(part, self.importance_cap)
             part[ADVANTAGES] = group_advantages(part[REWARDS], rollout.samples, self.baseline)

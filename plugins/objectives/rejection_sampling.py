@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +13,14 @@ from core.errors import ConfigError
 from core.technique import Feature, technique
 from toolkit.log_probabilities import log_probabilities
 from toolkit.rollouts import REWARDS, OnPolicyObjective, Rollout
+
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
+
+ALONE = (
+    "RejectionSampling takes the best of several answers, and Rollouts samples 1 to each prompt: set `samples` of Rollouts to 2 "
+    "or more, or `at_least` of RejectionSampling"
+)
 
 
 @technique(
@@ -44,13 +53,20 @@ class RejectionSampling(OnPolicyObjective):
         super().__init__(keeps_reference=keep_reference)
         self.at_least = at_least
 
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields an error if each prompt has one answer, and any is good enough."""
+        yield from super().preflight(run, own)
+        alone = any(
+            "rollouts" in one.declaration.offers and one.arguments.get("samples") == 1 for one in run.selected
+        )
+        if alone and own.arguments.get("at_least") is None:
+            yield ALONE
+
     def prepare(self, network: Network, rollout: Rollout) -> None:
         """Leaves the best answer to each prompt in the parts."""
         if rollout.samples < 2 and self.at_least is None:
-            raise ConfigError(
-                "RejectionSampling takes the best of several answers, and Rollouts samples 1 to each prompt.\n"
-                "Set `samples` of Rollouts to 2 or more, or `at_least` of RejectionSampling."
-            )
+            raise ConfigError(f"{ALONE}.")
         for part in rollout.parts:
             groups = part[REWARDS].view(-1, rollout.samples)
             first = torch.arange(len(groups), device=groups.device) * rollout.samples

@@ -7,8 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from core import catalog
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.checkpoints.checkpoint import stored_config
 from plugins.checkpoints.finding import resolve
 from toolkit.chat_template import ChatTemplate, HasTemplate
 from toolkit.generation.prompts import PromptEncoder
@@ -56,6 +58,16 @@ class LearnedReward(Reward):
             self.path = resolve(str(Path(path).expanduser()), Path())
         except ConfigError as error:
             raise ConfigError(f"LearnedReward.path: {str(error).removeprefix('--ckpt_path ')}") from error
+        self._check_objective()
+
+    def _check_objective(self) -> None:
+        """Refuses, before a run begins, a checkpoint of a run with another objective; one of a class unknown here is read first."""
+        from plugins.objectives.reward_model import RewardModel
+
+        objective = (stored_config(self.path).get("model") or {}).get("objective") or {}
+        known = catalog.by_class_path(str(objective.get("class_path")))
+        if known and not issubclass(kind := known.load(), RewardModel):
+            raise ConfigError(_no_reward_model(self.path, kind))
 
     @cached_property
     def _stored(self) -> StoredObjective:
@@ -66,10 +78,7 @@ class LearnedReward(Reward):
 
         stored = load_objective(self.path)
         if not isinstance(stored.objective, RewardModel):
-            raise ConfigError(
-                f"LearnedReward.path: {self.path} was trained with {type(stored.objective).__name__}.\n"
-                "Give a checkpoint of a run with model.objective=RewardModel."
-            )
+            raise ConfigError(_no_reward_model(self.path, type(stored.objective)))
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         stored.network.to(device)
         stored.objective.to(device)
@@ -117,3 +126,10 @@ class LearnedReward(Reward):
             ended = text.rstrip()  # what follows the token that ends a turn is none of the answer
             ids = encoder.encode(ended if ended.endswith(tuple(encoder.special)) else text, leading=False)
         return ids[-longest:] if longest else ids
+
+
+def _no_reward_model(path: Path, objective: type) -> str:
+    return (
+        f"LearnedReward.path: {path} was trained with {objective.__name__}.\n"
+        "Give a checkpoint of a run with model.objective=RewardModel."
+    )

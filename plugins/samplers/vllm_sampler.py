@@ -8,17 +8,19 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor, nn
+
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.adapters.lora import NAMES, LoRALinear
 from plugins.checkpoints.foreign import CONFIG, read_json
 from plugins.checkpoints.matching import form_of
+from plugins.precision.layers import weight_of
 from toolkit.answers import Answer, Sampler
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from toolkit.hugging_face import HuggingFaceForm
     from toolkit.selection import Run, Selected
 
@@ -73,9 +75,12 @@ class VLLMSampler(Sampler):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error where ranks share the weights of a network while they sample."""
+        """Yields errors where ranks share the weights while they sample, and for adapters that no weight can express for vLLM."""
         if any((item.arguments.get("tensor") or 1) > 1 for item in run.selected):
             yield "VLLMSampler has an engine on each rank, and needs all weights there: set tensor to 1"
+        for item in run.selected:
+            if item.kind == "adapters" and item.name not in ("LoRA", "Freeze"):
+                yield f"VLLMSampler gives vLLM weights, into which LoRA alone is merged: take LoRA for {item.name}, or set sampler to null"
 
     def sample(
         self,
@@ -88,16 +93,20 @@ class VLLMSampler(Sampler):
     ) -> list[Answer]:
         """Samples with the weights of now; see `toolkit.answers.Sampler`."""
         weights = self._weights(network)
-        if self._engine is None:
-            self._engine = self._start(network)
-        self._engine.collective_rpc(_load, args=(weights,))
-        self._engine.reset_prefix_cache()  # keys and values of the weights before
-        if not prompts:
-            return []
+        # the run's autocast would round LoRA's updates; vLLM computes in `dtype`
+        with torch.autocast(next(network.parameters()).device.type, enabled=False):
+            if self._engine is None:
+                self._engine = self._start(network)
+            self._engine.collective_rpc(_load, args=(weights,))
+            self._engine.reset_prefix_cache()  # keys and values of the weights before
+            return self._generated(prompts, max_new_tokens, seeds, sorted(stop_ids)) if prompts else []
 
+    def _generated(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seeds: Sequence[int], stops: list[int]
+    ) -> list[Answer]:
         from vllm import SamplingParams
 
-        samples, stops = len(seeds) // len(prompts), sorted(stop_ids)
+        samples = len(seeds) // len(prompts)
         params = [
             SamplingParams(  # temperature 1 from all tokens are its defaults
                 max_tokens=max_new_tokens,
@@ -113,8 +122,8 @@ class VLLMSampler(Sampler):
         found = self._engine.generate(asked, params, use_tqdm=False)
         return [_answer(one.outputs[0], stops) for one in found]
 
-    def _weights(self, network: Network) -> list[tuple[str, Tensor]]:
-        """Returns the weights under the names of transformers, which vLLM reads."""
+    def _weights(self, network: Network) -> Iterator[tuple[str, Tensor]]:
+        """Returns the weights under the names of transformers, which vLLM reads; merged when it asks for them, one by one."""
         config = read_json(self.path, CONFIG)
         form = form_of(network, config)
         if form is None:
@@ -129,15 +138,19 @@ class VLLMSampler(Sampler):
             )
         own: dict[str, Any] = dict(network.named_parameters())
         own |= {name: value for name, value in network.named_buffers() if _has_place(form, name)}
-        for name, layer in network.named_modules():
+        layers = {name: layer for name, layer in network.named_modules() if isinstance(layer, nn.Linear)}
+        for name, layer in layers.items():
             if isinstance(layer, LoRALinear):
-                added = {f"{name}.{leaf}" for leaf in NAMES}
-                own = {key: value for key, value in own.items() if key not in added}
-                own[f"{name}.weight"] = layer.merged()
-        return [
-            (one.theirs, one.to_theirs([own[name].detach() for name in one.ours]))
-            for one in form.tensors(own)
-        ]
+                for leaf in NAMES:
+                    own.pop(f"{name}.{leaf}", None)
+
+        def weight(name: str) -> Tensor:
+            layer: Any = layers.get(name.removesuffix(".weight"))
+            if layer is None:
+                return own[name].detach()
+            return layer.merged() if isinstance(layer, LoRALinear) else weight_of(layer)
+
+        return ((one.theirs, one.to_theirs([weight(name) for name in one.ours])) for one in form.tensors(own))
 
     def _start(self, network: Network) -> Any:
         """Starts an engine in this process, one of as many as there are ranks."""

@@ -85,8 +85,8 @@ def main() -> None:
     """Prints a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--base_steps", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--base_steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=500)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     print(

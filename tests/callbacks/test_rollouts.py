@@ -331,6 +331,11 @@ MISTAKES = {
         ["--trainer.strategy=DeepSpeedZero", "--trainer.strategy.stage=3"],
         "DeepSpeedZero shards the network",
     ),
+    "GRPO": (["--trainer.callbacks.Rollouts.samples=1"], "Rollouts samples 1 of each"),
+    "RejectionSampling": (
+        ["--model.objective=RejectionSampling", "--trainer.callbacks.Rollouts.samples=1"],
+        "Rollouts samples 1 to each prompt",
+    ),
     "CausalLM": (["--model.objective=CausalLM"], "nothing in this run offers learns_from_rollouts"),
 }
 

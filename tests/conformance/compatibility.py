@@ -211,8 +211,11 @@ def together(group: Sequence[Part]) -> Part:
     overlay: dict[str, Any] = {}
     for part in group:
         merge(overlay, copy.deepcopy(part.overlay))
-    overlay["trainer"]["callbacks+"] = overlay["trainer"].pop("callbacks")  # behind those of the tiny run
-    assert len(overlay["trainer"]["callbacks+"]) >= len(group)
+    selected = overlay["trainer"].pop("callbacks")
+    # One may come with another, such as with what it reads, that has a part of its own.
+    once = {one if isinstance(one, str) else one["class_path"]: one for one in selected}
+    overlay["trainer"]["callbacks+"] = list(once.values())  # behind those of the tiny run
+    assert len(once) >= len(group)
     return Part(f"{len(group)} callbacks from {group[0].name}", overlay)
 
 

@@ -431,6 +431,7 @@ def _cases():
             tolerance=1e-4,
         ),
         Case("RejectionSampling", {}, config=on_policy("RejectionSampling"), exempt=ROLLOUTS),
+        Case("TrainingDoctor", {"every_n_steps": 4, "batches": 4}),
         Case("LossBreakdown", {"every_n_steps": 4, "first_bin": 4}),
         Case("CollectiveMonitor", {"every_n_steps": 4}),
         Case("Profile", {"at_step": 3, "steps": 1}),

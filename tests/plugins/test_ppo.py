@@ -5,10 +5,14 @@ import torch
 
 from core.contracts import IGNORED_LABEL
 from core.errors import ConfigError
+from plugins.adapters.lora import LoRA
+from plugins.cli.selection import describe
 from plugins.objectives.ppo import PPO, RETURNS, VALUES, advantages, token_rewards, whiten
+from plugins.precision.bitsandbytes_weights import BitsandbytesWeights
 from tests.support.rewarded import network, on_policy
 from toolkit.log_probabilities import log_probabilities
 from toolkit.rollouts import ADVANTAGES, OLD, REFERENCE, REWARDS, ROOM, SAMPLED, Rollout
+from toolkit.selection import Run
 
 ROWS, LENGTH = 4, 12
 
@@ -146,3 +150,13 @@ def test_the_reward_rises(seed, tmp_path):
     assert figures[0]["rollout/reward"] < 0.6
     assert sum(one["rollout/reward"] for one in figures[-4:]) / 4 > 0.8
     assert figures[-1]["rollout/kl"] < 1.0
+
+
+def test_a_reference_of_quantised_weights_is_refused_before_the_run_and_in_it(tmp_path):
+    own = describe("model.objective", PPO, "plugins.objectives.ppo.PPO", {"kl": 0.05})
+    other = describe("trainer.plugins.0", BitsandbytesWeights, "plugins.precision.bitsandbytes_weights.BitsandbytesWeights", {})  # fmt: skip
+    [said] = PPO.preflight(Run((own, other)), own)
+    assert said.startswith("PPO keeps no reference of quantised weights: set kl to 0")
+    assert not list(PPO.preflight(Run((own,)), own))
+    with pytest.raises(ConfigError, match="PPO keeps no reference of quantised weights"):
+        on_policy(tmp_path, PPO(), 1, callbacks=[LoRA(rank=2)], plugins=[BitsandbytesWeights()])

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 from core.errors import ConfigError, nearest
@@ -20,6 +21,9 @@ LISTS = ("callbacks", "plugins", "logger")
 
 PATHS = tuple(f"trainer.{name}" for name in LISTS)
 """Their positions in a configuration."""
+
+OF_A_CLASS = ("class_path", "init_args", "dict_kwargs")
+"""What a class is written with."""
 
 Positions = dict[tuple[str | int, ...], str]
 Merge = Callable[[dict[str, Any], dict[str, Any]], Any]
@@ -89,8 +93,31 @@ def _set_arguments(
     item: dict[str, Any], written: Positions, arguments: dict[str, Any], places: Positions, merge: Merge
 ) -> None:
     item["init_args"] = item.get("init_args") or {}
-    merge(item["init_args"], arguments)
-    written.update({("init_args", *rest): line for rest, line in places.items() if rest})
+    merge(item["init_args"], _below_classes(item["init_args"], arguments))
+    for rest, line in places.items():
+        if rest:
+            written[("init_args", *_path(item["init_args"], rest))] = line
+
+
+def _below_classes(old: Any, new: Any) -> Any:
+    """Returns what changes an argument, with `init_args` where the argument is a class: `reward.path` as `reward.init_args.path`."""
+    if not isinstance(old, dict) or not isinstance(new, dict) or "class_path" in new:
+        return new
+    if "class_path" in old and not any(key in new for key in OF_A_CLASS):
+        return {"init_args": _below_classes(old.get("init_args"), new)}
+    return {key: _below_classes(old.get(key), value) for key, value in new.items()}
+
+
+def _path(target: Any, keys: tuple[str | int, ...]) -> tuple[str | int, ...]:
+    """Returns the path of a value in the changed configuration."""
+    found: list[str | int] = []
+    for key in keys:
+        if isinstance(target, dict) and "class_path" in target and key not in OF_A_CLASS:
+            found.append("init_args")
+            target = target.get("init_args")
+        found.append(key)
+        target = target.get(key) if isinstance(target, dict) else None
+    return tuple(found)
 
 
 def _not_there(name: str, key: str, items: list[dict[str, Any]]) -> str:
@@ -165,6 +192,10 @@ def _lay(
     places.setdefault((name,), option)
     places[(name, *keys)] = option
     target = changes[name] = changes.get(name) or {}
-    for key in keys[:-1]:
+    for key, following in pairwise(keys):
+        if isinstance(target.get(key), str):  # a class, which an argument before this one has named
+            target[key] = {"class_path": target[key]}
         target = target.setdefault(key, {})
+        if "class_path" in target and following not in OF_A_CLASS:
+            target = target.setdefault("init_args", {})
     target[keys[-1]] = value

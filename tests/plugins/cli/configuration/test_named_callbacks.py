@@ -72,6 +72,33 @@ def test_one_that_is_added_and_changed_by_arguments_stands_once(write, first, ad
     assert request.arguments == []
 
 
+NESTED = """
+trainer:
+  callbacks:
+    - class_path: Rollouts
+      init_args:
+        reward: {class_path: LearnedReward, init_args: {path: runs/reward, batch_size: 4}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--callbacks.Rollouts.reward.path=best"], {"path": "best", "batch_size": 4}),
+        (["--trainer.callbacks.Rollouts.reward.init_args.path=best"], {"path": "best", "batch_size": 4}),
+        (["--callbacks.Rollouts.reward=LearnedReward", "--callbacks.Rollouts.reward.path=best"], {"path": "best", "batch_size": 4}),
+        (["--callbacks.Rollouts.reward=ExactAnswer", "--callbacks.Rollouts.reward.field=result"], {"field": "result"}),
+    ],
+)  # fmt: skip
+def test_arguments_of_an_argument_that_is_a_class(write, arguments, expected):
+    request = prepare([write("nested.yaml", NESTED), *arguments])
+    [rollouts] = request.composed.values["trainer"]["callbacks"]
+    assert rollouts["init_args"]["reward"]["init_args"] == expected
+    at = ("trainer", "callbacks", 0, "init_args", "reward", "init_args")
+    name, _, _ = arguments[-1].partition("=")
+    assert request.composed.positions[(*at, name.rpartition(".")[2])] == name
+
+
 def test_a_mapping_in_a_file_changes_adds_and_takes_out(write):
     change = write(
         "change.yaml",

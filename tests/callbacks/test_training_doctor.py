@@ -1,0 +1,115 @@
+"""TrainingDoctor and the command `doctor`: on real runs, through the command line; what is measured of networks and gradients."""
+
+import copy
+
+import pytest
+import torch
+import yaml
+
+from callbacks.training_doctor import TrainingDoctor
+from core.errors import ConfigError
+from plugins.optimizers.adamw import AdamW
+from tests.support.cli_runs import core  # noqa: F401
+from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
+from toolkit.diagnosis.network_probes import blocks_of_zeros, inner_state, visibility
+
+
+def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F811
+    """A rate a thousand times too high, from the command line to the remedy, which is laid over the config again."""
+    wrong = ["--trainer.callbacks+=TrainingDoctor", "--model.optimizer=AdamW", "--model.optimizer.lr=5.0"]
+    done = core(
+        "fit", "--config", "tiny", *wrong, "--trainer.logger=MetricsCSV", "--trainer.log_every_n_steps=1"
+    )
+    assert done.code == 0, done.err
+    [line] = [line for line in done.err.splitlines() if "rate too high" in line]
+    assert line.startswith("TrainingDoctor: rate too high since step 1 (")
+    remedy = tmp_path / "runs/tiny/doctor/remedy-rate_too_high.yaml"
+    rate = yaml.safe_load(remedy.read_text())["model"]["optimizer"]["init_args"]["lr"]
+    assert 1e-4 < rate < 0.05
+    remedy.replace(tmp_path / "remedy.yaml")
+    again = core("doctor", "runs/tiny")
+    assert again.code == 0, again.err
+    assert line.removeprefix("TrainingDoctor: ") in again.out.splitlines()
+    assert f"  --config {remedy.relative_to(tmp_path)}" in again.out.splitlines()
+    checked = core("check", "--config", "tiny", *wrong[:2], "--config", str(remedy))
+    assert checked.code == 0, checked.err
+    mistaken = core("doctor", "runs/tin")
+    assert (mistaken.code, mistaken.out) == (2, "")
+    assert "There is no run folder runs/tin. Did you mean runs/tiny?" in mistaken.err
+
+
+def examined(tmp_path, *others, **options):
+    doctor = TrainingDoctor(every_n_steps=2)
+    trained = module(tiny_gpt, optimizer=lambda groups: AdamW(groups, lr=1e-3))
+    fit(tmp_path, trained, uneven_batches(8), [*others, doctor], max_epochs=1, **options)
+    return doctor
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}])
+def test_gradients_are_those_of_the_loss(options, tmp_path):
+    """Computed again, with another order of sums: to float32's rounding."""
+    doctor = examined(tmp_path, **options)
+    for name in ("ratio", "cosine"):
+        values = doctor.history.series(f"doctor/gradient_{name}").values
+        assert len(values) >= 3
+        torch.testing.assert_close(
+            torch.tensor(values), torch.ones(len(values)).double(), rtol=1e-5, atol=1e-5
+        )
+    # a sum that cancels may be 0 in one order alone
+    assert doctor.history.series("doctor/gradients_lost").values.max() < 1e-3
+    assert not doctor.history.series("doctor/weights_unchanged").values.any()
+    assert not doctor.history.series("doctor/optimizer_steps_behind").values.any()
+
+
+def test_training_is_bitwise_the_same(tmp_path):
+    weights = []
+    for callbacks in ([], [TrainingDoctor(every_n_steps=1)]):
+        trained = module(lambda: tiny_gpt(dropout=0.3))
+        fit(tmp_path, trained, uneven_batches(6), callbacks, max_epochs=1)
+        weights.append([p.detach().clone() for p in trained.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_what_a_network_sees_is_measured():
+    torch.manual_seed(0)
+    network = tiny_gpt(position="rotary").eval()
+    [batch] = uneven_batches(1)
+    assert visibility(network, batch) == {"doctor/sees_future": 0.0}
+    ids = torch.tensor([[0] * 5 + [1] * 7] * 2)
+    positions = torch.tensor([[*range(5), *range(7)]] * 2)
+    separate = batch | {"document_ids": ids, "position_ids": positions}
+    assert visibility(network, separate)["doctor/sees_documents"] == 0.0
+    mixed = separate | {"document_ids": torch.zeros_like(ids)}
+    assert visibility(network, mixed)["doctor/sees_documents"] > 0.01
+    for block in network.blocks:
+        block.attention.causal = False
+    assert visibility(network, batch)["doctor/sees_future"] > 0.01
+
+
+def test_attention_units_and_zeros_are_measured():
+    torch.manual_seed(0)
+    network = tiny_gpt(activation="relu")
+    [batch] = uneven_batches(1)
+    plain = inner_state(network, batch)
+    assert plain["doctor/attention_entropy"] > 0.99  # small weights: equal attention
+    assert plain["doctor/dead_units"] < 0.1
+    broken = copy.deepcopy(network)
+    with torch.no_grad():
+        broken.blocks[1].mlp.up_proj.bias.fill_(-100.0)
+        broken.blocks[0].attention.q_proj.weight.mul_(1e4)
+        for parameter in broken.blocks[1].attention.parameters():
+            parameter.zero_()
+    found = inner_state(broken, batch)
+    assert found["doctor/attention_entropy"] < 0.1
+    assert found["doctor/dead_units"] == 1.0
+    assert blocks_of_zeros(broken) == 0
+    with torch.no_grad():
+        for parameter in broken.blocks[1].parameters():
+            parameter.zero_()
+    assert blocks_of_zeros(broken) == 1
+
+
+def test_mistakes():
+    for options in ({"every_n_steps": 0}, {"batches": -1}, {"least_confidence": 1.5}):
+        with pytest.raises(ConfigError, match="TrainingDoctor takes"):
+            TrainingDoctor(**options)

@@ -1,0 +1,56 @@
+"""The fault kit: its halves, and a few faults from injection to remedy."""
+
+import re
+
+import pytest
+import yaml
+
+from tests.conftest import HOUSE
+from tests.faults.__main__ import configuration, folder_of, record
+from tests.faults.catalogue import FAULTS
+from tests.faults.recipes import RECIPES
+from tests.faults.report import final_loss, judged
+
+SHOWN = {
+    "rate x30": "gpt",
+    "labels are the inputs": "llama",
+    "gradients never zeroed": "moe",
+    "blocks frozen": "gpt",
+    "positions run on": "moe",
+    "schedule ends at a fifth": "gpt",
+}
+
+
+def test_half_of_the_faults_are_held_out_and_all_causes_are_explained():
+    assert len(FAULTS) >= 40
+    assert sum(fault.held_out for fault in FAULTS) == len(FAULTS) / 2
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    guide = (HOUSE / "docs/diagnosis.md").read_text(encoding="utf-8")
+    explained = set(re.findall(r"`([a-z0-9_]+)`", guide.partition("## Causes")[2]))
+    rules = "".join(path.read_text(encoding="utf-8") for path in (HOUSE / "toolkit/diagnosis").glob("*.py"))
+    for cause in {fault.cause for fault in FAULTS}:
+        assert cause in explained
+        assert f'"{cause}"' in rules
+
+
+@pytest.mark.ci
+def test_a_clean_run_has_no_alarm_and_faults_are_named(tmp_path):
+    found = {}
+    faults = {fault.name: fault for fault in FAULTS}
+    for name, recipe in SHOWN.items():
+        folder = folder_of(tmp_path, faults[name], recipe, 0)
+        record(configuration(faults[name], recipe, 0, tmp_path), folder)
+        found[name] = judged(folder).first
+    assert {name: finding.cause for name, finding in found.items()} == {
+        name: faults[name].cause for name in SHOWN
+    }
+    for recipe in RECIPES:
+        folder = folder_of(tmp_path, None, recipe, 0)
+        record(configuration(None, recipe, 0, tmp_path), folder)
+        assert judged(folder).first is None
+    clean = configuration(None, "gpt", 0, tmp_path)
+    fault = faults["blocks frozen"]
+    assert configuration(fault, "gpt", 0, tmp_path, dict(found[fault.name].remedy)) == clean
+    told = folder_of(tmp_path, fault, "gpt", 0) / "doctor" / "remedy-frozen_weights.yaml"
+    assert yaml.safe_load(told.read_text()) == found[fault.name].remedy  # live, the same is said
+    assert final_loss(folder_of(tmp_path, None, "gpt", 0)) < 4.5

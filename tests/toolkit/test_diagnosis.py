@@ -1,0 +1,239 @@
+"""The rules of a diagnosis on given figures; reading and writing; what is measured of data, against closed forms."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from core.errors import ConfigError
+from toolkit.diagnosis import Case, History, diagnose, read_history
+from toolkit.diagnosis.data_probes import label_counts, neighbours, position_counts, repeated_rows, seen_spans
+from toolkit.diagnosis.report import read_config, remedy_text
+
+CONFIG = {
+    "trainer": {"max_steps": 100, "gradient_clip_val": 1.0, "callbacks": []},
+    "model": {
+        "network": {"class_path": "GPT", "init_args": {"vocab_size": 256}},
+        "objective": {"class_path": "CausalLM"},
+        "optimizer": {"class_path": "AdamW", "init_args": {"lr": 6e-3}},
+        "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 10}},
+    },
+    "data": {"class_path": "PretrainDataModule", "init_args": {"packing": {"class_path": "Concatenate"}}},
+}
+
+
+def healthy(steps=40):
+    """Figures of a run without fault."""
+    history = History()
+    for step in range(1, steps + 1):
+        rate = 6e-3 * min(step / 10, 1)
+        loss = 2.5 + 3 * np.exp(-step / 10) + 0.03 * np.sin(7 * step)
+        history.add(step, {"train/loss": loss, "train/lr": rate, "train/grad_norm": 1.0 + 0.2 * np.sin(step)})
+        if step & (step - 1) == 0:
+            measured = {
+                "update_ratio": 0.2 * rate / 6e-3,
+                "gradient_ratio": 1.0,
+                "gradient_cosine": 1.0,
+                "gradients_lost": 0.0,
+                "weights_unchanged": 0.0,
+                "optimizer_steps_behind": 0.0,
+                "anchor_loss": loss,
+                "plain_loss": loss,
+                "max_logit": 4.0,
+                "logit_deviation": 0.5,
+            }
+            history.add(step, {f"doctor/{name}": value for name, value in measured.items()})
+    data = {
+        "labels_same": 0.04,
+        "labels_next": 1.0,
+        "labels_after_next": 0.04,
+        "labelled": 1.0,
+        "sees_future": 0.0,
+    }
+    data |= {
+        "repeated_rows": 0.0,
+        "validation_seen": 0.01,
+        "neighbours_alike": 0.5,
+        "round_trip": 1.0,
+        "frozen": 0.0,
+    }
+    history.add(1, {f"doctor/{name}": value for name, value in data.items()})
+    return history
+
+
+def with_figure(name, value, steps=(1, 2, 4)):
+    def change(history):
+        for step in steps:
+            history.add(step, {name: value})
+
+    return change
+
+
+def jump(history, anchor):
+    before = float(history.series("train/loss").values[-1])
+    history.add(41, {"train/loss": before + 2.0, "doctor/anchor_loss": 2.5 + anchor})
+
+
+CASES = {
+    "labels_shifted": lambda history: history.add(1, {"doctor/labels_next": 0.05, "doctor/labels_same": 1.0}),
+    "few_labels": with_figure("doctor/labelled", 0.05, (1,)),
+    "mask_leak": with_figure("doctor/sees_documents", 0.2, (1,)),
+    "position_ids": with_figure("doctor/positions_wrong", 0.5, (1,)),
+    "tokenizer_mismatch": with_figure("doctor/round_trip", 0.2, (1,)),
+    "duplicates": with_figure("doctor/repeated_rows", 0.5, (1,)),
+    "not_shuffled": with_figure("doctor/neighbours_alike", 20.0, (1,)),
+    "validation_leak": with_figure("doctor/validation_seen", 0.9, (1,)),
+    "sees_future": with_figure("doctor/sees_future", 0.3, (1,)),
+    "non_finite": with_figure("train/grad_norm", float("nan"), (41,)),
+    "fp16_underflow": with_figure("doctor/gradients_lost", 0.4),
+    "stale_gradients": with_figure("doctor/gradient_cosine", 0.5),
+    "gradient_scale": with_figure("doctor/gradient_ratio", 4.0),
+    "weights_not_updated": with_figure("doctor/weights_unchanged", 0.3),
+    "frozen_weights": with_figure("doctor/frozen", 0.3, (1,)),
+    "optimizer_state_lost": with_figure("doctor/optimizer_steps_behind", 30.0, (41,)),
+    "logit_growth": lambda history: (
+        [history.add(s, {"doctor/logit_deviation": s / 2}) for s in (36, 38, 40)]
+        and history.add(50, {"doctor/logit_deviation": 40.0})
+    ),
+    "dead_units": with_figure("doctor/initial_dead_units", 0.999, (1,)),
+    "attention_collapse": with_figure("doctor/initial_attention_entropy", 0.01, (1,)),
+    "data_bound": with_figure("time/data_share", 0.7, range(1, 9)),
+    "straggler": with_figure("time/slowest_rank_ratio", 2.0, range(1, 9)),
+    "communication_bound": with_figure("time/communication_share", 0.6, range(1, 9)),
+    "fragmentation": with_figure("memory/fragmentation", 0.6, range(1, 9)),
+    "batch_too_small": with_figure("noise_scale/batch_ratio", 100.0, range(1, 9)),
+    "spike_by_data": lambda history: jump(history, 0.1),
+    "spike_by_optimizer": lambda history: jump(history, 1.9),
+}
+
+
+def causes(history, config=CONFIG):
+    return [finding.cause for finding in diagnose(Case(history, config))]
+
+
+def test_a_healthy_run_has_no_findings():
+    assert causes(healthy()) == []
+    assert causes(History()) == []
+
+
+@pytest.mark.parametrize("cause", CASES)
+def test_a_cause_is_found_by_its_figures(cause):
+    history = healthy()
+    CASES[cause](history)
+    assert causes(history)[0] == cause
+
+
+def changed(path, value):
+    config = yaml.safe_load(yaml.safe_dump(CONFIG))
+    *parents, last = path.split(".")
+    inner = config
+    for key in parents:
+        inner = inner.setdefault(key, {})
+    inner[last] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    ("cause", "path", "value"),
+    [
+        ("weight_decay_too_large", "model.optimizer.init_args.weight_decay", 30.0),
+        ("epsilon_too_large", "model.optimizer.init_args.eps", 1.0),
+        ("clip_too_low", "trainer.gradient_clip_val", 1e-6),
+        ("warmup_too_long", "model.lr_scheduler.init_args.warmup_steps", 0.9),
+    ],
+)
+def test_a_setting_is_found_with_what_it_does(cause, path, value):
+    config = changed(path, value)
+    [finding] = diagnose(Case(healthy(), config))
+    assert finding.cause == cause
+    remedied: object = finding.remedy
+    for key in path.split("."):
+        remedied = remedied[key]
+    assert remedied != value
+    assert yaml.safe_load(remedy_text(finding)) == finding.remedy  # the finding is a comment
+
+
+def test_another_rate_is_that_of_the_rule_of_thumb():
+    history = healthy()
+    for step in (1, 2, 4, 8):
+        rate = 0.5 * min(step / 10, 1)
+        history.add(step, {"train/lr": rate, "doctor/update_ratio": rate / 0.02})
+    [finding] = diagnose(Case(history, changed("model.optimizer.init_args.lr", 0.5)))
+    assert (finding.cause, finding.since) == ("rate_too_high", 1)
+    assert finding.remedy["model"]["optimizer"]["init_args"]["lr"] == pytest.approx(3 / 10 * 0.02)
+
+
+def test_a_part_of_another_package_is_taken_out_or_unwrapped():
+    history = healthy()
+    with_figure("doctor/gradient_ratio", 4.0)(history)
+    foreign = {"class_path": "acme.Accumulate", "init_args": {}}
+    [finding] = diagnose(Case(history, changed("trainer.callbacks", [foreign, {"class_path": "LossCurve"}])))
+    assert finding.remedy == {"trainer": {"callbacks": {"acme.Accumulate": None}}}
+    history = healthy()
+    with_figure("doctor/repeated_rows", 0.5, (1,))(history)
+    wrapped = {"class_path": "acme.Packing", "init_args": {"inner": {"class_path": "BestFit"}}}
+    [finding] = diagnose(Case(history, changed("data.init_args.packing", wrapped)))
+    assert finding.remedy["data"]["init_args"]["packing"] == {"class_path": "BestFit"}
+
+
+def test_history_goes_back_and_is_bounded(tmp_path):
+    history = History()
+    for step in range(1, 20_000):
+        history.add(step, {"a": step})
+    series = history.series("a")
+    assert len(series) < 4000
+    assert (series.steps == series.values).all()
+    assert series.steps[-1] == 19_999
+    history.add(100, {"a": -1.0})  # a rollback
+    assert history.series("a").steps[-1] == 100
+    again = History()
+    again.load_state_dict(history.state_dict())
+    assert again.state_dict() == history.state_dict()
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,train/loss\n1,2.5\n2,\n3,nan\n4,1.0")  # the last line is not finished
+    found = read_history(path).series("train/loss")
+    assert found.steps.tolist() == [1, 3]
+    path.write_text("no,table\n1,2\n")
+    with pytest.raises(ConfigError, match="not as MetricsCSV writes it"):
+        read_history(path)
+    (tmp_path / "config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match="not as `fit` writes it"):
+        read_config(tmp_path)
+
+
+def shares(counts):
+    return {name.removeprefix("doctor/"): hits / total for name, (hits, total) in counts.items()}
+
+
+def batches(count=16, rows=4, length=24, seed=0):
+    stream = torch.randint(0, 500, (count, rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": part[:, :-1], "labels": part[:, 1:].clone()} for part in stream]
+
+
+def test_labels_rows_and_positions_are_counted():
+    found = batches(4)
+    found[0]["labels"][:, :12] = -100
+    share = shares(label_counts(found))
+    assert share["labels_next"] == 1.0
+    assert share["labelled"] == 1 - 4 * 12 / (4 * 4 * 24)
+    assert share["labels_same"] < 0.02
+    assert shares(repeated_rows([*found, found[1]]))["repeated_rows"] == 4 / 20
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2]])
+    batch = {"document_ids": ids, "labels": torch.ones(1, 6, dtype=torch.int64)}
+    right = shares(position_counts([batch | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}]))
+    assert right == {"documents_per_row": 3.0, "positions_wrong": 0.0}
+    wrong = shares(position_counts([batch | {"position_ids": torch.arange(6)[None]}]))
+    assert wrong["positions_wrong"] == 0.5
+
+
+def test_order_and_leaks_are_measured():
+    found = batches(32)
+    assert abs(shares(neighbours(found, 500))["neighbours_alike"]) < 4
+    for index, batch in enumerate(found):
+        batch["input_ids"] = batch["input_ids"] // 8 + 12 * index % 400  # topics, one after the other
+    assert shares(neighbours(found, 500))["neighbours_alike"] > 5
+    training, others = batches(40, seed=1), batches(8, seed=2)
+    assert shares(seen_spans(others, training, 1.0))["validation_seen"] == 0.0
+    half = [*others[:4], *training[:4]]
+    assert shares(seen_spans(half, training, 1.0))["validation_seen"] == pytest.approx(0.5 / 0.75)
+    assert shares(seen_spans(training[:8], training, 1.0))["validation_seen"] == pytest.approx(1 / 0.75)

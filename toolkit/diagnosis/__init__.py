@@ -1,0 +1,42 @@
+"""Diagnosis of a run from its figures and its configuration: causes, evidence, remedies.
+
+`diagnose` goes through all rules. A rule is a function of a `Case` alone, so that a live run and a finished one are judged
+alike; rules of one field are in one module. `data_probes` and `network_probes` measure what no figure of training shows.
+"""
+
+from __future__ import annotations
+
+from toolkit.diagnosis import data, gradients, network, optimization, speed
+from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.history import History, read_history
+from toolkit.diagnosis.report import read_config, write_remedy
+
+__all__ = [
+    "RULES",
+    "Case",
+    "Finding",
+    "History",
+    "Rule",
+    "diagnose",
+    "read_config",
+    "read_history",
+    "write_remedy",
+]
+
+RULES: tuple[Rule, ...] = (
+    *data.RULES,
+    *network.RULES,
+    *gradients.RULES,
+    *optimization.RULES,
+    *speed.RULES,
+)
+
+
+def diagnose(case: Case) -> list[Finding]:
+    """Returns what is found, the most certain first; each cause once."""
+    found: dict[str, Finding] = {}
+    for rule in RULES:
+        for finding in rule(case):
+            if finding.cause not in found or found[finding.cause].confidence < finding.confidence:
+                found[finding.cause] = finding
+    return sorted(found.values(), key=lambda finding: (-finding.confidence, finding.since))

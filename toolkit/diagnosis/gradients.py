@@ -1,0 +1,151 @@
+"""Rules about gradients and updates: what the optimizer gets is not the gradient of the loss, or does not arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.parts import guard_remedy, suspects, without_callbacks
+
+
+def _advice(case: Case, otherwise: str) -> str:
+    return f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else otherwise
+
+
+def non_finite(case: Case) -> Iterator[Finding]:
+    """A loss or gradient is not a number."""
+    for name in ("train/grad_norm", "train/loss"):
+        series = case.series(name)
+        bad = ~np.isfinite(series.values)
+        if bad.any() and np.isfinite(series.values[:1]).all():
+            step = series.first_step(bad)
+            yield Finding(
+                "non_finite", step, f"{name} is {series.values[bad][0]:g}", 0.97,
+                "Drop such steps, or go back before them; NonFiniteGuard names the module", guard_remedy(case, step),
+            )  # fmt: skip
+            return
+
+
+def underflow(case: Case) -> Iterator[Finding]:
+    """Many gradients are zero that the loss does not make zero."""
+    lost = case.series("doctor/gradients_lost")
+    bad = lost.values > 0.05
+    if bad.any():
+        scale = case.option("trainer.precision")
+        scaled = [item for item in case.option("trainer.plugins", []) or [] if "FP16Mixed" in str(item)]
+        remedy = (
+            {"trainer": {"plugins": {"FP16Mixed": {"init_scale": 65536.0, "growth_interval": 2000}}}}
+            if scaled
+            else {}
+        )
+        yield Finding(
+            "fp16_underflow", lost.first_step(bad), f"{lost.values[bad][-1]:.0%} of the gradients are zero that are not, "
+            f"computed again (precision {scale or '32-true'})", 0.95,
+            "Scale the loss as FP16Mixed does, or train in bf16-mixed", remedy or without_callbacks(case),
+        )  # fmt: skip
+
+
+def unlike_the_loss(case: Case) -> Iterator[Finding]:
+    """Gradients differ from those of the loss in length or direction."""
+    ratio, cosine = case.series("doctor/gradient_ratio"), case.series("doctor/gradient_cosine")
+    if not len(ratio) or (case.series("doctor/gradients_lost").values > 0.05).any():
+        return
+    turned = cosine.values < 0.9
+    if turned.any():
+        worst = float(cosine.values[turned].min())
+        yield Finding(
+            "stale_gradients", cosine.first_step(turned), f"the gradients of a step point elsewhere than those of its loss "
+            f"(cosine {worst:.2f}), as if earlier ones were kept", 0.93,
+            _advice(case, "Zero gradients before each step"), without_callbacks(case),
+        )  # fmt: skip
+        return
+    wrong = (ratio.values > 1.5) | (ratio.values < 0.67)
+    if wrong.any() and ratio.values[np.isfinite(ratio.values)].size:
+        accumulated = case.number("trainer.accumulate_grad_batches", 1)
+        yield Finding(
+            "gradient_scale", ratio.first_step(wrong), f"gradients are {np.median(ratio.values[wrong]):.3g} times those of the "
+            f"mean loss ({accumulated:.0f} micro-batches)", 0.9,
+            _advice(case, "Average gradients over micro-batches and ranks once"), without_callbacks(case),
+        )  # fmt: skip
+
+
+def weights_not_updated(case: Case) -> Iterator[Finding]:
+    """Weights with a gradient stay as they are."""
+    share, rate = case.series("doctor/weights_unchanged"), case.series("train/lr")
+    stopped = rate.steps[rate.values <= 0]
+    bad = (share.values > 0.02) | np.isin(share.steps, stopped)
+    if bad.all() and (share.values > 0.02).sum() > len(stopped):
+        yield Finding(
+            "weights_not_updated", share.first_step(bad), f"{share.values[-1]:.0%} of the weights have a gradient and do not "
+            "change", 0.94, _advice(case, "Give the optimizer all parameters"), without_callbacks(case),
+        )  # fmt: skip
+
+
+def frozen(case: Case) -> Iterator[Finding]:
+    """Weights are not trained, without an adapter or a pattern that says so."""
+    share = case.last("doctor/frozen")
+    said = any(
+        str(item.get("class_path", "")).rpartition(".")[2] in ADAPTERS
+        or "adapters" in str(item.get("class_path"))
+        for item in case.callbacks()
+    )
+    if share > 0 and not said:
+        yield Finding(
+            "frozen_weights", 1, f"{share:.0%} of the weights are not trained, and no adapter is selected", 0.9,
+            _advice(case, "Set requires_grad"), without_callbacks(case),
+        )  # fmt: skip
+
+
+ADAPTERS = ("BottleneckAdapter", "Freeze", "IA3", "LoRA", "PTuning", "PrefixTuning", "PromptTuning")
+
+
+def by_depth(case: Case) -> Iterator[Finding]:
+    """Gradients grow or fade from block to block."""
+    blocks = case.blocks("gradient_norm")
+    if len(blocks) < 2 or not len(blocks[0]):
+        return
+    first, last = (np.array([b.values[i] for i in range(min(len(b), 3))]) for b in (blocks[0], blocks[-1]))
+    count = min(len(first), len(last))
+    if count < 1 or not (first[:count] > 0).all() or not (last[:count] > 0).all():
+        return
+    growth = float(np.median(first[:count] / last[:count])) ** (1 / (len(blocks) - 1))
+    if growth > 30 or growth < 1 / 1000:
+        cause = "exploding_gradients" if growth > 1 else "vanishing_gradients"
+        yield Finding(
+            cause, int(blocks[0].steps[0]), f"from a block to the one before it gradients change by a factor of {growth:.3g}",
+            0.88, _advice(case, "Take pre-norm blocks, and clip gradients"),
+            without_callbacks(case) or {"trainer": {"gradient_clip_val": 1.0}},
+        )  # fmt: skip
+
+
+def dead_block(case: Case) -> Iterator[Finding]:
+    """A block has no gradient."""
+    zeros = case.last("doctor/blocks_of_zeros")
+    if zeros > 0:
+        yield Finding(
+            "dead_block", 1, f"{zeros:.0f} blocks have matrices of zeros alone", 0.93,
+            _advice(case, "Initialise its weights"), without_callbacks(case),
+        )  # fmt: skip
+        return
+    blocks = case.blocks("gradient_norm")
+    if len(blocks) < 2 or len(blocks[0]) < 2 or case.last("doctor/frozen") > 0:
+        return
+    count = min(4, *map(len, blocks))
+    norms = np.array([np.nan_to_num(block.values[:count], posinf=0.0) for block in blocks])
+    dead = (norms < DEAD * norms.max(0)).all(1)
+    if dead.any():
+        index = int(np.argmax(dead))
+        yield Finding(
+            "dead_block", int(blocks[index].steps[0]), f"block {index} has gradients below {DEAD:g} of those of others", 0.89,
+            _advice(case, "Initialise its weights"), without_callbacks(case),
+        )  # fmt: skip
+
+
+DEAD = 1e-8
+"""Gradients that are no longer small, but none."""
+
+RULES: tuple[Rule, ...] = (
+    non_finite, underflow, unlike_the_loss, weights_not_updated, frozen, by_depth, dead_block,
+)  # fmt: skip

@@ -1,0 +1,91 @@
+"""Parts of a run that may be at fault because they are not leyden's, and what takes their place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from core import catalog
+from toolkit.diagnosis.case import Case
+
+OURS = ("core.", "toolkit.", "plugins.", "callbacks.", "datamodules.", "lightning.", "torch.")
+
+
+def is_known(class_path: str) -> bool:
+    """Returns whether a class is leyden's, Lightning's or torch's, or is named by a short name."""
+    return "." not in class_path or class_path.startswith(OURS)
+
+
+def packing_remedy(case: Case) -> dict[str, Any]:
+    """Returns the overlay that takes the packing which a foreign one wraps, or Concatenate in its place; else nothing."""
+    packing = case.option("data.packing")
+    if not isinstance(packing, Mapping) or is_known(str(packing.get("class_path", ""))):
+        return {}
+    inner = _inner(packing)
+    if inner is None:
+        documents = case.last("doctor/documents_per_row") > 1
+        inner = {"class_path": "Concatenate", "init_args": {"mask_documents": True} if documents else {}}
+    return {"data": {"init_args": {"packing": inner}}}
+
+
+def network_remedy(case: Case) -> dict[str, Any]:
+    """Returns the overlay that takes the registered network which a foreign one has the arguments of; else nothing."""
+    network = case.option("model.network")
+    path = str(network.get("class_path", "")) if isinstance(network, Mapping) else ""
+    if is_known(path) or not isinstance(network, Mapping):
+        return {}
+    name = path.rpartition(".")[2]
+    bases = [
+        entry.name for entry in catalog.entries() if entry.kind == "networks" and name.endswith(entry.name)
+    ]
+    if not bases:
+        return {}
+    arguments = network.get("init_args") or {}
+    return {"model": {"network": {"class_path": max(bases, key=len), "init_args": dict(arguments)}}}
+
+
+def foreign_callbacks(case: Case) -> list[str]:
+    """Returns the class paths of callbacks that are not leyden's or Lightning's, as they are configured."""
+    return [
+        str(item["class_path"]) for item in case.callbacks() if not is_known(str(item.get("class_path", "")))
+    ]
+
+
+def without_callbacks(case: Case) -> dict[str, Any]:
+    """Returns the overlay that takes the foreign callbacks out; empty if there are none."""
+    names = foreign_callbacks(case)
+    return {"trainer": {"callbacks": dict.fromkeys(names)}} if names else {}
+
+
+def suspects(case: Case) -> str:
+    """Returns the foreign callbacks, for a sentence."""
+    return " and ".join(name.rpartition(".")[2] for name in foreign_callbacks(case))
+
+
+def guard_remedy(case: Case, step: int, goes_back: bool = False) -> dict[str, Any]:
+    """Returns the overlay of a guard against single bad steps, with history to judge by before a step.
+
+    Args:
+        case: The run.
+        step: The first bad step.
+        goes_back: Whether the step itself looked ordinary and did its damage: SpikeRollback. Else SkipStep drops it, where the
+            optimizer can drop an update.
+    """
+    window = int(min(128, max(4, step // 3)))
+    if not goes_back and case.class_of("model.optimizer") in ("AdamW", "SGD", "Adam"):
+        return {"trainer": {"callbacks": {"SkipStep": {"window": window}}}}
+    rewind = int(min(100, max(2, step // 8)))
+    options = {
+        "window": window,
+        "rewind_steps": rewind,
+        "skip_batches": 2 * rewind,
+        "snapshot_every_n_steps": max(1, rewind // 2),
+    }
+    return {"trainer": {"callbacks": {"SpikeRollback": options}}}
+
+
+def _inner(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    for value in (part.get("init_args") or {}).values():
+        if isinstance(value, Mapping) and "class_path" in value:
+            return dict(value) if is_known(str(value["class_path"])) else _inner(value)
+    return None

@@ -1,0 +1,65 @@
+"""Rules about time: what a step waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.parts import packing_remedy
+
+
+def _steadily(case: Case, name: str, limit: float) -> tuple[int, float] | None:
+    """Returns since when the median of `WINDOW` logged values of a figure is above a limit, and the figure; None: never."""
+    series = case.series(name)
+    if len(series) < WINDOW:
+        return None
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(series.values, WINDOW), axis=1)
+    bad = middle > limit
+    return (int(series.steps[int(np.argmax(bad)) + WINDOW - 1]), float(middle[bad][0])) if bad.any() else None
+
+
+def data_bound(case: Case) -> Iterator[Finding]:
+    """Steps wait for data."""
+    if found := _steadily(case, "time/data_share", 0.5):
+        workers = int(case.number("data.num_workers", 0))
+        yield Finding(
+            "data_bound", found[0], f"{found[1]:.0%} of the time is spent waiting for data", 0.84,
+            "Read ahead in more processes",
+            packing_remedy(case) or {"data": {"init_args": {"num_workers": max(2, 2 * workers)}}},
+        )  # fmt: skip
+
+
+def communication_bound(case: Case) -> Iterator[Finding]:
+    """Steps wait for other ranks."""
+    if found := _steadily(case, "time/communication_share", 0.4):
+        batches = 2 * int(case.number("trainer.accumulate_grad_batches", 1))
+        yield Finding(
+            "communication_bound", found[0], f"{found[1]:.0%} of the time is spent in collectives that nothing overlaps", 0.72,
+            "Send gradients less often: more micro-batches a step", {"trainer": {"accumulate_grad_batches": batches}},
+        )  # fmt: skip
+
+
+def straggler(case: Case) -> Iterator[Finding]:
+    """One rank is slower than the others."""
+    if found := _steadily(case, "time/slowest_rank_ratio", 1.3):
+        yield Finding(
+            "straggler", found[0], f"the slowest rank computes {found[1]:.2f} times as long as the median", 0.83,
+            "Let Heartbeat name it", {"trainer": {"callbacks": {"Heartbeat": {}}}},
+        )  # fmt: skip
+
+
+def fragmentation(case: Case) -> Iterator[Finding]:
+    """Memory is reserved that no tensor uses."""
+    if found := _steadily(case, "memory/fragmentation", 0.4):
+        yield Finding(
+            "fragmentation", found[0], f"{found[1]:.0%} of the reserved memory is free in pieces", 0.71,
+            "Set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+        )  # fmt: skip
+
+
+WINDOW = 6
+"""Logged steps of which the median counts: the first one waits for the data to be opened."""
+
+RULES: tuple[Rule, ...] = (data_bound, communication_bound, straggler, fragmentation)
