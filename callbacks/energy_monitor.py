@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 JOULES_PER_KWH = 3.6e6
 RAPL = "/sys/class/powercap"
+"""No default of an argument: a checkpoint's config may not name a folder outside of the run's."""
+
 GIVE_WATTS = "For a modelled figure, give it the power of the run's devices, such as watts: 350"
 
 
@@ -44,7 +46,7 @@ class EnergyMonitor(Callback):
     Args:
         watts: Power of all devices of the run together, in watts; None: it is measured.
         grams_per_kwh: Carbon intensity of the electricity, in grams of CO2 per kWh, from your supplier; None: no CO2 is logged.
-        rapl: Where the system shows the counters of RAPL.
+        rapl: Where the system shows the counters of RAPL; None: /sys/class/powercap.
 
     Raises:
         ConfigError: If a value is not positive, or there is no counter that this process may read.
@@ -60,19 +62,19 @@ class EnergyMonitor(Callback):
         self,
         watts: float | None = None,
         grams_per_kwh: float | None = None,
-        rapl: str = RAPL,
+        rapl: str | None = None,
     ) -> None:
         for name, value in (("watts", watts), ("grams_per_kwh", grams_per_kwh)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"EnergyMonitor takes a positive {name}, not {value}.")
-        self.watts, self.grams_per_kwh, self.rapl = watts, grams_per_kwh, rapl
+        self.watts, self.grams_per_kwh, self.rapl = watts, grams_per_kwh, rapl or RAPL
         self._joules = 0.0
         self._counters: list[Counter | Clock] = []
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields an error where there is no counter, before a run on a CPU has begun; the machines of others may have one."""
-        watts, root = own.arguments.get("watts"), own.arguments.get("rapl", RAPL)
+        watts, root = own.arguments.get("watts"), own.arguments.get("rapl") or RAPL
         here = run.accelerator == "cpu" and run.devices == run.world_size and not run.offline
         if watts is None and here and not rapl_counters(root):
             yield f"no energy counter can be read: {why_not(root)}. {GIVE_WATTS}"

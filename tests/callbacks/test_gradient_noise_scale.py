@@ -83,6 +83,8 @@ def test_a_step_of_one_row_is_refused_before_the_run(rows, batches, smallest, me
     other = Selected(
         "", "AdaptiveBatchSize", "", "callbacks", "", "", technique(paper=""), {"smallest": smallest}
     )
-    config = {"data": {"init_args": {"batch_size": rows}}, "trainer": {"accumulate_grad_batches": batches}}
+    data = {"class_path": "PretrainDataModule", "init_args": {"batch_size": rows}}
+    config = {"data": data, "trainer": {"accumulate_grad_batches": batches}}
     found = list(GradientNoiseScale.preflight(Run((other,), config), other))
-    assert [message in problem for problem in found] == ([True] if message else [])
+    assert len(found) == bool(message)
+    assert all(message in problem for problem in found)

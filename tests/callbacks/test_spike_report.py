@@ -104,6 +104,7 @@ def test_what_goes_back_for_another_reason_is_no_spike(train, tmp_path):
 
 def test_monitors_do_not_see_the_trial_steps(train, tmp_path):
     found = []
+    Path(tmp_path, "run").mkdir()
     for asked in (False, True):
         if asked:
             Path(tmp_path, "run", REQUEST).touch()
