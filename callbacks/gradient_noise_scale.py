@@ -98,10 +98,6 @@ class GradientNoiseScale(Callback):
                 "a step of one row has no parts to compare: set --data.batch_size or "
                 "--trainer.accumulate_grad_batches to 2 or more"
             )
-        for item in run.selected:
-            smallest = item.arguments.get("smallest", 0.25) if item.name == "AdaptiveBatchSize" else 1.0
-            if smallest * rows < 2 <= rows:
-                yield f"a step of one row has no parts to compare: set smallest of {item.name} to {2 / rows:g} or more"
 
     @property
     def batch_ratio(self) -> float | None:
@@ -220,11 +216,8 @@ class GradientNoiseScale(Callback):
         assert self._squares is not None
         assert self._parts is not None
         rows = len(batch["input_ids"])
-        if rows < 2:
-            raise ConfigError(
-                "GradientNoiseScale compares parts of a step, and its one micro-batch has a single row: set "
-                "--data.batch_size to 2 or more, or --trainer.accumulate_grad_batches."
-            )
+        if rows < 2:  # a schedule of batch sizes is at its smallest: there is nothing to compare
+            return
         parameters = [p for p in pl_module.network.parameters() if p.requires_grad]
         devices = [pl_module.device] if pl_module.device.type == "cuda" else []
         with torch.random.fork_rng(devices), trainer.precision_plugin.train_step_context():

@@ -439,7 +439,7 @@ def _cases():
         Case("StepTime", {"window": 4, "every_n_steps": 2}),
         Case(
             "AdaptiveBatchSize",
-            {"patience": 1, "smallest": 1.0},  # two ranks have two rows each
+            {"patience": 1},
             config=MEASURED,
             exempt={"agrees_on_two_ranks": OTHER, "its_figures_agree_on_two_ranks": OTHER},
         ),
