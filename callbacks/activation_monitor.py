@@ -27,9 +27,6 @@ CHUNK = 2**22
 
 @technique(
     paper="massive activations, of a magnitude above 100: arXiv:2402.17762, section 2; kurtosis: arXiv:2306.12929",
-    conflicts={
-        "DeepSpeedZero": "its engine wraps the blocks of a step; take FSDP, which shards as ZeRO does"
-    },
     observer=True,
 )
 class ActivationMonitor(SampledSteps):

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 @technique(
     paper="attention entropy: arXiv:2303.06296, section 3; growth of logits: arXiv:2302.05442, section 3, arXiv:2309.14322, 3.1",
-    conflicts={
-        "DeepSpeedZero": "its engine wraps the blocks of a step; take FSDP, which shards as ZeRO does"
-    },
     observer=True,
 )
 class AttentionMonitor(SampledSteps):
@@ -119,12 +116,12 @@ class AttentionMonitor(SampledSteps):
             found["logits/max"] = output
         log_figures(trainer, found)
 
-    def _attended(self, index: int, module: Any, *call: Any) -> None:
-        if (
-            in_training_forward(module) and not call[0].is_meta
-        ):  # a pipeline asks for shapes on the meta device
-            places = self._sums[index], self._largest[index]
-            add_statistics(*places, *call, module.soft_cap, self.queries)
+    def _attended(
+        self, index: int, module: Any, q: Tensor, k: Tensor, mask: Any, is_causal: bool, scale: float
+    ) -> None:
+        if in_training_forward(module) and not q.is_meta:  # a pipeline asks for shapes on the meta device
+            sums, largest = self._sums[index], self._largest[index]
+            add_statistics(sums, largest, q, k, mask, is_causal, scale, module.soft_cap, queries=self.queries)
 
     def _returned(self, network: Any, inputs: Any, hidden: Tensor) -> None:
         if not in_training_forward(network):

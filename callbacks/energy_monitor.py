@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -14,7 +15,14 @@ from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
 
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
+
 JOULES_PER_KWH = 3.6e6
+RAPL = "/sys/class/powercap"
+"""No default of an argument: a checkpoint's config may not name a folder outside of the run's."""
+
+GIVE_WATTS = "For a modelled figure, give it the power of the run's devices, such as watts: 350"
 
 
 @technique(
@@ -38,7 +46,7 @@ class EnergyMonitor(Callback):
     Args:
         watts: Power of all devices of the run together, in watts; None: it is measured.
         grams_per_kwh: Carbon intensity of the electricity, in grams of CO2 per kWh, from your supplier; None: no CO2 is logged.
-        rapl: Where the system shows the counters of RAPL.
+        rapl: Where the system shows the counters of RAPL; None: /sys/class/powercap.
 
     Raises:
         ConfigError: If a value is not positive, or there is no counter that this process may read.
@@ -54,14 +62,22 @@ class EnergyMonitor(Callback):
         self,
         watts: float | None = None,
         grams_per_kwh: float | None = None,
-        rapl: str = "/sys/class/powercap",
+        rapl: str | None = None,
     ) -> None:
         for name, value in (("watts", watts), ("grams_per_kwh", grams_per_kwh)):
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"EnergyMonitor takes a positive {name}, not {value}.")
-        self.watts, self.grams_per_kwh, self.rapl = watts, grams_per_kwh, rapl
+        self.watts, self.grams_per_kwh, self.rapl = watts, grams_per_kwh, rapl or RAPL
         self._joules = 0.0
         self._counters: list[Counter | Clock] = []
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields an error where there is no counter, before a run on a CPU has begun; the machines of others may have one."""
+        watts, root = own.arguments.get("watts"), own.arguments.get("rapl") or RAPL
+        here = run.accelerator == "cpu" and run.devices == run.world_size and not run.offline
+        if watts is None and here and not rapl_counters(root):
+            yield f"no energy counter can be read: {why_not(root)}. {GIVE_WATTS}"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the energy up to the last logged step, and how it was found."""
@@ -96,8 +112,7 @@ class EnergyMonitor(Callback):
         readable = torch.tensor(float(len(self._counters)), device=pl_module.device)
         if not float(trainer.strategy.reduce(readable, reduce_op="sum")):
             raise ConfigError(
-                f"EnergyMonitor: no energy counter can be read: {why_not(self.rapl)}.\n"
-                "Give the power of the run's devices, for a modelled figure: --trainer.callbacks.watts=350"
+                f"EnergyMonitor: no energy counter can be read: {why_not(self.rapl)}.\n{GIVE_WATTS}"
             )
 
     def on_train_batch_end(

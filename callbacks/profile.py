@@ -30,7 +30,7 @@ class Profile(Callback):
     and `profile_step_10.rank0.txt` with the table. Logs `profile/idle_share`, the share of these steps in which nothing ran
     on any thread or stream of rank 0. `python -m core compare-profiles A.json.gz B.json.gz` compares two.
 
-    Profiled steps take longer; all others cost nothing. A run that is resumed behind the first of these steps does not profile
+    Validation and the like between these steps are in the profile. Profiled steps take longer; all others cost nothing. A run that is resumed behind the first of these steps does not profile
     them.
 
     Args:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.optim import Optimizer
 
 from core import durable
-from core.contracts import HasTokenizer
+from core.contracts import HasTokenizer, PausesClock
 from core.data.token_datamodule import TokenDataModule
 from core.errors import ConfigError
 from core.lightning_compat import is_accumulating
@@ -55,6 +55,18 @@ REQUEST = "report-spike"
 KEPT_STEPS = 256
 """Steps that a report may be on, and that its picture shows."""
 
+LISTENERS = (
+    "StepTime",
+    "GradientNoiseScale",
+    "ActivationMonitor",
+    "AttentionMonitor",
+    "LossBreakdown",
+    "RoutingMonitor",
+    "CollectiveMonitor",
+    "Profile",
+)
+"""What listens to a step from the start of its batch on, which is when trial steps are made."""
+
 CHARACTERS = 160
 """Shown of the text of a document."""
 
@@ -64,6 +76,7 @@ CHARACTERS = 160
     "debugging, Zeller, FSE 1999",
     conflicts=NOT_RESTORABLE,
     after=("SpikeRollback",),
+    before=LISTENERS,
     observer=True,
 )
 class SpikeReport(Callback):
@@ -176,9 +189,10 @@ class SpikeReport(Callback):
             try:
                 last = parse_json(read_inside(Path(trainer.default_root_dir), ROLLBACKS))[-1]
                 figures = [float(last[name]) for name in SPIKE]
-                spike = _spike(int(last["step"]), figures) | {"rewound": float(last["rewound_to_step"])}
+                if int(last["rewound_to_step"]) == trainer.global_step:  # else something else went back now
+                    spike = _spike(int(last["step"]), figures) | {"rewound": float(last["rewound_to_step"])}
             except (OSError, ValueError, KeyError, TypeError, IndexError):
-                spike = None  # something else went back
+                spike = None  # no rollback was recorded
         found: dict[str, Any] | None = trainer.strategy.broadcast(spike)
         return found
 
@@ -212,6 +226,9 @@ class SpikeReport(Callback):
             say(trainer, self, f"step {step:,} was read before this process began: there is no report.")
             return
         say(trainer, self, f"step {step:,}: trial steps on the documents of its batch ...")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, PausesClock):
+                callback.pause_clock()
         batch, before = batches_of(trainer, parts), batches_of(trainer, earlier)
         documents = documents_of(trainer, parts, batch)
         usual, whole = measure(trainer, before), measure(trainer, batch)

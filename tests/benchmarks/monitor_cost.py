@@ -5,6 +5,8 @@
 One run of `fit`, in blocks of steps with and without the monitors in turn; a block has as many steps as the longest interval. CPU
 time of the process, so that other programs on the machine count less. The ratio is that of neighbouring blocks, its median
 over them, after a first pair that is left out. Monitors are those of `MONITORS` that are registered. With `--each`, each alone too.
+With `--sampled`, instead: what one monitored step costs, of each monitor that samples steps. Every second step is monitored,
+so that few steps and a busy machine do.
 """
 
 from __future__ import annotations
@@ -41,6 +43,9 @@ MONITORS: dict[str, dict[str, Any]] = {
     "ConvergenceMonitor": {},
 }
 """Name -> arguments; their intervals are the default ones. RoutingMonitor needs a network with experts."""
+
+SAMPLED = ("LossBreakdown", "WeightMonitor", "ActivationMonitor", "AttentionMonitor", "GradientNoiseScale")
+"""Those that measure one step in `every_n_steps`, also in one process."""
 
 HOOKS = (
     "on_train_batch_start",
@@ -113,7 +118,7 @@ class Alternate(Callback):
             self.begin = time.process_time()
 
 
-def measure(names: list[str], pairs: int, block: int) -> tuple[float, list[float]]:
+def measure(names: list[str], pairs: int, block: int, **arguments: Any) -> tuple[float, list[float]]:
     """Returns the median CPU seconds of a step without the monitors, and the ratio with them of each pair of blocks."""
     from core.language_module import LanguageModule
     from plugins.cli.runs.no_profiler import NoProfiler
@@ -126,7 +131,7 @@ def measure(names: list[str], pairs: int, block: int) -> tuple[float, list[float
     module = LanguageModule(
         lambda: GPT(max_sequence_length=size["length"], **shape), CausalLM(), lambda groups: AdamW(groups)
     )
-    monitors = [catalog.find(name, "callbacks").load()(**MONITORS[name]) for name in names]
+    monitors = [catalog.find(name, "callbacks").load()(**MONITORS[name], **arguments) for name in names]
     alternate = Alternate(monitors, block)
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         trainer = Trainer(
@@ -140,18 +145,42 @@ def measure(names: list[str], pairs: int, block: int) -> tuple[float, list[float
     return statistics.median(without), [a / b for a, b in zip(with_them, without, strict=True)]
 
 
+def print_sampled(pairs: int) -> None:
+    """Prints one line for each monitor that samples steps."""
+    print(
+        "| monitor | a monitored step adds, in steps | smallest | largest | interval | share |\n"
+        + "| --- " * 6
+        + "|"
+    )
+    total = 0.0
+    for name in SAMPLED:
+        _, ratios = measure([name], pairs, 6, every_n_steps=2)
+        low, cost, high = (2 * (f(ratios) - 1) for f in (min, statistics.median, max))
+        interval = catalog.find(name, "callbacks").load()().every_n_steps
+        total += cost / interval
+        print(
+            f"| {name} | {cost:.3f} | {low:.3f} | {high:.3f} | {interval} | {cost / interval:.2%} |",
+            flush=True,
+        )
+    print(f"| all | | | | | {total:.2%} |")
+
+
 def main() -> None:
     """Prints one line for all, and one for each."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=5, help="blocks with and without: %(default)s")
     parser.add_argument("--block", type=int, default=100, help="steps in a block: %(default)s")
     parser.add_argument("--each", action="store_true", help="each monitor alone too")
+    parser.add_argument("--sampled", action="store_true", help="what one monitored step costs")
     options = parser.parse_args()
     registered = {entry.name for entry in catalog.entries() if entry.kind == "callbacks"}
     names = [name for name in MONITORS if name in registered]
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, 9.6 M parameters, 512 tokens a step"
     )
+    if options.sampled:
+        print_sampled(options.pairs)
+        return
     print(f"all: {', '.join(names)}\n")
     print("| monitors | CPU s/step without | ratio with them | smallest | largest |\n" + "| --- " * 5 + "|")
     for chosen in [names, *([name] for name in names if options.each)]:

@@ -7,6 +7,8 @@ from lightning.pytorch import Callback
 
 from callbacks.energy_monitor import Counter, EnergyMonitor, rapl_counters
 from core.errors import ConfigError
+from core.technique import technique
+from toolkit.selection import Run, Selected
 
 MOST = 1_000_000
 
@@ -52,6 +54,18 @@ def test_measured_energy_counts_over_the_wrap_of_a_counter(fit, rapl, tmp_path):
     )  # float32 between the ranks
     assert float(found["energy/co2_grams"]) == pytest.approx(10 * 0.070 * 1e-4, rel=1e-6)
     assert "energy/modelled_joules" not in found
+
+
+def test_a_run_on_this_machine_that_has_no_counter_does_not_begin(rapl, tmp_path):
+    def problems(run=Run(), **arguments):  # noqa: B008
+        own = Selected("", "EnergyMonitor", "", "callbacks", "", "", technique(paper=""), arguments)
+        return list(EnergyMonitor.preflight(run, own))
+
+    assert problems(rapl=str(rapl)) == []
+    assert problems(rapl=str(tmp_path / "none"), watts=1.0) == []
+    assert problems(Run(devices=1, world_size=2), rapl=str(tmp_path / "none")) == []
+    [message] = problems(rapl=str(tmp_path / "none"))
+    assert "none has no intel-rapl. For a modelled figure, give it the power" in message
 
 
 def test_modelled_energy_is_power_times_time(fit, tmp_path):

@@ -9,6 +9,7 @@ from conformance.runs import run
 from core.errors import ConfigError
 from tests.support.quadratic import LENGTH, NOISE_SCALE, ROWS
 from toolkit.gradient_noise import estimate
+from toolkit.selection import Run
 
 STEPS = 200
 
@@ -71,3 +72,11 @@ def test_the_estimate_is_exact_where_the_model_is():
 def test_what_is_out_of_range_is_refused():
     with pytest.raises(ConfigError, match="average from 0 to below 1"):
         GradientNoiseScale(average=1.0)
+
+
+def test_a_step_of_one_row_is_refused_before_the_run():
+    for rows, batches in ((1, 1), (2, 1), (1, 2)):
+        data = {"class_path": "PretrainDataModule", "init_args": {"batch_size": rows}}
+        config = {"data": data, "trainer": {"accumulate_grad_batches": batches}}
+        found = list(GradientNoiseScale.preflight(Run((), config), None))
+        assert len(found) == (rows * batches == 1)

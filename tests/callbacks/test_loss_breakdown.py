@@ -9,11 +9,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from callbacks.gradient_noise_scale import GradientNoiseScale
 from callbacks.loss_breakdown import LossBreakdown, bins, places, spans
 from core.errors import ConfigError
 from datamodules.mixture_datamodule import MixtureDataModule
 from datamodules.packing.best_fit import BestFit
 from datamodules.preparation.writers.token_shards import TokenShards
+from plugins.cli.preflight import ordered
 from plugins.loggers.metrics_csv import MetricsCSV
 from tests.support.launched_ranks import column, forked, results
 
@@ -81,6 +83,20 @@ def test_the_parts_are_the_loss_of_each_position(fit, data, tmp_path):
         w * float(row[f"val/loss/position_{name}"]) for name, w in (("0_8", 8), ("8_16", 8), ("16_32", 16))
     )
     assert validation / 32 == pytest.approx(float(row["val/loss"]), rel=1e-6)
+
+
+def test_what_the_noise_scale_computes_besides_does_not_count(fit, tmp_path):
+    """With dropout, the halves of a batch have other losses than the batch."""
+    found = []
+    for more in ([], [GradientNoiseScale(2)]):
+        callbacks = ordered([LossBreakdown(every_n_steps=2), *more])
+        done = fit(
+            tmp_path / str(len(more)), callbacks, max_steps=2, log_every_n_steps=1, limit_val_batches=0
+        )
+        metrics = done.trainer.callback_metrics
+        found.append({name: float(value) for name, value in metrics.items() if name.startswith("loss/")})
+    assert found[0] == found[1]
+    assert found[0]
 
 
 @pytest.mark.ci

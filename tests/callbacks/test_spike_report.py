@@ -6,14 +6,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 
-from callbacks.spike_report import REQUEST, SpikeReport
+from callbacks.activation_monitor import ActivationMonitor
+from callbacks.spike_report import REQUEST, ROLLBACKS, SpikeReport
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
+from plugins.cli.preflight import ordered
 from plugins.optimizers.adamw import AdamW
 from tests.benchmarks.guilty_document import judge, tokenizer
-from tests.support.tiny_training import VOCAB, module, trainer
+from tests.support.tiny_training import VOCAB, Record, module, trainer
 from tests.support.tokens import StoredTokens
+from toolkit.snapshot_ring import SnapshotRing
 
 
 @pytest.mark.ci
@@ -36,11 +40,10 @@ def train(tmp_path):
         tokens = np.random.default_rng(0).integers(0, VOCAB, (80, 50)).tolist()
         TokenShards(1000).write(tokens, tmp_path / split, vocab_size=VOCAB)
 
-    def run(**options):
+    def run(*more, **options):
         torch.manual_seed(0)
-        runner = trainer(
-            tmp_path / "run", callbacks=[SpikeReport(window=100)], max_steps=4, limit_val_batches=0, **options
-        )
+        callbacks = ordered([*more, SpikeReport(window=100)])
+        runner = trainer(tmp_path / "run", callbacks=callbacks, max_steps=4, limit_val_batches=0, **options)
         data = StoredTokens(str(tmp_path), 12, 4, shuffle=True)
         data.vocab_size, data.tokenizer_json = VOCAB, tokenizer()
         runner.fit(module(optimizer=lambda groups: AdamW(groups, lr=0.01)), datamodule=data)
@@ -71,6 +74,46 @@ def test_a_report_on_request_lists_the_documents_of_the_step(train, tmp_path, mi
     parts = [part for place in places for part in place.split("; ")]
     assert sum(int(part.rpartition("+")[2]) for part in parts) == 4 * 12 * micro_batches
     assert set(report["blocks"]) >= {"embed_tokens", "layers.0", "layers.1"}
+
+
+class GoesBack(Callback):
+    """Goes back to the first step, once, as ConvergenceMonitor does when it begins again."""
+
+    ring = None
+
+    def on_train_batch_start(self, trainer, *args):
+        if self.ring is None:
+            self.ring = SnapshotRing(100)
+            self.ring.add(trainer)
+        elif trainer.global_step == 3 and len(self.ring):
+            assert self.ring.go_back(trainer, 0) == 0
+            self.ring = ()
+
+
+def test_what_goes_back_for_another_reason_is_no_spike(train, tmp_path):
+    earlier = dict.fromkeys(("loss", "gradient_norm"), 9.0) | dict.fromkeys(
+        ("loss_limit", "gradient_norm_limit"), 1.0
+    )
+    Path(tmp_path, "run").mkdir()
+    # a rollback of this run, but not the one that just happened
+    Path(tmp_path, "run", ROLLBACKS).write_text(json.dumps([earlier | {"step": 3, "rewound_to_step": 2}]))
+    going = GoesBack()
+    assert train(going) == []
+    assert going.ring == ()
+
+
+def test_monitors_do_not_see_the_trial_steps(train, tmp_path):
+    found = []
+    Path(tmp_path, "run").mkdir()
+    for asked in (False, True):
+        if asked:
+            Path(tmp_path, "run", REQUEST).touch()
+        record = Record()
+        # the report on step 2 is made as step 3 begins
+        assert len(train(ActivationMonitor(3), record, log_every_n_steps=2)) == asked
+        found.append({k: v for k, v in record.figures[-1].items() if "activation/" in k})
+    assert found[0] == found[1]
+    assert found[0]
 
 
 def test_mistakes():

@@ -55,6 +55,19 @@ def test_each_task_gives_its_share_of_the_rows_in_its_own_order(tmp_path):
         assert torch.equal(torch.stack(rows), expected[name]["input_ids"][: len(rows)])
 
 
+def test_rows_say_which_task_they_are_from(tmp_path):
+    data = mixture(tmp_path, {"one": 3, "two": 1})
+    data.mark_sources()  # as LossBreakdown does
+    assert list(data.source_tokens) == ["one", "two"]
+    found = set()
+    for batch, _ in zip(data.train_dataloader(), range(2), strict=False):
+        for labels, sources in zip(batch["labels"], batch["source_ids"], strict=True):
+            [source] = set(sources.tolist())
+            assert source == int(not trained_letters(data, {"labels": labels})[0])
+            found.add(source)
+    assert found == {0, 1}
+
+
 def test_shares_may_change_over_the_run(tmp_path):
     data = mixture(tmp_path, {"one": [(0, 1.0), (1, 0.0)], "two": [(0, 0.0), (1, 1.0)]})
     first, second = (batch for batch, _ in zip(data.train_dataloader(), range(2), strict=False))
