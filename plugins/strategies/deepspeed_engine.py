@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from core.errors import ConfigError
 
@@ -105,6 +107,13 @@ class EngineOptimizer(Optimizer):
         self.engine, self.zero, self.stage = engine, engine.optimizer, stage
         self.defaults = self.zero.optimizer.defaults
         self.factor: Tensor | None = None
+        self._listeners: OrderedDict[int, Callable[..., None]] = OrderedDict()
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Calls `hook(optimizer, args, kwargs)` after each step."""
+        handle = RemovableHandle(self._listeners)
+        self._listeners[handle.id] = hook
+        return handle
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # torch's is an attribute
@@ -139,4 +148,6 @@ class EngineOptimizer(Optimizer):
             zero.override_loss_scale(zero.loss_scale / factor if factor else math.inf)
         self.engine.step()
         zero.custom_loss_scaler = False
+        for hook in list(self._listeners.values()):
+            hook(self, (), {})
         return result

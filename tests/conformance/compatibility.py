@@ -77,7 +77,19 @@ SHORT: dict[str, dict[str, Any]] = {
 }
 """Arguments for runs of a few steps, where those of the example are for longer ones."""
 
+COMPARES_PARTS = ("AdaptiveBatchSize", "GradientNoiseScale")
+"""Callbacks that take a step apart, which the groups' single micro-batch and experts do not allow; the kit tries them alone."""
+
 COMMANDS = ("commands", "datamodules")
+
+
+def short(name: str) -> dict[str, Any] | None:
+    """Returns a callback's arguments for runs of a few steps; None: those of its example."""
+    if name != "Evaluate":
+        return SHORT.get(name)
+    documents = {"class_path": "TextDocuments", "init_args": {"source": str(text())}}
+    arguments = {"documents": documents, "max_documents": 2}
+    return {"every_n_steps": 3, "evaluations": {"text": {"class_path": "Perplexity", "init_args": arguments}}}
 
 
 @dataclass(frozen=True)
@@ -137,14 +149,14 @@ def callbacks() -> list[Part]:
     """Returns the rows: without callbacks that need data of their own."""
     found = []
     for entry in entries("callbacks"):
-        if needs_other_data(entry):
+        if needs_other_data(entry) or entry.name in COMPARES_PARTS:
             continue
         target, declared = entry.load(), declaration(entry)
         hooks = {name for name in dir(Callback) if getattr(target, name) is not getattr(Callback, name)}
         acts_in = (
             set() if declared.observer else {name for name in hooks if not name.startswith("_")} - OWN_STATE
         )
-        overlay = Case(entry, SHORT.get(entry.name)).overlay
+        overlay = Case(entry, short(entry.name)).overlay
         found.append(Part(entry.name, overlay, declared, frozenset(acts_in)))
     return found
 
@@ -206,14 +218,21 @@ def groups(column: Part) -> list[list[Part]]:
     return found
 
 
+def names_in(overlay: Mapping[str, Any]) -> list[str]:
+    """Returns the names of an overlay's callbacks."""
+    trainer = overlay.get("trainer", {})
+    chosen = [*trainer.get("callbacks", []), *trainer.get("callbacks+", [])]
+    paths = (one if isinstance(one, str) else one["class_path"] for one in chosen)
+    return [path.rpartition(".")[2] for path in paths]
+
+
 def together(group: Sequence[Part]) -> Part:
     """Returns several parts as one."""
     overlay: dict[str, Any] = {}
     for part in group:
         merge(overlay, copy.deepcopy(part.overlay))
-    selected = overlay["trainer"].pop("callbacks")
     # One may come with another, such as with what it reads, that has a part of its own.
-    once = {one if isinstance(one, str) else one["class_path"]: one for one in selected}
+    once = dict(zip(names_in(overlay), overlay["trainer"].pop("callbacks"), strict=True))
     overlay["trainer"]["callbacks+"] = list(once.values())  # behind those of the tiny run
     assert len(once) >= len(group)
     return Part(f"{len(group)} callbacks from {group[0].name}", overlay)
@@ -254,12 +273,15 @@ def train_group(group: Sequence[Part], column: Part) -> tuple[str, dict[str, str
         result = outcome(together(left), column)
         if not result.startswith(REFUSED) or column is NOTHING:
             return result, found | {part.name: result for part in left}
-        for problem in result.removeprefix(f"{REFUSED}: ").split("; "):
+        for problem in re.split(
+            r"; (?=\w+ \()", result.removeprefix(f"{REFUSED}: ")
+        ):  # a reason may have a semicolon
             name, _, why = problem.partition(": ")
             name = name.partition(" ")[0]
-            if name not in {part.name for part in left}:
+            bringing = [part.name for part in left if name in (part.name, *names_in(part.overlay))]
+            if not bringing:
                 return f"{BUG}: {result}", found
-            found[name] = f"{REFUSED}: {why}"
+            found |= dict.fromkeys(bringing, f"{REFUSED}: {why}")
 
 
 def train_all() -> tuple[Results, list[str]]:
