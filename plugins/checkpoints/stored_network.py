@@ -246,5 +246,14 @@ def build(base: type, config: Mapping[str, Any], place: tuple[str | int, ...]) -
         try:
             return parser.instantiate(parser.parse_object({"built": dict(config)})).built
         except ArgumentError as error:
-            said = "\n".join(main_reason(str(error)).splitlines()[:5])
-            raise ConfigError(f"{'.'.join(map(str, place))}: {said}") from error
+            raise ConfigError(f"{'.'.join(map(str, place))}: {_reason(str(error))}") from error
+
+
+def _reason(message: str) -> str:
+    """Returns what jsonargparse has against a part, in at most 9 lines; what stands below a class belongs to it."""
+    said = main_reason(message)
+    if said.endswith(":"):
+        _, _, below = message.partition(said)
+        own, _, _ = below.partition("\n    - ")  # the next of the types that it could have been
+        said += "\n" + "\n".join(line.removeprefix("      ") for line in own.strip("\n").splitlines())
+    return "\n".join(said.splitlines()[:9])

@@ -92,3 +92,7 @@ def test_a_checkpoints_network_takes_only_classes_that_belong_among_its_argument
     config["init_args"]["activation"] = "os.getcwd"
     with pytest.raises(ConfigError, match=r"model\.network\.init_args\.activation.*\n?.*os\.getcwd"):
         stored_network.build_network(config)
+    config["init_args"] = {"activaton": "torch.nn.ReLU"}
+    with pytest.raises(ConfigError, match="Option 'activaton' is not accepted") as error:
+        stored_network.build_network(config)
+    assert len(str(error.value).splitlines()) <= 9
