@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.contracts import Network
+from core.errors import ConfigError
 from core.technique import technique
+from plugins.adapters.peft_folder import PeftFolder
 from plugins.adapters.virtual_tokens import Making, VirtualTokenAdapter, VirtualTokens, keys_and_values
 from plugins.networks.parts.decoder import Decoder
+
+TYPE, EMBEDDINGS = "PROMPT_TUNING", "prompt_embeddings"
+"""Of peft: the kind of its folder, the tensor in it."""
 
 
 class Prompts(VirtualTokens):
@@ -59,9 +65,11 @@ class PromptTuning(VirtualTokenAdapter):
 
     Args:
         count: n.
+        weights: A folder that peft or `export --format peft` wrote, to start from; its number of tokens holds.
 
     Raises:
-        ConfigError: If `count` is below 1 or leaves no room for texts, or the network is no decoder with attention in each block.
+        ConfigError: If `count` is below 1 or leaves no room for texts, or the network is no decoder with attention in each block,
+            or `weights` do not fit it.
 
     Example:
         trainer:
@@ -70,9 +78,39 @@ class PromptTuning(VirtualTokenAdapter):
               init_args: {count: 8}
     """
 
-    def __init__(self, count: int = 8) -> None:
+    def __init__(self, count: int = 8, weights: str | None = None) -> None:
         super().__init__(count)
+        self.weights = weights
 
     def tokens_of(self, network: Decoder) -> VirtualTokens:
         """Returns the embeddings."""
-        return Prompts(self.count, network)
+        if self.weights is None:
+            return Prompts(self.count, network)
+        folder = PeftFolder(self.weights)
+        folder.check_type(TYPE)
+        stored = folder.tensors.get(EMBEDDINGS)
+        if stored is None or len(stored.shape) != 2 or stored.shape[0] < 1:
+            raise ConfigError(
+                f"{folder.path}: it has no {EMBEDDINGS} of (tokens, features), as peft writes them."
+            )
+        self.count = stored.shape[0]
+        prompts = Prompts(self.count, network)
+        folder.fill(prompts.embeddings, stored, EMBEDDINGS)
+        return prompts
+
+    def peft_form(self, network: Network) -> tuple[dict[str, Any], dict[str, str]]:
+        """Returns what peft's files hold; see `toolkit.adapters.HasPeftForm`."""
+        assert isinstance(network, Decoder)
+        if getattr(network, "embed_positions", None) is not None:
+            raise ConfigError(
+                f"--format peft: peft adds {type(network).__name__}'s embeddings of positions to virtual tokens, and here they have none."
+            )
+        sizes = {
+            "num_layers": network.n_layer,
+            "num_attention_heads": network.n_head,
+            "token_dim": network.n_embd,
+        }
+        config = {"peft_type": TYPE, "task_type": "CAUSAL_LM", "num_virtual_tokens": self.count, **sizes}
+        return config | {"num_transformer_submodules": 1, "inference_mode": True}, {
+            EMBEDDINGS: "virtual.embeddings"
+        }

@@ -14,6 +14,7 @@ from core.errors import ConfigError
 from plugins.adapters.p_tuning import PTuning
 from plugins.adapters.prefix_tuning import PrefixTuning
 from plugins.adapters.prompt_tuning import PromptTuning
+from plugins.commands.export import export
 from plugins.networks.bert import BERT
 from plugins.networks.deepseek_v3 import DeepSeekV3
 from plugins.networks.gpt import GPT
@@ -24,7 +25,7 @@ from tests.support.adapted_checkpoints import store_adapted, store_base
 from tests.support.reference_models import both, lively, tokens
 from tests.support.same_run import fit, one_process, weights_apart
 from tests.support.small_networks import DENSE, LATENT, LENGTHS, packed
-from tests.support.stored_networks import tokenizer_json
+from tests.support.stored_networks import MLP, tokenizer_json
 
 COUNT = 5
 PLAIN = {key: value for key, value in DENSE.items() if key not in ("n_kv_head", "intermediate_size")}
@@ -149,6 +150,29 @@ def test_logits_are_pefts(adapter):
         batch["position_ids"] = torch.arange(COUNT, COUNT + 20)
     found = network.logits(network(batch))
     assert torch.allclose(found, expected[:, -20:], rtol=1e-4, atol=2e-5 * expected.abs().max().item())
+
+
+def test_files_of_peft_are_written_and_read(tmp_path):
+    import peft
+
+    path, _ = store_adapted(tmp_path, PromptTuning, store_base(tmp_path), count=COUNT)
+    out = tmp_path / "peft"
+    assert export(["--ckpt_path", str(path), "--format", "peft", "--output", str(out)]) == 0
+    network, reference = both(Llama, MLP)
+    PromptTuning(1, str(out)).change_network(network)
+    assert network.virtual.count == COUNT
+    ids = tokens(length=20)
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(reference, out).eval()(input_ids=ids).logits[:, -20:]
+        found = network.eval().logits(network({"input_ids": ids}))
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
+    model = peft.PeftModel.from_pretrained(both(Llama, MLP)[1], out)
+    model.save_pretrained(tmp_path / "theirs")
+    again = both(Llama, MLP)[0]
+    PromptTuning(weights=str(tmp_path / "theirs")).change_network(again)
+    assert torch.equal(again.virtual.embeddings, network.virtual.embeddings)
+    with pytest.raises(ConfigError, match="it was trained on another base"):
+        PromptTuning(weights=str(out)).change_network(Llama(**DENSE | {"n_embd": 64, "n_head": 4}))
 
 
 def test_mistakes_are_named():
