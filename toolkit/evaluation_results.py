@@ -16,14 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from core import durable
 from core.errors import ConfigError
 from toolkit import pictures
 from toolkit.bounded import parse_json, read_error, read_inside
-from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 from toolkit.resampling import Interval, intervals
+
+if TYPE_CHECKING:  # it imports torch, which those that read results alone do not need
+    from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 
 __all__ = [
     "ALONE",
@@ -143,6 +145,8 @@ def evaluate(name: str, evaluation: Evaluation, model: EvaluatedModel, ranks: Ra
     Raises:
         ConfigError: On every rank, if one of them cannot measure an item.
     """
+    from toolkit.evaluation import Measured
+
     items: list[Item] = []
     own: list[tuple[dict[str, float], dict[str, Any]]] = []
     fault = ""

@@ -230,13 +230,13 @@ def pytest_leyden_cases():
     return list(_cases())
 
 
-@cache  # some write their data; test modules ask for the cases, too
 @cache
 def harness_folder():
     """A folder with tasks of lm-eval."""
     return write_tasks(workshop() / "lm-eval" / "tasks")
 
 
+@cache  # some write their data; test modules ask for the cases, too
 def _cases():
     return [
         Case("ActivationCheckpointing", {"keep": ["mm"]}),

@@ -70,7 +70,7 @@ def test_plugins_list_selects_by_kind_package_and_word(capsys, packages):
         assert main(["plugins", "list", *options]) == 0
         return [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
 
-    assert names("--kind", "loggers") == ["MetricsCSV"]
+    assert names("--kind", "loggers") == ["MetricsCSV", "Mlflow", "Trackio", "Wandb"]
     assert names("--package", "acme_tools") == ["AcmeGuard"]
     assert "WarmupCosine" in names("--search", "COSINE")
     assert "GPT" not in names("--search", "cosine")

@@ -251,7 +251,7 @@ def test_two_real_runs(real, tmp_path, capsys):
     assert [run.validation.steps.tolist() for run in runs] == [[4, 8], [4, 8]]
     printed = capsys.readouterr().out
     assert "model.optimizer.lr  0.01  0.1" in printed
-    assert f"Written: {folder}/compare.md" in printed
+    assert f"Written: {folder}/compare.html, compare.md, compare.png" in printed
 
 
 def test_a_run_that_ended_before_its_first_logged_step_is_told_so(real, monkeypatch, capsys):

@@ -150,7 +150,7 @@ def test_sections_end_where_prose_begins_again():
 
 
 def test_the_beginning_of_a_name_is_answered_with_the_name(capsys):
-    assert main(["plugins", "show", "Spike"]) == 2
+    assert main(["plugins", "show", "SpikeRoll"]) == 2
     assert "Did you mean SpikeRollback?" in capsys.readouterr().err
 
 
