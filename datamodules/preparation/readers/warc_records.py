@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -124,6 +125,25 @@ class _Archive:
             details = str(error).splitlines()[0] if str(error) else type(error).__name__
             first = self._next(at + 1) if good else at
             raise _GapError(first, at, BROKEN, details, at + 1) from error
+        if (resume := self._left_over(at + 1)) < self.size:
+            raise _GapError(resume, at, BROKEN, "the records end before the file", resume)
+
+    def _left_over(self, begin: int) -> int:
+        """Returns where a record begins that was not reached, as after a damaged member; the size of the file if none does."""
+        from fastwarc.warc import ArchiveIterator
+
+        if self.magic is _PLAIN:  # lengths say where each record ends, and a document may hold another
+            return self.size
+        for _ in range(_FAILURES):
+            begin = self._next(begin)
+            if begin == self.size:
+                break
+            self.file.seek(begin)
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                if next(iter(ArchiveIterator(self.file, parse_http=False)), None) is not None:
+                    return begin
+            begin += 1
+        return self.size
 
     def _check_size(self, at: int, size: int) -> None:
         if size > LONGEST:
