@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
-from toolkit.diagnosis import Case, Finding, History, diagnose, read_config, write_remedy
+from toolkit.diagnosis import Case, Finding, History, diagnose, read_config, write_findings, write_remedy
 from toolkit.diagnosis.probes import Probes
 from toolkit.trials import say
 
@@ -153,9 +153,12 @@ class TrainingDoctor(Callback):
         return bool(losses[-1] > 1.1 * before.median())
 
     def _tell(self, trainer: Trainer) -> None:
-        for finding in self.findings():
-            if finding.cause not in self._told:
-                self._told.append(finding.cause)
-                say(trainer, self, finding.line())
-                if trainer.is_global_zero and finding.remedy:
-                    write_remedy(finding, Path(trainer.default_root_dir))
+        found, folder = self.findings(), Path(trainer.default_root_dir)
+        new = [finding for finding in found if finding.cause not in self._told]
+        for finding in new:
+            self._told.append(finding.cause)
+            say(trainer, self, finding.line())
+            if trainer.is_global_zero and finding.remedy:
+                write_remedy(finding, folder)
+        if trainer.is_global_zero and new:
+            write_findings(found, folder)

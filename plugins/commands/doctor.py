@@ -7,7 +7,7 @@ from pathlib import Path
 from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
-from toolkit.diagnosis import Case, diagnose, read_config, read_history, write_remedy
+from toolkit.diagnosis import Case, diagnose, read_config, read_history, write_findings, write_remedy
 
 
 @technique(paper="the rules of TrainingDoctor, on the files of a run")
@@ -15,7 +15,8 @@ def doctor(arguments: list[str]) -> int:
     """Says what is wrong with a run, from its metrics.csv and config.yaml: causes, evidence, what to switch on.
 
     The rules are those of the callback TrainingDoctor. They know the more, the more the run logged: with TrainingDoctor and the
-    monitors in it all of them apply. Remedies are written to RUN_DIR/doctor/remedy-CAUSE.yaml, for `--config`.
+    monitors in it all of them apply. Remedies are written to RUN_DIR/doctor/remedy-CAUSE.yaml, for `--config`,
+    and the findings to RUN_DIR/doctor/findings.jsonl, for `watch`.
 
     Example:
         python -m core doctor runs/quickstart
@@ -33,6 +34,8 @@ def doctor(arguments: list[str]) -> int:
         raise ConfigError(f"There is no run folder {folder}.{nearest(str(folder), beside)}")
     case = Case(read_history(folder / "metrics.csv"), read_config(folder))
     found = [finding for finding in diagnose(case) if finding.confidence >= options.least_confidence]
+    if found:
+        write_findings(found, folder)
     for finding in found:
         print(finding.line())
         if finding.remedy:

@@ -1,6 +1,7 @@
 """TrainingDoctor and the command `doctor`: on real runs, through the command line; what is measured of networks and gradients."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F
     remedy = tmp_path / "runs/tiny/doctor/remedy-rate_too_high.yaml"
     rate = yaml.safe_load(remedy.read_text())["model"]["optimizer"]["init_args"]["lr"]
     assert 1e-4 < rate < 0.05
+    found = [json.loads(one) for one in (remedy.parent / "findings.jsonl").read_text().splitlines()]
+    assert (found[0]["cause"], found[0]["since"]) == ("rate_too_high", 1)
+    assert f"{found[0]['evidence']}. {found[0]['advice']}." in line
     remedy.replace(tmp_path / "remedy.yaml")
     again = core("doctor", "runs/tiny")
     assert again.code == 0, again.err

@@ -9,7 +9,7 @@ from __future__ import annotations
 from toolkit.diagnosis import data, gradients, network, optimization, speed
 from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.history import History, read_history
-from toolkit.diagnosis.report import read_config, write_remedy
+from toolkit.diagnosis.report import read_config, write_findings, write_remedy
 
 __all__ = [
     "RULES",
@@ -20,6 +20,7 @@ __all__ = [
     "diagnose",
     "read_config",
     "read_history",
+    "write_findings",
     "write_remedy",
 ]
 

@@ -1,7 +1,9 @@
-"""Files of a diagnosis: the configuration it reads, and the remedies it writes."""
+"""Files of a diagnosis: the configuration it reads, the findings and remedies it writes."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +44,13 @@ def write_remedy(finding: Finding, folder: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     durable.write(path, remedy_text(finding))
     return path
+
+
+def write_findings(findings: Sequence[Finding], folder: Path) -> None:
+    """Replaces `doctor/findings.jsonl` of a run folder, which `watch` shows: a JSON object for each finding."""
+    path = folder / "doctor" / "findings.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    keys = ("cause", "since", "confidence", "evidence", "advice")
+    durable.write(
+        path, "".join(json.dumps({key: getattr(one, key) for key in keys}) + "\n" for one in findings)
+    )

@@ -23,6 +23,7 @@ from plugins.commands.watch_table import POINTS, Table, thinned
 from plugins.loggers.metrics_csv import MetricsCSV
 from tests.conftest import HOUSE
 from tests.support import browser
+from toolkit.diagnosis import Finding, write_findings
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
@@ -173,10 +174,7 @@ def write_run(folder, name="run", steps=60, text="The cat"):
         f"=== step 10, seed 0\n--- The\n{text} {HOSTILE}\n\n=== step 20, seed 0\n--- The\nnewer\n"
     )
     (run / "techniques.txt").write_text("technique  kind\nThroughput  callbacks\n")
-    (run / "doctor").mkdir()
-    (run / "doctor" / "findings.jsonl").write_text(
-        json.dumps({"step": 40, "cause": f"rate too high {HOSTILE}"}) + "\n"
-    )
+    write_findings([Finding("rate_too_high", 40, f"it rises {HOSTILE}", 0.8, "Lower it")], run)
     (run / "stacks.rank1.txt").write_text("Thread")
     return run
 
