@@ -266,6 +266,17 @@ class Tracker(Logger, ABC):
         newest = [path for path in steps if path.parent == steps[-1].parent]
         return sorted([*self._folder.glob("*.png"), *self._folder.glob("*/*.png"), *newest])[:MOST_PICTURES]
 
+    def _artifact(self, package: Any, name: str, path: Path, step: int, copy: bool) -> Any:
+        """Returns a checkpoint, or its path, as an artifact of W&B, or of Trackio, which takes the same calls."""
+        artifact = package.Artifact(name, "model", metadata={"step": step})
+        if not copy:
+            artifact.add_reference(path.resolve().as_uri(), checksum=False)
+        elif path.is_dir():
+            artifact.add_dir(str(path), path.name)
+        else:
+            artifact.add_file(str(path), path.name)
+        return artifact
+
     def _picture_name(self, path: Path) -> str:
         """Returns what a picture is called in curves over steps: without ending, and without the step itself."""
         name = path.relative_to(self._folder).with_suffix("").as_posix()

@@ -79,13 +79,7 @@ class Trackio(Tracker):
     def _send_checkpoint(self, path: Path, step: int, copy: bool) -> None:
         import trackio
 
-        artifact = trackio.Artifact(f"{self._run.name}-checkpoint", "model", metadata={"step": step})
-        if not copy:
-            artifact.add_reference(path.resolve().as_uri(), checksum=False)
-        elif path.is_dir():
-            artifact.add_dir(str(path), path.name)
-        else:
-            artifact.add_file(str(path), path.name)
+        artifact = self._artifact(trackio, f"{self._run.name}-checkpoint", path, step, copy)
         self._run.log_artifact(artifact, aliases=[f"step-{step}"])
 
     def _end(self, failed: bool) -> None:
