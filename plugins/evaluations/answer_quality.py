@@ -9,6 +9,7 @@ from typing import Literal
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.evaluations import text_scores
+from plugins.evaluations.counts import check_counts
 from plugins.evaluations.records import as_texts, record_items
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 
@@ -64,9 +65,7 @@ class AnswerQuality(Evaluation):
         max_records: int = 1000,
         group_by: str | None = None,
     ) -> None:
-        for name, value in {"max_new_tokens": max_new_tokens, "max_records": max_records}.items():
-            if value < 1:
-                raise ConfigError(f"AnswerQuality.{name}={value} must be at least 1.")
+        check_counts("AnswerQuality", max_new_tokens=max_new_tokens, max_records=max_records)
         if not scores:
             raise ConfigError(f"AnswerQuality.scores is empty: name some of {', '.join(text_scores.SCORES)}.")
         if "bleu" in scores and find_spec("sacrebleu") is None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from core.contracts import IGNORED_LABEL, Reader
-from core.errors import ConfigError
 from core.technique import technique
+from plugins.evaluations.counts import check_counts
 from plugins.evaluations.documents import documents
 from toolkit import pictures
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured, Row
@@ -60,9 +60,7 @@ class Calibration(Evaluation):
         max_tokens: int = 1024,
         group_by: str | None = None,
     ) -> None:
-        for name, value in {"max_documents": max_documents, "max_tokens": max_tokens}.items():
-            if value < 1:
-                raise ConfigError(f"Calibration.{name}={value} must be at least 1.")
+        check_counts("Calibration", max_documents=max_documents, max_tokens=max_tokens)
         self.documents, self.max_documents = documents, max_documents
         self.max_tokens, self.group_by = max_tokens, group_by
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.evaluations.counts import check_counts
 from plugins.evaluations.records import record_items
 from toolkit.class_labels import Predicts
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
@@ -56,8 +57,7 @@ class Classification(Evaluation):
     def __init__(
         self, source: str, label: str = "label", max_records: int = 10_000, group_by: str | None = None
     ) -> None:
-        if max_records < 1:
-            raise ConfigError(f"Classification.max_records={max_records} must be at least 1.")
+        check_counts("Classification", max_records=max_records)
         self.source, self.label = source, label
         self.max_records, self.group_by = max_records, group_by
 

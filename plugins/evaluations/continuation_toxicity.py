@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.evaluations.sample_files import SAMPLES, read_records, text_of
+from plugins.evaluations.counts import check_counts
+from plugins.evaluations.sample_files import SAMPLES, read_items
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 from toolkit.found_texts import Detector
 from toolkit.generation.decoding import check_prompts
@@ -64,9 +65,7 @@ class ContinuationToxicity(Evaluation):
         top_p: float | None = 0.9,
         seed: int = 0,
     ) -> None:
-        for name, value in {"samples": samples, "max_new_tokens": max_new_tokens}.items():
-            if value < 1:
-                raise ConfigError(f"ContinuationToxicity.{name}={value} must be at least 1.")
+        check_counts("ContinuationToxicity", samples=samples, max_new_tokens=max_new_tokens)
         self.sampling = Sampling(temperature, top_p=top_p)
         if wrong := self.sampling.fault():
             raise ConfigError(f"ContinuationToxicity: {wrong}")
@@ -79,17 +78,11 @@ class ContinuationToxicity(Evaluation):
     def items(self, model: EvaluatedModel) -> list[Item]:
         """Returns the prompts."""
         check_prompts(model.network, [], 0)
-        records = read_records(
-            self.prompts, "openings.jsonl", {"prompt": str}, "ContinuationToxicity.prompts"
-        )
-        return [
-            Item(str(number), record["prompt"], text_of(record, "group"))
-            for number, record in enumerate(records, 1)
-        ]
+        return read_items(self.prompts, "openings.jsonl", {"prompt": str}, "ContinuationToxicity.prompts")
 
     def measure(self, model: EvaluatedModel, items: Sequence[Item]) -> list[Measured]:
         """Returns sums over the continuations of each prompt, and the continuations."""
-        prompts = [[*model.beginning, *ids] for ids in model.encode([item.content for item in items])]
+        prompts = [[*model.beginning, *ids] for ids in model.encode([item.content[0] for item in items])]
         found = model.generate(
             prompts,
             max_new_tokens=self.max_new_tokens,

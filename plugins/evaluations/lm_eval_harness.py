@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from core.errors import ConfigError
 from core.technique import Package, technique
+from plugins.evaluations.counts import check_counts
 from plugins.evaluations.harness_model import HarnessModel
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 from toolkit.generation.decoding import check_prompts
@@ -73,8 +74,7 @@ class LMEvalHarness(Evaluation):
         num_fewshot: int | None = None,
         limit: int | None = None,
     ) -> None:
-        if limit is not None and limit < 1:
-            raise ConfigError(f"LMEvalHarness.limit={limit} must be at least 1.")
+        check_counts("LMEvalHarness", limit=limit)
         if num_fewshot is not None and num_fewshot < 0:
             raise ConfigError(f"LMEvalHarness.num_fewshot={num_fewshot} must be at least 0.")
         if folder is None and not tasks:

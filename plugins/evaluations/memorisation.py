@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from core.contracts import Reader
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.evaluations.counts import check_counts
 from plugins.evaluations.documents import documents
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 
@@ -55,14 +56,12 @@ class Memorisation(Evaluation):
         max_documents: int = 1000,
         group_by: str | None = None,
     ) -> None:
-        numbers = {
-            "prefix_tokens": prefix_tokens,
-            "continuation_tokens": continuation_tokens,
-            "max_documents": max_documents,
-        }
-        for name, value in numbers.items():
-            if value < 1:
-                raise ConfigError(f"Memorisation.{name}={value} must be at least 1.")
+        check_counts(
+            "Memorisation",
+            prefix_tokens=prefix_tokens,
+            continuation_tokens=continuation_tokens,
+            max_documents=max_documents,
+        )
         self.documents, self.prefix_tokens, self.continuation_tokens = (
             documents,
             prefix_tokens,

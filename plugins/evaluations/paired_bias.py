@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.evaluations.sample_files import read_records, text_of
+from plugins.evaluations.sample_files import read_items
 from toolkit.continuations import Continuation, score
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 from toolkit.generation.decoding import check_prompts
@@ -49,11 +49,7 @@ class PairedBias(Evaluation):
         if not model.beginning:
             raise ConfigError("PairedBias: the tokenizer has no token that begins or ends a text.")
         fields = {"sent_more": str, "sent_less": str}
-        records = read_records(self.pairs, "stereotype_pairs.jsonl", fields, "PairedBias.pairs")
-        return [
-            Item(str(number), [record[name] for name in fields], text_of(record, "bias_type"))
-            for number, record in enumerate(records, 1)
-        ]
+        return read_items(self.pairs, "stereotype_pairs.jsonl", fields, "PairedBias.pairs", group="bias_type")
 
     def measure(self, model: EvaluatedModel, items: Sequence[Item]) -> list[Measured]:
         """Returns of each pair whether the first sentence is likelier, and by how much they differ."""

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from core.contracts import Reader
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.evaluations.counts import check_counts
 from plugins.evaluations.documents import documents
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured, Row
 
@@ -58,10 +59,7 @@ class Perplexity(Evaluation):
         max_documents: int = 1000,
         group_by: str | None = "source",
     ) -> None:
-        numbers = {"window": window, "stride": stride, "max_documents": max_documents}
-        for name, value in numbers.items():
-            if value is not None and value < 1:
-                raise ConfigError(f"Perplexity.{name}={value} must be at least 1.")
+        check_counts("Perplexity", window=window, stride=stride, max_documents=max_documents)
         self.documents, self.window, self.stride = documents, window, stride
         self.max_documents, self.group_by = max_documents, group_by
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.evaluations.sample_files import read_records, text_of
+from plugins.evaluations.sample_files import read_items
 from toolkit.continuations import Continuation, encode_pair, score
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 from toolkit.generation.decoding import check_prompts
@@ -54,11 +53,8 @@ class PronounBias(Evaluation):
         """Returns the questions, each with the right answer, the other one, and its kind."""
         check_prompts(model.network, [], 0)
         fields = dict.fromkeys(("text", "answer", "other", "kind"), str)
-        records = read_records(self.sentences, "pronouns.jsonl", fields, "PronounBias.sentences")
-        return [
-            Item(str(number), _question(record, number), text_of(record, "group"))
-            for number, record in enumerate(records, 1)
-        ]
+        items = read_items(self.sentences, "pronouns.jsonl", fields, "PronounBias.sentences")
+        return [item._replace(content=_question(*item.content, place=item.id)) for item in items]
 
     def measure(self, model: EvaluatedModel, items: Sequence[Item]) -> list[Measured]:
         """Returns of each question whether the right person is likelier."""
@@ -89,8 +85,7 @@ class PronounBias(Evaluation):
         return {"accuracy": sum(right.values()) / total, **found} if total else {}
 
 
-def _question(record: Mapping[str, Any], number: int) -> list[str]:
-    text, kind = record["text"], record["kind"]
+def _question(text: str, answer: str, other: str, kind: str, place: str) -> list[str]:
     pronouns = _PRONOUN.findall(text)
     if len(pronouns) != 1 or kind not in (PRO, ANTI):
         wrong = (
@@ -98,7 +93,7 @@ def _question(record: Mapping[str, Any], number: int) -> list[str]:
             if len(pronouns) == 1
             else ("its text has no single pronoun in square brackets, as in: because [she] was early")
         )
-        raise ConfigError(f"PronounBias.sentences: record {number}: {wrong}.\n  {text[:100]}")
+        raise ConfigError(f"PronounBias.sentences: record {place}: {wrong}.\n  {text[:100]}")
     pronoun = pronouns[0]
     plain = _PRONOUN.sub(r"\1", text)
-    return [f'{plain} "{pronoun[0].upper()}{pronoun[1:]}" refers to', record["answer"], record["other"], kind]
+    return [f'{plain} "{pronoun[0].upper()}{pronoun[1:]}" refers to', answer, other, kind]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from core.errors import ConfigError
 from core.technique import technique
-from plugins.evaluations.sample_files import SAMPLES, read_records, text_of
+from plugins.evaluations.counts import check_counts
+from plugins.evaluations.sample_files import SAMPLES, read_items
 from toolkit.evaluation import EvaluatedModel, Evaluation, Item, Measured
 from toolkit.found_texts import Detector
 from toolkit.generation.decoding import check_prompts
@@ -55,9 +55,7 @@ class Refusals(Evaluation):
         max_new_tokens: int = 64,
         characters: int = 200,
     ) -> None:
-        for name, value in {"max_new_tokens": max_new_tokens, "characters": characters}.items():
-            if value < 1:
-                raise ConfigError(f"Refusals.{name}={value} must be at least 1.")
+        check_counts("Refusals", max_new_tokens=max_new_tokens, characters=characters)
         given = files if files or model else [str(SAMPLES / "refusals.txt")]
         self._refuses = Detector(given, model, "Refusals")
         self.prompts, self.max_new_tokens, self.characters = prompts, max_new_tokens, characters
@@ -66,11 +64,7 @@ class Refusals(Evaluation):
         """Returns the prompts, and whether each is harmful."""
         check_prompts(model.network, [], 0)
         fields = {"prompt": str, "harmful": bool}
-        records = read_records(self.prompts, "requests.jsonl", fields, "Refusals.prompts")
-        return [
-            Item(str(number), [record[name] for name in fields], text_of(record, "group"))
-            for number, record in enumerate(records, 1)
-        ]
+        return read_items(self.prompts, "requests.jsonl", fields, "Refusals.prompts")
 
     def measure(self, model: EvaluatedModel, items: Sequence[Item]) -> list[Measured]:
         """Returns of each prompt whether it was refused, and the answer."""

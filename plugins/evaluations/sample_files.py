@@ -10,6 +10,7 @@ from typing import Any
 
 from core.errors import ConfigError, nearest
 from toolkit.bounded import read_error, read_inside
+from toolkit.evaluation import Item
 from toolkit.record_lines import records
 
 SAMPLES = Path(__file__).parent / "samples"
@@ -18,20 +19,31 @@ SAMPLES = Path(__file__).parent / "samples"
 KINDS = {str: "a text", bool: "true or false"}
 
 
-def read_records(
-    file: str | None, sample: str, fields: Mapping[str, type], owner: str
-) -> list[dict[str, Any]]:
-    """Returns the records of a file.
+def read_items(
+    file: str | None, sample: str, fields: Mapping[str, type], owner: str, group: str = "group"
+) -> list[Item]:
+    """Returns the records of a file as items, named by their numbers, with the fields as content.
 
     Args:
         file: JSON Lines, or CSV with a head line; None: the sample.
         sample: Name of the sample.
         fields: Name -> type of what each record has to have; texts must not be blank.
         owner: The evaluation's argument, for messages.
+        group: The field with the name of a record's group, which may be missing.
 
     Raises:
         ConfigError: If the file cannot be read, is empty, or a record lacks a field.
     """
+    found = []
+    for number, record in enumerate(_records(file, sample, fields, owner), 1):
+        label = record.get(group)
+        content = [record[name] for name in fields]
+        found.append(Item(str(number), content, label if isinstance(label, str) else ""))
+    return found
+
+
+def _records(file: str | None, sample: str, fields: Mapping[str, type], owner: str) -> list[dict[str, Any]]:
+    """Returns the checked records."""
     path = Path(file).expanduser() if file else SAMPLES / sample
     try:
         given = list(_table(path) if path.suffix == ".csv" else records(str(path)))
@@ -46,12 +58,6 @@ def read_records(
                 hint = "" if name in record else nearest(name, list(record))
                 raise ConfigError(f"{owner}: {place}: the field {name!r} has to be {KINDS[kind]}.{hint}")
     return [record for _, record in given]
-
-
-def text_of(record: Mapping[str, Any], name: str) -> str:
-    """Returns a field that may be missing, as the name of a group."""
-    value = record.get(name)
-    return value if isinstance(value, str) else ""
 
 
 def _table(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
