@@ -48,6 +48,7 @@ def test_a_clean_run_has_no_alarm_and_faults_are_named(tmp_path):
         folder = folder_of(tmp_path, None, recipe, 0)
         record(configuration(None, recipe, 0, tmp_path), folder)
         assert judged(folder).first is None
+    assert not list(tmp_path.rglob("error.txt"))  # a run that ended with an error has nothing to be judged by
     clean = configuration(None, "gpt", 0, tmp_path)
     fault = faults["blocks frozen"]
     assert configuration(fault, "gpt", 0, tmp_path, dict(found[fault.name].remedy)) == clean
