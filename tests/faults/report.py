@@ -71,9 +71,10 @@ def write(options: Any, runs: list[Any], folder_of: Any, configuration: Any) -> 
     rows: dict[tuple[bool, str, str], list[Any]] = {}
     said: Counter[tuple[str, str]] = Counter()
     alarms = clean = 0
+    silent = [folder for one in runs if (folder := folder_of(options.out, *one)) and _is_silent(folder)]
     for fault, name, seed in runs:
         folder = folder_of(options.out, fault, name, seed)
-        if not (folder / "done").exists() or not (folder / "metrics.csv").is_file():
+        if not (folder / "done").exists() or _is_silent(folder):
             continue
         verdict = judged(folder)
         cause = verdict.first.cause if verdict.first else "nothing"
@@ -116,6 +117,12 @@ def write(options: Any, runs: list[Any], folder_of: Any, configuration: Any) -> 
                 + (f" = {sum(healed) / len(healed):.1%}" if healed else "")
             )
     print(f"clean: {alarms} alarms in {clean} runs")
+    print(f"left out, as an error ended them before a figure was logged: {len(silent)}", *silent, sep="\n  ")
+
+
+def _is_silent(folder: Path) -> bool:
+    """Returns whether a run is over and has no figures to be judged by."""
+    return (folder / "done").exists() and not (folder / "metrics.csv").is_file()
 
 
 def _losses(options: Any, fault: Any, name: str, seed: int, folder_of: Any) -> tuple[float, float, float]:
