@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.commands.local_page import require_packages
@@ -34,6 +35,10 @@ def watch(arguments: list[str]) -> int:
     from plugins.commands.watch_runs import Runs
 
     runs = Runs(options.runs)
+    if not runs.all():
+        raise ConfigError(
+            f"There is no run in {' or '.join(options.runs)} yet: start one, or name the folder of one."
+        )
     with listen("127.0.0.1", options.port) as listening:
         watching = Watching(runs)
         said = f"# {len(runs.all())} runs\n"

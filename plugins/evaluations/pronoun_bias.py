@@ -54,7 +54,7 @@ class PronounBias(Evaluation):
         check_prompts(model.network, [], 0)
         fields = dict.fromkeys(("text", "answer", "other", "kind"), str)
         items = read_items(self.sentences, "pronouns.jsonl", fields, "PronounBias.sentences")
-        return [item._replace(content=_question(*item.content, place=item.id)) for item in items]
+        return [item._replace(content=_question(item.id, *item.content)) for item in items]
 
     def measure(self, model: EvaluatedModel, items: Sequence[Item]) -> list[Measured]:
         """Returns of each question whether the right person is likelier."""
@@ -85,7 +85,7 @@ class PronounBias(Evaluation):
         return {"accuracy": sum(right.values()) / total, **found} if total else {}
 
 
-def _question(text: str, answer: str, other: str, kind: str, place: str) -> list[str]:
+def _question(place: str, text: str, answer: str, other: str, kind: str) -> list[str]:
     pronouns = _PRONOUN.findall(text)
     if len(pronouns) != 1 or kind not in (PRO, ANTI):
         wrong = (

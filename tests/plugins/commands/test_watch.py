@@ -267,6 +267,9 @@ def test_over_http(tmp_path):
 def test_mistakes(tmp_path, capsys):
     assert main(["watch", str(tmp_path / "none")]) == 2
     assert "There is no folder" in capsys.readouterr().err
+    (tmp_path / "empty").mkdir()
+    assert main(["watch", str(tmp_path / "empty")]) == 2
+    assert "There is no run in" in capsys.readouterr().err
 
 
 LOOKS = """
