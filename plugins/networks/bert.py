@@ -19,6 +19,7 @@ from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.initialisation import Init
 from plugins.networks.parts.mlp import ACTIVATIONS, MLP
 from plugins.networks.parts.norms import new_norm
+from toolkit.initial_values import Start
 from toolkit.label_positions import LABEL_POSITIONS
 
 
@@ -149,12 +150,9 @@ class BERT(Decoder):
         self.head = PredictionHead(*own) if self.has_head else None
         self.lm_head = None
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises every parameter in place; call it after `to_empty`."""
-        super().init_weights()
-        if self.head is not None:
-            nn.init.zeros_(self.head.bias)
+    def initial_value(self, name: str, tensor: Tensor) -> Start | None:
+        """As that of :class:`Decoder`; the head's biases begin at zero."""
+        return 0.0 if name == "head.bias" else super().initial_value(name, tensor)
 
     def forward_blocks(
         self,

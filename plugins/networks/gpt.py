@@ -23,6 +23,7 @@ from plugins.networks.parts.initialisation import std_of
 from plugins.networks.parts.mlp import MLP
 from plugins.networks.parts.norms import new_norm
 from plugins.networks.parts.positions import sinusoid_table
+from toolkit.initial_values import Start, normal, uniform
 
 NORM_EPS = 1e-5
 
@@ -146,19 +147,18 @@ class GPT(Decoder):
         self.norm = new_norm() if pre_norm else nn.Identity()
         self.lm_head = None if tie_embeddings else nn.Linear(self.n_embd, self.vocab_size, bias=False)
 
-    def _init_matrix(self, name: str, module: nn.Embedding | nn.Linear) -> None:
-        if self.init == "normal" or isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=std_of(name, "gpt2", self.n_layer, self.n_embd))
-        else:
-            fill = nn.init.xavier_uniform_ if self.init == "xavier" else nn.init.kaiming_normal_
-            fill(module.weight)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    def _matrix(self, name: str, weight: Tensor) -> Start:
+        fan_out, fan_in = weight.shape
+        if self.init == "normal" or isinstance(self.get_submodule(name), nn.Embedding):
+            return normal(std_of(name, "gpt2", self.n_layer, self.n_embd))
+        if self.init == "he":
+            return normal(math.sqrt(2 / fan_in))
+        bound = math.sqrt(6 / (fan_in + fan_out))
+        return uniform(-bound, bound)
 
-    def _fill_tables(self) -> None:
-        if self.position != "learned":
-            length, dim = self.position_table.shape
-            self.position_table.copy_(sinusoid_table(length, dim, self.rope_theta))
+    def _table(self, name: str, table: Tensor) -> Tensor | None:
+        length, dim = table.shape
+        return sinusoid_table(length, dim, self.rope_theta) if name == "position_table" else None
 
     def _rotary(self, positions: Tensor) -> list[Tensor | None]:
         rotary = self.position == "rotary"

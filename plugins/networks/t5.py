@@ -21,6 +21,7 @@ from plugins.networks.parts.mlp import MLP
 from plugins.networks.parts.norms import new_norm
 from plugins.networks.parts.relative_bias import RelativeBias
 from plugins.networks.parts.t5_names import GATED, PLAIN
+from toolkit.initial_values import Start, draw, normal
 
 
 class CrossBlock(Block):
@@ -178,18 +179,19 @@ class T5(Network):
         states = 2 * self.n_decoder_layer * self.n_embd * self.n_head * self.head_dim
         return encoder + states, decoder - states + self.vocab_size * self.n_embd
 
-    @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialises every parameter in place, as T5's authors did; call it after `to_empty`."""
+        """Initialises every parameter in place; call it after `to_empty`."""
+        draw(self)
+
+    def initial_value(self, name: str, tensor: Tensor) -> Start:
+        """Returns how a parameter begins, as T5's authors did; see `toolkit.initial_values`."""
+        owner = name.rpartition(".")[0]
+        if isinstance(self.get_submodule(owner), nn.RMSNorm):
+            return 1.0
         wide, inner = self.n_embd**-0.5, (self.n_head * self.head_dim) ** -0.5
         stds = {"embed_tokens": 1.0, "lm_head": 1.0, "o_proj": inner, "q_proj": wide * self.head_dim**-0.5}
-        for name, module in self.named_modules():
-            if isinstance(module, nn.RMSNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Embedding | nn.Linear):
-                leaf = name.rpartition(".")[2]
-                std = module.weight.shape[1] ** -0.5 if leaf == "down_proj" else stds.get(leaf, wide)
-                nn.init.normal_(module.weight, std=std)
+        stds["down_proj"] = tensor.shape[-1] ** -0.5
+        return normal(stds.get(owner.rpartition(".")[2], wide))
 
     def forward(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
         """Returns the decoder's states (B, S, C) after the last norm.

@@ -20,9 +20,10 @@ from plugins.networks.parts.block import parts_of
 from plugins.networks.parts.initialisation import Init, std_of
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
 from plugins.networks.parts.latent_attention import LatentAttention
-from plugins.networks.parts.norms import soft_cap
+from plugins.networks.parts.norms import GemmaRMSNorm, soft_cap
 from plugins.networks.parts.padded_cache import PaddedCache
 from plugins.networks.parts.positions import Rope
+from toolkit.initial_values import Start, draw, normal
 from toolkit.prefixes import PREFIX
 
 
@@ -153,27 +154,31 @@ class Decoder(Network):
         """Returns how many weights of a block each token is multiplied with."""
         return sum(weight.numel() for weight in block.parameters() if weight.ndim == 2)
 
-    @torch.no_grad()
     def init_weights(self) -> None:
         """Initialises every parameter and buffer in place; call it after `to_empty`."""
-        for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm | nn.RMSNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Embedding | nn.Linear):
-                self._init_matrix(name, module)
-        self._fill_tables()
+        draw(self)
 
-    def _init_matrix(self, name: str, module: nn.Embedding | nn.Linear) -> None:
-        fan_in = module.weight.shape[1]
-        sizes = self.n_layer, self.n_embd, self.init_std, fan_in
-        nn.init.normal_(module.weight, std=std_of(name, self.weight_init, *sizes))
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
+    def initial_value(self, name: str, tensor: Tensor) -> Start | None:
+        """Returns how a parameter or buffer begins; see `toolkit.initial_values`."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.get_submodule(owner)
+        if module is self:
+            return self._table(leaf, tensor)
+        if isinstance(module, nn.LayerNorm | nn.RMSNorm):
+            return 0.0 if leaf == "bias" or isinstance(module, GemmaRMSNorm) else 1.0
+        if isinstance(module, nn.Embedding | nn.Linear):
+            return 0.0 if leaf == "bias" else self._matrix(owner, tensor)
+        return None
 
-    def _fill_tables(self) -> None:
-        for index, rope in enumerate(self._ropes):
-            table = self.get_buffer(f"rope_table_{index}")
-            table.copy_(rope.table(len(table)))
+    def _matrix(self, name: str, weight: Tensor) -> Start:
+        """Returns how a matrix begins, given the name of its module."""
+        sizes = self.n_layer, self.n_embd, self.init_std, weight.shape[-1]
+        return normal(std_of(name, self.weight_init, *sizes))
+
+    def _table(self, name: str, table: Tensor) -> Tensor | None:
+        """Returns the values of a table of the network itself."""
+        index = name.removeprefix("rope_table_")
+        return self._ropes[int(index)].table(len(table)) if index != name else None
 
     def forward(self, batch: Mapping[str, Tensor], cache: list[Cache] | None = None) -> Tensor:
         """Returns hidden states (B, T, C) after the last norm; with `final_soft_cap` logits (B, T, V).

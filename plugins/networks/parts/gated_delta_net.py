@@ -11,7 +11,8 @@ from plugins.networks.parts.recurrent_mixer import (
     RecurrentMixer,
     ShortConvolution,
     StateCache,
-    init_decay,
+    decay_rates,
+    decay_steps,
     log_decay,
 )
 
@@ -36,6 +37,7 @@ class GatedDeltaNet(RecurrentMixer):
     """
 
     chunk_size = 64
+    starts = {"A_log": decay_rates, "dt_bias": decay_steps}
 
     def __init__(
         self,
@@ -68,10 +70,6 @@ class GatedDeltaNet(RecurrentMixer):
         self.dt_bias = nn.Parameter(torch.empty(n_value_head))
         self.o_norm = nn.RMSNorm(value_dim, norm_eps)
         self.o_proj = nn.Linear(values, n_embd, bias=False)
-
-    def init_weights(self) -> None:
-        """Initialises decay rates as Mamba-2."""
-        init_decay(self.A_log, self.dt_bias)
 
     def mix(self, x: Tensor, segments: Segments | None, cache: StateCache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C)."""

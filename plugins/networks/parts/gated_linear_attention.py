@@ -41,9 +41,6 @@ class GatedLinearAttention(RecurrentMixer):
         self.o_norm = nn.RMSNorm(value_dim, norm_eps)
         self.o_proj = nn.Linear(n_head * value_dim, n_embd, bias=False)
 
-    def init_weights(self) -> None:
-        """Has no parameters of its own."""
-
     def mix(self, x: Tensor, segments: Segments | None, cache: StateCache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C)."""
         q, k, gate = (

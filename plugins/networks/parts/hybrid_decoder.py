@@ -17,6 +17,7 @@ from plugins.networks.parts.block_sparse import SparsePattern
 from plugins.networks.parts.decoder import Decoder
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
 from plugins.networks.parts.recurrent_mixer import RecurrentMixer, ShortConvolution, StateCache, segment_ids
+from toolkit.initial_values import Start
 
 
 class HybridDecoder(Decoder):
@@ -54,15 +55,13 @@ class HybridDecoder(Decoder):
         ]
         self._mixing_flops = [sum(mixer.flops_per_token() for mixer in some) for some in mixers]
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises every parameter and buffer in place; call it after `to_empty`."""
-        super().init_weights()
-        for module in self.modules():
-            if isinstance(module, RecurrentMixer):
-                module.init_weights()
-            elif isinstance(module, ShortConvolution):
-                module.reset_parameters()
+    def initial_value(self, name: str, tensor: Tensor) -> Start | None:
+        """As that of :class:`Decoder`; mixers say how their own parameters begin."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.get_submodule(owner)
+        if isinstance(module, RecurrentMixer):
+            return module.starts[leaf]
+        return module.start if isinstance(module, ShortConvolution) else super().initial_value(name, tensor)
 
     def _mixers(self) -> list[tuple[str, RecurrentMixer]]:
         return [(name, one) for name, one in self.named_modules() if isinstance(one, RecurrentMixer)]

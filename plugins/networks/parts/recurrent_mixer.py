@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plugins.networks.parts.linear_recurrence import Segments, chunked, recurrent
+from toolkit.initial_values import Start, uniform
 
 
 class StateCache:
@@ -50,11 +51,11 @@ class ShortConvolution(nn.Conv1d):
     def __init__(self, features: int, taps: int, bias: bool = False):
         super().__init__(features, features, taps, groups=features, bias=bias)
 
-    def reset_parameters(self) -> None:
-        """As torch does for convolutions: uniform within taps^-0.5."""
+    @property
+    def start(self) -> Start:
+        """How its parameters begin, as torch's convolutions: uniform within taps^-0.5."""
         bound = self.kernel_size[0] ** -0.5
-        for parameter in self.parameters(recurse=False):
-            nn.init.uniform_(parameter, -bound, bound)
+        return uniform(-bound, bound)
 
     def forward(  # type: ignore[override]  # it also gives what the next tokens need
         self, x: Tensor, segments: Segments | None = None, tail: Tensor | None = None
@@ -91,11 +92,13 @@ class RecurrentMixer(nn.Module):
         chunk_size: Tokens that training treats at once.
         state_size: Numbers in the state of all heads.
         score_size: Features of a score and of what it weighs, of all heads: K + V each.
+        starts: How its own parameters begin; those of projections, convolutions and norms are the network's.
     """
 
     chunk_size: int
     state_size: int
     score_size: int
+    starts: Mapping[str, Start] = {}
 
     def forward(self, x: Tensor, rope: None, ids: Tensor | None, cache: StateCache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C).
@@ -119,10 +122,6 @@ class RecurrentMixer(nn.Module):
     @abstractmethod
     def mix(self, x: Tensor, segments: Segments | None, cache: StateCache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C); reads and replaces the cache's state and tails."""
-
-    @abstractmethod
-    def init_weights(self) -> None:
-        """Initialises the mixer's own parameters in place; those of projections, convolutions and norms are the network's."""
 
     def flops_per_token(self) -> float:
         """Returns operations of forward and backward beyond those of projections: 6 (C (K + V) + 2 K V) a head.
@@ -174,10 +173,14 @@ def segment_ids(start: int, end: int, document_ids: Tensor | None, visible: Tens
     return visible[:, start:end].long()
 
 
-def init_decay(a_log: Tensor, dt_bias: Tensor) -> None:
-    """Initialises decay rates as Mamba-2: A uniform in [1, 16], steps softplus(dt_bias) log-uniform in [0.001, 0.1]."""
-    a_log.uniform_(1, 16).log_()
-    step = dt_bias.uniform_(math.log(0.001), math.log(0.1)).exp_()
+def decay_rates(a_log: Tensor, generator: torch.Generator) -> None:
+    """Fills with logarithms of numbers that are uniform in [1, 16], as Mamba-2."""
+    a_log.uniform_(1, 16, generator=generator).log_()
+
+
+def decay_steps(dt_bias: Tensor, generator: torch.Generator) -> None:
+    """Fills so that softplus(dt_bias) is log-uniform in [0.001, 0.1], as Mamba-2."""
+    step = dt_bias.uniform_(math.log(0.001), math.log(0.1), generator=generator).exp_()
     step.add_(torch.log(-torch.expm1(-step)))  # the inverse of softplus
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from core.errors import ConfigError
 from plugins.networks.parts.decoder import Decoder
-from plugins.networks.parts.initialisation import std_of
 from plugins.networks.parts.moe import Experts, Router, SparseMLP
 from toolkit.hugging_face import Rename
+from toolkit.initial_values import Start
 
 EXPERTS = (
     Rename("layers.*.mlp.router", "model.layers.*.mlp.gate"),
@@ -36,18 +35,15 @@ class SparseDecoder(Decoder):
                 found += round(active * sum(p.numel() for p in mlp.experts.parameters()))
         return found
 
-    @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialises every parameter and buffer in place; call it after `to_empty`."""
-        super().init_weights()
-        for name, module in self.named_modules():
-            if isinstance(module, Router | Experts):
-                for leaf, weight in module.named_parameters():
-                    own = name if isinstance(module, Router) else f"{name}.{leaf}"
-                    sizes = self.n_layer, self.n_embd, self.init_std, weight.shape[-1]
-                    nn.init.normal_(weight, std=std_of(own, self.weight_init, *sizes))
-                for buffer in module.buffers():
-                    buffer.zero_()
+    def initial_value(self, name: str, tensor: Tensor) -> Start | None:
+        """As that of :class:`Decoder`; routers and experts begin as other matrices."""
+        owner, _, leaf = name.rpartition(".")
+        module = self.get_submodule(owner)
+        if isinstance(module, Experts):
+            return self._matrix(name, tensor)
+        if isinstance(module, Router):
+            return self._matrix(owner, tensor) if leaf == "weight" else 0.0
+        return super().initial_value(name, tensor)
 
     @property
     def routers(self) -> list[Router]:

@@ -11,7 +11,8 @@ from plugins.networks.parts.recurrent_mixer import (
     RecurrentMixer,
     ShortConvolution,
     StateCache,
-    init_decay,
+    decay_rates,
+    decay_steps,
     log_decay,
 )
 
@@ -49,6 +50,7 @@ class StateSpace(RecurrentMixer):
     """
 
     chunk_size = 64
+    starts = {"A_log": decay_rates, "dt_bias": decay_steps, "D": 1.0}
 
     def __init__(
         self,
@@ -76,11 +78,6 @@ class StateSpace(RecurrentMixer):
         self.D = nn.Parameter(torch.empty(n_head))
         self.norm = GroupedRMSNorm(width, n_groups, norm_eps)
         self.out_proj = nn.Linear(width, n_embd, bias)
-
-    def init_weights(self) -> None:
-        """Initialises decay rates as Mamba-2, and D to one."""
-        init_decay(self.A_log, self.dt_bias)
-        nn.init.ones_(self.D)
 
     def mix(self, x: Tensor, segments: Segments | None, cache: StateCache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C)."""

@@ -1,0 +1,229 @@
+"""How a network's parameters begin, each by itself: a rank draws its shards, and the values are those of one process.
+
+A value depends on the seed, the name of the parameter and its place in it, and on nothing else: not on the device, nor on how
+the parameter is sharded. Values are drawn on the CPU, in tiles of a fixed size with a generator of their own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from core.training.seeding import mix
+
+__all__ = [
+    "DrawsWeights",
+    "Fill",
+    "HasInitialValues",
+    "Start",
+    "draw",
+    "draw_part",
+    "initial_values",
+    "new_seed",
+    "normal",
+    "uniform",
+]
+
+TILE, COLUMNS = 2**15, 512
+"""Elements of a tile, and the most columns that it has: a part is drawn with little of what lies around it."""
+
+PARALLEL = 64
+"""Tiles from which on several threads draw them."""
+
+MOST_THREADS = 16
+"""More would wait for Python."""
+
+Fill = Callable[[Tensor, torch.Generator], object]
+"""Fills any part of a parameter in place, element by element, with numbers of a generator."""
+
+Start = Fill | Tensor | float
+"""How a tensor begins: with a distribution, with these values, or with one number."""
+
+
+@runtime_checkable
+class HasInitialValues(Protocol):
+    """A network that says of each parameter and buffer how it begins. Its `init_weights` calls :func:`draw`.
+
+    Strategies that shard it then let each rank draw its own shards. Of other networks rank 0 initialises all. It counts
+    where the class sets `deferred_init`, and `init_weights` is not that of a class further down.
+    """
+
+    def initial_value(self, name: str, tensor: Tensor) -> Start | None:
+        """Returns how a parameter or buffer begins; None: it stays as it is.
+
+        Args:
+            name: Of the parameter or buffer, as in `named_parameters`.
+            tensor: It, whole, possibly on the meta device: for its shape.
+        """
+
+
+@runtime_checkable
+class DrawsWeights(Protocol):
+    """A strategy whose ranks draw their own shards."""
+
+    def draw_weights(self) -> bool:
+        """Draws all weights again, with a new seed; False: rank 0 has to initialise them. Called on every rank."""
+
+
+def normal(std: float) -> Fill:
+    """Fills with N(0, std^2)."""
+    return lambda part, generator: part.normal_(0.0, std, generator=generator)
+
+
+def uniform(low: float, high: float) -> Fill:
+    """Fills with numbers of [low, high)."""
+    return lambda part, generator: part.uniform_(low, high, generator=generator)
+
+
+def new_seed() -> int:
+    """Returns a seed for a network, drawn from torch's generator of the CPU."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
+def initial_values(network: nn.Module) -> dict[str, Start] | None:
+    """Returns name -> how it begins, of each parameter and buffer; None: the network does not say it of all of them."""
+    kind = type(network)
+    last = next((one for one in kind.__mro__ if {"initial_value", "init_weights"} & vars(one).keys()), kind)
+    if "initial_value" not in vars(last) or not vars(kind).get("deferred_init"):
+        return None
+    assert isinstance(network, HasInitialValues)
+    found = {name: network.initial_value(name, tensor) for name, tensor in _named(network)}
+    known = {name: start for name, start in found.items() if start is not None}
+    return known if len(known) == len(found) else None
+
+
+@torch.no_grad()
+def draw(network: nn.Module, seed: int | None = None) -> None:
+    """Fills the parameters and buffers of a network that says how they begin; those on the meta device are left out.
+
+    Args:
+        network: Offers `HasInitialValues`.
+        seed: None: a new one.
+    """
+    seed = new_seed() if seed is None else seed
+    assert isinstance(network, HasInitialValues)
+    for name, tensor in _named(network):
+        start = None if tensor.is_meta else network.initial_value(name, tensor)
+        if start is not None:
+            draw_part(tensor, start, seed, name)
+
+
+def draw_part(
+    target: Tensor,
+    start: Start,
+    seed: int,
+    name: str,
+    shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+) -> None:
+    """Fills a part of a parameter or buffer, in place.
+
+    Args:
+        target: The part, on any device.
+        start: How the whole begins.
+        seed: Of the network.
+        name: Of the parameter in the network.
+        shape: Of the whole; None: the part is the whole.
+        offset: Where the part begins in each dimension of the whole.
+    """
+    whole = target.shape if shape is None else shape
+    offset = offset or [0] * len(whole)
+    target = target.detach()
+    if isinstance(start, Tensor):
+        for dim, (size, first) in enumerate(zip(target.shape, offset, strict=True)):
+            start = start.narrow(dim, first if size else 0, size)
+        target.copy_(start)
+    elif not callable(start):
+        target.fill_(start)
+    elif target.numel():
+        # not narrower than float32: values are then the same ones, rounded
+        own = torch.empty(target.shape, dtype=torch.promote_types(target.dtype, torch.float32), device="cpu")
+        key = mix(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
+        tiles = [partial(tile.draw, start, key) for tile in _tiles(own, whole, offset)]
+        if len(tiles) < PARALLEL or (threads := _threads()) == 1:
+            for tile in tiles:
+                tile()
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                for _ in pool.map(lambda tile: tile(), tiles):
+                    pass
+        target.copy_(own)
+
+
+class _Tile(NamedTuple):
+    """A tile of a parameter that is looked at as rows, and what is kept of it.
+
+    Attributes:
+        number: Its place among all.
+        shape: Its rows and columns.
+        kept: Where the part that is kept begins in it.
+        target: What is filled with that.
+    """
+
+    number: int
+    shape: tuple[int, int]
+    kept: tuple[int, int]
+    target: Tensor
+
+    def draw(self, fill: Fill, key: int) -> None:
+        """Draws all of it, and copies what is kept."""
+        values = torch.empty(self.shape, dtype=self.target.dtype, device="cpu")
+        with torch.no_grad():  # the mode of a thread is its own
+            fill(values, torch.Generator().manual_seed(mix(key, self.number)))
+            (row, column), (rows, columns) = self.kept, self.target.shape
+            self.target.copy_(values[row : row + rows, column : column + columns])
+
+
+def _tiles(part: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Iterator[_Tile]:
+    """Yields the tiles of a whole of this shape that a part touches; all dimensions but the last one are rows."""
+    *leading, (width, left, columns) = [*zip(shape, offset, part.shape, strict=True)] or [(1, 0, 1)]
+    leading = leading or [(1, 0, 1)]
+    while len(leading) > 1 and leading[-1][0] == leading[-1][2]:  # complete: rows of the dimension before it
+        size = leading.pop()[0]
+        leading[-1] = leading[-1][0] * size, leading[-1][1] * size, leading[-1][2] * size
+    *outer, (inner, top, rows) = leading
+    height = math.prod(size for size, _, _ in leading)
+    wide = min(width, COLUMNS)
+    high, across = max(TILE // wide, 1), -(-width // wide)
+    places = itertools.product(*(range(first, first + count) for _, first, count in outer))
+    for lane, place in zip(part.view(-1, rows, columns), places, strict=True):
+        first = 0
+        for (size, _, _), index in zip(outer, place, strict=True):
+            first = first * size + index
+        first = first * inner + top
+        for (y, above, below), (x, before, after) in itertools.product(
+            _cuts(first, rows, high), _cuts(left, columns, wide)
+        ):
+            yield _Tile(
+                y * across + x,
+                (min(high, height - y * high), min(wide, width - x * wide)),
+                (above - y * high, before - x * wide),
+                lane[above - first : below - first, before - left : after - left],
+            )
+
+
+def _cuts(first: int, count: int, step: int) -> Iterator[tuple[int, int, int]]:
+    """Yields number, begin and end within [first, first + count) of the tiles of this size that lie there."""
+    for number in range(first // step, -(-(first + count) // step)):
+        yield number, max(first, number * step), min(first + count, (number + 1) * step)
+
+
+def _threads() -> int:
+    """Returns how many threads draw: those of torch, or this process' share of the cores, where it is launched with others."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = cores // int(os.environ.get("LOCAL_WORLD_SIZE", cores))
+    return min(max(torch.get_num_threads(), share), MOST_THREADS)
+
+
+def _named(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from network.named_parameters()
+    yield from network.named_buffers()
