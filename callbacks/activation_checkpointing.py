@@ -31,6 +31,7 @@ OPERATORS = {
 
 @technique(
     paper="Chen et al., arXiv:1604.06174; selective: Korthikanti et al., arXiv:2205.05198, section 5; torch.utils.checkpoint",
+    offers=("keeps_weights",),
 )
 class ActivationCheckpointing(Callback):
     """Frees the activations of the network's blocks after forward, and recomputes them during backward.

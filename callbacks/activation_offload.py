@@ -22,6 +22,7 @@ Packed = tuple[torch.device, Tensor] | Tensor
 @technique(
     paper="ZeRO-Offload's idea for activations, arXiv:2101.06840; torch.autograd.graph.saved_tensors_hooks",
     after=("ActivationCheckpointing",),
+    offers=("keeps_weights",),
 )
 class ActivationOffload(Callback):
     """Keeps the activations that the network's blocks save for backward in pinned host memory.

@@ -11,6 +11,7 @@ from lightning.pytorch import Trainer, seed_everything
 from core.lightning_compat import collect_rng_states, set_rng_states
 from core.training.network_changes import apply_network_changes
 from core.training.shards import reshard
+from toolkit.initial_values import DrawsWeights
 from toolkit.shards import copy_to_shard
 
 __all__ = ["begin"]
@@ -19,11 +20,14 @@ __all__ = ["begin"]
 def begin(trainer: Trainer, seed: int) -> None:
     """Gives the network the weights that it would have been initialised with from this seed; called on every rank.
 
-    It is built once more, in the strategy's contexts; the values of rank 0 are copied into the weights of the first.
+    Where each rank draws its shards, they are drawn again. Otherwise it is built once more, in the strategy's contexts, and the
+    values of rank 0 are copied into the weights of the first.
     """
     module: Any = trainer.lightning_module
     seed_everything(seed, verbose=False)
     module.seed = seed
+    if isinstance(trainer.strategy, DrawsWeights) and trainer.strategy.draw_weights():
+        return
     with (
         trainer.strategy.tensor_init_context(),
         trainer.strategy.model_sharded_context(),

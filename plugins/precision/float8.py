@@ -27,6 +27,7 @@ CAPABILITY = (8, 9)
 @technique(
     paper="FP8 Formats for Deep Learning, arXiv:2209.05433; recipes of torchao.float8",
     needs=[Package("torchao>=0.18", extra="torchao")],
+    offers=("keeps_weights",),
 )
 class Float8(MixedPrecision):
     """Computes linear layers in fp8 with dynamic scaling; everything else is bf16-mixed.

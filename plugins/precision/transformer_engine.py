@@ -21,6 +21,7 @@ from plugins.precision.layers import linear_layers
         Package("transformer-engine[pytorch]>=2.2", extra="transformer-engine"),
         Device("cuda", capability=(8, 9)),
     ],
+    offers=("keeps_weights",),
 )
 class TransformerEngine(MixedPrecision):
     """Computes linear layers in fp8 with Transformer Engine's kernels; everything else is bf16-mixed.

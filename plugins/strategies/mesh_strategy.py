@@ -26,15 +26,18 @@ from core.contracts import ConnectsRanks, ReadsParts, SavesParts, ScalesLosses
 from core.errors import ConfigError
 from core.training import shards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
-from plugins.strategies import gradients, tensors
+from plugins.strategies import gradients, initial_shards, tensors
+from plugins.strategies.initial_shards import InitialShards
 from plugins.strategies.shared_scaler import SharedScaler
+from toolkit.initial_values import Start, new_seed
 
 
 class MeshStrategy(ParallelStrategy):
     """Shards a model over ranks; a checkpoint is that of a single process, or sharded.
 
-    Rank 0 builds and initialises the model on the CPU, the others build it on the meta device. Each weight is then
-    broadcast once and every rank keeps its shard: the values are those of a single process on the CPU.
+    The values of its weights are those of a single process. The network is built on the meta device, and each rank draws its
+    own shards, if the network says how each parameter begins (`toolkit.initial_values`) and nothing else changes its weights.
+    Otherwise rank 0 builds and initialises it on the CPU, and sends each weight to all.
 
     Not a `ModelParallelStrategy`, which Lightning does not allow with fp16 and a loss scaler.
 
@@ -43,6 +46,7 @@ class MeshStrategy(ParallelStrategy):
 
     Attributes:
         mesh: The mesh of ranks; set once the processes are connected.
+        starts: Name in the module -> how it begins; empty: rank 0 has the values.
         loss_group: The ranks that have different tokens: losses are summed over them, gradients averaged.
     """
 
@@ -57,6 +61,7 @@ class MeshStrategy(ParallelStrategy):
         super().__init__()
         self.timeout = timedelta(minutes=timeout_minutes)
         self.num_nodes = 1
+        self.starts: dict[str, Start] = {}
 
     @abstractmethod
     def connect_mesh(self) -> None:
@@ -161,8 +166,9 @@ class MeshStrategy(ParallelStrategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context in which the model is built: on the CPU of rank 0, on the meta device of the others."""
-        place = torch.device("cpu" if self.global_rank == 0 else "meta")
+        """Context in which the model is built: on the meta device, or, if rank 0 has to initialise it, there on the CPU."""
+        self.starts = initial_shards.starts_of(self.language_module.trainer, type(self).__name__)
+        place = torch.device("cpu" if self.global_rank == 0 and not self.starts else "meta")
         with place, self.precision_plugin.tensor_init_context():
             yield
 
@@ -179,16 +185,38 @@ class MeshStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         tensors.refuse_extra_state(module, type(self).__name__)
         full = tensors.named_tensors(module)
+        stored = module.state_dict().keys() if trainer.ckpt_path else ()
+        seed = self._common_seed() if self.starts else 0
+        initial = InitialShards(full, self.starts, seed, stored, self.root_device)
         tensors.to_meta(module)
         self.parallelize(module)
-        tensors.to_memory(module, self.parameter_device)
+        self.fill(module, initial)
         lightning_compat.set_device(module, self.root_device)
-        tensors.shard_from_rank_zero(full, module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_compat.optimizers_to_device(self.optimizers, self.parameter_device)
+
+    def fill(self, module: nn.Module, initial: InitialShards) -> None:
+        """Allocates memory for a module on the meta device, whose tensors may be sharded, and fills it."""
+        tensors.to_memory(module, self.parameter_device)
+        own = tensors.named_tensors(module)
+        for name in initial.full:
+            initial.fill(name, own.get(name))
+
+    def _common_seed(self) -> int:
+        """Returns a seed for the network, that of rank 0."""
+        return int(self.broadcast(new_seed()))
+
+    def draw_weights(self) -> bool:
+        """Draws all weights of the network again, each rank its shards; False if rank 0 has to initialise them."""
+        if self.starts:
+            network, seed = self.language_module.network, self._common_seed()
+            shards.reshard(network)
+            for name, tensor in tensors.named_tensors(network).items():
+                initial_shards.draw_shard(tensor, self.starts[initial_shards.PREFIX + name], seed, name)
+        return bool(self.starts)
 
     def model_to_device(self) -> None:
         """Does nothing: `setup` places each shard."""

@@ -1,4 +1,4 @@
-"""Full tensors and their shards on a mesh of ranks: broadcast from rank 0, gathered there, local shards."""
+"""Full tensors and their shards on a mesh of ranks: local shards, gathered on rank 0."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -44,23 +43,6 @@ def to_memory(module: nn.Module, device: torch.device) -> None:
     """Allocates memory for the shards of a module on the meta device."""
     with _tied():
         module.to_empty(device=device)
-
-
-@torch.no_grad()
-def shard_from_rank_zero(full: Mapping[str, Tensor], module: nn.Module, device: torch.device) -> None:
-    """Fills a module's tensors with those of rank 0, one broadcast at a time; called on every rank.
-
-    Args:
-        full: All tensors of the full module, in the same order on each rank; on rank 0 with their values.
-        module: Holds some of them, full or sharded.
-        device: Device of the messages.
-    """
-    own, main = named_tensors(module), dist.get_rank() == 0
-    for name, tensor in full.items():
-        message = tensor.to(device) if main else torch.empty_like(tensor, device=device)
-        dist.broadcast(message, 0)
-        if name in own:
-            copy_part(own[name], message)
 
 
 def local_shard(tensor: Tensor) -> Tensor:

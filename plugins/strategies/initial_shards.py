@@ -1,0 +1,120 @@
+"""Initial weights under a mesh of ranks: each rank draws its shards, or rank 0 builds the network and sends every weight."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from core.contracts import ChangesNetwork
+from core.technique import declaration_of
+from plugins.strategies import tensors
+from toolkit.initial_values import Start, draw_part, initial_values
+
+PREFIX = "network."
+"""What names of the network's tensors begin with in the module that is trained."""
+
+KEEPS_WEIGHTS = "keeps_weights"
+"""Feature of what changes a network without a look at its weights, and adds none."""
+
+
+def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start]:
+    """Returns name in the module -> how it begins, of all tensors of the network, which is built for that on the meta device.
+
+    Where it is empty, rank 0 has to build the network with its weights; a message says why.
+
+    Args:
+        trainer: Of the run; called on every rank.
+        strategy: Its name, for the message.
+    """
+    module: Any = trainer.lightning_module
+    if getattr(module, "network", None) is not None:
+        return {}
+    reason = _explain_whole(trainer, module)
+    if reason is None:
+        with torch.device("meta"):
+            draft = module.build_network()
+        found = initial_values(draft)
+        if found is not None:
+            return {PREFIX + name: start for name, start in found.items()}
+        reason = f"{type(draft).__name__} does not say how each parameter begins"
+    if trainer.is_global_zero:
+        text = f"{strategy}: rank 0 initialises the whole network in its memory: {reason}."
+        print(text, file=sys.stderr, flush=True)
+    return {}
+
+
+def _explain_whole(trainer: Trainer, module: Any) -> str | None:
+    if module.weights:
+        return "model.weights are read into it"
+    precision: Any = trainer.precision_plugin
+    for part in (*module.objective.modules(), precision, *trainer.callbacks):  # type: ignore[attr-defined]
+        declared = declaration_of(type(part))
+        if isinstance(part, ChangesNetwork) and KEEPS_WEIGHTS not in (declared.offers if declared else ()):
+            return f"{type(part).__name__} changes it"
+    constructs = not isinstance(precision.module_init_context(), nullcontext)
+    if constructs and not isinstance(precision, HalfPrecision | DoublePrecision):
+        return f"{type(precision).__name__} takes part in its construction"
+    return None
+
+
+def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
+    """Draws this rank's shard of a tensor.
+
+    Args:
+        target: Full or sharded.
+        start: How the full tensor begins.
+        seed: Of the network, the same on every rank.
+        name: In the network.
+    """
+    if not isinstance(target, DTensor):
+        draw_part(target, start, seed, name)
+        return
+    offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
+    draw_part(tensors.local_shard(target), start, seed, name, target.shape, offset)
+
+
+class InitialShards:
+    """Fills the tensors of a module after it was sharded.
+
+    Args:
+        full: All tensors of the full module, in the same order on each rank: on the meta device where they are drawn; others
+            on rank 0 with their values.
+        starts: Name -> how it begins.
+        seed: Of the network, the same on every rank.
+        stored: Names whose values are read from a checkpoint afterwards: they are not drawn.
+        device: Of messages.
+    """
+
+    def __init__(
+        self,
+        full: Mapping[str, Tensor],
+        starts: Mapping[str, Start],
+        seed: int,
+        stored: Collection[str],
+        device: torch.device,
+    ) -> None:
+        self.full, self.seed, self.stored, self.device = full, seed, stored, device
+        self.starts = {name: start for name, start in starts.items() if full[name].is_meta}
+
+    @torch.no_grad()
+    def fill(self, name: str, target: Tensor | None) -> None:
+        """Fills this rank's part of a tensor, or none; called on every rank with each name of `full`, in its order."""
+        if (start := self.starts.get(name)) is not None:
+            if target is not None and name not in self.stored:
+                draw_shard(target, start, self.seed, name.removeprefix(PREFIX))
+            return
+        full = self.full[name]
+        message = full.to(self.device) if dist.get_rank() == 0 else torch.empty_like(full, device=self.device)
+        dist.broadcast(message, 0)
+        if target is not None:
+            tensors.copy_part(target, message)
