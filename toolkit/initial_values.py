@@ -28,6 +28,7 @@ __all__ = [
     "draw",
     "draw_part",
     "initial_values",
+    "named",
     "new_seed",
     "normal",
     "uniform",
@@ -96,7 +97,7 @@ def initial_values(network: nn.Module) -> dict[str, Start] | None:
     if "initial_value" not in vars(last) or not vars(kind).get("deferred_init"):
         return None
     assert isinstance(network, HasInitialValues)
-    found = {name: network.initial_value(name, tensor) for name, tensor in _named(network)}
+    found = {name: network.initial_value(name, tensor) for name, tensor in named(network)}
     known = {name: start for name, start in found.items() if start is not None}
     return known if len(known) == len(found) else None
 
@@ -111,7 +112,7 @@ def draw(network: nn.Module, seed: int | None = None) -> None:
     """
     seed = new_seed() if seed is None else seed
     assert isinstance(network, HasInitialValues)
-    for name, tensor in _named(network):
+    for name, tensor in named(network):
         start = None if tensor.is_meta else network.initial_value(name, tensor)
         if start is not None:
             draw_part(tensor, start, seed, name)
@@ -224,6 +225,7 @@ def _threads() -> int:
     return min(max(torch.get_num_threads(), share), MOST_THREADS)
 
 
-def _named(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named(network: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields each parameter and buffer once, with its name."""
     yield from network.named_parameters()
     yield from network.named_buffers()

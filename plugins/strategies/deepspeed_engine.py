@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -87,11 +87,16 @@ def configuration(
     return config
 
 
-def cast(module: nn.Module, format: torch.dtype) -> None:
-    """Converts floating-point parameters to a data type, one at a time; buffers stay as they are."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(format)
+class OneByOne(nn.Module):
+    """What DeepSpeed takes for a module: it asks once for its parameters, and shards each before it asks for the next."""
+
+    def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
+        super().__init__()
+        self._filled = parameters
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Yields those that it was given."""
+        yield from self._filled
 
 
 class EngineOptimizer(Optimizer):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from core import lightning_compat
@@ -20,8 +20,9 @@ from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
 from plugins.strategies.deepspeed_engine import EngineOptimizer
+from plugins.strategies.initial_shards import InitialShards
 from plugins.strategies.mesh_strategy import MeshStrategy
-from plugins.strategies.tensors import state_of
+from plugins.strategies.tensors import state_of, to_memory
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -113,16 +114,16 @@ class DeepSpeedZero(MeshStrategy):
 
     @property
     def parameter_device(self) -> torch.device:
-        """The CPU, until DeepSpeed moves the parameters."""
+        """The CPU, until DeepSpeed takes the parameters."""
         return torch.device("cpu")
 
     def parallelize(self, module: LightningModule) -> None:
-        """Does nothing: DeepSpeed shards parameters after they have their values."""
+        """Does nothing: DeepSpeed shards each parameter once it has its values."""
 
     # -- the model --------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Broadcasts the weights of rank 0, then wraps module and optimizer in DeepSpeed's engine."""
+        """Wraps module and optimizer in DeepSpeed's engine; weights get their values on the way, one at a time."""
         super().setup(trainer)
         module = self.language_module
         format = deepspeed_engine.FORMATS.get(str(self.precision_plugin.precision), torch.float32)
@@ -130,12 +131,29 @@ class DeepSpeedZero(MeshStrategy):
         groups = optimizer.param_groups if optimizer is not None else []
         self._counts = [len(group["params"]) for group in groups]
         self.numbers = {id(p): n for n, p in enumerate(p for group in groups for p in group["params"])}
-        deepspeed_engine.cast(module, format)
+        if self.stage < 3:
+            for _ in self._filled(module, format):
+                pass
         if self.stage == 3 or optimizer is not None:
             self._start_engine(module, optimizer, format)
         else:
             module.to(self.root_device)
         lightning_compat.set_device(module, self.root_device)
+
+    def fill(self, module: nn.Module, initial: InitialShards) -> None:
+        """Fills buffers; parameters have no memory until DeepSpeed takes them."""
+        to_memory(module, self.parameter_device, parameters=False)
+        for name, buffer in module.named_buffers():
+            initial.fill(name, buffer)
+        self._initial = initial
+
+    def _filled(self, module: nn.Module, format: torch.dtype) -> Iterator[nn.Parameter]:
+        """Yields each parameter once it has its values, in this data type on the device; called on every rank."""
+        for name, parameter in module.named_parameters():
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+            self._initial.fill(name, whole)
+            parameter.data = whole.to(self.root_device, format if whole.is_floating_point() else None)
+            yield parameter
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Builds the run's optimizer, which only DeepSpeed refers to.
@@ -159,8 +177,9 @@ class DeepSpeedZero(MeshStrategy):
             offload_param=self.offload_parameters,
             nvme_path=self.nvme_path,
         )
-        if self.stage == 3:  # one parameter at a time: the device may lack memory for all at once
-            deepspeed.zero.Init(module=module, config_dict_or_path=config, dtype=format)
+        if self.stage == 3:  # one parameter at a time: device and host may lack memory for all at once
+            filled = deepspeed_engine.OneByOne(self._filled(module, format))
+            deepspeed.zero.Init(module=filled, config_dict_or_path=config, dtype=format)
             for buffer in module.buffers():
                 buffer.data = buffer.data.to(self.root_device)
             module.register_state_dict_post_hook(deepspeed_state.with_full_shapes)

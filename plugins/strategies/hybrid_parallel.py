@@ -23,6 +23,7 @@ from plugins.strategies import (
     expert_parallel,
     gradients,
     hybrid_checks,
+    initial_shards,
     stage_state,
     tensor_parallel,
     tensors,
@@ -257,8 +258,11 @@ class HybridParallel(MeshStrategy):
 
     def _try_positions(self) -> None:
         """Raises a ConfigError on every rank if the network mixes tokens outside of attention; rank 0 tries it."""
-        network: Any = self.language_module.network
-        if reason := self.broadcast(explain_position_mixing(network) if self.is_global_zero else None):
+        network, reason = self.language_module.network, None
+        if self.is_global_zero:
+            tried = initial_shards.stand_in(network, self.starts) if self.starts else network
+            reason = explain_position_mixing(tried)
+        if reason := self.broadcast(reason):
             raise ConfigError(
                 f"HybridParallel: context is {self.sizes.context}, and sequences of {type(network).__name__} cannot be "
                 f"split: {reason}.\nSet context to 1, and let its replace_attention return False."

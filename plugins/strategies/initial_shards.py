@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Collection, Mapping
 from contextlib import nullcontext
@@ -11,17 +12,20 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from core.contracts import ChangesNetwork
+from core.contracts import ChangesNetwork, Network
 from core.technique import declaration_of
 from plugins.strategies import tensors
-from toolkit.initial_values import Start, draw_part, initial_values
+from toolkit.initial_values import Start, draw_part, initial_values, named
 
 PREFIX = "network."
 """What names of the network's tensors begin with in the module that is trained."""
+
+NOISE = 2**20 - 3
+"""Numbers that repeat in the matrices of a network that is only tried; odd, so that no two rows are the same."""
 
 KEEPS_WEIGHTS = "keeps_weights"
 """Feature of what changes a network without a look at its weights, and adds none."""
@@ -81,6 +85,29 @@ def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
         return
     offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
     draw_part(tensors.local_shard(target), start, seed, name, target.shape, offset)
+
+
+@torch.no_grad()
+def stand_in(network: Network, starts: Mapping[str, Start]) -> Network:
+    """Returns a copy of a network on the meta device to try it with, on the CPU: its matrices share the memory of the largest.
+
+    Vectors and buffers have the values that they begin with.
+    """
+    copied = copy.deepcopy(network)
+    some = 0.02 * torch.randn(NOISE, generator=torch.Generator().manual_seed(0), device="cpu")
+    largest = max(parameter.numel() for parameter in copied.parameters())
+    noise = some.repeat(-(-largest // NOISE))
+    names = {id(tensor): PREFIX + name for name, tensor in named(copied)}
+
+    def value(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, nn.Parameter) and tensor.ndim > 1:
+            return noise[: tensor.numel()].view(tensor.shape).to(tensor.dtype)
+        found = torch.empty_like(tensor, device="cpu")
+        draw_part(found, starts[names[id(tensor)]], 0, "")
+        return found
+
+    tensors.replace(copied, value)
+    return copied
 
 
 class InitialShards:

@@ -207,7 +207,9 @@ class MeshStrategy(ParallelStrategy):
 
     def _common_seed(self) -> int:
         """Returns a seed for the network, that of rank 0."""
-        return int(self.broadcast(new_seed()))
+        seed = torch.tensor(new_seed(), device=self.root_device)
+        dist.broadcast(seed, 0)
+        return int(seed)
 
     def draw_weights(self) -> bool:
         """Draws all weights of the network again, each rank its shards; False if rank 0 has to initialise them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,10 +39,24 @@ def to_meta(module: nn.Module) -> None:
         nn.Module.to(module, "meta")  # not the method of Lightning, which records the device
 
 
-def to_memory(module: nn.Module, device: torch.device) -> None:
-    """Allocates memory for the shards of a module on the meta device."""
+def to_memory(module: nn.Module, device: torch.device, parameters: bool = True) -> None:
+    """Allocates memory for the shards of a module on the meta device, or only for its buffers.
+
+    Parameters are then on the device with their shapes, and one number each.
+    """
+
+    def allocated(tensor: Tensor) -> Tensor:
+        if parameters or not isinstance(tensor, nn.Parameter):
+            return torch.empty_like(tensor, device=device)
+        return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+    replace(module, allocated)
+
+
+def replace(module: nn.Module, value: Callable[[Tensor], Tensor]) -> None:
+    """Replaces each parameter and buffer of a module on the meta device."""
     with _tied():
-        module.to_empty(device=device)
+        module._apply(value)
 
 
 def local_shard(tensor: Tensor) -> Tensor:
