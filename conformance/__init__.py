@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from conformance.case import Case, cases
     from conformance.proof import NotProvable, Proof, proofs, prove
 
-KIT_VERSION = 5
+KIT_VERSION = 6
 
 __all__ = ["KIT_VERSION", "Case", "NotProvable", "Proof", "cases", "proofs", "prove"]
 

@@ -17,6 +17,7 @@ from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import declaration_of
 from toolkit.generation.rows import PadsPrompts
+from toolkit.initial_values import draw_part, initial_values, new_seed
 
 ROWS, LENGTH = 2, 12
 """B and T of the batches."""
@@ -172,6 +173,29 @@ def defers_its_initialisation(case: Case) -> None:
     require(expected.keys() == found.keys(), "tied parameters are no longer tied after `to_empty`")
     other = [name for name, tensor in expected.items() if not torch.equal(found[name], tensor)]
     require(not other, f"{_ELSEWHERE}: it differs in {', '.join(other[:5])}")
+
+
+@proof("networks")
+def draws_each_part_by_itself(case: Case) -> None:
+    """Where it says how each parameter begins, parts of them drawn one by one are those of the whole network, bit by bit."""
+    with seeded(0):
+        network: Network = case.build("model.network", Network)
+    if (starts := initial_values(network)) is None:
+        raise NotProvable("it does not say of each parameter how it begins, or init_weights is another one's")
+    with seeded(2):
+        seed = new_seed()
+    with seeded(2):
+        network.init_weights()
+    for name, tensor in _tensors(network):
+        found, shape = torch.empty_like(tensor), tensor.shape
+        half = len(tensor) // 2 if shape else 0
+        for first, part in ((0, found[:half]), (half, found[half:])) if half else ((0, found),):
+            draw_part(part, starts[name], seed, name, shape, [first] * bool(shape) + [0] * (len(shape) - 1))
+        require(
+            torch.equal(found, tensor),
+            f"{name} drawn in two parts is not what init_weights made of it.\nLikely: what `initial_value` returns looks at the "
+            "shape of the part that it is given, or init_weights does not call toolkit.initial_values.draw.",
+        )
 
 
 _ELSEWHERE = "the constructor draws or sets values outside of init_weights"

@@ -147,7 +147,9 @@ def draw_part(
         target.fill_(start)
     elif target.numel():
         # not narrower than float32: values are then the same ones, rounded
-        own = torch.empty(target.shape, dtype=torch.promote_types(target.dtype, torch.float32), device="cpu")
+        wide, own = torch.promote_types(target.dtype, torch.float32), target
+        if target.device.type != "cpu" or target.dtype != wide or not target.is_contiguous():
+            own = torch.empty(target.shape, dtype=wide, device="cpu")
         key = mix(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
         tiles = [partial(tile.draw, start, key) for tile in _tiles(own, whole, offset)]
         if len(tiles) < PARALLEL or (threads := _threads()) == 1:
@@ -157,7 +159,8 @@ def draw_part(
             with ThreadPoolExecutor(threads) as pool:
                 for _ in pool.map(lambda tile: tile(), tiles):
                     pass
-        target.copy_(own)
+        if own is not target:
+            target.copy_(own)
 
 
 class _Tile(NamedTuple):

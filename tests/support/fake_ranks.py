@@ -46,7 +46,12 @@ class OneOfMany(LightningEnvironment):
 
 @contextmanager
 def shards(
-    build: Callable[[], Network], strategy: MeshStrategy, rank: int, world: int, **options: Any
+    build: Callable[[], Network],
+    strategy: MeshStrategy,
+    rank: int,
+    world: int,
+    resumed: bool = False,
+    **options: Any,
 ) -> Iterator[LanguageModule]:
     """Yields the module of one rank behind the strategy's `setup`, whose network began with seed 0.
 
@@ -55,6 +60,7 @@ def shards(
         strategy: A new one.
         rank: Of the rank.
         world: How many there are.
+        resumed: Whether a checkpoint is going to be read; it is not.
         options: Of the trainer.
     """
     here = min(world, MACHINE)
@@ -70,10 +76,12 @@ def shards(
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
+            enable_model_summary=False,
             **options,
         )
         module = LanguageModule(build, CausalLM(), torch.optim.SGD)
         module.trainer = trainer
+        trainer.ckpt_path = "step.ckpt" if resumed else None
         strategy.connect(module)
         strategy.setup_environment()
         with strategy.tensor_init_context(), trainer.precision_plugin.module_init_context():

@@ -79,6 +79,14 @@ def test_a_checkpoint_is_that_of_a_single_process(whole):
 
 
 @pytest.mark.ci
+def test_it_begins_with_the_weights_of_one_process():
+    still = {"model": {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.0}}}}
+    found, expected = done(zero(3) | still, 2), one_process(still)
+    assert "rank 0 initialises" not in found.stderr
+    assert same_bits(found.checkpoint()["state_dict"], expected.checkpoint()["state_dict"])
+
+
+@pytest.mark.ci
 def test_it_goes_on_from_a_checkpoint_of_one_process():
     expected = one_process({})
     source = expected.folder / "checkpoints" / f"step-{SAVED}.ckpt"

@@ -1,0 +1,171 @@
+"""Initial weights under a mesh of ranks: those of one process, of which each rank draws its shards and no more."""
+
+import resource
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from torch.distributed.tensor import DTensor
+
+from plugins.adapters.lora import LoRA
+from plugins.networks.gpt import GPT
+from plugins.networks.olmoe import OLMoE
+from plugins.strategies.fsdp import FSDP
+from plugins.strategies.hybrid_parallel import HybridParallel
+from plugins.strategies.initial_shards import PREFIX, stand_in
+from plugins.strategies.tensors import local_shard, named_tensors, part
+from tests.conformance.broken.networks import Convolving
+from tests.support.fake_ranks import shards
+from tests.support.largest_tensor import LargestTensor
+from toolkit.initial_values import initial_values
+from toolkit.positions import explain_position_mixing
+
+DENSE = dict(vocab_size=520, n_layer=4, n_head=4, n_embd=64, max_sequence_length=32, position="rotary")
+SPARSE = dict(vocab_size=520, n_layer=2, n_head=4, n_embd=32, intermediate_size=48, n_experts=8, experts_per_token=2, max_sequence_length=32)  # fmt: skip
+HOUSE = Path(__file__).resolve().parents[3]
+
+
+class Counting(GPT):
+    """Counts the numbers that it draws."""
+
+    deferred_init = True
+    drawn = 0
+
+    def initial_value(self, name, tensor):
+        start = super().initial_value(name, tensor)
+        if not callable(start):
+            return start
+
+        def fill(part, generator):
+            Counting.drawn += part.numel()
+            start(part, generator)
+
+        return fill
+
+
+def seeded(build, seed=0):
+    """Returns the tensors of a network that is built from a seed in one process."""
+    seed_everything(seed, verbose=False)
+    return {name: tensor.detach() for name, tensor in named_tensors(build()).items()}
+
+
+def other(module, expected):
+    """Returns the names of the network's tensors on this rank that are not its part of those of one process."""
+    own = named_tensors(module.network)
+    return [n for n, t in own.items() if not torch.equal(local_shard(t), part(expected[n], t))]
+
+
+@pytest.mark.parametrize(
+    ("build", "strategy", "world"),
+    [
+        (partial(GPT, **DENSE), FSDP, 4),
+        (partial(GPT, **DENSE), partial(HybridParallel, tensor=2, pipeline=2, data_shard=2), 8),
+        (partial(GPT, **DENSE), partial(FSDP, replicas=2), 4),
+        (partial(OLMoE, **SPARSE), partial(HybridParallel, expert=2, tensor=2, data_shard=2), 8),
+    ],
+    ids=["sharded", "tensor and pipeline", "replicas", "experts"],
+)
+def test_each_rank_has_its_part_of_what_one_process_begins_with(build, strategy, world):
+    expected, names = seeded(build), set()
+    for rank in (0, world // 2 - 1, world - 1):
+        with shards(build, strategy(), rank, world) as module:
+            assert any(isinstance(p, DTensor) for p in module.network.parameters())
+            assert other(module, expected) == []
+            names |= set(named_tensors(module.network))
+    assert names == expected.keys()
+
+
+def test_other_weights_are_drawn_from_another_seed():
+    build = partial(GPT, **DENSE)
+    with shards(build, FSDP(), 1, 4) as module:
+        seed_everything(7, verbose=False)
+        assert module.trainer.strategy.draw_weights()
+        assert other(module, seeded(build, 7)) == []
+
+
+def test_one_rank_of_1024_draws_little_more_than_its_part_and_holds_no_more_than_one_parameter():
+    build = partial(Counting, vocab_size=4096, n_layer=4, n_head=8, n_embd=1024, max_sequence_length=64)
+    Counting.drawn = 0
+    with torch.device("meta"):
+        sizes = [parameter.numel() for parameter in build().parameters()]
+    with LargestTensor() as largest, shards(build, FSDP(), 511, 1024) as module:
+        own = sum(local_shard(p).numel() for p in module.network.parameters())
+    assert own < sum(sizes) / 500
+    # of 1 to 4 rows a rank draws tiles of 64
+    assert Counting.drawn < sum(sizes) / 15
+    assert largest.bytes <= 4 * max(sizes)
+
+
+def test_nothing_is_drawn_that_a_checkpoint_has():
+    build = partial(Counting, **DENSE)
+    expected = seeded(build)
+    Counting.drawn = 0
+    with shards(build, FSDP(), 0, 2, resumed=True) as module:
+        assert Counting.drawn == 0
+        table = module.network.position_table  # which no checkpoint has
+        assert torch.equal(table, expected["position_table"])
+
+
+def test_where_something_changes_weights_rank_0_has_them_all_and_a_line_says_so(capsys):
+    build = partial(GPT, **DENSE)
+    with shards(build, FSDP(), 0, 1, callbacks=[LoRA(rank=2)]) as module:
+        weight = module.network.layers[0].attention.q_proj.weight
+        assert torch.equal(local_shard(weight), seeded(build)["layers.0.attention.q_proj.weight"])
+    line = "FSDP: rank 0 initialises the whole network in its memory: LoRA changes it."
+    assert line in capsys.readouterr().err
+
+
+class Mixing(Convolving):
+    deferred_init = True
+
+
+@pytest.mark.parametrize("kind", [GPT, Mixing])
+def test_whether_tokens_mix_is_found_without_the_weights(kind):
+    with torch.device("meta"):
+        network = kind(**DENSE)
+    starts = {PREFIX + name: start for name, start in initial_values(network).items()}
+    reason = explain_position_mixing(stand_in(network, starts))
+    assert (reason is None) == (kind is GPT), reason
+    assert all(parameter.is_meta for parameter in network.parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 511, 1023])
+def test_a_rank_of_the_recipe_of_175b_needs_the_memory_of_its_part(rank):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.plugins.strategies.test_initial_shards", str(rank)],
+        cwd=HOUSE,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    own, grown = map(int, done.stdout.split()[-2:])
+    assert 5e9 < own < 8.1e9
+    assert grown < 8 * 2**30
+    assert grown < own + 2**29
+
+
+def main(rank):
+    """Prints the bytes of a rank's weights, and by how much the memory of the process grew at most."""
+    import yaml
+
+    from callbacks.activation_checkpointing import ActivationCheckpointing
+
+    config = yaml.safe_load((HOUSE / "configs" / "recipes" / "gpt3_175b_3d.yaml").read_text(encoding="utf-8"))
+    build = partial(GPT, **config["model"]["network"]["init_args"])
+    strategy = HybridParallel(**config["trainer"]["strategy"]["init_args"])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    options = {"callbacks": [ActivationCheckpointing()], "precision": config["trainer"]["precision"]}
+    with shards(build, strategy, rank, 1024, **options) as module:
+        own = sum(local_shard(p).nbytes for p in module.network.parameters())
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(own, (after - before) * 1024)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

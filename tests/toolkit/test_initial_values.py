@@ -1,0 +1,95 @@
+"""Initial values: a part is what the whole has there, whatever the part, the data type and the other parameters."""
+
+import pytest
+import torch
+
+from plugins.networks.gpt import GPT
+from tests.support.tiny_training import tiny_gpt
+from toolkit.initial_values import TILE, draw, draw_part, initial_values, normal, uniform
+
+
+def whole(shape, name="w", seed=5, start=None, dtype=None):
+    found = torch.full(shape, torch.nan, dtype=dtype)
+    draw_part(found, start or normal(0.02), seed, name)
+    return found
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (700,), (130, 700), (3, 70, 520), (4096, 1, 4), (2, 3, 40, 33)])
+def test_any_part_is_what_the_whole_has_there(shape):
+    expected = whole(shape)
+    assert not expected.isnan().any()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        offset = [int(torch.randint(size, (), generator=generator)) for size in shape]
+        sizes = [
+            int(torch.randint(1, size - first + 1, (), generator=generator))
+            for size, first in zip(shape, offset, strict=True)
+        ]
+        part, wanted = torch.empty(sizes), expected
+        draw_part(part, normal(0.02), 5, "w", shape, offset)
+        for dim, (first, size) in enumerate(zip(offset, sizes, strict=True)):
+            wanted = wanted.narrow(dim, first, size)
+        assert torch.equal(part, wanted), (offset, sizes)
+
+
+def test_values_depend_on_seed_and_name_alone_and_no_tile_is_that_of_another():
+    shape = 256, 1024  # eight tiles
+    first = whole(shape)
+    assert torch.equal(first, whole(shape))
+    others = [whole(shape, name="v"), whole(shape, seed=6)]
+    tiles = [t for x in (first, *others) for rows in x.chunk(4) for t in rows.chunk(2, dim=1)]
+    assert len({tuple(tile.flatten()[:8].tolist()) for tile in tiles}) == 24
+    # the mean of n numbers has a standard deviation of 1 / sqrt(n), their square's of sqrt(2 / n): five of each
+    values, n = first.double() / 0.02, first.numel()
+    assert abs(values.mean()) < 5 * n**-0.5
+    assert abs(values.square().mean() - 1) < 5 * (2 / n) ** 0.5
+    assert abs((values[:, 1:] * values[:, :-1]).mean()) < 5 * n**-0.5
+    assert (whole(shape, start=uniform(-2, 3)).mean() - 0.5).abs() < 5 * (25 / 12 / n) ** 0.5
+
+
+def test_many_threads_draw_what_one_does(monkeypatch):
+    shape = 65 * TILE // 512, 512
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
+    alone = whole(shape)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert torch.equal(whole(shape), alone)
+
+
+def test_in_two_bytes_they_are_the_same_values_rounded():
+    assert torch.equal(whole((130, 700), dtype=torch.bfloat16), whole((130, 700)).bfloat16())
+
+
+def test_with_more_blocks_those_that_were_there_begin_alike():
+    few, more = tiny_gpt(), tiny_gpt(n_layer=5)
+    draw(few, 3)
+    draw(more, 3)
+    assert torch.equal(few.layers[1].mlp.up_proj.weight, more.layers[1].mlp.up_proj.weight)
+
+
+class Undeclared(GPT):
+    """Does not say that its constructor leaves all values to init_weights."""
+
+
+class Overriding(GPT):
+    """Begins in a way of its own."""
+
+    deferred_init = True
+
+    def init_weights(self):
+        super().init_weights()
+
+
+class Silent(GPT):
+    """Does not say how its embedding begins."""
+
+    deferred_init = True
+
+    def initial_value(self, name, tensor):
+        return None if name == "embed_tokens.weight" else super().initial_value(name, tensor)
+
+
+@pytest.mark.parametrize("kind", [Undeclared, Overriding, Silent])
+def test_a_network_counts_that_says_it_of_all_parameters_and_means_it(kind):
+    sizes = dict(vocab_size=8, n_layer=1, n_head=1, n_embd=4, max_sequence_length=4)
+    assert initial_values(kind(**sizes)) is None
+    assert len(initial_values(GPT(**sizes))) == len(list(GPT(**sizes).parameters()))
