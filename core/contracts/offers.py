@@ -130,7 +130,8 @@ class ChangesNetwork(Protocol):
         """Changes the network, before weights are loaded, sharded or given to an optimizer.
 
         The objective comes first, then the precision, then the callbacks in order; `check` and `generate` call it as
-        well, except of an objective. Names of parameters stay.
+        well, except of an objective. Names of parameters stay. Who neither adds parameters nor looks at values declares
+        `offers=("keeps_weights",)`: under strategies that shard, each rank then draws its part of the network.
 
         Args:
             network: May be on the meta device.
