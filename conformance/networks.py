@@ -176,25 +176,23 @@ def defers_its_initialisation(case: Case) -> None:
 
 
 @proof("networks")
-def draws_each_part_by_itself(case: Case) -> None:
-    """Where it says how each parameter begins, parts of them drawn one by one are those of the whole network, bit by bit."""
+def says_how_each_parameter_begins(case: Case) -> None:
+    """Where it does, parameters that are drawn one by one are what `init_weights` makes of them, bit by bit."""
     with seeded(0):
         network: Network = case.build("model.network", Network)
     if (starts := initial_values(network)) is None:
-        raise NotProvable("it does not say of each parameter how it begins, or init_weights is another one's")
+        raise NotProvable("it does not say of each parameter how it begins")
     with seeded(2):
         seed = new_seed()
     with seeded(2):
         network.init_weights()
     for name, tensor in _tensors(network):
-        found, shape = torch.empty_like(tensor), tensor.shape
-        half = len(tensor) // 2 if shape else 0
-        for first, part in ((0, found[:half]), (half, found[half:])) if half else ((0, found),):
-            draw_part(part, starts[name], seed, name, shape, [first] * bool(shape) + [0] * (len(shape) - 1))
+        found = torch.empty_like(tensor)
+        draw_part(found, starts[name], seed, name)
         require(
             torch.equal(found, tensor),
-            f"{name} drawn in two parts is not what init_weights made of it.\nLikely: what `initial_value` returns looks at the "
-            "shape of the part that it is given, or init_weights does not call toolkit.initial_values.draw.",
+            f"{name} drawn by itself is not what init_weights makes of it.\nLikely: init_weights does more than "
+            "toolkit.initial_values.draw, or `initial_value` looks at values.",
         )
 
 

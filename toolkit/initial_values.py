@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -34,7 +33,7 @@ __all__ = [
     "uniform",
 ]
 
-TILE, COLUMNS = 2**15, 512
+TILE, COLUMNS = 2**16, 512
 """Elements of a tile, and the most columns that it has: a part is drawn with little of what lies around it."""
 
 PARALLEL = 64
@@ -151,14 +150,14 @@ def draw_part(
         if target.device.type != "cpu" or target.dtype != wide or not target.is_contiguous():
             own = torch.empty(target.shape, dtype=wide, device="cpu")
         key = mix(seed, int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()))
-        tiles = [partial(tile.draw, start, key) for tile in _tiles(own, whole, offset)]
-        if len(tiles) < PARALLEL or (threads := _threads()) == 1:
-            for tile in tiles:
-                tile()
+        tiles = list(_tiles(own, whole, offset))
+        threads = 1 if len(tiles) < PARALLEL else _threads()
+        if threads == 1:
+            _draw_tiles(tiles, start, key)
         else:
             with ThreadPoolExecutor(threads) as pool:
-                for _ in pool.map(lambda tile: tile(), tiles):
-                    pass
+                shares = (tiles[number::threads] for number in range(threads))
+                list(pool.map(lambda share: _draw_tiles(share, start, key), shares))
         if own is not target:
             target.copy_(own)
 
@@ -178,13 +177,20 @@ class _Tile(NamedTuple):
     kept: tuple[int, int]
     target: Tensor
 
-    def draw(self, fill: Fill, key: int) -> None:
-        """Draws all of it, and copies what is kept."""
-        values = torch.empty(self.shape, dtype=self.target.dtype, device="cpu")
-        with torch.no_grad():  # the mode of a thread is its own
-            fill(values, torch.Generator().manual_seed(mix(key, self.number)))
-            (row, column), (rows, columns) = self.kept, self.target.shape
-            self.target.copy_(values[row : row + rows, column : column + columns])
+
+@torch.no_grad()  # in each thread: its mode is its own
+def _draw_tiles(tiles: Sequence[_Tile], fill: Fill, key: int) -> None:
+    """Draws tiles, each whole, and copies what is kept."""
+    scratch, generator = tiles[0].target.new_empty(TILE), torch.Generator()
+    for number, (height, width), (row, column), target in tiles:
+        generator.manual_seed(mix(key, number))
+        if target.shape == (height, width) and target.is_contiguous():
+            fill(target, generator)
+        else:
+            values = scratch[: height * width].view(height, width)
+            fill(values, generator)
+            rows, columns = target.shape
+            target.copy_(values[row : row + rows, column : column + columns])
 
 
 def _tiles(part: Tensor, shape: Sequence[int], offset: Sequence[int]) -> Iterator[_Tile]:

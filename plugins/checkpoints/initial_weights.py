@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,39 @@ class InitialWeights:
             trainer: Of the run; the tokenizer of its data is compared with that of the weights.
         """
         own = network.state_dict(keep_vars=True)
-        found = self._found(network, {name: tuple(value.shape) for name, value in own.items()})
-        grown = self._check(network, own, found)
+        found, grown = self._checked(network, own)
         if any(value.is_meta for value in own.values()):
             return
-        if isinstance(data := getattr(trainer, "datamodule", None), HasTokenizer):
-            self._check_tokenizer(data.tokenizer_json)
+        self._check_data(trainer)
         with torch.no_grad():
             for name in own.keys() & found.keys():
                 _fill(own[name], found[name].read())
+        self._say(own, found, grown)
+
+    def readers(self, network: Network, trainer: Any) -> dict[str, Callable[[], Tensor]]:
+        """Returns name -> what reads a tensor as the network has it, whole, on the CPU; of those that are stored.
+
+        Args:
+            network: On the meta device; names, shapes and the tokenizer of the data are checked.
+            trainer: Of the run.
+        """
+        own = network.state_dict(keep_vars=True)
+        found, grown = self._checked(network, own)
+        self._check_data(trainer)
+        self._say(own, found, grown)
+        return {name: partial(_read, found[name], own[name]) for name in own.keys() & found.keys()}
+
+    def _checked(
+        self, network: Network, own: Mapping[str, Tensor]
+    ) -> tuple[Mapping[str, LazyTensor], list[str]]:
+        found = self._found(network, {name: tuple(value.shape) for name, value in own.items()})
+        return found, self._check(network, own, found)
+
+    def _check_data(self, trainer: Any) -> None:
+        if isinstance(data := getattr(trainer, "datamodule", None), HasTokenizer):
+            self._check_tokenizer(data.tokenizer_json)
+
+    def _say(self, own: Mapping[str, Tensor], found: Mapping[str, LazyTensor], grown: list[str]) -> None:
         if launched_rank() in (None, 0):
             rows = f"; new rows in {', '.join(grown)} are the mean of the old ones" if grown else ""
             new = [name for name in own if name not in found]
@@ -187,6 +212,13 @@ def _absent(network: Network, own: Iterable[str]) -> tuple[str, ...]:
     """Returns the beginnings of names of parts that it may lack, and lacks: of stored ones nothing is read."""
     names = tuple(own)
     return tuple(part for part in _may_lack(network) if not any(name.startswith(part) for name in names))
+
+
+def _read(stored: LazyTensor, target: Tensor) -> Tensor:
+    """Returns a stored tensor with the shape and the data type of a target."""
+    found = torch.empty(target.shape, dtype=target.dtype, device="cpu")
+    _fill(found, stored.read())
+    return found
 
 
 def _fill(target: Any, value: Tensor) -> None:

@@ -22,7 +22,7 @@ from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_sta
 from plugins.strategies.deepspeed_engine import EngineOptimizer
 from plugins.strategies.initial_shards import InitialShards
 from plugins.strategies.mesh_strategy import MeshStrategy
-from plugins.strategies.tensors import state_of, to_memory
+from plugins.strategies.tensors import replace, state_of
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -142,7 +142,13 @@ class DeepSpeedZero(MeshStrategy):
 
     def fill(self, module: nn.Module, initial: InitialShards) -> None:
         """Fills buffers; parameters have no memory until DeepSpeed takes them."""
-        to_memory(module, self.parameter_device, parameters=False)
+
+        def empty(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, nn.Parameter):
+                return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+            return torch.empty_like(tensor, device=self.parameter_device)
+
+        replace(module, empty)
         for name, buffer in module.named_buffers():
             initial.fill(name, buffer)
         self._initial = initial

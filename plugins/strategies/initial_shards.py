@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from core.contracts import ChangesNetwork, Network
 from core.technique import declaration_of
+from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.strategies import tensors
 from toolkit.initial_values import Start, draw_part, initial_values, named
 
@@ -31,7 +32,19 @@ KEEPS_WEIGHTS = "keeps_weights"
 """Feature of what changes a network without a look at its weights, and adds none."""
 
 
-def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start]:
+class Stored(NamedTuple):
+    """A tensor that begins as it is in the files of `model.weights`.
+
+    Attributes:
+        read: Returns it, whole, on the CPU.
+        otherwise: How it would begin without them.
+    """
+
+    read: Callable[[], Tensor]
+    otherwise: Start
+
+
+def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start | Stored]:
     """Returns name in the module -> how it begins, of all tensors of the network, which is built for that on the meta device.
 
     Where it is empty, rank 0 has to build the network with its weights; a message says why.
@@ -47,8 +60,11 @@ def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start]:
     if reason is None:
         with torch.device("meta"):
             draft = module.build_network()
-        found = initial_values(draft)
+        found: Mapping[str, Any] | None = initial_values(draft)
         if found is not None:
+            if module.weights and not trainer.ckpt_path:
+                readers = InitialWeights(module.weights).readers(draft, trainer)
+                found = {**found, **{name: Stored(read, found[name]) for name, read in readers.items()}}
             return {PREFIX + name: start for name, start in found.items()}
         reason = f"{type(draft).__name__} does not say how each parameter begins"
     if trainer.is_global_zero:
@@ -58,8 +74,6 @@ def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start]:
 
 
 def _explain_whole(trainer: Trainer, module: Any) -> str | None:
-    if module.weights:
-        return "model.weights are read into it"
     precision: Any = trainer.precision_plugin
     for part in (*module.objective.modules(), precision, *trainer.callbacks):  # type: ignore[attr-defined]
         declared = declaration_of(type(part))
@@ -88,7 +102,7 @@ def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
 
 
 @torch.no_grad()
-def stand_in(network: Network, starts: Mapping[str, Start]) -> Network:
+def stand_in(network: Network, starts: Mapping[str, Start | Stored]) -> Network:
     """Returns a copy of a network on the meta device to try it with, on the CPU: its matrices share the memory of the largest.
 
     Vectors and buffers have the values that they begin with.
@@ -102,8 +116,11 @@ def stand_in(network: Network, starts: Mapping[str, Start]) -> Network:
     def value(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) and tensor.ndim > 1:
             return noise[: tensor.numel()].view(tensor.shape).to(tensor.dtype)
+        start = starts[names[id(tensor)]]
+        if isinstance(start, Stored):
+            return start.read()
         found = torch.empty_like(tensor, device="cpu")
-        draw_part(found, starts[names[id(tensor)]], 0, "")
+        draw_part(found, start, 0, "")
         return found
 
     tensors.replace(copied, value)
@@ -118,14 +135,14 @@ class InitialShards:
             on rank 0 with their values.
         starts: Name -> how it begins.
         seed: Of the network, the same on every rank.
-        stored: Names whose values are read from a checkpoint afterwards: they are not drawn.
+        stored: Names whose values are read from a checkpoint afterwards: nothing is done for them.
         device: Of messages.
     """
 
     def __init__(
         self,
         full: Mapping[str, Tensor],
-        starts: Mapping[str, Start],
+        starts: Mapping[str, Start | Stored],
         seed: int,
         stored: Collection[str],
         device: torch.device,
@@ -136,12 +153,17 @@ class InitialShards:
     @torch.no_grad()
     def fill(self, name: str, target: Tensor | None) -> None:
         """Fills this rank's part of a tensor, or none; called on every rank with each name of `full`, in its order."""
-        if (start := self.starts.get(name)) is not None:
-            if target is not None and name not in self.stored:
+        full, start = self.full[name], self.starts.get(name)
+        if start is not None and name in self.stored:
+            return
+        if start is not None and not isinstance(start, Stored):
+            if target is not None:
                 draw_shard(target, start, self.seed, name.removeprefix(PREFIX))
             return
-        full = self.full[name]
-        message = full.to(self.device) if dist.get_rank() == 0 else torch.empty_like(full, device=self.device)
+        if dist.get_rank() == 0:
+            message = (full if start is None else start.read()).to(self.device)
+        else:
+            message = torch.empty_like(full, device=self.device)
         dist.broadcast(message, 0)
         if target is not None:
             tensors.copy_part(target, message)

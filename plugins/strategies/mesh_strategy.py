@@ -27,7 +27,7 @@ from core.errors import ConfigError
 from core.training import shards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.strategies import gradients, initial_shards, tensors
-from plugins.strategies.initial_shards import InitialShards
+from plugins.strategies.initial_shards import InitialShards, Stored
 from plugins.strategies.shared_scaler import SharedScaler
 from toolkit.initial_values import Start, new_seed
 
@@ -61,7 +61,7 @@ class MeshStrategy(ParallelStrategy):
         super().__init__()
         self.timeout = timedelta(minutes=timeout_minutes)
         self.num_nodes = 1
-        self.starts: dict[str, Start] = {}
+        self.starts: dict[str, Start | Stored] = {}
 
     @abstractmethod
     def connect_mesh(self) -> None:
@@ -213,12 +213,15 @@ class MeshStrategy(ParallelStrategy):
 
     def draw_weights(self) -> bool:
         """Draws all weights of the network again, each rank its shards; False if rank 0 has to initialise them."""
-        if self.starts:
-            network, seed = self.language_module.network, self._common_seed()
-            shards.reshard(network)
-            for name, tensor in tensors.named_tensors(network).items():
-                initial_shards.draw_shard(tensor, self.starts[initial_shards.PREFIX + name], seed, name)
-        return bool(self.starts)
+        if not self.starts:
+            return False
+        network, seed = self.language_module.network, self._common_seed()
+        shards.reshard(network)
+        for name, tensor in tensors.named_tensors(network).items():
+            start = self.starts[initial_shards.PREFIX + name]
+            start = start.otherwise if isinstance(start, Stored) else start
+            initial_shards.draw_shard(tensor, start, seed, name)
+        return True
 
     def model_to_device(self) -> None:
         """Does nothing: `setup` places each shard."""

@@ -39,24 +39,20 @@ def to_meta(module: nn.Module) -> None:
         nn.Module.to(module, "meta")  # not the method of Lightning, which records the device
 
 
-def to_memory(module: nn.Module, device: torch.device, parameters: bool = True) -> None:
-    """Allocates memory for the shards of a module on the meta device, or only for its buffers.
-
-    Parameters are then on the device with their shapes, and one number each.
-    """
-
-    def allocated(tensor: Tensor) -> Tensor:
-        if parameters or not isinstance(tensor, nn.Parameter):
-            return torch.empty_like(tensor, device=device)
-        return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-
-    replace(module, allocated)
+def to_memory(module: nn.Module, device: torch.device) -> None:
+    """Allocates memory for the shards of a module on the meta device."""
+    with _tied():
+        module.to_empty(device=device)
 
 
 def replace(module: nn.Module, value: Callable[[Tensor], Tensor]) -> None:
-    """Replaces each parameter and buffer of a module on the meta device."""
-    with _tied():
-        module._apply(value)
+    """Replaces each parameter and buffer of a module on the meta device; parameters stay the same objects."""
+    for parameter in module.parameters():
+        new = nn.Parameter(value(parameter), requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, new)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, value(buffer))
 
 
 def local_shard(tensor: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ BROKEN = [  # proof, kind, technique, what the message says, arguments
     ("starts_on_the_meta_device", "networks", "Halfway", "init_weights leaves out scale", {}),
     ("defers_its_initialisation", "networks", "DrawingTwice", "it draws more or fewer numbers", {}),
     ("defers_its_initialisation", "networks", "SettingLater", "it differs in embed_tokens.weight", {}),
-    ("draws_each_part_by_itself", "networks", "LookingAtParts", "drawn in two parts is not what", {}),
+    ("says_how_each_parameter_begins", "networks", "Otherwise", "embed_tokens.weight drawn by itself is not", {}),
     ("parallel_plan_names_modules", "networks", "Misplanned", "there is no module blocks.0", {}),
     ("counts_flops", "networks", "Weightless", "0 at T = 8", {}),
     ("a_cache_changes_nothing", "networks", "Miscounting", "of the largest logit", {}),

@@ -33,7 +33,7 @@ def test_any_part_is_what_the_whole_has_there(shape):
 
 
 def test_values_depend_on_seed_and_name_alone_and_no_tile_is_that_of_another():
-    shape = 256, 1024  # eight tiles
+    shape = 512, 1024  # eight tiles
     first = whole(shape)
     assert torch.equal(first, whole(shape))
     others = [whole(shape, name="v"), whole(shape, seed=6)]
@@ -48,7 +48,7 @@ def test_values_depend_on_seed_and_name_alone_and_no_tile_is_that_of_another():
 
 
 def test_many_threads_draw_what_one_does(monkeypatch):
-    shape = 65 * TILE // 512, 512
+    shape = 65 * TILE // 512, 520
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1000")
     alone = whole(shape)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
@@ -93,3 +93,11 @@ def test_a_network_counts_that_says_it_of_all_parameters_and_means_it(kind):
     sizes = dict(vocab_size=8, n_layer=1, n_head=1, n_embd=4, max_sequence_length=4)
     assert initial_values(kind(**sizes)) is None
     assert len(initial_values(GPT(**sizes))) == len(list(GPT(**sizes).parameters()))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_they_are_those_of_a_cpu():
+    for dtype in (torch.float32, torch.bfloat16):
+        found = torch.empty(130, 700, dtype=dtype, device="cuda")
+        draw_part(found, normal(0.02), 5, "w")
+        assert torch.equal(found.cpu(), whole((130, 700), dtype=dtype))

@@ -114,15 +114,17 @@ class SettingLater(GPT):
             self.embed_tokens.weight.mul_(2)
 
 
-class LookingAtParts(GPT):
-    """Draws matrices with a standard deviation that follows from the rows of the part that it is given."""
+class Otherwise(GPT):
+    """Says how each parameter begins, and lets its embedding begin in another way."""
 
     deferred_init = True
 
     def initial_value(self, name, tensor):
-        if tensor.ndim < 2:
-            return super().initial_value(name, tensor)
-        return lambda part, generator: part.normal_(0.0, len(part) ** -0.5, generator=generator)
+        return super().initial_value(name, tensor)
+
+    def init_weights(self):
+        super().init_weights()
+        nn.init.zeros_(self.embed_tokens.weight)
 
 
 class Misplanned(Sound):
