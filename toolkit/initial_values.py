@@ -33,8 +33,10 @@ __all__ = [
     "uniform",
 ]
 
-TILE, COLUMNS = 2**16, 512
-"""Elements of a tile, and the most columns that it has: a part is drawn with little of what lies around it."""
+TILE, COLUMNS = 2**15, 1024
+"""Elements of a tile, and the most columns that it has: a part is drawn with little of what lies around it.
+
+Of more elements than that torch copies on several threads, which here would be those of each thread."""
 
 PARALLEL = 64
 """Tiles from which on several threads draw them."""

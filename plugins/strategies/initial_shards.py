@@ -64,7 +64,9 @@ def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start | Stored]:
         if found is not None:
             if module.weights and not trainer.ckpt_path:
                 readers = InitialWeights(module.weights).readers(draft, trainer)
-                found = {**found, **{name: Stored(read, found[name]) for name, read in readers.items()}}
+                found = {
+                    n: Stored(readers[n], start) if n in readers else start for n, start in found.items()
+                }
             return {PREFIX + name: start for name, start in found.items()}
         reason = f"{type(draft).__name__} does not say how each parameter begins"
     if trainer.is_global_zero:
