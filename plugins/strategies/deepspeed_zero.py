@@ -138,6 +138,7 @@ class DeepSpeedZero(MeshStrategy):
             self._start_engine(module, optimizer, format)
         else:
             module.to(self.root_device)
+        del self._initial  # rank 0 may have the whole network in it
         lightning_compat.set_device(module, self.root_device)
 
     def fill(self, module: nn.Module, initial: InitialShards) -> None:

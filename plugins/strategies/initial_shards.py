@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core.contracts import ChangesNetwork, Network
+from core.errors import ConfigError
 from core.technique import declaration_of
 from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.strategies import tensors
@@ -139,6 +140,9 @@ class InitialShards:
         seed: Of the network, the same on every rank.
         stored: Names whose values are read from a checkpoint afterwards: nothing is done for them.
         device: Of messages.
+
+    Raises:
+        ConfigError: If it is not known how a tensor begins.
     """
 
     def __init__(
@@ -150,7 +154,13 @@ class InitialShards:
         device: torch.device,
     ) -> None:
         self.full, self.seed, self.stored, self.device = full, seed, stored, device
-        self.starts = {name: start for name, start in starts.items() if full[name].is_meta}
+        empty = {name for name, tensor in full.items() if tensor.is_meta}
+        if starts and (lost := sorted(empty - starts.keys())):
+            raise ConfigError(
+                f"It is not known how {lost[0]} begins: what adds it to the network must not declare "
+                f'offers=("{KEEPS_WEIGHTS}",).'
+            )
+        self.starts = {name: start for name, start in starts.items() if name in empty}
 
     @torch.no_grad()
     def fill(self, name: str, target: Tensor | None) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, seed_everything
 from torch.distributed.tensor import DTensor
 
+from core.errors import ConfigError
+from core.technique import technique
 from plugins.adapters.lora import LoRA
 from plugins.networks.gpt import GPT
 from plugins.networks.olmoe import OLMoE
@@ -117,6 +119,22 @@ def test_where_something_changes_weights_rank_0_has_them_all_and_a_line_says_so(
         assert torch.equal(local_shard(weight), seeded(build)["layers.0.attention.q_proj.weight"])
     line = "FSDP: rank 0 initialises the whole network in its memory: LoRA changes it."
     assert line in capsys.readouterr().err
+
+
+@technique(paper="none", offers=("keeps_weights",))
+class Adding(Callback):
+    """Says that it adds no parameter, and adds one."""
+
+    def change_network(self, network):
+        network.more = torch.nn.Parameter(torch.empty(3))
+
+
+def test_a_parameter_that_nobody_initialises_is_refused():
+    with (
+        pytest.raises(ConfigError, match=r"It is not known how network\.more begins"),
+        shards(partial(GPT, **DENSE), FSDP(), 0, 1, callbacks=[Adding()]),
+    ):
+        pass
 
 
 class Mixing(Convolving):
