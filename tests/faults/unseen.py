@@ -18,6 +18,7 @@ Causes that the catalogue has no word for:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.faults.catalogue import DOCUMENTS, Fault, everywhere, schedule, source, trainer
@@ -88,27 +89,28 @@ def on_ranks(bug: str, *more: Overlays, **arguments: Any) -> Overlays:
     return varied(RANKS, part("loops.Ranks", bug=bug, **arguments), *more)
 
 
-ENDS = "*embed_tokens*", "*lm_head*"
-
-
 def options_of(*patterns: str, only: tuple[str, ...] = RECIPES, **options: Any) -> Overlays:
     return everywhere({"model": {"parameter_options": dict.fromkeys(patterns, options)}}, only)
 
 
-def rate_of(*patterns: str, factor: float) -> Overlays:
-    rates = {name: OPTIMIZERS[name]["init_args"]["lr"] * factor for name in RECIPES}
-    return {name: options_of(*patterns, lr=rate)[name] for name, rate in rates.items()}
+def of_ends(**options: Any) -> Overlays:
+    """Returns options of embedding and head, which are one weight but for `moe`."""
+    untied = options_of("*embed_tokens*", "*lm_head*", only=("moe",), **options)
+    return options_of("*embed_tokens*", **options) | untied
+
+
+def rates(factor: float) -> dict[str, float]:
+    return {name: OPTIMIZERS[name]["init_args"]["lr"] * factor for name in RECIPES}
+
+
+def rate_of(chosen: Callable[..., Overlays], factor: float) -> Overlays:
+    return {name: chosen(lr=rate)[name] for name, rate in rates(factor).items()}
 
 
 def no_schedule(factor: float) -> Overlays:
     return {
-        name: {
-            "model": {
-                "optimizer": {"init_args": {"lr": OPTIMIZERS[name]["init_args"]["lr"] * factor}},
-                "lr_scheduler": None,
-            }
-        }
-        for name in RECIPES
+        name: {"model": {"optimizer": {"init_args": {"lr": rate}}, "lr_scheduler": None}}
+        for name, rate in rates(factor).items()
     }
 
 
@@ -167,9 +169,17 @@ RATE_AND_OPTIMIZER: tuple[tuple[Any, ...], ...] = (
         technique("tests.faults.broken.Optimizing", bug="rate", amount=40.0, first=MIDDLE),
         MIDDLE,
     ),
-    ("attention has 60 times the rate", "rate_too_high", rate_of("*attention*proj*", factor=60.0)),
-    ("embedding and head have a 300th of the rate", "rate_too_low", rate_of(*ENDS, factor=1 / 300)),
-    ("no schedule, five times the rate", "no_warmup", no_schedule(5)),
+    (
+        "attention has 60 times the rate",
+        "rate_too_high",
+        rate_of(lambda **own: options_of("*attention*proj*", **own), 60),
+    ),
+    (
+        "embedding and head have a 300th of the rate",
+        "rate_too_low",
+        rate_of(of_ends, 1 / 300),
+    ),
+    ("no schedule, eight times the rate", "no_warmup", no_schedule(8)),
     (
         "each rank steps the schedule",
         "schedule_ends_early",
@@ -183,7 +193,7 @@ RATE_AND_OPTIMIZER: tuple[tuple[Any, ...], ...] = (
     (
         "epsilon 1 for embedding and head",
         "epsilon_too_large",
-        options_of(*ENDS, only=("gpt", "moe"), eps=1.0),
+        of_ends(eps=1.0),
     ),
     ("norms decay", "weight_decay_too_large", options_of("*norm*", weight_decay=60.0)),
     (
@@ -217,13 +227,17 @@ GRADIENTS: tuple[tuple[Any, ...], ...] = (
         "stale_gradients",
         part("loops.Stepping", bug="zeroed_seldom", amount=6),
     ),
-    ("hidden states' gradients in fp16", "fp16_underflow", wired("half_backward", 3e-4)),
+    ("hidden states' gradients in fp16", "fp16_underflow", wired("half_backward", 1e-4)),
     ("weights in eight bits", "low_precision_weights", changing("rounded")),
     ("a row that attends to nothing", "non_finite", wired("nan_row", first=MIDDLE), MIDDLE),
     ("a backward pass that grows", "exploding_gradients", wired("growing_gradient", 1.7, first=12), 12),
     ("a soft cap far too low", "vanishing_gradients", wired("hard_cap", 1e-3)),
     ("blocks frozen in the middle", "frozen_weights", changing("frozen", first=MIDDLE), MIDDLE),
-    ("MLPs replaced after the optimizer was built", "weights_not_updated", wired("new_parameters")),
+    (
+        "MLPs replaced after the optimizer was built",
+        "weights_not_updated",
+        wired("new_parameters", only=("gpt", "llama")),
+    ),
     ("head no longer tied, and not trained", "weights_not_updated", wired("untied")),
 )
 
@@ -246,7 +260,11 @@ NETWORK: tuple[tuple[Any, ...], ...] = (
     ),
     ("mask off by one", "sees_future", wired("attends_to_next")),
     ("a convolution over both sides", "sees_future", wired("sees_both_sides", 0.5)),
-    ("nine of ten blocks left out", "dropout_too_high", technique("StochasticDepth", rate=0.95)),
+    (
+        "blocks left out far too often",
+        "dropout_too_high",
+        technique("StochasticDepth", ("gpt", "llama"), rate=0.95),
+    ),
     (
         "an average of something else",
         "average_wrong",
@@ -293,7 +311,7 @@ SPEED_AND_RANKS: tuple[tuple[Any, ...], ...] = (
     ("a checkpoint in every third step", "checkpoint_stall", saving(3, 150)),
     ("one rank slow", "straggler", on_ranks("slow", amount=30.0)),
     ("one rank slow at times", "straggler", on_ranks("slow", amount=120.0, every=3)),
-    ("padded buckets", "communication_bound", on_ranks("padded", amount=24)),
+    ("padded buckets", "communication_bound", on_ranks("padded", amount=48)),
     ("gradients not reduced", "ranks_differ", on_ranks("not_reduced")),
     ("one rank skips steps", "ranks_differ", on_ranks("skips", every=4), 4),
 )
