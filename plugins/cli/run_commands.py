@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from core.errors import ConfigError
@@ -113,7 +114,10 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if first and "lightning" in sys.modules:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # C++ libraries report what is not collected at exit as leaks
+            if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
+                atexit.register(
+                    gc.unfreeze
+                )  # its C++ libraries report what is not collected at exit as leaks
         if enabled:
             gc.enable()
 
