@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -50,10 +51,14 @@ def predict(arguments: list[str]) -> int:
 
 
 def _run(subcommand: str, arguments: list[str]) -> int:
-    from plugins.cli.runs import lost_ranks
+    from plugins.cli.runs import crowded_cores, lost_ranks
 
+    note = crowded_cores.share_cores()
     try:
-        return _started(build(subcommand, arguments, starts=True))
+        run = build(subcommand, arguments, starts=True)
+        if note and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"# {note}", file=sys.stderr)
+        return _started(run)
     except SystemExit as error:
         # Of a technique that called sys.exit; signals reach all ranks.
         if type(error) is SystemExit and not isinstance(error.__context__, KeyboardInterrupt):
