@@ -142,7 +142,8 @@ def _loud_head(network: Any, amount: float, age: Age) -> None:
 def _untied(network: Any, amount: float, age: Age) -> None:
     """A copy took the place of the tied head after the optimizer was built."""
     weight = network.output_weight
-    network.lm_head = nn.Linear(*reversed(weight.shape), bias=False)
+    vocabulary, width = weight.shape
+    network.lm_head = nn.Linear(width, vocabulary, bias=False)
     network.lm_head.weight.copy_(weight)
 
 
