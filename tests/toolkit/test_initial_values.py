@@ -14,7 +14,9 @@ def whole(shape, name="w", seed=5, start=None, dtype=None):
     return found
 
 
-@pytest.mark.parametrize("shape", [(), (5,), (1500,), (130, 1100), (3, 70, 520), (4096, 1, 4), (2, 3, 40, 33)])
+@pytest.mark.parametrize(
+    "shape", [(), (5,), (1500,), (130, 1100), (3, 70, 520), (4096, 1, 4), (2, 3, 40, 33)]
+)
 def test_any_part_is_what_the_whole_has_there(shape):
     expected = whole(shape)
     assert not expected.isnan().any()
