@@ -73,7 +73,8 @@ def folder(tmp_path):
 
 
 def execute(words, folder):
-    environment = {"XDG_CACHE_HOME": str(workshop() / "cache-of-guides")}  # most begin with the quickstart's text
+    # one cache for all guides, most of which begin with the quickstart's text
+    environment = {"XDG_CACHE_HOME": str(workshop() / "cache-of-guides")}
     return run(words, folder, cwd=folder, environments=[environment], timeout=240)
 
 

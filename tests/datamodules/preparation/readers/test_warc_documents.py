@@ -294,6 +294,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
         WARCDocuments(str(tmp_path), count_by="host")
 
 
+@pytest.mark.ci
 def test_workers_and_kills_change_no_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 1000)
     for number, text in enumerate(texts(60)):
