@@ -59,7 +59,8 @@ ON_THE_SAME_PARTS = {
     "T5",
 }
 """Techniques whose runs on ranks and over a kill are made by the same code as GPT's, Llama's and Hybrid's, or are runs of
-MaskedDataModule or of its like: they are CI's."""
+MaskedDataModule or of its like: they are CI's. Networks on two ranks, which tests/distributed/test_families.py and the
+objectives' own runs have in CI, are slow."""
 
 
 def works_in_steps(target):
@@ -79,12 +80,15 @@ def marks(case, proof):
         return [pytest.mark.slow]
     kind = case.entry.kind
     prepares = kind == "data" and "Packing" not in {base.__name__ for base in case.target.__mro__}
+    alike = case.entry.name in ON_THE_SAME_PARTS
     if (prepares and proof.name in DEAR) or proof.name in HELD_ELSEWHERE.get(kind, ()):
+        return [pytest.mark.slow]
+    if alike and kind == "networks" and proof.name == "agrees_on_two_ranks":
         return [pytest.mark.slow]
     further = case != next(other for other in CASES if other.entry == case.entry)
     seldom = further or (kind in ("optimizers", "schedules") and proof.name in SHARED)
     again = (further or prepares) and proof.name == "config_round_trips"
-    alike = case.entry.name in ON_THE_SAME_PARTS and proof.name in (*DEAR, "can_be_cut_along_its_tokens")
+    alike = alike and proof.name in (*DEAR, "can_be_cut_along_its_tokens")
     # hundreds of steps where the count after few is not the same as without the technique
     long = proof.name == "leaks_nothing" and not (kind == "callbacks" and works_in_steps(case.target))
     return [pytest.mark.ci] * (long or again or alike or (seldom and proof.name in DEAR))
