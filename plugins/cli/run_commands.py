@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ from core.technique import technique
 from plugins.cli.dispatch import main
 from plugins.cli.error_messages import chain
 
-__all__ = ["build", "fit", "main", "predict", "test", "validate"]
+__all__ = ["build", "fit", "main", "predict", "quieten", "started", "test", "validate"]
 
 _SOURCE = "LightningCLI of lightning 2.6, composed configs and preflight on top"
 
@@ -49,10 +49,15 @@ def predict(arguments: list[str]) -> int:
 
 
 def _run(subcommand: str, arguments: list[str]) -> int:
+    return started(lambda: build(subcommand, arguments, starts=True))
+
+
+def started(make: Callable[[], Any]) -> int:
+    """Starts the run that a function builds; says which rank was lost where another one fails for it."""
     from plugins.cli.runs import lost_ranks
 
     try:
-        return _started(build(subcommand, arguments, starts=True))
+        return _started(make())
     except SystemExit as error:
         # Of a technique that called sys.exit; signals reach all ranks.
         if type(error) is SystemExit and not isinstance(error.__context__, KeyboardInterrupt):
@@ -93,7 +98,7 @@ def build(subcommand: str, arguments: list[str], starts: bool = False, offline: 
     with _collector_paused():
         request = prepare(arguments, restarts.job(arguments) if starts and subcommand == "fit" else None)
         request.offline = offline
-        _quieten()
+        quieten()
         from plugins.cli.runs.built_run import BuiltRun
 
     return BuiltRun(subcommand, request, starts)
@@ -118,7 +123,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silences hints of Lightning that do not apply here: data loaders and paths are our own."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
