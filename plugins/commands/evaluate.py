@@ -126,7 +126,8 @@ def _evaluations(values: Mapping[str, Any], path: Path, options: argparse.Namesp
     given = callbacks if isinstance(callbacks, list) else []
     qualify(given)
     own = [one for one in given if isinstance(one, dict) and one.get("class_path") == CALLBACK]
-    sets = (own[-1].get("init_args") or {}).get("evaluations") if own else None
+    arguments = own[-1].get("init_args") if own else None
+    sets = arguments.get("evaluations") if isinstance(arguments, Mapping) else None
     if not isinstance(sets, Mapping) or not sets:
         where = " ".join(options.config) or f"The configuration of {path}"
         raise ConfigError(

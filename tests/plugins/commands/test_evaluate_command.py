@@ -191,6 +191,7 @@ def test_sums_that_no_evaluation_writes_are_a_mistake(folder, core):
         (["--config", "wrong.yaml"], ["Perplexty", "Perplexity"]),
         (["--config", "bad_name.yaml"], ["'a/b' cannot be a name"]),
         (["--config", "nothing.yaml"], ["nowhere.jsonl"]),
+        (["--config", "number.yaml"], ["there are no evaluations"]),
         (
             ["--config", "evaluation.yaml", "--trainer.devices=2", "--dtype", "bfloat16"],
             ["--trainer.precision"],
@@ -203,6 +204,7 @@ def test_a_mistake_is_explained_and_nothing_is_written(folder, core, words, said
     for name, old, new in (("wrong", "Perplexity", "Perplexty"), ("bad_name", "texts:", "a/b:"),
                            ("nothing", str(text()), "nowhere.jsonl")):  # fmt: skip
         Path(f"{name}.yaml").write_text(Path("evaluation.yaml").read_text().replace(old, new))
+    Path("number.yaml").write_text("trainer: {callbacks: [{class_path: Evaluate, init_args: 3}]}")
     done = core("evaluate", "--ckpt_path", "runs/one", *words, "--output", "out")
     assert done.code == 2
     assert "# " not in done.err  # nothing was measured
