@@ -8,10 +8,12 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from core.errors import ConfigError
@@ -54,10 +56,14 @@ def _run(subcommand: str, arguments: list[str]) -> int:
 
 def started(make: Callable[[], Any]) -> int:
     """Starts the run that a function builds; says which rank was lost where another one fails for it."""
-    from plugins.cli.runs import lost_ranks
+    from plugins.cli.runs import crowded_cores, lost_ranks
 
+    note = crowded_cores.share_cores()
     try:
-        return _started(make())
+        run = make()
+        if note and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"# {note}", file=sys.stderr)
+        return _started(run)
     except SystemExit as error:
         # Of a technique that called sys.exit; signals reach all ranks.
         if type(error) is SystemExit and not isinstance(error.__context__, KeyboardInterrupt):
@@ -118,7 +124,10 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if first and "lightning" in sys.modules:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # C++ libraries report what is not collected at exit as leaks
+            if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
+                atexit.register(
+                    gc.unfreeze
+                )  # its C++ libraries report what is not collected at exit as leaks
         if enabled:
             gc.enable()
 

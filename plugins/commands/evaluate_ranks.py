@@ -98,16 +98,19 @@ class _Measuring(Callback):
     Attributes:
         found: Name -> result.
         model: What was measured, on this rank.
+        writes: Whether this is the rank that writes the results.
     """
 
     found: Mapping[str, SetResult]
     model: EvaluatedModel
+    writes: bool
 
     def __init__(self, evaluations: Mapping[str, Evaluation], path: Path, batch_size: int) -> None:
         self.evaluations, self.path, self.batch_size = evaluations, path, batch_size
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Measures; weights are on their ranks now."""
+        self.writes = trainer.is_global_zero
         self.model = _model(pl_module, self.path, self.batch_size)
         check_items(self.evaluations, self.model)
         with evaluating(pl_module.network), evaluating(pl_module.objective):
@@ -140,17 +143,21 @@ def measured(
     Raises:
         ConfigError: If the selection does not fit, or an evaluation cannot be measured.
     """
-    request = of_checkpoint(_reduced(stored_config(path), path), ["--verbose=false", *words], path)
-    quieten()
-    run = BuiltRun("validate", request, starts=True)
-    if fault := next(sharding_faults(run.run_known, together=True), None):
-        raise ConfigError(f"evaluate: {fault}")
     measuring = _Measuring(evaluations, path, batch_size)
-    run.trainer.callbacks.append(measuring)  # type: ignore[attr-defined]
-    # Lightning misses callbacks of the training run, which have nothing to do here.
-    warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint.*")
-    started(lambda: run)
-    return dict(measuring.found), measuring.model.tokenizer_json, run.trainer.is_global_zero
+
+    def make() -> BuiltRun:
+        request = of_checkpoint(_reduced(stored_config(path), path), ["--verbose=false", *words], path)
+        quieten()
+        # Lightning misses callbacks of the training run, which have nothing to do here.
+        warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint.*")
+        run = BuiltRun("validate", request, starts=True)
+        if fault := next(sharding_faults(run.run_known, together=True), None):
+            raise ConfigError(f"evaluate: {fault}")
+        run.trainer.callbacks.append(measuring)  # type: ignore[attr-defined]
+        return run
+
+    started(make)
+    return dict(measuring.found), measuring.model.tokenizer_json, measuring.writes
 
 
 def _reduced(stored: Mapping[str, Any], path: Path) -> dict[str, Any]:
