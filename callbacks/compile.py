@@ -35,6 +35,8 @@ MOST_GRAPHS = 256
 SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
 """Strategies that gather and exchange between the blocks in forward."""
 
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
 
 @technique(
     paper="PyTorch 2, ASPLOS 2024, doi:10.1145/3620665.3640366; block by block: torchtitan, arXiv:2410.06511",
@@ -108,7 +110,7 @@ class Compile(Callback):
             return
         if not network.blocks:
             raise ConfigError(f"Compile: {type(network).__name__} has no blocks: take scope=whole.")
-        compiled = self._compile()
+        compiled = self.compiled()
         for block in [*network.blocks, *further_blocks(network)]:
             region = Region(
                 block.forward, [module for module in block.modules() if module is not block], compiled
@@ -121,7 +123,6 @@ class Compile(Callback):
         from torch._dynamo import config, graph_break_reasons
 
         self._breaks_before = len(graph_break_reasons)
-
         # DDP's splitting of graphs does not know activation checkpointing, and blocks are split already.
         self._undo.enter_context(
             config.patch(
@@ -137,12 +138,13 @@ class Compile(Callback):
         """Notes which hooks the strategy has added, and compiles the loss: strategies replace it."""
         if self.scope == "whole":
             modules = [*pl_module.network.modules(), *pl_module.objective.modules()]
-            pl_module.compute_loss = Region(pl_module.compute_loss, modules, self._compile())
+            pl_module.compute_loss = Region(pl_module.compute_loss, modules, self.compiled())
             self._regions = [pl_module.compute_loss]
         for region in self._regions:
             region.settle()
 
-    def _compile(self) -> Callable[..., Any]:
+    def compiled(self) -> Callable[..., Any]:
+        """Returns what calls a function with arguments, compiled."""
         return torch.compile(_call, backend=self._build, dynamic=self.dynamic)
 
     def _build(self, graph: Any, inputs: Any) -> Any:
@@ -171,19 +173,26 @@ class Compile(Callback):
         self._undo.close()
 
     def _report(self, trainer: Trainer) -> None:
+        first, self._told = self._told is None, len(self._graphs)
         if not trainer.is_global_zero:
             return
         breaks = list(found_breaks(self._breaks_before))
         path = Path(trainer.default_root_dir, FILE)
-        if self._told is None:
-            say(trainer, self, _summary(len(self._graphs), breaks, path))
-        self._told = len(self._graphs)
+        if first:
+            say(trainer, self, f"{_summary(len(self._graphs), breaks)}{self._unheard()}; {path}")
         settings = {"scope": self.scope, "dynamic": self.dynamic, "backend": self.backend}
         text = json.dumps(settings | {"graphs": self._graphs, "breaks": breaks}, indent=1)
         try:
             durable.write(path, text + "\n")
         except OSError as error:  # the run continues
             print(f"Compile: {path} could not be written: {error}", file=sys.stderr)
+
+    def _unheard(self) -> str:
+        heard = sum(region.is_heard() for region in self._regions)
+        if not heard:
+            return ""
+        what = f"{heard} of {len(self._regions)} blocks" if self.scope == "blocks" else "all"
+        return f"; not compiled while hooks listen to modules: {what}"
 
 
 class Region:
@@ -209,9 +218,13 @@ class Region:
         self._hooks = [getattr(module, kind) for module in self.modules for kind in kinds]
         self._settled = sum(map(len, self._hooks))
 
+    def is_heard(self) -> bool:
+        """Returns whether hooks have been added since."""
+        return sum(map(len, self._hooks)) != self._settled
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
-        if not torch.is_grad_enabled() or sum(map(len, self._hooks)) != self._settled:
+        if not torch.is_grad_enabled() or self.is_heard():
             return self.plain(*args, **kwargs)
         return self.compiled(self.plain, *args, **kwargs)
 
@@ -239,27 +252,38 @@ def found_breaks(since: int) -> Iterator[dict[str, Any]]:
             yield {"file": file, "line": line, "code": place.line if place else "", "reason": one.reason}
 
 
-def _summary(graphs: int, breaks: list[dict[str, Any]], path: Path) -> str:
+def _summary(graphs: int, breaks: list[dict[str, Any]]) -> str:
     text = f"{graphs} graph{'' if graphs == 1 else 's'}, "
-    if not breaks:
-        return text + (f"no breaks; {path}" if graphs else "nothing was compiled")
-    first = breaks[0]
-    reason = first["reason"].strip().splitlines()[0]
-    more = f", and {len(breaks) - 1} more" if len(breaks) > 1 else ""
-    return f"{text}broken off at {first['file']}:{first['line']} ({reason}){more}; all of it in {path}"
+    if breaks:
+        first, rest = breaks[0], len(breaks) - 1
+        reason = first["reason"].strip().partition("\n")[0]
+        text += f"broken off at {first['file']}:{first['line']} ({reason})" + (
+            f" and {rest} more places" if rest else ""
+        )
+    else:
+        text += "no breaks"
+    return text
 
 
 def _obstacle(item: Selected, scope: str, ranks: int) -> str | None:
     """Returns why a part of the run cannot be compiled, and what to do."""
-    stage, whole = item.arguments.get("stage"), scope == "whole"
+    own, whole = item.arguments, scope == "whole"
     if whole and item.name in SHARDING:
-        return "works between the blocks, which are not to be seen in one graph: take scope=blocks"
-    if item.name == "DeepSpeedZero" and stage == 3:
-        return "gathers weights within the blocks in stage 3: take stage 1 or 2, or FSDP"
+        return "works between the blocks, which one graph does not let it do: take scope=blocks"
     if whole and item.name == "ActivationOffload":
-        return "moves what each block keeps, which is not to be seen in one graph: take scope=blocks"
+        return "moves what each block keeps, which one graph does not let it do: take scope=blocks"
     if whole and item.name == "ActivationCheckpointing" and ranks > 1:
-        return "is not known to what splits one graph into DDP's buckets: take scope=blocks"
+        return "is not known to what cuts one graph into DDP's buckets: take scope=blocks"
+    if item.name == "DeepSpeedZero" and own.get("stage") == 3:
+        return "gathers weights within the blocks in stage 3: take stage 1 or 2, or FSDP"
+    if item.name == "HybridParallel" and (own.get("expert") or 1) > 1:
+        return "sends tokens within the blocks, as many as are known only then, with expert above 1: leave Compile out"
+    if (
+        item.name == "HybridParallel"
+        and (own.get("pipeline") or 1) > 1
+        and own.get("schedule") in ZERO_BUBBLE
+    ):
+        return f"computes gradients of inputs and of weights apart with {own['schedule']}, and a compiled block both at once: take 1F1B"
     return None
 
 
