@@ -23,6 +23,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from toolkit.further_blocks import further_blocks
 from toolkit.local_paths import require_local_path
+from toolkit.routing import RoutesTokens, all_routers
 from toolkit.trials import say
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ MOST_GRAPHS = 256
 
 SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
 """Strategies that gather and exchange between the blocks in forward."""
+
+TORCH = str(Path(torch.__file__).parent)
 
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
@@ -110,13 +113,11 @@ class Compile(Callback):
             return
         if not network.blocks:
             raise ConfigError(f"Compile: {type(network).__name__} has no blocks: take scope=whole.")
-        compiled = self.compiled()
+        compiled, apart = self.compiled(), _leave_out_routers(network)
         for block in [*network.blocks, *further_blocks(network)]:
-            region = Region(
-                block.forward, [module for module in block.modules() if module is not block], compiled
-            )
-            block.forward = region  # type: ignore[method-assign]
-            self._regions.append(region)
+            inner = [module for module in block.modules() if module is not block and module not in apart]
+            block.forward = Region(block.forward, inner, compiled)  # type: ignore[method-assign]
+            self._regions.append(block.forward)
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         """Sets what torch has in settings of the process alone; `teardown` restores them."""
@@ -233,6 +234,17 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
+def _leave_out_routers(network: Network) -> list[nn.Module]:
+    """Makes the compiler leave out routers, with their hooks: who balances experts listens to them in each step."""
+    routers = all_routers(network) if isinstance(network, RoutesTokens) else []
+    for router in routers:
+        # where `nn.Module.compile` puts what is called in place of a module with its hooks; `disable` takes functions
+        router._compiled_call_impl = torch.compiler.disable(
+            router._call_impl, reason="routers are listened to"
+        )  # type: ignore[assignment]
+    return routers
+
+
 def found_breaks(since: int) -> Iterator[dict[str, Any]]:
     """Yields where the compiler broke off a graph, each place once.
 
@@ -245,7 +257,9 @@ def found_breaks(since: int) -> Iterator[dict[str, Any]]:
 
     seen = set()
     for one in graph_break_reasons[since:]:
-        place = one.user_stack[-1] if one.user_stack else None
+        # innermost, but for torch's own code
+        stack = [frame for frame in one.user_stack if not frame.filename.startswith(TORCH)] or one.user_stack
+        place = stack[-1] if stack else None
         file, line = (place.filename, place.lineno) if place else ("?", 0)
         if (file, line) not in seen:
             seen.add((file, line))

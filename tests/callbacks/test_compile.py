@@ -14,6 +14,9 @@ from callbacks.activation_offload import ActivationOffload
 from callbacks.compile import FILE, Compile
 from core.errors import ConfigError
 from plugins.networks.gpt import GPT
+from plugins.networks.mixtral import Mixtral
+from plugins.objectives.balanced_routing import BalancedRouting
+from plugins.objectives.causal_lm import CausalLM
 from tests.support.cli_runs import RUN, checkpoint, core, finished, state, trained  # noqa: F401
 from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_batches
 
@@ -42,26 +45,32 @@ def assert_close(one, other):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    "scope", [pytest.param("blocks", marks=pytest.mark.ci), pytest.param("whole", marks=pytest.mark.slow)]
+    ("scope", "device"),
+    [
+        pytest.param("blocks", "cpu", marks=pytest.mark.ci),
+        pytest.param("whole", "cpu", marks=pytest.mark.slow),
+        pytest.param("blocks", "gpu", marks=pytest.mark.gpu),
+        pytest.param("whole", "gpu", marks=pytest.mark.gpu),
+    ],
 )
-def test_compiled_weights_and_losses_are_those_without(scope, tmp_path):
-    """With inductor's kernels. The cache is the folder that was given, and another run finds everything there."""
-    batches = uneven_batches(4)
-    plain, losses, said = fitted(tmp_path / "plain", [], batches)
+def test_compiled_weights_and_losses_are_those_without(scope, device, tmp_path):
+    """With inductor's kernels. They are kept in the given folder: another run has the same bits and compiles nothing."""
+    batches, options = uneven_batches(4), {"accelerator": device}
+    plain, losses, said = fitted(tmp_path / "plain", [], batches, **options)
     assert said is None
     cache = tmp_path / "cache"
-    made, found, said = fitted(tmp_path / "compiled", [Compile(scope, cache=str(cache))], batches)
+    made, found, said = fitted(tmp_path / "compiled", [Compile(scope, cache=str(cache))], batches, **options)
     assert found == pytest.approx(losses, rel=ROUNDING)
     assert_close(made.state_dict(), plain.state_dict())
     assert len(said["graphs"]) == 1
     assert said["breaks"] == []
-    compiled = set(cache.rglob("*.so"))
-    assert compiled
+    kernels = set(cache.rglob("*.so")) | set(cache.rglob("*.cubin"))
+    assert kernels
     torch.compiler.reset()
-    again, same, _ = fitted(tmp_path / "again", [Compile(scope, cache=str(cache))], batches)
+    again, same, _ = fitted(tmp_path / "again", [Compile(scope, cache=str(cache))], batches, **options)
     assert same == found
     assert all(torch.equal(made.state_dict()[name], w) for name, w in again.state_dict().items())
-    assert set(cache.rglob("*.so")) == compiled
+    assert set(cache.rglob("*.so")) | set(cache.rglob("*.cubin")) == kernels
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -120,6 +129,30 @@ def test_each_goes_on_from_the_others_checkpoint(trained, tmp_path):  # noqa: F8
     ]
     assert trained(*first).code == 0
     assert_close(go_on("before", max((tmp_path / "first").rglob(f"*{end}.ckpt"))), expected)
+
+
+@pytest.mark.ci
+def test_experts_are_balanced_by_routers_that_are_left_out(tmp_path):
+    """An objective that adds hooks to the routers in each step finds them, and blocks are compiled all the same."""
+    sizes = dict(vocab_size=61, n_layer=1, n_head=2, n_kv_head=2, n_embd=16, max_sequence_length=24)
+    experts = dict(intermediate_size=16, n_experts=4, experts_per_token=2)
+
+    def run(name, callbacks):
+        torch.manual_seed(0)
+        made, record = (
+            module(lambda: Mixtral(**sizes, **experts), objective=BalancedRouting(CausalLM())),
+            Record(),
+        )
+        fit(tmp_path / name, made, uneven_batches(3), [*callbacks, record], max_epochs=1)
+        return made.state_dict(), [figures["train/load_balancing"] for figures in record.figures]
+
+    weights, balance = run("plain", [])
+    found, same = run("compiled", [Compile(backend="aot_eager")])
+    assert same == pytest.approx(balance, rel=ROUNDING)
+    assert_close(found, weights)
+    said = json.loads((tmp_path / "compiled" / FILE).read_text())
+    assert said["graphs"]
+    assert "self.router(" in said["breaks"][0]["code"]
 
 
 class Breaking(GPT):
