@@ -72,7 +72,7 @@ LIGHTNING: dict[str, dict[str, Any]] = {
 
 SHORT: dict[str, dict[str, Any]] = {
     "BatchSizeRamp": {"start": 0.5, "tokens_until_full": 128, "growth": "doubling"},
-    "Compile": {"backend": "aot_eager"},
+    "Compile": {"backend": "eager"},
     "LRFinder": {"num_steps": 10, "then": "use"},
     "RandomRestart": {"seeds": 3, "num_steps": 3},
 }
