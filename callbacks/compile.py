@@ -45,6 +45,7 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     paper="PyTorch 2, ASPLOS 2024, doi:10.1145/3620665.3640366; block by block: torchtitan, arXiv:2410.06511",
     after=("ActivationCheckpointing",),
     before=("ActivationOffload",),
+    offers=("keeps_weights",),
     conflicts={
         "StochasticDepth": "it runs a block for other rows in each step, and each number of rows would be compiled"
     },
