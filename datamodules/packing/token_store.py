@@ -138,14 +138,20 @@ class TokenStore:
 
     def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
         """Returns (first token, number of tokens) of documents, which are numbered in the stream's order."""
-        found = []
         chunks = np.searchsorted(self._counts, indices, side="right")
         if self.remote is not None:
             self.remote.fetch_headers(np.unique(chunks).tolist())
-        for index, chunk in zip(indices, chunks, strict=True):
-            offsets, within = self._offsets[chunk], index - (self._counts[chunk] - self._items[chunk])
-            begin, end = ((int(offsets[i]) - int(offsets[0])) // self._itemsize for i in (within, within + 1))
-            found.append((int(self._starts[chunk]) + begin, end - begin))
+        within = indices - (self._counts - self._items)[chunks]
+        order = np.argsort(chunks, kind="stable")  # each header is looked up once
+        found, known, size = [(0, 0)] * len(indices), -1, self._itemsize
+        for at, chunk, number in zip(
+            order.tolist(), chunks[order].tolist(), within[order].tolist(), strict=True
+        ):
+            if chunk != known:
+                known, offsets = chunk, self._offsets[chunk]
+                base = offsets.item(0) - self._start_list[chunk] * size
+            begin, end = offsets.item(number), offsets.item(number + 1)
+            found[at] = (begin - base) // size, (end - begin) // size
         return found
 
     def starts_between(self, start: int, stop: int) -> np.ndarray:
