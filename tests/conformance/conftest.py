@@ -242,6 +242,7 @@ def _cases():
         Case("ActivationCheckpointing", {"keep": ["mm"]}),
         Case("BatchSizeRamp", SHORT["BatchSizeRamp"]),
         Case("ActivationOffload", {"min_bytes": 0}),
+        Case("Compile", SHORT["Compile"]),
         Case("BitsandbytesWeights", {"kind": "nf4"}),
         Case("BitsandbytesWeights", {"kind": "int8", "compute_dtype": "float32"}),
         Case("Float8", {"recipe": "rowwise_with_gw_hp"}),
