@@ -48,6 +48,7 @@ STRATEGY_OPTIONS: dict[str, tuple[Any, str]] = {
         "OOMGuard": "both decide how a step is cut into micro-batches",
         "GradientNoiseScale": "it compares micro-batches in the order of their ranks",
         "SequenceLengthSchedule": "it gives each rank rows of its own choice: train with one length",
+        "KTO": "its loss takes an average over the micro-batches that ranks compute at the same time",
         "Rollouts": "each rank samples answers with random numbers of its own",
         "SpikeReport": "it looks for documents in the rows of one rank, which are dealt out in another way here",
     },
@@ -105,11 +106,15 @@ class RankInvariance(Callback):
             found = run.argument(f"trainer.strategy.{name}")
             if found is not None and found != value:
                 yield f"it adds gradients rank by rank, which {name}={found} does not: set --trainer.strategy.{name}={written}"
+        word = run.argument("trainer.strategy")
+        if isinstance(word, str) and "find_unused_parameters_true" in word:
+            yield "it adds the gradients of all parameters: take --trainer.strategy=ddp"
         reduced = run.argument("trainer.strategy.reduce_format") or run.argument(
             "trainer.strategy.param_format"
         )
         if reduced not in (None, "fp32"):
             yield f"gradients of the step would be added in {reduced}: set --trainer.strategy.reduce_format=fp32"
+        yield from _sharded_errors(run, count)
         if run.accelerator == "cuda" and run.argument("trainer.deterministic") is not True:
             yield "kernels of CUDA may add in any order: set --trainer.deterministic=true"
         data: Any = next((item.target for item in run.selected if item.key == "data"), TokenDataModule)
@@ -260,6 +265,19 @@ class RankInvariance(Callback):
         module.step_loss = total / weight
         factor = GRADIENT_TOKENS * self.micro_batches / weight.to(torch.float32)
         scale_gradients(trainer, optimizer, factor)
+
+
+def _sharded_errors(run: Run, micro_batches: int) -> Iterator[str]:
+    names = {item.name for item in run.selected}
+    if "FSDP" not in names:
+        return
+    if "TorchaoAdamW8bit" in names:
+        yield "TorchaoAdamW8bit quantises blocks of a shard, which depend on the number of ranks: take AdamW, or DDP"
+    if "BiasBalancing" in names and micro_batches % run.world_size:
+        yield (
+            f"{run.world_size} ranks do not divide micro_batches={micro_batches}, and BiasBalancing would count the tokens of those "
+            "that only lend their weights: take DDP, or a number of micro-batches that they divide"
+        )
 
 
 class _OwnRows:

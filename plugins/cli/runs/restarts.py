@@ -92,7 +92,8 @@ def shape(
         yield f"--trainer.devices={each}"
         yield f"--trainer.num_nodes={processes // each}"
     most = last(arguments, "data.batch_size") or _rows(values) or _rows(stored)
-    if before != processes and _rows(stored) and not _fixes_batch(stored):  # else the data module divides its rows among the ranks
+    # without rows the data module divides them among the ranks
+    if before != processes and _rows(stored) and not _fixes_batch(stored):
         accumulated, rows = _shared(before, processes, stored, int(most))
         yield f"--trainer.accumulate_grad_batches={accumulated}"
         yield f"--data.batch_size={rows}"
