@@ -62,7 +62,7 @@ def median_step(size: str, strategy: str, exact: bool) -> float:
     if not tokens.exists():
         for split in ("train", "validation"):
             drawn = np.random.default_rng(0).integers(network["vocab_size"], size=40_000)
-            TokenShards().write([drawn], tokens / split, vocab_size=network["vocab_size"])
+            TokenShards().write([drawn.tolist()], tokens / split, vocab_size=network["vocab_size"])
     times = workshop() / f"{name}.json"
     callbacks: list[dict[str, Any]] = [
         {"class_path": "tests.benchmarks.rank_invariance.StepSeconds", "init_args": {"path": str(times)}}
