@@ -70,7 +70,8 @@ class RankInvariance(Callback):
 
     The same bits take the same kernels: the same device model, `threads` on a CPU, `trainer.deterministic` on CUDA.
     `val/loss` agrees where validation is not cut short: `trainer.limit_val_batches` counts each rank's batches.
-    Figures are sums in float64, which are exact unless losses of micro-batches differ by a factor of 10^5 and more.
+    Figures are sums in float64, which are exact unless losses of micro-batches differ by a factor of 10^5 and more. A schedule
+    in tokens needs ranks that divide `micro_batches`.
 
     Args:
         micro_batches: Micro-batches of an optimizer step, of all ranks together; at least one for each rank.
@@ -131,6 +132,10 @@ class RankInvariance(Callback):
         if not isinstance(data, TokenDataModule):
             raise ConfigError(
                 f"RankInvariance: it deals out rows of stored tokens, which {type(data).__name__} does not read.\n{TRAIN_ON}."
+            )
+        if trainer.world_size > self.micro_batches:
+            raise ConfigError(
+                f"RankInvariance: micro_batches is {self.micro_batches} on {trainer.world_size} ranks; there must be one for each."
             )
         module: Any = pl_module
         self._replace(data, "packed", partial(self._packed, trainer, data.packed))
