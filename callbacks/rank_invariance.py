@@ -20,7 +20,7 @@ from core.lightning_compat import replace_closure, restore_closure, zero_gradien
 from core.technique import technique
 from core.training.loss_ranks import scale_gradients
 from core.training.seeding import mix, seed_generators
-from toolkit.ordered_sums import OrderedSums, SumsInOrder, Turn
+from toolkit.ordered_sums import NOTHING, OrderedSums, SumsInOrder, Turn
 from toolkit.trials import say
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class RankInvariance(Callback):
         self._turn = Turn()
         self._seed: int | None = None
         self._sums: OrderedSums | None = None
+        self._sharded = False
         self._undo: list[Callable[[], Any]] = []
 
     @classmethod
@@ -182,6 +183,7 @@ class RankInvariance(Callback):
         module.in_parts = True
         [optimizer] = trainer.optimizers
         strategy = trainer.strategy
+        self._sharded = isinstance(strategy, SumsInOrder)
         if isinstance(strategy, SumsInOrder):
             strategy.sum_in_order(self._turn)
         elif trainer.world_size > 1:
@@ -237,6 +239,8 @@ class RankInvariance(Callback):
                 self._sums.add(self._turn.idle)
         if self._sums is not None:
             self._sums.finish()
+        for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is None):
+            parameter.grad = torch.full_like(parameter, NOTHING)  # as `_sums` does, on any number of ranks
         self._weigh(trainer, optimizer)
         return ClosureResult(torch.stack(losses).sum())
 
@@ -245,7 +249,7 @@ class RankInvariance(Callback):
         module: Any = trainer.lightning_module
         self._seed = mix(module.seed, module.current_epoch, index, 0)  # as rank 0 of one
         try:
-            if isinstance(trainer.strategy, SumsInOrder):
+            if self._sharded:
                 output: Any = trainer.strategy.training_step(rows, index)  # type: ignore[attr-defined]
             else:  # not through DDP's forward, which would average
                 with trainer.precision_plugin.train_step_context():

@@ -49,7 +49,7 @@ class SumsInOrder(Protocol):
         """
 
 
-def add_in_order(total: Tensor, own: Tensor, group: Any = None) -> None:
+def add_in_order(total: Tensor, own: Tensor, group: Any = None, received: Tensor | None = None) -> None:
     """Adds this rank's part of the ranks' tensors to `total`, one after the other, in the order of the ranks.
 
     A reduce-scatter adds in an order that depends on the number of ranks. This one takes as many bytes.
@@ -58,8 +58,9 @@ def add_in_order(total: Tensor, own: Tensor, group: Any = None) -> None:
         total: (n,), this rank's part of the sum; changed in place.
         own: (ranks * n,), what this rank adds to the parts of all ranks.
         group: The ranks; None: all.
+        received: Memory for what the others send, as large as `own`; None: it is allocated.
     """
-    received = torch.empty_like(own)
+    received = torch.empty_like(own) if received is None else received
     dist.all_to_all_single(received, own, group=group)
     for part in received.view(-1, len(total)):
         total += part
@@ -77,7 +78,8 @@ def norm_of_full(gradients: Iterable[Tensor]) -> Tensor:
 class OrderedSums:
     """Sums the gradients of parameters that every rank has in full.
 
-    Each rank keeps its part of the sums until the step is complete.
+    Each rank keeps its part of the sums until the step is complete. A parameter that nothing used has the gradient `NOTHING`:
+    to ask all ranks whether it should be None would make each step wait for the device.
 
     Args:
         parameters: Those that are trained, the same on each rank.
@@ -86,14 +88,19 @@ class OrderedSums:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
         self._ranks = dist.get_world_size()
-        self._used = torch.zeros(len(self.parameters), dtype=torch.uint8, device=self.parameters[0].device)
         self._buckets = _buckets(self.parameters)
-        self._totals: list[Tensor] = []
+        self._totals = [bucket[0].new_empty(-(-_numbers(bucket) // self._ranks)) for bucket in self._buckets]
+        largest: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        for total in self._totals:
+            kind = total.dtype, total.device
+            if kind not in largest or len(total) > len(largest[kind]):
+                largest[kind] = total
+        self._rooms = {kind: total.new_empty(2, len(total) * self._ranks) for kind, total in largest.items()}
 
     def begin(self) -> None:
         """Begins a step."""
-        self._totals = []
-        self._used.zero_()
+        for total in self._totals:
+            total.fill_(NOTHING)
 
     @torch.no_grad()
     def add(self, idle: bool) -> None:
@@ -102,49 +109,45 @@ class OrderedSums:
         Args:
             idle: Whether this rank had none.
         """
-        for number, bucket in enumerate(self._buckets):
-            own = torch.cat([self._flat(index, idle) for index in bucket])
-            size = -(-len(own) // self._ranks)
-            own = nn.functional.pad(own, (0, size * self._ranks - len(own)), value=NOTHING)
-            if number == len(self._totals):
-                self._totals.append(own.new_full((size,), NOTHING))
-            add_in_order(self._totals[number], own)
-
-    def _flat(self, index: int, idle: bool) -> Tensor:
-        parameter = self.parameters[index]
-        gradient, parameter.grad = parameter.grad, None
-        if idle or gradient is None:
-            return parameter.new_full((parameter.numel(),), NOTHING)
-        self._used[index] = 1
-        return gradient.flatten()
+        for bucket, total in zip(self._buckets, self._totals, strict=True):
+            own, received = self._rooms[total.dtype, total.device][:, : len(total) * self._ranks]
+            begin = 0
+            for parameter in bucket:
+                room = own[begin : begin + parameter.numel()]
+                begin += parameter.numel()
+                if idle or parameter.grad is None:
+                    room.fill_(NOTHING)
+                else:
+                    room.view_as(parameter).copy_(parameter.grad)
+                parameter.grad = None
+            own[begin:].fill_(NOTHING)
+            add_in_order(total, own, received=received)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Gives each parameter the sum of its gradients, or None where no micro-batch had one; called on every rank."""
-        dist.all_reduce(self._used, op=dist.ReduceOp.MAX)
-        used = self._used.tolist()
+        """Gives each parameter the sum of its gradients; called on every rank."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             whole = total.new_empty(len(total) * self._ranks)
             dist.all_gather_into_tensor(whole, total)
             begin = 0
-            for parameter in (self.parameters[index] for index in bucket):
+            for parameter in bucket:
                 parameter.grad = whole[begin : begin + parameter.numel()].view_as(parameter)
                 begin += parameter.numel()
-        for index, parameter in enumerate(self.parameters):
-            if not used[index]:
-                parameter.grad = None
-        self._totals = []
 
 
-def _buckets(parameters: Sequence[nn.Parameter]) -> list[list[int]]:
-    """Returns the numbers of parameters of one data type and device each, of about BUCKET_BYTES together."""
-    found: list[list[int]] = []
+def _numbers(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Returns parameters of one data type and device each, of about BUCKET_BYTES together."""
+    found: list[list[nn.Parameter]] = []
     kind, size = None, 0
-    for index, parameter in enumerate(parameters):
+    for parameter in parameters:
         own = parameter.dtype, parameter.device
         if own != kind or size >= BUCKET_BYTES:
             found.append([])
             kind, size = own, 0
-        found[-1].append(index)
+        found[-1].append(parameter)
         size += parameter.numel() * parameter.element_size()
     return found
