@@ -71,7 +71,7 @@ class RankInvariance(Callback):
     The same bits take the same kernels: the same device model, `threads` on a CPU, `trainer.deterministic` on CUDA.
     `val/loss` agrees where validation is not cut short: `trainer.limit_val_batches` counts each rank's batches.
     Figures are sums in float64, which are exact unless losses of micro-batches differ by a factor of 10^5 and more. A schedule
-    in tokens needs ranks that divide `micro_batches`.
+    in tokens needs ranks that divide `micro_batches`; StochasticDepth computes other rows under FSDP than under DDP.
 
     Args:
         micro_batches: Micro-batches of an optimizer step, of all ranks together; at least one for each rank.
