@@ -144,8 +144,10 @@ class RankInvariance(Callback):
         if trainer.strategy.root_device.type == "cpu":
             self._undo.append(partial(torch.set_num_threads, torch.get_num_threads()))
             torch.set_num_threads(self.threads)
-            build = module.build_optimizer
-            self._replace(module, "build_optimizer", lambda groups: _without_fused_kernel(build(groups)))
+            drops = any(type(each).__name__ == "SkipStep" for each in trainer.callbacks)  # type: ignore[attr-defined]
+            if isinstance(trainer.strategy, SumsInOrder) and not drops:
+                build = module.build_optimizer
+                self._replace(module, "build_optimizer", lambda groups: _without_fused_kernel(build(groups)))
 
     def _replace(self, owner: Any, name: str, by: Any) -> None:
         mine = vars(owner).get(name)
@@ -167,7 +169,7 @@ class RankInvariance(Callback):
         ]
         for name in ("read", "chunks", "places"):
             if hasattr(batches, name):
-                setattr(batches, name, _OwnRows(batches, name, own))
+                setattr(batches, name, _OwnRows(batches, name, own, step["batch_size"]))
         return batches
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -282,6 +284,8 @@ def _sharded_errors(run: Run, micro_batches: int) -> Iterator[str]:
         return
     if "TorchaoAdamW8bit" in names:
         yield "TorchaoAdamW8bit quantises blocks of a shard, which depend on the number of ranks: take AdamW, or DDP"
+    if "SkipStep" in names and run.accelerator == "cpu" and run.world_size > 1:
+        yield "SkipStep needs a fused optimizer, which on a CPU rounds by the place in a shard: take --trainer.strategy=ddp"
     if "BiasBalancing" in names and micro_batches % run.world_size:
         yield (
             f"{run.world_size} ranks do not divide micro_batches={micro_batches}, and BiasBalancing would count the tokens of those "
@@ -296,13 +300,16 @@ class _OwnRows:
         batches: The batches.
         name: Of the method.
         own: The numbers of this rank's rows.
+        step: How many a step has.
     """
 
-    def __init__(self, batches: PackedBatches, name: str, own: Sequence[int]) -> None:
-        self.batches, self.name, self.own = batches, name, list(own)
+    def __init__(self, batches: PackedBatches, name: str, own: Sequence[int], step: int) -> None:
+        self.batches, self.name, self.own, self.step = batches, name, list(own), step
 
     def __call__(self, rows: Sequence[Any], own: slice) -> Any:
         """Calls the method for this rank's rows; all are given, as the width of rows may depend on them."""
+        if own != slice(0, self.step):  # who reads other rows than those of a step wants these
+            return getattr(type(self.batches), self.name)(self.batches, rows, own)
         others = sorted(set(range(len(rows))) - set(self.own))
         ordered = [rows[index] for index in (*self.own, *others)]
         before, self.batches.batch_size = self.batches.batch_size, len(self.own)
