@@ -75,6 +75,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "BatchSizeRamp": {"start": 0.5, "tokens_until_full": 128, "growth": "doubling"},
     "LRFinder": {"num_steps": 10, "then": "use"},
     "RandomRestart": {"seeds": 3, "num_steps": 3},
+    "RankInvariance": {"micro_batches": 2},
 }
 """Arguments for runs of a few steps, where those of the example are for longer ones."""
 
