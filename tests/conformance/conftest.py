@@ -248,6 +248,7 @@ def _cases():
             {"micro_batches": 3},
             exempt=dict.fromkeys(BY_RANKS, "ranks do not share a micro-batch"),
         ),
+        Case("Compile", SHORT["Compile"]),
         Case("BitsandbytesWeights", {"kind": "nf4"}),
         Case("BitsandbytesWeights", {"kind": "int8", "compute_dtype": "float32"}),
         Case("Float8", {"recipe": "rowwise_with_gw_hp"}),
