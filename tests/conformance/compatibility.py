@@ -76,6 +76,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "Compile": {"backend": "eager"},
     "LRFinder": {"num_steps": 10, "then": "use"},
     "RandomRestart": {"seeds": 3, "num_steps": 3},
+    "RankInvariance": {"micro_batches": 2},
 }
 """Arguments for runs of a few steps, where those of the example are for longer ones, or need minutes of a compiler."""
 
