@@ -12,6 +12,7 @@ import torch
 
 from core.errors import ConfigError
 from plugins.checkpoints import schema, sharded
+from plugins.checkpoints.shared_check import noted
 from plugins.cli.configuration.class_paths import qualify
 from plugins.cli.configuration.yaml_texts import parse_yaml
 from toolkit.ranks import launched_rank
@@ -23,12 +24,13 @@ RECORD = "leyden"
 def defect(path: Path) -> str | None:
     """Returns why a file or folder is not a complete, undamaged checkpoint, or None.
 
+    Ranks that a launcher has started read no tensors here, which :mod:`plugins.checkpoints.shared_check` does when they load.
     See :func:`plugins.checkpoints.schema.file_defect` and :func:`plugins.checkpoints.sharded.defect`.
     """
+    alone = launched_rank() is None
     if sharded.is_sharded(path):
-        # Ranks that a launcher has started do not read all files here: they share the reading when they load.
-        return sharded.defect(path, sharded.ALL if launched_rank() is None else sharded.NONE)
-    return schema.file_defect(path)
+        return sharded.defect(path, sharded.ALL if alone else sharded.NONE)
+    return schema.file_defect(path) if alone else noted(path) or schema.file_defect(path, tensors=False)
 
 
 class Summary(NamedTuple):
