@@ -28,9 +28,17 @@ from plugins.checkpoints.patience import Patience, no_room
 
 
 class _Writer(dcp.FileSystemWriter):
+    """Writes and flushes the files of this rank, whose names are in `written` then."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, sync_files=True, **kwargs)
+        self.written: set[str] = set()
+
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().write_data(*args, **kwargs)
+            results = super().write_data(*args, **kwargs)
+            self.written = {result.storage_data.relative_path for result in results.value()}
+            return results
         except (OSError, RuntimeError) as error:  # the cause of the error would not reach the other ranks
             raise OSError(errno.ENOSPC if no_room(error) else errno.EIO, system_error(error)) from error
 
@@ -119,32 +127,48 @@ def _write(
     rank: int,
     read: Callable[[str], Tensor] | None,
 ) -> None:
-    _together(group, lambda: _begin(temporary) if rank == 0 else None)
-    _save(temporary, tensors, group, read)
-    parts = _together(group, lambda: _own_part(temporary, rank, rest))
-    _together(group, lambda: _finish(path, temporary, rest, parts) if rank == 0 else None)
+    order = _by_first(group, rank, lambda: _begin(temporary, rest))
+    names = _save(temporary, tensors, group, read)
+    parts = _gathered(group, rank, lambda: _own_part(temporary, names, rest, order, rank))
+    _by_first(group, rank, lambda: _finish(path, temporary, rest, parts))
 
 
-def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:
-    """Returns the results of the action on all ranks; raises on every rank what one raised."""
+def _by_first(group: dist.ProcessGroup | None, rank: int, action: Callable[[], Any]) -> Any:
+    """Returns on every rank what an action returned on the first, or raises there what it raised."""
+    told: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            told[0] = action()
+        except Exception as raised:
+            told[1] = raised
+    if group is not None:
+        dist.broadcast_object_list(told, src=0, group=group)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+def _gathered(group: dist.ProcessGroup | None, rank: int, action: Callable[[], Any]) -> list[Any]:
+    """Returns what an action returned, or raised, on each rank; on others than the first an empty list."""
     outcome: Any
     try:
         outcome = action()
     except Exception as raised:
         outcome = raised
-    outcomes = [outcome]
-    if group is not None:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, outcome, group=group)
-    if error := next((found for found in outcomes if isinstance(found, Exception)), None):
-        raise error
-    return outcomes
+    if group is None:
+        return [outcome]
+    outcomes = [None] * dist.get_world_size(group) if rank == 0 else None
+    dist.gather_object(outcome, outcomes, dst=0, group=group)
+    return outcomes or []
 
 
-def _begin(temporary: Path) -> None:
+def _begin(temporary: Path, rest: dict[str, Any]) -> list[str]:
+    """Makes the folder; returns the names of the first rank's weights, which ranks with the same ones do not send."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(temporary.parent)
     temporary.mkdir()
+    order: list[str] = rest[sharded.ORDER]
+    return order
 
 
 def _save(
@@ -152,7 +176,9 @@ def _save(
     tensors: dict[str, Tensor],
     group: dist.ProcessGroup | None,
     read: Callable[[str], Tensor] | None,
-) -> None:
+) -> set[str]:
+    """Writes the tensors; returns the names of this rank's files."""
+
     class Planner(dcp.DefaultSavePlanner):
         last: Tensor | None = None
 
@@ -175,6 +201,7 @@ def _save(
         # With a GPU in reach, the writer would ask for tensors ahead of those that it writes.
         writer = _Writer(folder) if read is None else _Writer(folder, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    return writer.written
 
 
 def _return_memory() -> None:
@@ -186,15 +213,25 @@ def _return_memory() -> None:
         mallopt(-3, 2**20)
 
 
-def _own_part(folder: Path, rank: int, rest: dict[str, Any]) -> dict[str, Any]:
-    """Returns checksums of this rank's files, and the small state of its pipeline stage."""
-    files = {path.name: sharded.checksum(path) for path in folder.glob(f"__{rank}_*")}
+def _own_part(
+    folder: Path, names: set[str], rest: dict[str, Any], order: list[str], rank: int
+) -> dict[str, Any]:
+    """Returns checksums of this rank's files, and the small state of its pipeline stage where it has another."""
     states = [optimizer["state"] for optimizer in rest.get("optimizer_states", ())]
-    return {"files": files, "order": rest[sharded.ORDER], "states": states, "weights": rest["state_dict"]}
+    if rank > 0:
+        states = [{number: values for number, values in state.items() if values} for state in states]
+    return {
+        "files": {name: sharded.checksum(folder / name) for name in names},
+        "order": rest[sharded.ORDER] if rest[sharded.ORDER] != order else (),
+        "states": states,
+        "weights": rest["state_dict"],
+    }
 
 
-def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    order = dict.fromkeys(name for part in parts for name in part["order"])
+def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[Any]) -> None:
+    if error := next((part for part in parts if isinstance(part, Exception)), None):
+        raise error
+    order = dict.fromkeys([*rest[sharded.ORDER], *(name for part in parts for name in part["order"])])
     weights = {name: value for part in parts for name, value in part["weights"].items()}
     rest = {**rest, sharded.ORDER: list(order), "state_dict": weights}
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
@@ -203,13 +240,15 @@ def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[dict[
         temporary / sharded.STATE, "wb"
     ) as file:  # with a path, torch would not report the system's reason
         torch.save(rest, file)
+        file.flush()
+        os.fsync(file.fileno())
     files = {name: sums for part in parts for name, sums in part["files"].items()}
-    if missing := [name for name in files if not (temporary / name).is_file()]:
+    if missing := sorted(files.keys() - set(os.listdir(temporary))):
         raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
     files |= {name: sharded.checksum(temporary / name) for name in (sharded.STATE, sharded.METADATA)}
     manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
+    # What the ranks wrote is flushed: each has done it for its own files.
     durable.write(temporary / sharded.MANIFEST, manifest)
-    durable.sync_all(temporary)
     durable.write(temporary / sharded.MARKER, hashlib.sha256(manifest).hexdigest() + "\n")
     before = set_aside(path)  # an earlier checkpoint of the same step, which the run reached again
     os.replace(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,8 @@ from plugins.checkpoints import sharded
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.patience import Patience
 from plugins.checkpoints.shard_writing import write
+
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @technique(
@@ -68,7 +71,15 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
         Called on every rank as the run starts: the others would not notice a rank that dies meanwhile.
         """
-        group: Any = dist.new_group(backend="gloo")
+        # gloo connects each pair of ranks when they first exchange something, instead of every rank with all others.
+        before = os.environ.get(LAZY)
+        os.environ[LAZY] = "1"
+        try:
+            group: Any = dist.new_group(backend="gloo")
+        finally:
+            del os.environ[LAZY]
+            if before is not None:
+                os.environ[LAZY] = before
         self._group = group
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
