@@ -23,6 +23,8 @@ from plugins.checkpoints.checkpoint import checked
 from plugins.checkpoints.patience import Patience, no_room
 from plugins.checkpoints.shared_memory import separate
 from toolkit.checkpoint_names import step_named
+from toolkit.local_paths import require_local_path
+from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -37,7 +39,7 @@ class AtomicCheckpoint(CheckpointIO):
 
     Raises:
         ConfigError: If the file cannot be written, a signal ends the wait for space on the disk, or the file to load
-            is not complete.
+            is not complete; if a callback names a URL to write to.
 
     Example:
         trainer:
@@ -45,9 +47,18 @@ class AtomicCheckpoint(CheckpointIO):
             - class_path: AtomicCheckpoint
     """
 
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields callbacks of others that would write to a URL: a local folder `s3:` would be made."""
+        for item in run.selected:
+            try:
+                require_local_path(str(item.arguments.get("dirpath")), f"{item.name}: dirpath")
+            except ConfigError as error:
+                yield str(error)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes the checkpoint; called on rank 0."""
-        path, patience = Path(path), Patience()
+        path, patience = Path(require_local_path(str(path), "The checkpoint's path")), Patience()
         while True:
             try:
                 self._write(checkpoint, path)

@@ -21,6 +21,7 @@ from plugins.checkpoints import sharded
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.patience import Patience
 from plugins.checkpoints.shard_writing import write
+from toolkit.local_paths import require_local_path
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
@@ -88,6 +89,7 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
     def _begin(self, checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
         start = time.perf_counter()
+        require_local_path(str(path), "The checkpoint's path")
         self.wait()
         tensors, rest = sharded.split(checkpoint)
         if self._thread is None:

@@ -9,12 +9,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from conformance.runs import run
 from core.errors import ConfigError
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import defect
+from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from tests.conftest import Malicious
 from tests.support import full_disk
 from tests.support.full_disk import signalled
+from tests.support.launched_ranks import write
 
 SMALL = {"state_dict": {"w": torch.arange(10.0)}}
 LARGE = {"state_dict": {f"w{i}": torch.full((50_000,), float(i)) for i in range(20)}}  # 4 MB
@@ -204,3 +207,21 @@ def test_removing_is_calm_about_what_is_gone(tmp_path):
     io.remove_checkpoint(path)
     io.remove_checkpoint(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("plugin", [AtomicCheckpoint, ShardedCheckpoint])
+def test_nothing_is_written_to_a_folder_that_is_named_like_a_url(plugin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="not to URLs yet"):
+        plugin().save_checkpoint(SMALL, "s3://bucket/step-1.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_callback_that_would_write_to_a_url_is_refused_before_the_run(tmp_path):
+    callback = "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"
+    words = ["fit", *write(tmp_path), callback, "--trainer.callbacks.dirpath=s3://bucket/run"]
+    done = run(words, tmp_path, cwd=tmp_path)
+    assert done.code == 2
+    assert "ModelCheckpoint: dirpath is s3://bucket/run: runs write to folders" in done.stderr
+    assert "where the bucket is mounted" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
