@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from core import durable
 from core.errors import ConfigError
-from plugins.checkpoints import sharded
+from plugins.checkpoints import sharded, sharded_form
 from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
 from plugins.checkpoints.patience import Patience, no_room
 
@@ -59,7 +59,7 @@ def write(
 
     Args:
         path: The folder to make.
-        tensors: What `plugins.checkpoints.sharded.split` returned on this rank.
+        tensors: What `plugins.checkpoints.sharded_form.split` returned on this rank.
         rest: The other part that `split` returned; that of the first rank is written.
         group: The ranks that write, each of which calls this; None: only this process.
         patience: Waits for space on the disk.
@@ -86,7 +86,7 @@ def write_alone(
 
     Args:
         path: The folder to make.
-        tensors: What `plugins.checkpoints.sharded.split` returned.
+        tensors: What `plugins.checkpoints.sharded_form.split` returned.
         rest: The other part that `split` returned.
         read: Returns the tensor of a key when its turn has come; `tensors` may be on the meta device.
 
@@ -167,7 +167,7 @@ def _begin(temporary: Path, rest: dict[str, Any]) -> list[str]:
     temporary.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(temporary.parent)
     temporary.mkdir()
-    order: list[str] = rest[sharded.ORDER]
+    order: list[str] = rest[sharded_form.ORDER]
     return order
 
 
@@ -222,7 +222,7 @@ def _own_part(
         states = [{number: values for number, values in state.items() if values} for state in states]
     return {
         "files": {name: sharded.checksum(folder / name) for name in names},
-        "order": rest[sharded.ORDER] if rest[sharded.ORDER] != order else (),
+        "order": rest[sharded_form.ORDER] if rest[sharded_form.ORDER] != order else (),
         "states": states,
         "weights": rest["state_dict"],
     }
@@ -231,9 +231,9 @@ def _own_part(
 def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[Any]) -> None:
     if error := next((part for part in parts if isinstance(part, Exception)), None):
         raise error
-    order = dict.fromkeys([*rest[sharded.ORDER], *(name for part in parts for name in part["order"])])
+    order = dict.fromkeys([*rest[sharded_form.ORDER], *(name for part in parts for name in part["order"])])
     weights = {name: value for part in parts for name, value in part["weights"].items()}
-    rest = {**rest, sharded.ORDER: list(order), "state_dict": weights}
+    rest = {**rest, sharded_form.ORDER: list(order), "state_dict": weights}
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
         optimizer["state"] = {n: v for part in parts for n, v in part["states"][index].items()}
     with open(

@@ -20,7 +20,7 @@ import os
 import pickle
 import stat
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,11 +31,10 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from plugins.checkpoints import schema
+from plugins.checkpoints.sharded_form import join
 
 STATE, METADATA, MANIFEST, MARKER, DAMAGED = "state.pt", ".metadata", "manifest.json", "complete", "damaged"
 SMALL = {STATE, METADATA}
-ORDER = "state_dict_order"
-"""Key in `state.pt`: the names of all weights, in the order of the model."""
 
 ALL, NONE = slice(None), slice(0)
 """Which tensor files are read to check whether a checkpoint is complete."""
@@ -74,10 +73,14 @@ class Stored:
         dtype: Data type of the tensor.
     """
 
-    source: Opened = field(repr=False)
+    source: Opened = field(repr=False, compare=False)
     key: str
     shape: torch.Size
     dtype: torch.dtype
+
+    def read_into(self, target: Tensor) -> None:
+        """Reads it into a tensor of its shape, or this rank's shard into a DTensor."""
+        load_tensors([(self, target)])
 
 
 def is_sharded(path: Path) -> bool:
@@ -86,52 +89,6 @@ def is_sharded(path: Path) -> bool:
 
 
 # -- the form on the disk ---------------------------------------------------------------------------
-
-
-def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors of model and optimizers by key, and the checkpoint without them.
-
-    Args:
-        checkpoint: The checkpoint of a single process, or the part of one rank. Keys of `optimizer_states` are the
-            indices of the full model's parameters.
-    """
-    weights = checkpoint["state_dict"]
-    tensors = {f"state_dict.{name}": v.detach() for name, v in weights.items() if isinstance(v, Tensor)}
-    optimizers = []
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
-        plain: dict[int, dict[str, Any]] = {}
-        for number, values in optimizer["state"].items():
-            plain[number] = {}
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer_states.{index}.{number}.{name}"] = value.detach()
-                else:
-                    plain[number][name] = value
-        optimizers.append({**optimizer, "state": plain})
-    rest = {**checkpoint, "state_dict": {n: v for n, v in weights.items() if not isinstance(v, Tensor)}}
-    if "optimizer_states" in checkpoint:
-        rest["optimizer_states"] = optimizers
-    return tensors, {**rest, ORDER: list(weights)}
-
-
-def join(tensors: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint that :func:`split` divided; changes `rest`."""
-    order = rest.pop(ORDER, [])
-    weights = rest["state_dict"]
-    for key, value in tensors.items():
-        section, _, name = key.partition(".")
-        if section == "state_dict":
-            weights[name] = value
-            continue
-        index, number, name = name.split(".", 2)
-        state = rest["optimizer_states"][int(index)]["state"]
-        state.setdefault(int(number), {})[name] = value
-    for optimizer in rest.get("optimizer_states", ()):
-        optimizer["state"] = dict(sorted(optimizer["state"].items()))
-    rest["state_dict"] = {
-        name: weights[name] for name in dict.fromkeys([*order, *weights]) if name in weights
-    }
-    return rest
 
 
 def checksum(path: Path) -> dict[str, Any]:
@@ -161,6 +118,10 @@ class Opened:
     digest: str
     metadata: Any
     newest_ns: int
+
+    def __deepcopy__(self, memo: Any) -> Opened:
+        """Returns itself: Lightning copies states of callbacks, in which tensors may be stored ones."""
+        return self
 
     def changed_until(self, newest_ns: int) -> Opened:
         """Returns it with the latest modification time of the tensor files that all ranks have checked."""
@@ -371,8 +332,16 @@ def read_opened(source: Opened, optimizers: bool = True) -> dict[str, Any]:
     for optimizer in found.get("optimizer_states", ()):
         states = optimizer["state"].items() if optimizers else ()
         optimizer["state"] = {n: {name: loaded(v) for name, v in values.items()} for n, values in states}
+    if "callbacks" in found:
+        found["callbacks"] = _each(found["callbacks"], loaded)
     load_tensors(pairs)
     return found
+
+
+def _each(state: Any, loaded: Callable[[Any], Any]) -> Any:
+    if type(state) is dict:
+        return {name: _each(value, loaded) for name, value in state.items()}
+    return loaded(state)
 
 
 def load_tensor(stored: Stored) -> Tensor:

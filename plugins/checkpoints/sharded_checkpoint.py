@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.checkpoints import sharded
+from plugins.checkpoints import sharded_form
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.patience import Patience
 from plugins.checkpoints.shard_writing import write
@@ -27,7 +27,8 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @technique(
-    paper="torch.distributed.checkpoint; snapshot, then write in the background: CheckFreq, FAST 2021, section 4"
+    paper="torch.distributed.checkpoint; snapshot, then write in the background: CheckFreq, FAST 2021, section 4",
+    offers=("sharded_checkpoints",),
 )
 class ShardedCheckpoint(AtomicCheckpoint):
     """Each rank writes its own shards of a checkpoint into one folder, while training continues.
@@ -91,7 +92,7 @@ class ShardedCheckpoint(AtomicCheckpoint):
         start = time.perf_counter()
         require_local_path(str(path), "The checkpoint's path")
         self.wait()
-        tensors, rest = sharded.split(checkpoint)
+        tensors, rest = sharded_form.split(checkpoint)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "checkpoint", _set_device, (_device(),))
         if self.asynchronous:
