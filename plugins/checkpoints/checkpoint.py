@@ -21,16 +21,23 @@ RECORD = "leyden"
 """Key of what :class:`plugins.cli.runs.run_record.RunRecord` writes into every checkpoint."""
 
 
-def defect(path: Path) -> str | None:
+def defect(path: Path, resumes: bool = False) -> str | None:
     """Returns why a file or folder is not a complete, undamaged checkpoint, or None.
 
-    Ranks that a launcher has started read no tensors here, which :mod:`plugins.checkpoints.shared_check` does when they load.
-    See :func:`plugins.checkpoints.schema.file_defect` and :func:`plugins.checkpoints.sharded.defect`.
+    Ranks that a launcher has started read no tensors of a folder here, which they do in shares when they load it. See
+    :func:`plugins.checkpoints.schema.file_defect` and :func:`plugins.checkpoints.sharded.defect`.
+
+    Args:
+        path: The checkpoint.
+        resumes: Whether a run resumes it: such ranks leave the tensors of a file to :mod:`plugins.checkpoints.shared_check`
+            too.
     """
     alone = launched_rank() is None
     if sharded.is_sharded(path):
         return sharded.defect(path, sharded.ALL if alone else sharded.NONE)
-    return schema.file_defect(path) if alone else noted(path) or schema.file_defect(path, tensors=False)
+    if alone or not resumes:
+        return schema.file_defect(path)
+    return noted(path) or schema.file_defect(path, tensors=False)
 
 
 class Summary(NamedTuple):

@@ -1,5 +1,6 @@
 """AtomicCheckpoint: whole or absent, also on a full disk; loading runs no code."""
 
+import json
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ from core.errors import ConfigError
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import defect
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
+from plugins.checkpoints.shared_check import content_of, note_of
 from tests.conftest import Malicious
 from tests.support import full_disk
 from tests.support.full_disk import signalled
@@ -191,6 +193,25 @@ def test_a_damaged_file_is_refused_by_name(damage, tmp_path):
         path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"a\.ckpt: .*--ckpt_path last"):
         io.load_checkpoint(path)
+
+
+def test_launched_ranks_that_resume_leave_the_tensors_to_the_first_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    path = tmp_path / "step-1.ckpt"
+    AtomicCheckpoint().save_checkpoint(LARGE, path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert defect(path).endswith("is damaged")  # of weights to start from
+    assert defect(path, resumes=True) is None
+    note_of(path).write_text(json.dumps([content_of(path), "as rank 0 found"]))
+    assert defect(path, resumes=True) == "as rank 0 found"
+    data[data.index(b"state_dict")] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(0, 1))  # another file than the noted one
+    assert defect(path, resumes=True) == "member archive/data.pkl is damaged"
+    AtomicCheckpoint().remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("asked", [None, False])
