@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,7 @@ from plugins.checkpoints.patience import Patience, no_room
 class _Writer(dcp.FileSystemWriter):
     """Writes and flushes the files of this rank, whose names are in `written` then."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, sync_files=True, **kwargs)
-        self.written: set[str] = set()
+    written: Set[str] = frozenset()
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -176,7 +174,7 @@ def _save(
     tensors: dict[str, Tensor],
     group: dist.ProcessGroup | None,
     read: Callable[[str], Tensor] | None,
-) -> set[str]:
+) -> Set[str]:
     """Writes the tensors; returns the names of this rank's files."""
 
     class Planner(dcp.DefaultSavePlanner):
@@ -214,7 +212,7 @@ def _return_memory() -> None:
 
 
 def _own_part(
-    folder: Path, names: set[str], rest: dict[str, Any], order: list[str], rank: int
+    folder: Path, names: Set[str], rest: dict[str, Any], order: list[str], rank: int
 ) -> dict[str, Any]:
     """Returns checksums of this rank's files, and the small state of its pipeline stage where it has another."""
     states = [optimizer["state"] for optimizer in rest.get("optimizer_states", ())]
