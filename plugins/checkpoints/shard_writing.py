@@ -10,6 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Set
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ from core.errors import ConfigError
 from plugins.checkpoints import sharded, sharded_form
 from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
 from plugins.checkpoints.patience import Patience, no_room
+
+MOST_SMALL = 1024
+"""Elements up to which a tensor that several ranks hold is written by the first of them."""
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -180,6 +184,9 @@ def _save(
     class Planner(dcp.DefaultSavePlanner):
         last: Tensor | None = None
 
+        def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> Any:
+            return super().create_global_plan(_small_once(all_plans))
+
         def lookup_object(self, index: Any) -> Any:
             if read is None:
                 return super().lookup_object(index)
@@ -200,6 +207,25 @@ def _save(
         writer = _Writer(folder) if read is None else _Writer(folder, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
     return writer.written
+
+
+def _small_once(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+    """Has the first rank with a small tensor write it.
+
+    Of those that all ranks hold, such as counts of steps, DCP gives each to another rank: a resumed run would open the
+    files of all of them.
+    """
+    seen: set[Any] = set()
+    kept = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index not in seen or not _is_small(item)]
+        seen.update(item.index for item in plan.items if _is_small(item))
+        kept.append(replace(plan, items=items))
+    return kept
+
+
+def _is_small(item: Any) -> bool:
+    return item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() <= MOST_SMALL
 
 
 def _return_memory() -> None:

@@ -37,10 +37,15 @@ def test_a_rank_of_four_does_what_a_rank_of_two_does(strategy, plugin, tmp_path)
         folder = tmp_path / str(ranks)
         words = ["fit", *write(folder), f"--trainer.devices={ranks}", "--trainer.gradient_clip_val=null"]
         words += [f"--trainer.strategy={strategy}", f"--trainer.plugins={plugin}"]
+        words += [
+            "--model.optimizer=torch.optim.AdamW"
+        ]  # with a count of steps for each parameter, on every rank
         saved[ranks], _ = ran(words, ranks, folder / "saved")
         more = [f"--ckpt_path={folder / 'run'}", "--trainer.max_steps=7"]
         resumed[ranks], names = ran([*words, *more], ranks, folder / "resumed")
-        for own in names:
+        for rank, own in enumerate(names):
+            parts = {name for name in own if name.startswith("open __")}
+            assert parts <= {"open __0_0.distcp", f"open __{rank}_0.distcp"}
             assert own.get("open .metadata", 0) <= 2  # read once; the first rank writes that of the last step
         if plugin == "AtomicCheckpoint":
             assert all(own == resumed[ranks][1] for own in resumed[ranks][1:])
