@@ -11,12 +11,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from core.contracts import RunsAsForward, TokenSum
+from core.contracts import RunsAsForward, SavesParts, TokenSum
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.shards import full_tensor, local_tensors, reshard
 from core.training.token_sums import TokenSums
-from toolkit.shards import copy_to_shard
+from toolkit.shards import ReadsItself, copy_to_shard
 
 
 @technique(
@@ -51,13 +51,13 @@ class ExponentialMovingAverage(Callback):
             )
         self.decay, self.every_n_steps = decay, every_n_steps
         self._averages: dict[str, Tensor] = {}
-        self._restored: dict[str, Tensor] = {}
+        self._restored: dict[str, Tensor | ReadsItself] = {}
         self._updates = self._step = 0
         self._sums = TokenSums()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of the full averages, on the host."""
-        averages = {name: full_tensor(value).to("cpu", copy=True) for name, value in self._averages.items()}
+        """Returns copies of the averages on the host; of sharded ones this rank's shards."""
+        averages = {name: value.to("cpu", copy=True) for name, value in self._averages.items()}
         return {"averages": averages or self._restored, "updates": self._updates, "step": self._step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -65,6 +65,19 @@ class ExponentialMovingAverage(Callback):
         self._restored, self._updates = dict(state_dict["averages"]), state_dict["updates"]
         self._step = state_dict.get("step", 0)
         self._take_restored()
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Gathers the averages on rank 0, one by one, unless each rank writes its shards; called on every rank."""
+        state = checkpoint.get("callbacks", {}).get(self.state_key)
+        if isinstance(trainer.strategy.checkpoint_io, SavesParts) or not (state and self._averages):
+            return
+        state["averages"] = {}
+        for name, average in self._averages.items():
+            full = full_tensor(average)
+            if trainer.is_global_zero:
+                state["averages"][name] = full.to("cpu", copy=True)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begins with the weights as they are, or with what was restored."""

@@ -23,6 +23,6 @@ def require_local_path(path: str, option: str) -> str:
     if is_url(path):
         raise ConfigError(
             f"{option} is {path}: runs write to folders of this machine, not to URLs yet.\n"
-            "Give a local folder, or one that is mounted here."
+            "Give a local folder and copy it there (such as `aws s3 sync`), or one where the bucket is mounted."
         )
     return path

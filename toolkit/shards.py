@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GathersNetworks", "copy_to_shard", "is_sharded"]
+__all__ = ["GathersNetworks", "ReadsItself", "copy_to_shard", "is_sharded"]
 
 
 @runtime_checkable
@@ -23,18 +23,37 @@ class GathersNetworks(Protocol):
         """
 
 
+@runtime_checkable
+class ReadsItself(Protocol):
+    """A tensor of a sharded checkpoint that has not been read, as callbacks find it in their states."""
+
+    def read_into(self, target: Tensor) -> None:
+        """Reads it into a tensor of its shape, or this rank's shard into a DTensor."""
+
+
 def is_sharded(tensors: Sequence[Tensor]) -> bool:
     """Returns whether any of the tensors is sharded over ranks."""
     return torch.distributed.is_initialized() and any(hasattr(tensor, "to_local") for tensor in tensors)
 
 
-def copy_to_shard(target: Tensor, value: Tensor) -> None:
-    """Copies a full tensor, or this rank's shard of it, into a tensor that may be sharded over ranks."""
-    value = value.to(device=target.device, dtype=target.dtype)
-    if hasattr(target, "to_local"):
-        from torch.distributed.tensor import distribute_tensor
+def copy_to_shard(target: Tensor, value: Tensor | ReadsItself) -> None:
+    """Copies a tensor, or this rank's shard of it, into a tensor that may be sharded over ranks.
 
-        sharded: Any = target
-        value = distribute_tensor(value, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    Args:
+        target: A tensor, or a DTensor.
+        value: The full tensor, this rank's shard of it, a DTensor that is sharded as the target is, or a stored tensor.
+    """
+    if isinstance(value, ReadsItself):
+        value.read_into(target)
+        return
+    own: Any = target
     with torch.no_grad():
-        target.copy_(value)
+        if hasattr(own, "to_local") and not hasattr(value, "to_local"):
+            value = value.to(device=target.device, dtype=target.dtype)
+            if value.shape != own.to_local().shape:
+                from torch.distributed.tensor import distribute_tensor
+
+                value = distribute_tensor(value, own.device_mesh, own.placements, src_data_rank=None)
+            else:
+                own = own.to_local()
+        own.copy_(value)

@@ -156,7 +156,7 @@ class ReadsParts(Protocol):
     def read_parts(self, path: Any) -> dict[str, Any] | None:
         """Returns a sharded checkpoint with stored tensors for those of `state_dict` and `optimizer_states`; on every rank.
 
-        A stored tensor has the `shape` of the full tensor and its `dtype`; it has not been read. None: the checkpoint is
+        In the states of callbacks those that were sharded are stored ones. A stored tensor has the `shape` of the full tensor and its `dtype`; it has not been read. None: the checkpoint is
         not sharded.
 
         Raises:

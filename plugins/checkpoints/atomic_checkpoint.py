@@ -19,10 +19,12 @@ from core import durable
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.checkpoints import sharded, shared_check
-from plugins.checkpoints.checkpoint import checked, defect
+from plugins.checkpoints.checkpoint import checked
 from plugins.checkpoints.patience import Patience, no_room
 from plugins.checkpoints.shared_memory import separate
 from toolkit.checkpoint_names import step_named
+from toolkit.local_paths import require_local_path
+from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -37,7 +39,7 @@ class AtomicCheckpoint(CheckpointIO):
 
     Raises:
         ConfigError: If the file cannot be written, a signal ends the wait for space on the disk, or the file to load
-            is not complete.
+            is not complete; if a callback names a URL to write to.
 
     Example:
         trainer:
@@ -45,9 +47,18 @@ class AtomicCheckpoint(CheckpointIO):
             - class_path: AtomicCheckpoint
     """
 
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields callbacks of others that would write to a URL: a local folder `s3:` would be made."""
+        for item in run.selected:
+            try:
+                require_local_path(str(item.arguments.get("dirpath")), f"{item.name}: dirpath")
+            except ConfigError as error:
+                yield str(error)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes the checkpoint; called on rank 0."""
-        path, patience = Path(path), Patience()
+        path, patience = Path(require_local_path(str(path), "The checkpoint's path")), Patience()
         while True:
             try:
                 self._write(checkpoint, path)
@@ -78,13 +89,17 @@ class AtomicCheckpoint(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Reads a checkpoint, onto the CPU unless `map_location` is given."""
-        if reason := defect(Path(path)):
-            raise ConfigError(f"{path}: {reason}. --ckpt_path last finds the newest complete checkpoint.")
-        if sharded.is_sharded(Path(path)):
-            return sharded.read_sharded(Path(path))
+        """Reads a checkpoint, onto the CPU unless `map_location` is given; called on every rank.
+
+        Raises:
+            ConfigError: On every rank, if one of them found it damaged.
+        """
+        path = shared_check.agreed(Path(path))
+        if sharded.is_sharded(path):
+            return sharded.read_opened(shared_check.check(path))
+        shared_check.check_file(path)
         loaded = torch.load(path, map_location=map_location or "cpu", weights_only=True, mmap=True)
-        content = checked(loaded, Path(path))
+        content = checked(loaded, path)
         for optimizer in content.get("optimizer_states", ()):
             separate(optimizer)
         return content
@@ -97,8 +112,7 @@ class AtomicCheckpoint(CheckpointIO):
         """
         if not sharded.is_sharded(folder := Path(path)):
             return None
-        shared_check.check(folder)
-        return sharded.read_without_tensors(folder)
+        return sharded.read_without_tensors(shared_check.check(folder))
 
     def fill(self, pairs: Iterable[tuple[Any, Tensor]]) -> None:
         """Reads stored tensors, or this rank's shards of DTensors; does not communicate with other ranks."""
@@ -152,6 +166,7 @@ def remove(path: Path) -> None:
     """Deletes a checkpoint, a file or a folder; a folder is renamed first, so that no incomplete one has its name."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
+        shared_check.note_of(path).unlink(missing_ok=True)
         return
     shutil.rmtree(set_aside(path) if path.suffix == ".ckpt" else path, ignore_errors=True)
 

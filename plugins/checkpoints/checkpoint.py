@@ -12,6 +12,7 @@ import torch
 
 from core.errors import ConfigError
 from plugins.checkpoints import schema, sharded
+from plugins.checkpoints.shared_check import noted
 from plugins.cli.configuration.class_paths import qualify
 from plugins.cli.configuration.yaml_texts import parse_yaml
 from toolkit.ranks import launched_rank
@@ -20,15 +21,23 @@ RECORD = "leyden"
 """Key of what :class:`plugins.cli.runs.run_record.RunRecord` writes into every checkpoint."""
 
 
-def defect(path: Path) -> str | None:
+def defect(path: Path, resumes: bool = False) -> str | None:
     """Returns why a file or folder is not a complete, undamaged checkpoint, or None.
 
-    See :func:`plugins.checkpoints.schema.file_defect` and :func:`plugins.checkpoints.sharded.defect`.
+    Ranks that a launcher has started read no tensors of a folder here, which they do in shares when they load it. See
+    :func:`plugins.checkpoints.schema.file_defect` and :func:`plugins.checkpoints.sharded.defect`.
+
+    Args:
+        path: The checkpoint.
+        resumes: Whether a run resumes it: such ranks leave the tensors of a file to :mod:`plugins.checkpoints.shared_check`
+            too.
     """
+    alone = launched_rank() is None
     if sharded.is_sharded(path):
-        # Ranks that a launcher has started do not read all files here: they share the reading when they load.
-        return sharded.defect(path, sharded.ALL if launched_rank() is None else sharded.NONE)
-    return schema.file_defect(path)
+        return sharded.defect(path, sharded.ALL if alone else sharded.NONE)
+    if alone or not resumes:
+        return schema.file_defect(path)
+    return noted(path) or schema.file_defect(path, tensors=False)
 
 
 class Summary(NamedTuple):

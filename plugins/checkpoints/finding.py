@@ -17,7 +17,7 @@ from toolkit import local_paths
 from toolkit.checkpoint_names import ABANDONED, step_named
 
 
-def newest(root: Path, siblings: bool = False) -> Path:
+def newest(root: Path, siblings: bool = False, resumes: bool = False) -> Path:
     """Returns the complete checkpoint of the highest step in a run folder, or in its folder `checkpoints`.
 
     Damaged checkpoints are printed to stderr and skipped. No other folders are searched.
@@ -25,6 +25,7 @@ def newest(root: Path, siblings: bool = False) -> Path:
     Args:
         root: The folder.
         siblings: Whether to search later runs of the same root (root-2, root-3...) first, the latest one first.
+        resumes: As in :func:`plugins.checkpoints.checkpoint.defect`.
 
     Raises:
         ConfigError: If there is no complete checkpoint.
@@ -33,7 +34,7 @@ def newest(root: Path, siblings: bool = False) -> Path:
     looked_at = 0
     for folder in reversed(folders):
         candidates = _files(folder)
-        if found := next(_complete(candidates), None):
+        if found := next(_complete(candidates, resumes), None):
             return found
         looked_at += len(candidates)
     raise ConfigError(
@@ -42,7 +43,7 @@ def newest(root: Path, siblings: bool = False) -> Path:
     )
 
 
-def of_runs(folder: Path) -> Path:
+def of_runs(folder: Path, resumes: bool = False) -> Path:
     """Returns the newest complete checkpoint of the run that saved last, among the run folders in a folder.
 
     Raises:
@@ -50,19 +51,21 @@ def of_runs(folder: Path) -> Path:
     """
     found = [run for run in (folder.iterdir() if folder.is_dir() else ()) if run.is_dir() and _files(run)]
     for run in sorted(found, key=lambda run: max(map(_saved_ns, _files(run))), reverse=True):
-        if checkpoint := next(_complete(_files(run)), None):
+        if checkpoint := next(_complete(_files(run), resumes), None):
             return checkpoint
-    return newest(folder)
+    return newest(folder, resumes=resumes)
 
 
-def of_folder(folder: Path, since_ns: int = 0) -> Path | None:
+def of_folder(folder: Path, since_ns: int = 0, resumes: bool = False) -> Path | None:
     """Returns the complete checkpoint of the highest step in a run folder, or None; damaged ones are skipped.
 
     Args:
         folder: The folder.
         since_ns: Ignore checkpoints that were modified before, in nanoseconds as `st_mtime_ns`.
+        resumes: As in :func:`plugins.checkpoints.checkpoint.defect`.
     """
-    return next(_complete([path for path in _files(folder) if _saved_ns(path) >= since_ns]), None)
+    candidates = [path for path in _files(folder) if _saved_ns(path) >= since_ns]
+    return next(_complete(candidates, resumes), None)
 
 
 def _saved_ns(path: Path) -> int:
@@ -96,7 +99,7 @@ def _recorded_places(folder: Path) -> Iterator[Path]:
             yield folder / rest
 
 
-def _complete(candidates: list[Path]) -> Iterator[Path]:
+def _complete(candidates: list[Path], resumes: bool) -> Iterator[Path]:
     """Yields complete checkpoints, highest step first; modification times only order those of one step.
 
     Copying a folder changes the times. Checkpoints are ordered by the step in their names. When one is reached, its
@@ -107,7 +110,7 @@ def _complete(candidates: list[Path]) -> Iterator[Path]:
     while waiting:
         waiting.sort()
         order, path = waiting.pop()
-        reason = defect(path) or invalid_content(path)
+        reason = defect(path, resumes) or invalid_content(path)
         if reason is not None:
             print(f"{path} is skipped: {reason}. Looking for the one before.", file=sys.stderr)
         elif (step := step_recorded(path)) is not None and step < order[1]:
@@ -143,13 +146,14 @@ def is_run_of(folder: Path, root: Path) -> bool:
     return isinstance(recorded, str) and Path(recorded).name == root.name
 
 
-def resolve(name: str, root: Path, runs: bool = True) -> Path:
+def resolve(name: str, root: Path, runs: bool = True, resumes: bool = False) -> Path:
     """Returns the file that a `--ckpt_path` means: `last`, a file, a run folder or its checkpoints folder (its newest).
 
     Args:
         name: The value of `--ckpt_path`: a file, a folder, or `last`.
         root: The run's folder, in which `last` is searched.
         runs: Whether `root` may also be a folder of runs, in all of which `last` is searched.
+        resumes: As in :func:`plugins.checkpoints.checkpoint.defect`.
 
     Raises:
         ConfigError: If it does not exist or is not complete.
@@ -157,14 +161,16 @@ def resolve(name: str, root: Path, runs: bool = True) -> Path:
     path = Path(name)
     if name == "last":
         found = runs and not any(map(_files, (root, *_later_runs(root))))
-        return of_runs(root) if found else newest(root, siblings=True)
+        return of_runs(root, resumes) if found else newest(root, siblings=True, resumes=resumes)
     if local_paths.is_url(name):
         raise ConfigError(
             f"--ckpt_path {name}: checkpoints are read from this machine's folders. Download it first."
         )
     try:
         _refuse_foreign(path)
-        return _in_folder(path) if path.is_dir() and not sharded.is_sharded(path) else _as_file(path, name)
+        if path.is_dir() and not sharded.is_sharded(path):
+            return _in_folder(path, resumes)
+        return _as_file(path, name, resumes)
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
         raise ConfigError(f"--ckpt_path {name[:200]!r} cannot be read: {error}.") from error
 
@@ -178,7 +184,7 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _in_folder(path: Path) -> Path:
+def _in_folder(path: Path, resumes: bool) -> Path:
     if (path / "zero_to_fp32.py").is_file():
         raise ConfigError(
             f"{path} was written by DeepSpeed itself, as pickles, which may run code: it is not read.\n"
@@ -191,11 +197,11 @@ def _in_folder(path: Path) -> Path:
             f"--ckpt_path {path}: it is neither a run folder nor a folder of checkpoints; folders below it are not "
             f"searched.{runs}"
         )
-    return newest(path)
+    return newest(path, resumes=resumes)
 
 
-def _as_file(path: Path, name: str) -> Path:
-    if reason := defect(path) or invalid_content(path):
+def _as_file(path: Path, name: str, resumes: bool) -> Path:
+    if reason := defect(path, resumes) or invalid_content(path):
         near = (other for other in path.parent.glob("*") if other.suffix == ".ckpt" or _files(other))
         beside = {str(other) for other in near} - {name}
         raise ConfigError(

@@ -29,9 +29,8 @@ def open_own(path: Path) -> dict[str, LazyTensor]:
         ConfigError: If it is damaged or no checkpoint.
     """
     if sharded.is_sharded(path):
-        if reason := sharded.defect(path):
-            raise ConfigError(f"{path}: {reason}.")
-        found: Mapping[str, Any] = sharded.read_without_tensors(path)["state_dict"]
+        source = sharded.opened_or_refused(path)
+        found: Mapping[str, Any] = sharded.read_without_tensors(source)["state_dict"]
     else:
         found = read_checkpoint(path)["state_dict"]
     own = {name.removeprefix(PREFIX): v for name, v in found.items() if name.startswith(PREFIX)}

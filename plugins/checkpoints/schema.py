@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,27 +39,67 @@ def irregular(path: Path) -> str | None:
     return None if stat.S_ISREG(mode) else "it is not a regular file"
 
 
-def file_defect(path: Path) -> str | None:
-    """Returns why a file is not a complete, undamaged checkpoint, or None.
+SETTLED_NS = 2 * 10**9
+"""A file that was changed less than this before it was read may change again under the same modification time."""
+_complete: set[tuple[int, ...]] = set()
+
+
+def identity(found: os.stat_result) -> tuple[int, ...]:
+    """Returns what differs once another file has the name, or the file has been written again."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def is_settled(found: os.stat_result) -> bool:
+    """Returns whether the identity of a file tells that it stays as it is read now."""
+    return time.time_ns() - found.st_mtime_ns > SETTLED_NS
+
+
+def file_defect(path: Path, tensors: bool = True) -> str | None:
+    """Returns why a file is not a complete, undamaged checkpoint, or None; a file that was found complete is not read again.
 
     torch.save writes a zip archive: its directory is at the end, so that a file that was cut off has none, and each
     member carries a CRC-32, so that a damaged one is found. A file that claims to hold more than its size allows is
     refused before it is read.
+
+    Args:
+        path: The file.
+        tensors: Whether the data of tensors are read and compared with their CRC-32; all else is.
     """
     if reason := irregular(path):
         return reason
-    size = path.stat().st_size
+    found = path.stat()
+    if identity(found) in _complete:
+        return None
+    settled = is_settled(found)
+    reason = _file_defect(path, found.st_size, tensors)
+    if reason is None and tensors and settled:
+        _complete.add(identity(found))
+    return reason
+
+
+def _file_defect(path: Path, size: int, tensors: bool) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             if reason := overblown(archive, size):
                 return reason
-            if bad := archive.testzip():
+            if bad := archive.testzip() if tensors else _bad_record(archive):
                 return f"member {bad} is damaged"
         if unsafe := torch.serialization.get_unsafe_globals_in_checkpoint(path):
             return f"it holds more than tensors and plain values ({unsafe[0]}), which could run code"
         return oversized(torch.load(path, map_location="cpu", weights_only=True, mmap=True), size)
     except Exception:  # zipfile and pickle raise a dozen kinds on damaged bytes
         return f"cut off or not a checkpoint ({size:,} bytes)"
+
+
+def _bad_record(archive: zipfile.ZipFile) -> str | None:
+    """Returns the first damaged member that is not the data of a tensor, which torch.save names `NAME/data/NUMBER`."""
+    for member in archive.namelist():
+        if "/data/" not in member:
+            try:
+                archive.read(member)
+            except zipfile.BadZipFile:
+                return member
+    return None
 
 
 def overblown(archive: zipfile.ZipFile, size: int) -> str | None:

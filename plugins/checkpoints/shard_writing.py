@@ -8,8 +8,9 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,24 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from core import durable
 from core.errors import ConfigError
-from plugins.checkpoints import sharded
+from plugins.checkpoints import sharded, sharded_form
 from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
 from plugins.checkpoints.patience import Patience, no_room
 
+MOST_SMALL = 1024
+"""Elements up to which a tensor that several ranks hold is written by the first of them."""
+
 
 class _Writer(dcp.FileSystemWriter):
+    """Writes and flushes the files of this rank, whose names are in `written` then."""
+
+    written: Set[str] = frozenset()
+
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().write_data(*args, **kwargs)
+            results = super().write_data(*args, **kwargs)
+            self.written = {result.storage_data.relative_path for result in results.value()}
+            return results
         except (OSError, RuntimeError) as error:  # the cause of the error would not reach the other ranks
             raise OSError(errno.ENOSPC if no_room(error) else errno.EIO, system_error(error)) from error
 
@@ -51,7 +61,7 @@ def write(
 
     Args:
         path: The folder to make.
-        tensors: What `plugins.checkpoints.sharded.split` returned on this rank.
+        tensors: What `plugins.checkpoints.sharded_form.split` returned on this rank.
         rest: The other part that `split` returned; that of the first rank is written.
         group: The ranks that write, each of which calls this; None: only this process.
         patience: Waits for space on the disk.
@@ -78,7 +88,7 @@ def write_alone(
 
     Args:
         path: The folder to make.
-        tensors: What `plugins.checkpoints.sharded.split` returned.
+        tensors: What `plugins.checkpoints.sharded_form.split` returned.
         rest: The other part that `split` returned.
         read: Returns the tensor of a key when its turn has come; `tensors` may be on the meta device.
 
@@ -119,32 +129,48 @@ def _write(
     rank: int,
     read: Callable[[str], Tensor] | None,
 ) -> None:
-    _together(group, lambda: _begin(temporary) if rank == 0 else None)
-    _save(temporary, tensors, group, read)
-    parts = _together(group, lambda: _own_part(temporary, rank, rest))
-    _together(group, lambda: _finish(path, temporary, rest, parts) if rank == 0 else None)
+    order = _by_first(group, rank, lambda: _begin(temporary, rest))
+    names = _save(temporary, tensors, group, read)
+    parts = _gathered(group, rank, lambda: _own_part(temporary, names, rest, order, rank))
+    _by_first(group, rank, lambda: _finish(path, temporary, rest, parts))
 
 
-def _together(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> list[Any]:
-    """Returns the results of the action on all ranks; raises on every rank what one raised."""
+def _by_first(group: dist.ProcessGroup | None, rank: int, action: Callable[[], Any]) -> Any:
+    """Returns on every rank what an action returned on the first, or raises there what it raised."""
+    told: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            told[0] = action()
+        except Exception as raised:
+            told[1] = raised
+    if group is not None:
+        dist.broadcast_object_list(told, src=0, group=group)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
+
+
+def _gathered(group: dist.ProcessGroup | None, rank: int, action: Callable[[], Any]) -> list[Any]:
+    """Returns what an action returned, or raised, on each rank; on others than the first an empty list."""
     outcome: Any
     try:
         outcome = action()
     except Exception as raised:
         outcome = raised
-    outcomes = [outcome]
-    if group is not None:
-        outcomes = [None] * dist.get_world_size(group)
-        dist.all_gather_object(outcomes, outcome, group=group)
-    if error := next((found for found in outcomes if isinstance(found, Exception)), None):
-        raise error
-    return outcomes
+    if group is None:
+        return [outcome]
+    outcomes = [None] * dist.get_world_size(group) if rank == 0 else None
+    dist.gather_object(outcome, outcomes, dst=0, group=group)
+    return outcomes or []
 
 
-def _begin(temporary: Path) -> None:
+def _begin(temporary: Path, rest: dict[str, Any]) -> list[str]:
+    """Makes the folder; returns the names of the first rank's weights, which ranks with the same ones do not send."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(temporary.parent)
     temporary.mkdir()
+    order: list[str] = rest[sharded_form.ORDER]
+    return order
 
 
 def _save(
@@ -152,9 +178,14 @@ def _save(
     tensors: dict[str, Tensor],
     group: dist.ProcessGroup | None,
     read: Callable[[str], Tensor] | None,
-) -> None:
+) -> Set[str]:
+    """Writes the tensors; returns the names of this rank's files."""
+
     class Planner(dcp.DefaultSavePlanner):
         last: Tensor | None = None
+
+        def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> Any:
+            return super().create_global_plan(_small_once(all_plans))
 
         def lookup_object(self, index: Any) -> Any:
             if read is None:
@@ -175,6 +206,26 @@ def _save(
         # With a GPU in reach, the writer would ask for tensors ahead of those that it writes.
         writer = _Writer(folder) if read is None else _Writer(folder, per_thread_copy_ahead=0)
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
+    return writer.written
+
+
+def _small_once(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
+    """Has the first rank with a small tensor write it.
+
+    Of those that all ranks hold, such as counts of steps, DCP gives each to another rank: a resumed run would open the
+    files of all of them.
+    """
+    seen: set[Any] = set()
+    kept = []
+    for plan in plans:
+        items = [item for item in plan.items if item.index not in seen or not _is_small(item)]
+        seen.update(item.index for item in plan.items if _is_small(item))
+        kept.append(replace(plan, items=items))
+    return kept
+
+
+def _is_small(item: Any) -> bool:
+    return item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() <= MOST_SMALL
 
 
 def _return_memory() -> None:
@@ -186,30 +237,42 @@ def _return_memory() -> None:
         mallopt(-3, 2**20)
 
 
-def _own_part(folder: Path, rank: int, rest: dict[str, Any]) -> dict[str, Any]:
-    """Returns checksums of this rank's files, and the small state of its pipeline stage."""
-    files = {path.name: sharded.checksum(path) for path in folder.glob(f"__{rank}_*")}
+def _own_part(
+    folder: Path, names: Set[str], rest: dict[str, Any], order: list[str], rank: int
+) -> dict[str, Any]:
+    """Returns checksums of this rank's files, and the small state of its pipeline stage where it has another."""
     states = [optimizer["state"] for optimizer in rest.get("optimizer_states", ())]
-    return {"files": files, "order": rest[sharded.ORDER], "states": states, "weights": rest["state_dict"]}
+    if rank > 0:
+        states = [{number: values for number, values in state.items() if values} for state in states]
+    return {
+        "files": {name: sharded.checksum(folder / name) for name in names},
+        "order": rest[sharded_form.ORDER] if rest[sharded_form.ORDER] != order else (),
+        "states": states,
+        "weights": rest["state_dict"],
+    }
 
 
-def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[dict[str, Any]]) -> None:
-    order = dict.fromkeys(name for part in parts for name in part["order"])
+def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[Any]) -> None:
+    if error := next((part for part in parts if isinstance(part, Exception)), None):
+        raise error
+    order = dict.fromkeys([*rest[sharded_form.ORDER], *(name for part in parts for name in part["order"])])
     weights = {name: value for part in parts for name, value in part["weights"].items()}
-    rest = {**rest, sharded.ORDER: list(order), "state_dict": weights}
+    rest = {**rest, sharded_form.ORDER: list(order), "state_dict": weights}
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
         optimizer["state"] = {n: v for part in parts for n, v in part["states"][index].items()}
     with open(
         temporary / sharded.STATE, "wb"
     ) as file:  # with a path, torch would not report the system's reason
         torch.save(rest, file)
+        file.flush()
+        os.fsync(file.fileno())
     files = {name: sums for part in parts for name, sums in part["files"].items()}
-    if missing := [name for name in files if not (temporary / name).is_file()]:
+    if missing := sorted(files.keys() - set(os.listdir(temporary))):
         raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
     files |= {name: sharded.checksum(temporary / name) for name in (sharded.STATE, sharded.METADATA)}
     manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
+    # What the ranks wrote is flushed: each has done it for its own files.
     durable.write(temporary / sharded.MANIFEST, manifest)
-    durable.sync_all(temporary)
     durable.write(temporary / sharded.MARKER, hashlib.sha256(manifest).hexdigest() + "\n")
     before = set_aside(path)  # an earlier checkpoint of the same step, which the run reached again
     os.replace(temporary, path)

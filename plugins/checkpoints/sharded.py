@@ -14,12 +14,15 @@ A checkpoint may be untrusted: reading it runs no code.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import os
 import pickle
+import stat
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +31,10 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from plugins.checkpoints import schema
+from plugins.checkpoints.sharded_form import join
 
 STATE, METADATA, MANIFEST, MARKER, DAMAGED = "state.pt", ".metadata", "manifest.json", "complete", "damaged"
-ORDER = "state_dict_order"
-"""Key in `state.pt`: the names of all weights, in the order of the model."""
+SMALL = {STATE, METADATA}
 
 ALL, NONE = slice(None), slice(0)
 """Which tensor files are read to check whether a checkpoint is complete."""
@@ -64,16 +67,20 @@ class Stored:
     """A tensor of a checkpoint that has not been read yet.
 
     Attributes:
-        folder: The checkpoint.
+        source: The checkpoint.
         key: The name of the tensor in it.
         shape: Shape of the full tensor.
         dtype: Data type of the tensor.
     """
 
-    folder: Path
+    source: Opened = field(repr=False, compare=False)
     key: str
     shape: torch.Size
     dtype: torch.dtype
+
+    def read_into(self, target: Tensor) -> None:
+        """Reads it into a tensor of its shape, or this rank's shard into a DTensor."""
+        load_tensors([(self, target)])
 
 
 def is_sharded(path: Path) -> bool:
@@ -84,131 +91,166 @@ def is_sharded(path: Path) -> bool:
 # -- the form on the disk ---------------------------------------------------------------------------
 
 
-def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Returns the tensors of model and optimizers by key, and the checkpoint without them.
-
-    Args:
-        checkpoint: The checkpoint of a single process, or the part of one rank. Keys of `optimizer_states` are the
-            indices of the full model's parameters.
-    """
-    weights = checkpoint["state_dict"]
-    tensors = {f"state_dict.{name}": v.detach() for name, v in weights.items() if isinstance(v, Tensor)}
-    optimizers = []
-    for index, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
-        plain: dict[int, dict[str, Any]] = {}
-        for number, values in optimizer["state"].items():
-            plain[number] = {}
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer_states.{index}.{number}.{name}"] = value.detach()
-                else:
-                    plain[number][name] = value
-        optimizers.append({**optimizer, "state": plain})
-    rest = {**checkpoint, "state_dict": {n: v for n, v in weights.items() if not isinstance(v, Tensor)}}
-    if "optimizer_states" in checkpoint:
-        rest["optimizer_states"] = optimizers
-    return tensors, {**rest, ORDER: list(weights)}
-
-
-def join(tensors: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
-    """Returns the checkpoint that :func:`split` divided; changes `rest`."""
-    order = rest.pop(ORDER, [])
-    weights = rest["state_dict"]
-    for key, value in tensors.items():
-        section, _, name = key.partition(".")
-        if section == "state_dict":
-            weights[name] = value
-            continue
-        index, number, name = name.split(".", 2)
-        state = rest["optimizer_states"][int(index)]["state"]
-        state.setdefault(int(number), {})[name] = value
-    for optimizer in rest.get("optimizer_states", ()):
-        optimizer["state"] = dict(sorted(optimizer["state"].items()))
-    rest["state_dict"] = {
-        name: weights[name] for name in dict.fromkeys([*order, *weights]) if name in weights
-    }
-    return rest
-
-
 def checksum(path: Path) -> dict[str, Any]:
     """Returns the size of a file in bytes, and its SHA-256."""
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
+class Damage(Exception):
+    """Why a folder is not a complete, undamaged checkpoint."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A sharded checkpoint, or a rank's share of it, that was found complete.
+
+    Attributes:
+        folder: The checkpoint.
+        files: Name -> size in bytes and SHA-256 of each file, by the manifest.
+        digest: SHA-256 of the manifest.
+        metadata: DCP's description of the tensors, which is large; None if it was not read.
+        newest_ns: Latest modification time of the tensor files that were checked, as `st_mtime_ns`.
+    """
+
+    folder: Path
+    files: Mapping[str, Mapping[str, Any]]
+    digest: str
+    metadata: Any
+    newest_ns: int
+
+    def __deepcopy__(self, memo: Any) -> Opened:
+        """Returns itself: Lightning copies states of callbacks, in which tensors may be stored ones."""
+        return self
+
+    def changed_until(self, newest_ns: int) -> Opened:
+        """Returns it with the latest modification time of the tensor files that all ranks have checked."""
+        return replace(self, newest_ns=newest_ns)
+
+    def require_unchanged(self, name: str, found: os.stat_result) -> None:
+        """Raises an OSError if a file is not the one that some rank has read to check it."""
+        if found.st_size != self.files[name]["bytes"] or found.st_mtime_ns > self.newest_ns:
+            raise OSError(f"{name} has changed since it was checked")
+
+
 def defect(folder: Path, read: slice = ALL) -> str | None:
-    """Returns why a folder is not a complete, undamaged checkpoint, or None.
+    """Returns why a folder is not a complete, undamaged checkpoint, or None; see :func:`opened`."""
+    try:
+        opened(folder, read)
+    except Damage as damage:
+        return str(damage)
+    return None
+
+
+def opened(folder: Path, read: slice = ALL) -> Opened:
+    """Reads what describes a checkpoint, and a share of its tensor files, and compares them with their checksums.
 
     Args:
         folder: The checkpoint.
-        read: Which of the tensor files are read, in the order of their names; of the others only sizes are
-            compared. `slice(rank, None, ranks)` is the share of one rank.
+        read: Which of the tensor files are looked at, in the order of their names. `slice(rank, None, ranks)` is the
+            share of one rank. With `NONE` the description of the tensors is not read either.
+
+    Raises:
+        Damage: If the folder is not a complete, undamaged checkpoint.
     """
     if read == NONE and (folder / DAMAGED).is_file():
         with open(folder / DAMAGED, encoding="utf-8", errors="replace") as file:
-            return file.read(1000)
-    if (odd := next(filter(_odd, sorted(folder.iterdir())), None)) is not None:
-        return f"{odd.name} is not a regular file"
-    if (folder / MANIFEST).is_file() and (folder / MANIFEST).stat().st_size > MOST_MANIFEST_BYTES:
-        return f"{MANIFEST} is larger than {MOST_MANIFEST_BYTES:,} bytes"
+            raise Damage(file.read(1000))
+    content, digest = _manifest(folder)
+    try:
+        files = json.loads(content)["files"]
+        if strange := next((name for name in files if Path(name).name != name), None):
+            raise Damage(f"{MANIFEST} names {strange}, which is not in the folder")
+        if not files.keys() >= SMALL:
+            raise Damage(f"{MANIFEST} names no {STATE} or {METADATA}")
+        _check(folder, STATE, files)
+        newest = max((_check(folder, name, files) for name in sorted(files.keys() - SMALL)[read]), default=0)
+        metadata = _described(folder, files) if read != NONE else None
+    except pickle.UnpicklingError as error:
+        raise Damage(
+            f"{METADATA} holds more than places of tensors ({error}), which could run code"
+        ) from error
+    except Damage:
+        raise
+    except Exception as error:  # pickle and json raise a dozen kinds on invalid input
+        raise Damage(f"{MANIFEST} or {METADATA} cannot be read") from error
+    if reason := schema.file_defect(folder / STATE):
+        raise Damage(f"{STATE}: {reason}")
+    return Opened(folder, files, digest, metadata, newest)
+
+
+def _manifest(folder: Path) -> tuple[bytes, str]:
+    """Returns the manifest and its SHA-256, which is that of the marker."""
+    for name in (MARKER, MANIFEST):
+        if (folder / name).exists() and not (folder / name).is_file():  # reading a pipe would block
+            raise Damage(f"{name} is not a regular file")
     try:
         with open(folder / MARKER, encoding="ascii") as file:
             marker = file.read(256).strip()
+        if (folder / MANIFEST).stat().st_size > MOST_MANIFEST_BYTES:
+            raise Damage(f"{MANIFEST} is larger than {MOST_MANIFEST_BYTES:,} bytes")
         content = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
-        return f"it has no {Path(error.filename).name}: it was not written to the end"
-    except (OSError, UnicodeDecodeError):
-        return f"its {MARKER} or {MANIFEST} cannot be read"
+        raise Damage(f"it has no {Path(error.filename).name}: it was not written to the end") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise Damage(f"its {MARKER} or {MANIFEST} cannot be read") from error
     if hashlib.sha256(content).hexdigest() != marker:
-        return f"{MANIFEST} is damaged"
+        raise Damage(f"{MANIFEST} is damaged")
+    return content, marker
+
+
+def _check(folder: Path, name: str, files: Mapping[str, Mapping[str, Any]]) -> int:
+    """Compares a file with its size and checksum; returns its modification time."""
+    found = _regular(folder, name)
+    if found.st_size != files[name]["bytes"] or _checksum(folder / name, found) != files[name]:
+        raise Damage(f"{name} is damaged")
+    return found.st_mtime_ns
+
+
+def _regular(folder: Path, name: str) -> os.stat_result:
     try:
-        return _defect(folder, json.loads(content)["files"], read)
-    except pickle.UnpicklingError as error:
-        return f"{METADATA} holds more than places of tensors ({error}), which could run code"
-    except Exception:  # pickle and json raise a dozen kinds on invalid input
-        return f"{MANIFEST} or {METADATA} cannot be read"
+        found = (folder / name).lstat()
+    except FileNotFoundError:
+        raise Damage(f"{name} is missing") from None
+    if stat.S_ISLNK(found.st_mode):
+        raise Damage(f"{MANIFEST} names {name}, which is not in the folder")
+    if not stat.S_ISREG(found.st_mode):
+        raise Damage(f"{name} is not a regular file")
+    return found
 
 
-def _odd(path: Path) -> bool:
-    """Returns whether a path exists and is not a regular file: reading a pipe would block."""
-    return path.exists() and not path.is_file()
-
-
-def _defect(folder: Path, files: Mapping[str, Mapping[str, Any]], read: slice) -> str | None:
-    small = {STATE, METADATA}
-    hashed = {*small, *sorted(files.keys() - small)[read]}
-    for name, expected in files.items():
-        path = folder / name
-        if Path(name).name != name or (folder / name).is_symlink():
-            return f"{MANIFEST} names {name}, which is not in the folder"
-        if not path.is_file():
-            return f"{name} is missing"
-        found = path.stat()
-        if found.st_size != expected["bytes"]:
-            return f"{name} is damaged"
-        if name in hashed and _checksum(path, found.st_mtime_ns, found.st_size) != expected:
-            return f"{name} is damaged"
-    if not small <= files.keys():
-        return f"{MANIFEST} names no {STATE} or {METADATA}"
-    metadata = _metadata(folder)
+def _described(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Returns DCP's description of the tensors: the bytes that were compared with their checksum."""
+    if _regular(folder, METADATA).st_size != files[METADATA]["bytes"]:
+        raise Damage(f"{METADATA} is damaged")
+    content = (folder / METADATA).read_bytes()
+    if hashlib.sha256(content).hexdigest() != files[METADATA]["sha256"]:
+        raise Damage(f"{METADATA} is damaged")
+    metadata = _Unpickler(io.BytesIO(content)).load()
     used = {place.relative_path for place in metadata.storage_data.values()}
     if unknown := used - files.keys():
-        return f"{METADATA} names {min(unknown)}, which {MANIFEST} does not"
-    if any(not hasattr(entry, "size") for entry in metadata.state_dict_metadata.values()):
-        return f"{METADATA} has entries that are not tensors, which could run code"
-    claimed = sum(
-        entry.size.numel() * entry.properties.dtype.itemsize
-        for entry in metadata.state_dict_metadata.values()
-    )
-    if claimed > (stored := sum(files[name]["bytes"] for name in files.keys() - small)):
-        return f"{METADATA} claims {claimed:,} bytes of tensors, its files hold {stored:,}"
-    reason = schema.file_defect(folder / STATE)
-    return f"{STATE}: {reason}" if reason else None
+        raise Damage(f"{METADATA} names {min(unknown)}, which {MANIFEST} does not")
+    entries = metadata.state_dict_metadata.values()
+    if any(not hasattr(entry, "size") for entry in entries):
+        raise Damage(f"{METADATA} has entries that are not tensors, which could run code")
+    claimed = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries)
+    if claimed > (stored := sum(files[name]["bytes"] for name in files.keys() - SMALL)):
+        raise Damage(f"{METADATA} claims {claimed:,} bytes of tensors, its files hold {stored:,}")
+    return metadata
 
 
-@cache  # a run checks its checkpoint, then loads it
-def _checksum(path: Path, changed_ns: int, size: int) -> dict[str, Any]:
-    return checksum(path)
+_known: dict[tuple[int, ...], dict[str, Any]] = {}
+
+
+def _checksum(path: Path, found: os.stat_result) -> dict[str, Any]:
+    """Returns the checksum of a file; a run checks its checkpoint before it loads it, and reads it once."""
+    key, settled = schema.identity(found), schema.is_settled(found)
+    if key not in _known:
+        result = checksum(path)
+        if not settled:
+            return result
+        _known[key] = result
+    return _known[key]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -222,18 +264,13 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _metadata(folder: Path) -> Any:
-    with open(folder / METADATA, "rb") as file:
-        return _Unpickler(file).load()
-
-
 # -- reading -----------------------------------------------------------------------------------------
 
 
-def read_without_tensors(folder: Path) -> dict[str, Any]:
+def read_without_tensors(source: Opened) -> dict[str, Any]:
     """Returns the content of a complete checkpoint with :class:`Stored` in place of tensors."""
-    entries = _metadata(folder).state_dict_metadata.items()
-    described = {key: Stored(folder, key, entry.size, entry.properties.dtype) for key, entry in entries}
+    folder, entries = source.folder, source.metadata.state_dict_metadata.items()
+    described = {key: Stored(source, key, entry.size, entry.properties.dtype) for key, entry in entries}
     rest = state(folder)
     try:
         joined = join(described, rest)
@@ -253,6 +290,20 @@ def state(folder: Path) -> dict[str, Any]:
     return result
 
 
+def opened_or_refused(folder: Path) -> Opened:
+    """Returns a checkpoint of which all files were read and compared with their checksums.
+
+    Raises:
+        ConfigError: If the folder is not a complete checkpoint.
+    """
+    try:
+        return opened(folder)
+    except Damage as damage:
+        raise ConfigError(
+            f"{folder}: {damage}. --ckpt_path last finds the newest complete checkpoint."
+        ) from damage
+
+
 def read_sharded(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     """Returns a checkpoint as a single process would have written it, with tensors on the CPU.
 
@@ -263,9 +314,12 @@ def read_sharded(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     Raises:
         ConfigError: If the folder is not a complete checkpoint.
     """
-    if reason := defect(folder):
-        raise ConfigError(f"{folder}: {reason}. --ckpt_path last finds the newest complete checkpoint.")
-    found = read_without_tensors(folder)
+    return read_opened(opened_or_refused(folder), optimizers)
+
+
+def read_opened(source: Opened, optimizers: bool = True) -> dict[str, Any]:
+    """Returns what :func:`read_sharded` does, of a checkpoint that was checked."""
+    found = read_without_tensors(source)
     pairs: list[tuple[Stored, Tensor]] = []
 
     def loaded(value: Any) -> Any:
@@ -278,8 +332,16 @@ def read_sharded(folder: Path, optimizers: bool = True) -> dict[str, Any]:
     for optimizer in found.get("optimizer_states", ()):
         states = optimizer["state"].items() if optimizers else ()
         optimizer["state"] = {n: {name: loaded(v) for name, v in values.items()} for n, values in states}
+    if "callbacks" in found:
+        found["callbacks"] = _each(found["callbacks"], loaded)
     load_tensors(pairs)
     return found
+
+
+def _each(state: Any, loaded: Callable[[Any], Any]) -> Any:
+    if type(state) is dict:
+        return {name: _each(value, loaded) for name, value in state.items()}
+    return loaded(state)
 
 
 def load_tensor(stored: Stored) -> Tensor:
@@ -296,17 +358,26 @@ def load_tensors(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
         pairs: Stored tensors of one checkpoint, each with the tensor of the same full shape to read into.
     """
     targets: dict[str, Any] = {}
-    folder = Path()
+    sources: list[Opened] = []
     for stored, target in pairs:
-        targets[stored.key], folder = target.detach(), stored.folder
-    if not targets:
+        targets[stored.key], sources = target.detach(), [stored.source]
+    if not sources:
         return
+    [source], folder = sources, sources[0].folder
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    class CheckedFiles(FileSystem):
+        @contextmanager
+        def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+            with super().create_stream(path, mode) as stream:
+                source.require_unchanged(Path(path).name, os.fstat(stream.fileno()))
+                yield stream
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return _metadata(Path(self.path))
+            return source.metadata
 
     class Planner(dcp.DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
@@ -316,7 +387,9 @@ def load_tensors(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            dcp.load(targets, storage_reader=Reader(folder), planner=planner, no_dist=True)
+            reader = Reader(folder)
+            reader.fs = CheckedFiles()
+            dcp.load(targets, storage_reader=reader, planner=planner, no_dist=True)
         except CheckpointException as error:  # a BaseException
             cause = next(iter(error.failures.values()))[0]
             if not isinstance(cause, Exception):  # Ctrl-C, for one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,14 +17,18 @@ from torch.utils._pytree import tree_map
 
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.checkpoints import sharded
+from plugins.checkpoints import sharded_form
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.patience import Patience
 from plugins.checkpoints.shard_writing import write
+from toolkit.local_paths import require_local_path
+
+LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 @technique(
-    paper="torch.distributed.checkpoint; snapshot, then write in the background: CheckFreq, FAST 2021, section 4"
+    paper="torch.distributed.checkpoint; snapshot, then write in the background: CheckFreq, FAST 2021, section 4",
+    offers=("sharded_checkpoints",),
 )
 class ShardedCheckpoint(AtomicCheckpoint):
     """Each rank writes its own shards of a checkpoint into one folder, while training continues.
@@ -68,7 +73,15 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
         Called on every rank as the run starts: the others would not notice a rank that dies meanwhile.
         """
-        group: Any = dist.new_group(backend="gloo")
+        # gloo connects each pair of ranks when they first exchange something, instead of every rank with all others.
+        before = os.environ.get(LAZY)
+        os.environ[LAZY] = "1"
+        try:
+            group: Any = dist.new_group(backend="gloo")
+        finally:
+            del os.environ[LAZY]
+            if before is not None:
+                os.environ[LAZY] = before
         self._group = group
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
@@ -77,8 +90,9 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
     def _begin(self, checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
         start = time.perf_counter()
+        require_local_path(str(path), "The checkpoint's path")
         self.wait()
-        tensors, rest = sharded.split(checkpoint)
+        tensors, rest = sharded_form.split(checkpoint)
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "checkpoint", _set_device, (_device(),))
         if self.asynchronous:

@@ -122,14 +122,14 @@ def _converted(
 def _write(output: Path, state: dict[str, Any], tensors: dict[str, LazyTensor]) -> None:
     import torch
 
-    from plugins.checkpoints import shard_writing, sharded
+    from plugins.checkpoints import shard_writing, sharded_form
     from plugins.checkpoints.matching import PREFIX
 
     empty = {
         PREFIX + name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in tensors.items()
     }
-    keys, rest = sharded.split({**state, "state_dict": empty})
+    keys, rest = sharded_form.split({**state, "state_dict": empty})
     section = f"state_dict.{PREFIX}"
     with interruptible(wait=True) as check, new_output(output) as temporary:
 

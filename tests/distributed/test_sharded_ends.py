@@ -88,3 +88,31 @@ def test_damage_that_one_rank_reads_is_told_by_all(rank):
     assert looked == (f"{part.name} is damaged", None)
     again = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name=f"damaged again {rank}")
     assert f"{damaged}: {part.name} is damaged" in again.error_text
+
+
+@pytest.mark.ci
+def test_damage_of_a_single_file_is_told_by_all_and_the_next_start_takes_the_one_before():
+    """The first rank alone reads its tensors; the others learn of it once they are connected."""
+    periodic = {"every_n_steps": 2, "dirpath": "${run_folder}/periodic"}
+    trainer = {
+        "strategy": "DDP",
+        "plugins": ["AtomicCheckpoint"],
+        "callbacks": [{"class_path": "PeriodicCheckpoint", "init_args": periodic}],
+        "max_steps": 4,
+    }
+    assert fit({"trainer": trainer}, 2, name="a damaged file").code == 0
+    folder = workshop() / "a damaged file" / "periodic"
+    before, damaged = folder / "step-00000002.ckpt", folder / "step-00000004.ckpt"
+    weight = read_checkpoint(damaged)["state_dict"]["network.embed_tokens.weight"]
+    content = bytearray(damaged.read_bytes())
+    content[content.index(weight.numpy().tobytes())] ^= 1
+    damaged.write_bytes(content)
+    done = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name="damaged file")
+    assert done.codes == (2, 2)
+    told = f"{damaged}: member archive/data/"
+    assert done.error_text.count(told) == 2
+    assert f" is damaged.\nResume from the one before: --ckpt_path {before}" in done.error_text
+    again = fit({"trainer": trainer}, 2, f"--ckpt_path={folder}", name="damaged file again")
+    assert again.codes == (0, 0)
+    assert told.replace(": ", " is skipped: ") in again.stderr
+    assert f"From checkpoint: {before}" in again.stdout

@@ -1,5 +1,6 @@
 """AtomicCheckpoint: whole or absent, also on a full disk; loading runs no code."""
 
+import json
 import os
 import random
 import signal
@@ -9,12 +10,16 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from conformance.runs import run
 from core.errors import ConfigError
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import defect
+from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
+from plugins.checkpoints.shared_check import content_of, note_of
 from tests.conftest import Malicious
 from tests.support import full_disk
 from tests.support.full_disk import signalled
+from tests.support.launched_ranks import write
 
 SMALL = {"state_dict": {"w": torch.arange(10.0)}}
 LARGE = {"state_dict": {f"w{i}": torch.full((50_000,), float(i)) for i in range(20)}}  # 4 MB
@@ -190,6 +195,25 @@ def test_a_damaged_file_is_refused_by_name(damage, tmp_path):
         io.load_checkpoint(path)
 
 
+def test_launched_ranks_that_resume_leave_the_tensors_to_the_first_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    path = tmp_path / "step-1.ckpt"
+    AtomicCheckpoint().save_checkpoint(LARGE, path)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    assert defect(path).endswith("is damaged")  # of weights to start from
+    assert defect(path, resumes=True) is None
+    note_of(path).write_text(json.dumps([content_of(path), "as rank 0 found"]))
+    assert defect(path, resumes=True) == "as rank 0 found"
+    data[data.index(b"state_dict")] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(0, 1))  # another file than the noted one
+    assert defect(path, resumes=True) == "member archive/data.pkl is damaged"
+    AtomicCheckpoint().remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("asked", [None, False])
 def test_code_in_a_checkpoint_is_refused_whatever_is_asked_for(asked, tmp_path):
     torch.save({"state_dict": {}, "evil": Malicious(tmp_path / "executed")}, tmp_path / "a.ckpt")
@@ -204,3 +228,21 @@ def test_removing_is_calm_about_what_is_gone(tmp_path):
     io.remove_checkpoint(path)
     io.remove_checkpoint(path)
     assert not path.exists()
+
+
+@pytest.mark.parametrize("plugin", [AtomicCheckpoint, ShardedCheckpoint])
+def test_nothing_is_written_to_a_folder_that_is_named_like_a_url(plugin, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="not to URLs yet"):
+        plugin().save_checkpoint(SMALL, "s3://bucket/step-1.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_callback_that_would_write_to_a_url_is_refused_before_the_run(tmp_path):
+    callback = "--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"
+    words = ["fit", *write(tmp_path), callback, "--trainer.callbacks.dirpath=s3://bucket/run"]
+    done = run(words, tmp_path, cwd=tmp_path)
+    assert done.code == 2
+    assert "ModelCheckpoint: dirpath is s3://bucket/run: runs write to folders" in done.stderr
+    assert "where the bucket is mounted" in done.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}

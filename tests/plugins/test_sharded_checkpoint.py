@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import pickle
 import re
 import resource
@@ -190,7 +191,7 @@ def test_code_in_a_folder_is_not_run_even_where_the_checksums_are_right(name, sa
     elif name == "__0_0.distcp":
         (folder / name).write_bytes(pickle.dumps(evil) + (folder / name).read_bytes())
     else:  # DCP would unpickle an entry that says it is no tensor
-        metadata = sharded._metadata(folder)
+        metadata = sharded.opened(folder).metadata
         metadata.state_dict_metadata["state_dict.w"] = (
             torch.distributed.checkpoint.metadata.BytesStorageMetadata()
         )
@@ -213,7 +214,7 @@ def test_a_marker_without_end_is_not_read_to_its_end(save):
 
 def test_tensors_that_claim_more_than_their_files_hold_are_refused(save):
     folder = save()
-    metadata = sharded._metadata(folder)
+    metadata = sharded.opened(folder).metadata
     metadata.state_dict_metadata["state_dict.w"].size = torch.Size([10**6, 10**6])
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     resign(folder)
@@ -234,7 +235,7 @@ def test_fields_of_another_type_are_refused(change, save, tmp_path):
     with pytest.raises(ConfigError):
         read_checkpoint(folder)
     with pytest.raises(ConfigError):
-        sharded.read_without_tensors(folder)
+        sharded.read_without_tensors(sharded.opened(folder))
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -288,14 +289,31 @@ def test_the_end_says_how_long_checkpoints_held_the_run_up(save, capsys):
     ), printed
 
 
-def test_of_the_files_that_a_rank_does_not_read_it_compares_the_sizes(save):
+def test_a_rank_looks_at_its_share_of_the_files_alone(save):
     folder = save()
     flip(folder / "__0_0.distcp")
     assert defect(folder) == "__0_0.distcp is damaged"
     assert sharded.defect(folder, slice(0, None, 2)) == "__0_0.distcp is damaged"
     assert sharded.defect(folder, slice(1, None, 2)) is None
-    (folder / "__0_0.distcp").write_bytes(b"cut off")
-    assert sharded.defect(folder, slice(1, None, 2)) == "__0_0.distcp is damaged"
+    (folder / "__0_0.distcp").unlink()
+    assert sharded.defect(folder, slice(0, None, 2)) == "__0_0.distcp is missing"
+
+
+def test_a_file_that_changed_since_it_was_checked_is_not_read(save):
+    """Another rank may have checked it: that one saw its time."""
+    source = sharded.opened(save())
+    content = sharded.read_without_tensors(source)
+    part = source.folder / "__0_0.distcp"
+    os.utime(part, ns=(0, source.newest_ns + 1))
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp has changed since it was checked"):
+        sharded.load_tensor(content["state_dict"]["w"])
+    os.utime(part, ns=(0, source.newest_ns))
+    assert torch.equal(sharded.load_tensor(content["state_dict"]["w"]), torch.arange(300.0))
+    with open(part, "ab") as file:
+        file.write(b"more")
+    os.utime(part, ns=(0, source.newest_ns))
+    with pytest.raises(ConfigError, match=r"__0_0\.distcp has changed since it was checked"):
+        sharded.load_tensor(content["state_dict"]["w"])
 
 
 def test_removing_is_calm_about_what_is_gone(save, tmp_path):

@@ -135,7 +135,7 @@ def _checkpoint(wanted: str, root: Path, named: bool, job: str | None) -> Path |
     from plugins.checkpoints.finding import resolve
 
     try:
-        return resolve(wanted, below, runs=not named)
+        return resolve(wanted, below, runs=not named, resumes=True)
     except (OSError, ValueError) as error:  # a name that is too long, or that no file can have
         raise ConfigError(f"--ckpt_path {wanted[:200]} cannot be read: {error.args[-1]}.") from error
 

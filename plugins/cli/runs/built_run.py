@@ -35,7 +35,7 @@ from plugins.cli.configuration.class_check import check_classes
 from plugins.cli.configuration.parsing import Parsed, as_text
 from plugins.cli.configuration.request import SECTIONS, Request, differences
 from plugins.cli.configuration.trust import trusting
-from plugins.cli.runs import claims, launchers, lost_ranks, restarts, run_folder
+from plugins.cli.runs import claims, gathered_checkpoints, launchers, lost_ranks, restarts, run_folder
 from plugins.cli.runs.checkpoint_errors import raise_if_from_checkpoint
 from plugins.cli.runs.network_draft import NetworkDraft
 from plugins.cli.runs.no_profiler import NoProfiler
@@ -242,6 +242,8 @@ class BuiltRun:
         # If the vocabulary is not known before the data are prepared, `configure_model` checks the one that they have.
         self.model.fits = check_fit(network, self.datamodule)
         parameters = sum(parameter.numel() for parameter in network.parameters())
+        if self.only == "fit":
+            gathered_checkpoints.check(self.trainer, parameters)
         trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         share = f", {trained:,} of them trained ({trained / parameters:.2%})" if trained < parameters else ""
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters{share}"

@@ -63,8 +63,8 @@ def checkpoint(name: str, root: Path, wanted: str, runs: Path) -> Path | None:
     folder = next((found for place in places if (found := run_folder.of_job(place, name))), None)
     if folder is None:
         return None
-    began_from = of_folder(folder) if wanted == "last" else None
-    return of_folder(folder, run_folder.claimed_at_ns(folder)) or began_from
+    began_from = of_folder(folder, resumes=True) if wanted == "last" else None
+    return of_folder(folder, run_folder.claimed_at_ns(folder), resumes=True) or began_from
 
 
 def shape(

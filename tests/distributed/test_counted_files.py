@@ -1,0 +1,108 @@
+"""What a rank does to the files of a checkpoint does not grow with the number of ranks."""
+
+import hashlib
+import json
+import pickle
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from plugins.checkpoints import sharded
+from tests.support.counted_files import CountedFiles, counted_run
+from tests.support.found_on_ranks import found_on_ranks
+from tests.support.launched_ranks import write
+
+MANY = 4096
+
+
+def ran(words, ranks, folder):
+    found = counted_run(words, ranks, folder)
+    assert [each["code"] for each in found] == [0] * ranks
+    return [each["counts"] for each in found], [each["names"] for each in found]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("strategy", "plugin"), [("FSDP", "ShardedCheckpoint"), ("ddp", "AtomicCheckpoint")])
+def test_a_rank_of_four_does_what_a_rank_of_two_does(strategy, plugin, tmp_path):
+    saved, resumed = {}, {}
+    for ranks in (2, 4):
+        folder = tmp_path / str(ranks)
+        words = ["fit", *write(folder), f"--trainer.devices={ranks}", "--trainer.gradient_clip_val=null"]
+        words += [f"--trainer.strategy={strategy}", f"--trainer.plugins={plugin}"]
+        words += [
+            "--model.optimizer=torch.optim.AdamW"
+        ]  # with a count of steps for each parameter, on every rank
+        saved[ranks], _ = ran(words, ranks, folder / "saved")
+        more = [f"--ckpt_path={folder / 'run'}", "--trainer.max_steps=7"]
+        resumed[ranks], names = ran([*words, *more], ranks, folder / "resumed")
+        for rank, own in enumerate(names):
+            parts = {name for name in own if name.startswith("open __")}
+            assert parts <= {"open __0_0.distcp", f"open __{rank}_0.distcp"}
+            assert own.get("open .metadata", 0) <= 2  # read once; the first rank writes that of the last step
+        if plugin == "AtomicCheckpoint":
+            assert all(own == resumed[ranks][1] for own in resumed[ranks][1:])
+    for found in (saved, resumed):
+        for kind in ("open", "list", "stat"):
+            most = {ranks: max(own.get(kind, 0) for own in counts[1:]) for ranks, counts in found.items()}
+            assert most[4] <= most[2], (kind, most)
+
+
+def many_parts(folder):
+    """Writes the checkpoint of a vector of which each of 4,096 ranks has written one number."""
+    folder.mkdir()
+    places, chunks = {}, []
+    for rank in range(MANY):
+        with open(folder / f"__{rank}_0.distcp", "wb") as file:
+            torch.save(torch.tensor([float(rank)]), file)
+            size = file.tell()
+        chunk = dcp.ChunkStorageMetadata(torch.Size([rank]), torch.Size([1]))
+        chunks.append(chunk)
+        index = dcp.MetadataIndex("state_dict.w", chunk.offsets, rank)
+        places[index] = _StorageInfo(f"__{rank}_0.distcp", 0, size)
+    entry = dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size([MANY]), chunks)
+    metadata = dcp.Metadata({"state_dict.w": entry}, storage_data=places, storage_meta=dcp.StorageMeta())
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, folder / "state.pt")
+    sums = {path.name: sharded.checksum(path) for path in folder.iterdir()}
+    manifest = json.dumps({"files": sums}).encode()
+    (folder / "manifest.json").write_bytes(manifest)
+    (folder / "complete").write_text(hashlib.sha256(manifest).hexdigest())
+
+
+def share_of_one(_, place, rank):
+    """Reads what one of 4,096 ranks does: its share to check it, and its shard."""
+    folder = Path(place)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=MANY)
+    mesh = init_device_mesh("cpu", (MANY,))
+    counted = CountedFiles(".ckpt")
+    assert sharded.defect(folder, sharded.NONE) is None  # before the ranks are connected
+    source = sharded.opened(folder, slice(rank, None, MANY))
+    source = source.changed_until(time.time_ns())  # the latest that all ranks have found
+    stored = sharded.read_without_tensors(source)["state_dict"]["w"]
+    room = DTensor.from_local(torch.full((1,), -1.0), mesh, [Shard(0)])
+    sharded.load_tensors([(stored, room)])
+    parts = {name: count for name, count in counted.names.items() if name.endswith(".distcp")}
+    return {"counts": counted.counts, "parts": parts, "value": room.to_local().item()}
+
+
+def test_one_of_4096_ranks_opens_its_own_parts_alone(tmp_path):
+    folder, results = tmp_path / "many.ckpt", tmp_path / "results"
+    many_parts(folder)
+    results.mkdir()
+    [found] = found_on_ranks(share_of_one, 1, results, str(folder), 1234)
+    shutil.rmtree(folder)
+    assert found["value"] == 1234.0
+    assert (
+        len({name.rpartition(" ")[2] for name in found["parts"]}) <= 2
+    )  # the one it checks and the one it reads
+    assert sum(found["parts"].values()) <= 8
+    assert found["counts"].get("list", 0) == 0
+    assert sum(found["counts"].values()) < 64, found["counts"]
