@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,15 @@ class TrainingDoctor(Callback):
     It reads what the run logs: losses and rates, and what monitors add, such as `WeightMonitor`, `ActivationMonitor`,
     `AttentionMonitor`, `RoutingMonitor`, `GradientNoiseScale` and `StepTime`; and what it measures itself, as
     `doctor/...`. Before the first step: labels against inputs, rows that come again, order, validation text among the
-    training text, ids against the tokenizer, and whether logits change with tokens that they must not depend on. In
+    training text, ids against the tokenizer and the source, weights, and whether logits change with tokens that they must not depend on. In
     the 1st, 2nd, 4th logged step and so on, and every `every_n_steps`: whether the gradients of the step are those of its loss, and whether all
-    weights that have one change. Such a step takes about three times as long. All others cost nothing.
+    weights that have one change. Such a step takes about four times as long. All others cost nothing.
 
     Each cause is said once. What to switch on is written to `doctor/remedy-CAUSE.yaml` in the run folder, for
     `--config`. `python -m core doctor RUN` says the same of a finished run. A diagnosis is a hint and no proof:
     `tests/benchmarks/RESULTS.md` says how often it is right.
 
-    What needs full weights is measured on one process and under DDP. An examined step takes memory for two more copies of
+    What needs full weights is measured on one process and under DDP; under other strategies it is left out. An examined step takes memory for two more copies of
     the weights.
 
     Args:
@@ -69,29 +70,49 @@ class TrainingDoctor(Callback):
         self._told: list[str] = []
         self._fresh: dict[str, Any] = {}
         self._start: dict[str, float] = {}
-        self._examining = False
+        self._examining = self._begins = False
         self._next = self._every = 0
+        self._began = self._saving = self._saved = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the figures so far, and which causes were said."""
-        return {"history": self.history.state_dict(), "told": list(self._told), "next": self._next}
+        rows = list(self._probes.rows.first), list(self._probes.rows.others)
+        return {
+            "history": self.history.state_dict(),
+            "told": list(self._told),
+            "next": self._next,
+            "rows": rows,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with those of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self._told, self._next = list(state_dict["told"]), state_dict["next"]
+        first, others = state_dict.get("rows", ([], []))
+        self._probes.rows.first, self._probes.rows.others = list(first), set(others)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the data and at what the network sees."""
         self._config = read_config(Path(trainer.default_root_dir))
         self._every = self.every_n_steps // trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._fresh = dict(trainer.callback_metrics)
-        self._start = self._probes.start(trainer, pl_module, is_fresh=not self.history.names())
+        is_fresh = not self.history.names()
+        self._start = self._probes.start(trainer, pl_module, is_fresh)
+        self._begins = not is_fresh
+        self._began, self._saving, self._saved = time.monotonic(), 0.0, 0.0
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Starts the clock of a checkpoint that is written in training."""
+        self._saving = self._saving or time.monotonic()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batches of a step that is examined."""
+        if self._saving:
+            self._saved += time.monotonic() - self._saving
+            self._saving = 0.0
+            log_figures(trainer, {"doctor/checkpoint_share": self._saved / (time.monotonic() - self._began)})
         logged, rest = divmod(trainer.global_step + 1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        if not rest and self._is_due(logged):
+        if not rest and (self._begins or self._is_due(logged)):
             self._probes.keep(batch, batch_idx)
             self._examining = True
 
@@ -111,8 +132,9 @@ class TrainingDoctor(Callback):
         """Logs what was measured, and looks at what was logged."""
         if self._examining and self._probes.stepped:
             self._examining = False
-            log_figures(trainer, self._start | self._probes.after_step(trainer, pl_module))
-            self._start = {}
+            resumed = {"doctor/resumed_at": float(trainer.global_step)} if self._begins else {}
+            log_figures(trainer, self._probes.after_step(trainer, pl_module) | resumed | self._start)
+            self._start, self._begins = {}, False
         elif not pl_module.logging_step:
             return
         self._take(trainer)

@@ -12,7 +12,7 @@ from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
 from tests.support.cli_runs import core  # noqa: F401
 from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
-from toolkit.diagnosis.network_probes import blocks_of_zeros, inner_state, visibility
+from toolkit.diagnosis.network_probes import backward_gains, inner_state, visibility, weights_at_start
 
 
 def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F811
@@ -106,11 +106,11 @@ def test_attention_units_and_zeros_are_measured():
     found = inner_state(broken, batch)
     assert found["doctor/attention_entropy"] < 0.1
     assert found["doctor/dead_units"] == 1.0
-    assert blocks_of_zeros(broken) == 0
+    assert weights_at_start(broken)["doctor/blocks_of_zeros"] == 0
     with torch.no_grad():
         for parameter in broken.blocks[1].parameters():
             parameter.zero_()
-    assert blocks_of_zeros(broken) == 1
+    assert weights_at_start(broken)["doctor/blocks_of_zeros"] == 1
 
 
 def test_mistakes():

@@ -5,7 +5,8 @@ Every function returns pairs of counts, by the name of a figure: how often, out 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -22,26 +23,62 @@ SPAN = 12
 """Tokens in a row that are looked for in the training data: fewer occur by chance."""
 
 
+FURTHEST = 8
+"""Tokens by which labels are looked for before and behind their positions."""
+
+
 def label_counts(batches: Sequence[Batch]) -> Counts:
-    """Compares labels with the inputs at, after and two after their positions; counts how many positions have one."""
-    found = {f"doctor/labels_{name}": [0, 0] for name in ("same", "next", "after_next")}
-    labelled = [0, 0]
+    """Counts the labels that are the inputs at their positions or the next ones, and how many positions have one.
+
+    `doctor/labels_elsewhere` and `doctor/labels_offset`: at which other distance, up to `FURTHEST` tokens, most labels are the
+    inputs, and how many.
+    """
+    hits, labelled = dict.fromkeys(range(-FURTHEST, FURTHEST + 1), np.zeros(2)), np.zeros(2)
     for batch in batches:
         ids, labels = batch["input_ids"], batch["labels"]
-        for by, pair in enumerate(found.values()):
-            theirs = labels[:, : labels.shape[1] - by]
+        length = labels.shape[1]
+        for by in hits:
+            theirs = labels[:, max(-by, 0) : length - max(by, 0)]
             known = theirs != IGNORED_LABEL
-            pair[0] += int((known & (theirs == ids[:, by:])).sum())
-            pair[1] += int(known.sum())
-        labelled[0] += int((labels != IGNORED_LABEL).sum())
-        labelled[1] += labels.numel()
-    return {name: (pair[0], pair[1]) for name, pair in (*found.items(), ("doctor/labelled", labelled))}
+            same = known & (theirs == ids[:, max(by, 0) : length - max(-by, 0)])
+            hits[by] = hits[by] + (int(same.sum()), int(known.sum()))
+        labelled += (int((labels != IGNORED_LABEL).sum()), int((batch.get("document_ids", ids) >= 0).sum()))
+    elsewhere = max((by for by in hits if by != 1), key=lambda by: hits[by][0] / max(hits[by][1], 1))
+    return {
+        "doctor/labels_next": (hits[1][0], hits[1][1]),
+        "doctor/labels_elsewhere": (hits[elsewhere][0], hits[elsewhere][1]),
+        "doctor/labels_offset": (elsewhere, 1),
+        "doctor/labelled": (labelled[0], labelled[1]),
+    }
 
 
 def repeated_rows(batches: Sequence[Batch]) -> Counts:
-    """Counts the rows that came before."""
-    rows = [row.tobytes() for batch in batches for row in batch["input_ids"].cpu().numpy()]
-    return {"doctor/repeated_rows": (len(rows) - len(set(rows)), len(rows))}
+    """Counts the rows of which nearly all spans of tokens are in earlier rows: copies, also where they are cut elsewhere."""
+    numbers, rows = _spans(batches)
+    if not len(numbers):
+        return {}
+    _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
+    seen = rows[first][which] < rows
+    total = np.bincount(rows)
+    known = np.bincount(rows, weights=seen)[total > 0] / total[total > 0]
+    return {"doctor/repeated_rows": (float((known > 0.8).sum()), len(known))}
+
+
+class SeenRows:
+    """The rows of examined steps, by a number for each, to know those that come again."""
+
+    def __init__(self) -> None:
+        self.first: list[int] = []
+        self.others: set[int] = set()
+
+    def figures(self, batches: Sequence[Batch]) -> dict[str, float]:
+        """Returns which share of the rows were in an examined step before, and in the very first one."""
+        rows = [zlib.crc32(row.tobytes()) for batch in batches for row in batch["input_ids"].cpu().numpy()]
+        seen = [row in self.others for row in rows]
+        again = [row in self.first for row in rows]
+        self.first = self.first or rows
+        self.others |= set(rows)
+        return {"doctor/rows_again": sum(seen) / len(rows), "doctor/rows_of_start": sum(again) / len(rows)}
 
 
 def neighbours(batches: Sequence[Batch], vocab_size: int) -> Counts:
@@ -76,26 +113,28 @@ def seen_spans(validation: Sequence[Batch], training: Sequence[Batch], share_rea
     fold = len(training) - max(1, len(training) // 4)
     if fold < 1 or not validation:
         return {}
-    known = _spans(training[:fold])
-    usual = float(np.isin(_spans(training[fold:]), known).mean())
-    spans = _spans(validation)
+    known, _ = _spans(training[:fold])
+    usual = float(np.isin(_spans(training[fold:])[0], known).mean())
+    spans, _ = _spans(validation)
     seen = float(np.isin(spans, known).mean()) if len(spans) else 0.0
     of_all = max(share_read * fold / len(training), 1e-9)
     return {"doctor/validation_seen": (max(seen - usual, 0.0) / min(of_all, 1.0) * len(spans), len(spans))}
 
 
-def _spans(batches: Sequence[Batch]) -> np.ndarray:
-    """Returns a 64-bit number for each span of tokens that is no padding."""
+def _spans(batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a 64-bit number for each span of tokens that is no padding, and which row it is of."""
     random = np.random.default_rng(0).integers(1, 2**63, SPAN, dtype=np.uint64)
-    found = [np.zeros(0, np.uint64)]
+    found, of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    before = 0
     for batch in batches:
-        rows = batch["input_ids"].cpu().numpy()
-        if rows.shape[1] < SPAN:
-            continue
-        windows = np.lib.stride_tricks.sliding_window_view(rows, SPAN, axis=1).reshape(-1, SPAN)
-        real = (windows != windows[:, :1]).sum(1) > SPAN // 3
-        found.append((windows[real].astype(np.uint64) * random).sum(1))
-    return np.concatenate(found)
+        ids = batch["input_ids"].cpu().numpy()
+        if ids.shape[1] >= SPAN:
+            windows = np.lib.stride_tricks.sliding_window_view(ids, SPAN, axis=1)
+            real = (windows != windows[..., :1]).sum(-1) > SPAN // 3
+            found.append((windows[real].astype(np.uint64) * random).sum(1))
+            of.append(before + np.nonzero(real)[0])
+        before += len(ids)
+    return np.concatenate(found), np.concatenate(of)
 
 
 def round_trips(batches: Sequence[Batch], tokenizer_json: str) -> Counts:
@@ -119,34 +158,82 @@ def round_trips(batches: Sequence[Batch], tokenizer_json: str) -> Counts:
     return {"doctor/round_trip": (same, total)}
 
 
+def like_source(batches: Sequence[Batch], documents: Iterable[str], tokenizer_json: str) -> Counts:
+    """Says how much the frequencies of ids agree with those of documents of the source, encoded again.
+
+    1: as much as one half of these documents agrees with the other.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_str(tokenizer_json)
+    except Exception:  # the library raises no narrower class: data without a tokenizer
+        return {}
+    halves: list[list[int]] = [[], []]
+    for index, text in enumerate(documents):
+        halves[index % 2] += tokenizer.encode(text[:MOST_TEXT], add_special_tokens=False).ids
+        if sum(map(len, halves)) > MOST_TEXT // 4:
+            break
+    ids = np.concatenate([batch["input_ids"].cpu().numpy().ravel() for batch in batches])
+    size = 1 + max(int(ids.max()), *(max(half, default=0) for half in halves))
+    if min(map(len, halves)) < LEAST_TOKENS or ids.size < LEAST_TOKENS or ids.min() < 0:
+        return {}
+    rows, one, other = (
+        np.bincount(np.asarray(found), minlength=size) / len(found) for found in (ids, halves[0], halves[1])
+    )
+    return {
+        "doctor/like_source": (
+            float(np.minimum(rows, (one + other) / 2).sum()),
+            float(np.minimum(one, other).sum()),
+        )
+    }
+
+
+MOST_TEXT, LEAST_TOKENS = 2**18, 1000
+"""Characters of the source that are encoded again, and tokens below which frequencies say nothing."""
+
+
 def position_counts(batches: Sequence[Mapping[str, Any]]) -> Counts:
-    """Counts positions that are not those of their documents, and documents that a row has."""
-    wrong = total = documents = rows = 0
+    """Counts positions that are not those of their documents, documents in a row, and those that document_ids do not part."""
+    wrong = total = documents = rows = joined = 0
     for batch in batches:
-        ids, positions = batch.get("document_ids"), batch.get("position_ids")
-        restarts = positions if ids is None and positions is not None else None
-        begins = _begins(ids) if ids is not None else None if restarts is None else (restarts == 0)
-        if begins is None:
+        number, ids, positions = document_numbers(batch), batch.get("document_ids"), batch.get("position_ids")
+        if number is None:
             continue
-        documents += int(begins.sum())
-        rows += len(begins)
+        documents += int((number.amax(1) + 1).sum())
+        rows += len(number)
         if positions is not None and ids is not None:
-            real = (ids >= 0) & (batch["labels"] != IGNORED_LABEL)
+            real = number >= 0
+            begins = torch.ones_like(real)
+            begins[:, 1:] = number[:, 1:] != number[:, :-1]
             wrong += int((real & (positions != _expected(begins))).sum())
             total += int(real.sum())
+            joined += int((begins[:, 1:] & real[:, 1:] & (ids[:, 1:] == ids[:, :-1])).sum())
     found: Counts = {}
     if rows:
         found["doctor/documents_per_row"] = (documents, rows)
     if total:
         found["doctor/positions_wrong"] = (wrong, total)
+        found["doctor/documents_joined"] = (joined, max(documents - rows, 1))
     return found
 
 
-def _begins(ids: Tensor) -> Tensor:
-    """Returns where documents begin, (B, T)."""
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    return begins
+def document_numbers(batch: Mapping[str, Any]) -> Tensor | None:
+    """Returns the number of each token's document within its row, (B, T), -1 where there is none; None: rows are not divided.
+
+    By document_ids, and also where positions begin again: where both differ, one of them is wrong.
+    """
+    ids, positions = batch.get("document_ids"), batch.get("position_ids")
+    some = positions if ids is None else ids
+    if some is None:
+        return None
+    begins = torch.zeros_like(some, dtype=torch.bool)
+    if ids is not None:
+        begins[:, 1:] |= ids[:, 1:] != ids[:, :-1]
+    if positions is not None:
+        begins[:, 1:] |= (positions[:, 1:] == 0) & (positions[:, :-1] != 0)
+    number = begins.long().cumsum(1)
+    return number if ids is None else number.masked_fill(ids < 0, -1)
 
 
 def _expected(begins: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, without_callbacks
+from toolkit.diagnosis.parts import guard_remedy, network_remedy, without_callbacks
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
 
-WILD, LEAST_MOVE = 0.3, 0.35
+WILD, LEAST_MOVE = 0.3, 0.8
 """An update ratio that no weights stand; the sum of them over a run below which weights have hardly moved."""
 
 
@@ -37,8 +37,11 @@ def _rate_overlay(rate: float) -> dict[str, Any]:
 
 
 def _peak(case: Case) -> float:
+    """Returns the rate that is configured, or a higher one that most of the last logged steps had."""
     rates = case.series("train/lr").values
-    return case.number("model.optimizer.lr", float(rates.max()) if len(rates) else math.nan)
+    seen = float(np.quantile(rates[-20:], 0.7)) if len(rates) >= 8 else math.nan
+    given = case.number("model.optimizer.lr", float(rates.max()) if len(rates) else math.nan)
+    return seen if seen > 1.5 * given else given
 
 
 def _warmup(case: Case) -> float:
@@ -91,34 +94,40 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
 
 
 def schedule_ends_early(case: Case) -> Iterator[Finding]:
-    """The rate is nearly zero long before the run ends."""
-    rate = case.series("train/lr")
-    if not len(rate) or not math.isfinite(case.max_steps):
+    """The rate is nearly zero long before the run ends, or the schedule is set to end then."""
+    rate, steps = case.series("train/lr"), case.max_steps
+    if not len(rate) or not math.isfinite(steps):
         return
-    peak = (
-        min(_peak(case), float(rate.values.max())) if math.isfinite(_peak(case)) else float(rate.values.max())
-    )
+    highest = float(rate.values.max())
+    peak = min(_peak(case), highest) if math.isfinite(_peak(case)) else highest
     low = (rate.values < 0.02 * peak) & np.maximum.accumulate(rate.values >= 0.5 * peak)
-    if low.any() and rate.first_step(low) < 0.8 * case.max_steps:
-        at = rate.first_step(low)
+    planned = case.number("model.lr_scheduler.total_steps", math.inf)
+    planned = planned * steps if planned <= 1 else planned
+    since, evidence = steps, ""
+    if planned < 0.8 * steps:
+        since, evidence = 1, f"the schedule ends at step {planned:.0f} of {steps:.0f}"
+    elif low.any():
+        since = rate.first_step(low)
+        evidence = f"train/lr is below 2% of its peak from step {since} of {steps:.0f} on"
+    if since < 0.8 * steps:
         yield Finding(
-            "schedule_ends_early", at, f"train/lr is below 2% of its peak from step {at} of {case.max_steps:.0f} on", 0.9,
-            "Let the schedule end with the run", {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}},
+            "schedule_ends_early", int(since), evidence, 0.9,
+            "Let the schedule end with the run",
+            {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}} if math.isfinite(planned) else without_callbacks(case),
         )  # fmt: skip
 
 
 def warmup_too_long(case: Case) -> Iterator[Finding]:
-    """The rate still rises when a third of the run is over."""
-    warmup, rate = _warmup(case), case.series("train/lr")
-    if (
-        math.isfinite(case.max_steps)
-        and warmup > 0.4 * case.max_steps
-        and len(rate) > 4
-        and rate.values[-1] > rate.values[0]
-    ):
+    """The rate rises, or is set to rise, over 40% of the run and more."""
+    warmup, rate, steps = _warmup(case), case.series("train/lr"), case.max_steps
+    if not math.isfinite(steps) or len(rate) <= 4:
+        return
+    still = bool((np.diff(rate.values) > 0).all()) and rate.steps[-1] > 0.4 * steps
+    if still or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
         yield Finding(
-            "warmup_too_long", int(rate.steps[4]), f"the warm-up takes {warmup:.0f} of {case.max_steps:.0f} steps", 0.8,
-            "Warm up over the first 10% of the steps", {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.1}}}},
+            "warmup_too_long", int(rate.steps[4]), f"the rate rises for {max(warmup, rate.steps[-1] * still):.0f} of {steps:.0f} steps",
+            0.8, "Warm up over the first 10% of the steps",
+            {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.1}}}},
         )  # fmt: skip
 
 
@@ -134,7 +143,7 @@ def epsilon_too_large(case: Case) -> Iterator[Finding]:
 
 
 def weight_decay_too_large(case: Case) -> Iterator[Finding]:
-    """Decay shrinks weights by percents in each step."""
+    """Decay shrinks weights by percents in each step, as it is set, or as updates show it."""
     rate = case.series("train/lr").values
     peak = float(rate.max()) if len(rate) else math.nan
     options = case.option("model.parameter_options", {}) or {}
@@ -145,6 +154,8 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
         if isinstance(own, dict)
     }
     where, decay = max(decays.items(), key=lambda pair: pair[1])
+    steps, along, shares = case.together("doctor/update_shrinks", UPDATE)
+    shrinks = np.flatnonzero((along > 0.7) & (shares > 0.02))
     if peak * decay > 0.02 and decay > 0.5:
         remedy: dict[str, Any] = {"model": {"optimizer": {"init_args": {"weight_decay": 0.1}}}}
         if where in options:
@@ -153,12 +164,18 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
             "weight_decay_too_large", 1, f"each step takes {peak * decay:.1%} off {where} (lr {peak:g}, weight_decay {decay:g})",
             0.81, "Set weight_decay to 0.1", remedy,
         )  # fmt: skip
+    elif len(shrinks) >= 2:
+        yield Finding(
+            "weight_decay_too_large", int(steps[shrinks[0]]), f"a step takes {shares[shrinks[0]]:.1%} off the weights and changes little else", 0.805,
+            "Set weight_decay to 0.1", without_callbacks(case) or {"model": {"optimizer": {"init_args": {"weight_decay": 0.1}}}},
+        )  # fmt: skip
 
 
 def clip_too_low(case: Case) -> Iterator[Finding]:
     """Every step is clipped to a tiny part of its gradient."""
     clip, norm = case.number("trainer.gradient_clip_val", math.inf), case.series("train/grad_norm")
-    if 0 < clip < 0.01 and len(norm) >= 5 and (share := clip / float(np.median(norm.values))) < 0.005:
+    median = float(np.median(norm.values)) if len(norm) else math.nan
+    if 0 < clip < 0.01 and len(norm) >= 2 and median > 0 and (share := clip / median) < 0.05:
         yield Finding(
             "clip_too_low", int(norm.steps[0]), f"every step is clipped to {share:.1g} of its gradient", 0.86,
             "Clip at 1.0", {"trainer": {"gradient_clip_val": 1.0}},
@@ -166,13 +183,19 @@ def clip_too_low(case: Case) -> Iterator[Finding]:
 
 
 def optimizer_state_lost(case: Case) -> Iterator[Finding]:
-    """The optimizer counts fewer steps than the run."""
-    behind = case.series("doctor/optimizer_steps_behind")
+    """The optimizer counts fewer steps than the run, or has forgotten gradients faster than it is set to."""
+    behind, lost = case.series("doctor/optimizer_steps_behind"), case.worst("doctor/state_lost", 0.05)
     bad = behind.values > 0
-    if bad.any():
+    if bad.any() or lost:
+        evidence = (
+            f"the optimizer's state is {behind.values[bad][-1]:.0f} steps younger than the run"
+            if bad.any()
+            else (f"the optimizer has forgotten what it knew of {lost[1]:.0%} of the tensors" if lost else "")
+        )
+        since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
         yield Finding(
-            "optimizer_state_lost", behind.first_step(bad), f"the optimizer's state is {behind.values[bad][-1]:.0f} steps younger "
-            "than the run", 0.93, "Keep the optimizer's state, and load it on a resume", without_callbacks(case),
+            "optimizer_state_lost", since, evidence, 0.93, "Keep the optimizer's state, and load it on a resume",
+            without_callbacks(case),
         )  # fmt: skip
 
 
@@ -185,29 +208,28 @@ def spikes(case: Case) -> Iterator[Finding]:
     middle = np.median(before, axis=1)
     spread = np.median(np.abs(before - middle[:, None]), axis=1)
     rise = loss.values[SPAN:] - middle
-    jumps = np.flatnonzero(rise > np.maximum(8 * spread, 0.35 * middle))
+    jumps = np.flatnonzero(
+        (rise > np.maximum(8 * spread, 0.35 * middle)) & (loss.values[SPAN:] > before.max(1))
+    )
     if not len(jumps):
         return
     index = int(jumps[0])
     step = int(loss.steps[SPAN + index])
-    at, earlier = anchor.since(step), anchor.up_to(step - 1)
-    if not len(at) or not len(earlier):
+    # weights that a step has spoilt show in the fixed batch after that step, and in the loss of the next one
+    near, earlier = anchor.since(step - 1).up_to(step + 1), anchor.up_to(step - 2)
+    if not len(near) or not len(earlier):
         return
-    share = float(at.values[0] - earlier.values[-SPAN:].min()) / float(rise[index])
+    share = float(near.values.max() - earlier.values[-SPAN:].min()) / float(rise[index])
     evidence = (
         f"train/loss jumps from {middle[index]:.3g} to {loss.values[SPAN + index]:.3g}; that of a fixed batch moves by "
         f"{share:.0%} of it"
     )
-    if share < 0.4:
-        yield Finding(
-            "spike_by_data", step, evidence, 0.78, "Drop such steps, or go back before them",
-            guard_remedy(case, step),
-        )  # fmt: skip
-    else:
-        yield Finding(
-            "spike_by_optimizer", step, evidence, 0.78, "Go back before them",
-            guard_remedy(case, step, goes_back=True),
-        )  # fmt: skip
+    by_data = share < 0.4
+    yield Finding(
+        "spike_by_data" if by_data else "spike_by_optimizer", step, evidence, 0.78,
+        "Drop such steps, or go back before them" if by_data else "Go back before them",
+        guard_remedy(case, step, goes_back=not by_data),
+    )  # fmt: skip
 
 
 SPAN = 10
@@ -232,21 +254,20 @@ def batch_far_from_noise(case: Case) -> Iterator[Finding]:
 
 
 def dropout_too_high(case: Case) -> Iterator[Finding]:
-    """Half of the features and more are dropped, or the same batch has a far lower loss without dropout."""
+    """Half of the features and more are dropped, or the same batch has a far lower loss without what training drops."""
     names = ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
     found = {name: case.number(f"model.network.{name}", 0.0) for name in names}
     most = max(found.values())
-    plain, loss = case.series("doctor/plain_loss"), case.series("train/loss")
-    common = np.intersect1d(plain.steps, loss.steps)
-    if most < 0.3 or len(common) < 2:
+    common, without, loss = case.together("doctor/plain_loss", "train/loss")
+    if len(common) < 2:
         return
-    without = plain.values[np.isin(plain.steps, common)]
-    gaps = loss.values[np.isin(loss.steps, common)] / without - 1
-    if most >= 0.5 or np.median(gaps[-3:]) > 0.05:
+    gaps = loss / without - 1
+    if most >= 0.5 or float(np.median(gaps[-3:])) > (0.05 if most >= 0.3 else 0.1):
+        none = {name: 0.0 for name, value in found.items() if value > 0}
         yield Finding(
             "dropout_too_high", int(common[0]), f"dropout is {most:g}, and the loss of a batch {np.median(gaps[-3:]):.1%} lower "
             "without it", 0.8, "Leave dropout out",
-            {"model": {"network": {"init_args": {name: 0.0 for name, value in found.items() if value > 0}}}},
+            {"model": {"network": {"init_args": none}}} if none else network_remedy(case) or without_callbacks(case),
         )  # fmt: skip
 
 
