@@ -123,6 +123,8 @@ class TrainingDoctor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Computes the gradients of the step again, where it is examined."""
+        if between := self._probes.between():
+            log_figures(trainer, between)
         if self._examining:
             self._probes.before_step(trainer, pl_module)
 

@@ -110,7 +110,7 @@ def not_shuffled(case: Case) -> Iterator[Finding]:
 def validation_leak(case: Case) -> Iterator[Finding]:
     """Validation text is among the training text."""
     share = case.last("doctor/validation_seen")
-    if share > 0.2:
+    if share > 0.15:
         yield _of_packing(
             case, "validation_leak", 1, f"about {min(share, 1):.0%} of the validation text is in the training rows", 0.92,
             "Hold out other documents",

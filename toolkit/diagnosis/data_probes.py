@@ -137,13 +137,19 @@ def _spans(batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(found), np.concatenate(of)
 
 
-def round_trips(batches: Sequence[Batch], tokenizer_json: str) -> Counts:
-    """Counts the ids that the tokenizer gives again for the text that they are decoded to."""
+def tokenizer_of(tokenizer_json: str) -> Any:
+    """Returns the tokenizer of some data; None where it has none."""
     from tokenizers import Tokenizer
 
     try:
-        tokenizer = Tokenizer.from_str(tokenizer_json)
+        return Tokenizer.from_str(tokenizer_json)
     except Exception:  # the library raises no narrower class: data without a tokenizer
+        return None
+
+
+def round_trips(batches: Sequence[Batch], tokenizer_json: str) -> Counts:
+    """Counts the ids that the tokenizer gives again for the text that they are decoded to."""
+    if (tokenizer := tokenizer_of(tokenizer_json)) is None:
         return {}
     same = total = 0
     for batch in batches:
@@ -158,35 +164,40 @@ def round_trips(batches: Sequence[Batch], tokenizer_json: str) -> Counts:
     return {"doctor/round_trip": (same, total)}
 
 
-def like_source(batches: Sequence[Batch], documents: Iterable[str], tokenizer_json: str) -> Counts:
-    """Says how much the frequencies of ids agree with those of documents of the source, encoded again.
+class SourceFrequencies:
+    """Compares the frequencies of ids with those of the first documents of the source, encoded again.
 
-    1: as much as one half of these documents agrees with the other.
+    Args:
+        documents: The source's text.
+        tokenizer_json: The tokenizer of the data.
     """
-    from tokenizers import Tokenizer
 
-    try:
-        tokenizer = Tokenizer.from_str(tokenizer_json)
-    except Exception:  # the library raises no narrower class: data without a tokenizer
-        return {}
-    halves: list[list[int]] = [[], []]
-    for index, text in enumerate(documents):
-        halves[index % 2] += tokenizer.encode(text[:MOST_TEXT], add_special_tokens=False).ids
-        if sum(map(len, halves)) > MOST_TEXT // 4:
-            break
-    ids = np.concatenate([batch["input_ids"].cpu().numpy().ravel() for batch in batches])
-    size = 1 + max(int(ids.max()), *(max(half, default=0) for half in halves))
-    if min(map(len, halves)) < LEAST_TOKENS or ids.size < LEAST_TOKENS or ids.min() < 0:
-        return {}
-    rows, one, other = (
-        np.bincount(np.asarray(found), minlength=size) / len(found) for found in (ids, halves[0], halves[1])
-    )
-    return {
-        "doctor/like_source": (
-            float(np.minimum(rows, (one + other) / 2).sum()),
-            float(np.minimum(one, other).sum()),
+    def __init__(self, documents: Iterable[str], tokenizer_json: str) -> None:
+        tokenizer = tokenizer_of(tokenizer_json)
+        self.halves: list[list[int]] = [[], []]
+        self.seen: list[np.ndarray] = []
+        for index, text in enumerate(documents if tokenizer is not None else ()):
+            self.halves[index % 2] += tokenizer.encode(text[:MOST_TEXT], add_special_tokens=False).ids
+            if sum(map(len, self.halves)) > MOST_TEXT // 4:
+                break
+
+    def counts(self, batches: Sequence[Mapping[str, Any]]) -> Counts:
+        """Says how much those of batches, and of further ones until there are enough, agree with the source's.
+
+        1: as much as one half of its documents agrees with the other.
+        """
+        self.seen += [batch["input_ids"].cpu().numpy().ravel() for batch in batches]
+        ids = np.concatenate(self.seen)
+        if min(len(ids), *map(len, self.halves)) < LEAST_TOKENS or ids.min() < 0:
+            return {}
+        self.seen = []
+        size = 1 + max(int(ids.max()), *(max(half) for half in self.halves))
+        rows, one, other = (
+            np.bincount(np.asarray(found), minlength=size) / len(found)
+            for found in (ids, self.halves[0], self.halves[1])
         )
-    }
+        same = float(np.minimum(rows, (one + other) / 2).sum())
+        return {"doctor/like_source": (same, float(np.minimum(one, other).sum()))}
 
 
 MOST_TEXT, LEAST_TOKENS = 2**18, 1000

@@ -73,7 +73,7 @@ class GradientCheck:
         Args:
             norm_before_clipping: Of the gradients that the optimizer was given, where it is known.
         """
-        lost = nonzero = 0
+        lost = nonzero = invented = 0
         norm = math.sqrt(sum(float(one.float().square().sum()) for one in self.gradients))
         least = 1e-35 * (max(norm / self.clip, 1.0) if self.clip else 1.0)
         compared: list[_Compared] = []
@@ -82,7 +82,9 @@ class GradientCheck:
             expected = expected.float()
             meant = expected.abs() > least  # not of what clipping makes too small for float32
             lost, nonzero = lost + int((meant & (found == 0)).sum()), nonzero + int(meant.sum())
+            invented += int(((expected == 0) & (found != 0)).sum())
             compared.append(_compare(found, expected, parameter.detach(), before))
+        lost = 0 if invented > 0.1 * lost else lost  # gradients of something else have zeros in other places
         result = {"doctor/gradients_lost": lost / max(nonzero, 1)} | _of_updates(compared)
         inner = [one for one, (_, p) in zip(compared, self.named, strict=True) if id(p) in self.inner]
         if moves := [one.ratio for one in inner if math.isfinite(one.ratio)]:
@@ -141,6 +143,37 @@ def _of_gradients(
         "doctor/gradient_cosine": cosine / max(sum(one.ours**2 for one in large), 1e-30),
         "doctor/gradient_norm": theirs,
     }
+
+
+class BetweenSteps:
+    """Looks whether weights change between an examined step and the next one, where no optimizer moves them.
+
+    Args:
+        check: That of the step, before and after which it keeps the norms of weights.
+    """
+
+    def __init__(self, check: GradientCheck) -> None:
+        self.parameters = [parameter.detach() for _, parameter in check.named]
+        self.before, self.after = torch._foreach_norm(check.before), torch._foreach_norm(self.parameters)
+
+    def figures(self) -> dict[str, float]:
+        """Returns the figures, before the next step.
+
+        `doctor/moved_outside`: the share of the matrices that changed; `doctor/shrunk_outside`: by how much they are smaller, the
+        median; `doctor/restored_outside`: the share of tensors that the step changed and that are now what they were before it.
+        """
+        now = torch._foreach_norm(self.parameters)
+        norms = torch.stack([torch.stack(list(each)) for each in (self.before, self.after, now)]).double()
+        before, after, found = norms
+        stepped = before != after
+        matrices = torch.tensor([p.ndim > 1 for p in self.parameters], device=found.device)
+        shrunk = (1 - found / after.clamp(min=1e-30))[matrices]
+        restored = (stepped & (found == before)).sum() / stepped.sum().clamp(min=1)
+        return {
+            "doctor/moved_outside": float((found != after)[matrices].double().mean()),
+            "doctor/shrunk_outside": float(shrunk.median()),
+            "doctor/restored_outside": float(restored),
+        }
 
 
 class OptimizerState:

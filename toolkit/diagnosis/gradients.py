@@ -29,11 +29,18 @@ def non_finite(case: Case) -> Iterator[Finding]:
             return
 
 
+def _underflown(case: Case) -> np.ndarray:
+    """Returns the steps in which many gradients are zero that are not; small ones, so that the direction stays, or most."""
+    lost, cosine = case.series("doctor/gradients_lost"), case.series("doctor/gradient_cosine")
+    turned = np.isin(lost.steps, cosine.steps[cosine.values < 0.8])
+    steps: np.ndarray = lost.steps[(lost.values > 0.05) & (~turned | (lost.values > 0.5))]
+    return steps
+
+
 def underflow(case: Case) -> Iterator[Finding]:
     """Many gradients are zero that the loss does not make zero."""
-    lost = case.series("doctor/gradients_lost")
-    bad = lost.values > 0.05
-    if bad.any():
+    lost, steps = case.series("doctor/gradients_lost"), _underflown(case)
+    if len(steps):
         scale = case.option("trainer.precision")
         scaled = [item for item in case.option("trainer.plugins", []) or [] if "FP16Mixed" in str(item)]
         remedy = (
@@ -42,7 +49,7 @@ def underflow(case: Case) -> Iterator[Finding]:
             else {}
         )
         yield Finding(
-            "fp16_underflow", lost.first_step(bad), f"{lost.values[bad][-1]:.0%} of the gradients are zero that are not, "
+            "fp16_underflow", int(steps[0]), f"{lost.values[lost.steps == steps[-1]][0]:.0%} of the gradients are zero that are not, "
             f"computed again (precision {scale or '32-true'})", 0.95,
             "Scale the loss as FP16Mixed does, or train in bf16-mixed", remedy or without_callbacks(case),
         )  # fmt: skip
@@ -51,7 +58,7 @@ def underflow(case: Case) -> Iterator[Finding]:
 def unlike_the_loss(case: Case) -> Iterator[Finding]:
     """Gradients differ from those of the loss in length or direction."""
     ratio, cosine = case.series("doctor/gradient_ratio"), case.series("doctor/gradient_cosine")
-    if not len(ratio) or (case.series("doctor/gradients_lost").values > 0.05).any():
+    if not len(ratio) or len(_underflown(case)):
         return
     turned = cosine.values < 0.9
     if turned.any():
@@ -92,6 +99,12 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
     many = np.isin(steps, tensors.steps[tensors.values > 0.1])  # norms and biases are few weights
     steps, share, bad = (one[rate > 0] for one in (steps, share, (share > 0.02) | many))
     both = np.flatnonzero(bad[:-1] & bad[1:])
+    if back := case.worst("doctor/restored_outside", 0.05):
+        yield Finding(
+            "weights_not_updated", back[0], f"after a step {back[1]:.0%} of the tensors get back the values that they had before it",
+            0.94, _advice(case, "Look for what writes weights"), without_callbacks(case),
+        )  # fmt: skip
+        return
     if len(both):
         yield Finding(
             "weights_not_updated", int(steps[both[0]]), f"{share[both[0] + 1]:.1%} of the weights have a gradient and do not change",

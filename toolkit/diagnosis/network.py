@@ -31,20 +31,25 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
     if case.option("model.weights") or case.option("ckpt_path"):
         return
     uniform, deviation = math.log(max(vocabulary, 2)), case.last("doctor/initial_logit_deviation")
-    unlike, evidence = case.last("doctor/blocks_unlike"), list[str]()
-    if len(loss) and vocabulary >= 2 and loss.steps[0] <= 4 and loss.values[0] > 1.25 * uniform + 0.5:
-        evidence.append(
-            f"the first loss is {loss.values[0]:.3g}, and log of the vocabulary {uniform:.3g}: weights are too large"
-        )
+    blocks, matrices = case.last("doctor/blocks_unlike"), case.last("doctor/matrices_unlike")
+    evidence = list[tuple[str, float]]()
     if deviation < 0.02:
-        evidence.append(f"before the first step logits differ by {deviation:.2g} only: weights are too small")
-    if unlike > 12:
         evidence.append(
-            f"before the first step a matrix of one block is {unlike:.3g} times as large or small as in others"
+            (f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.95)
         )
+    if len(loss) and vocabulary >= 2 and loss.steps[0] <= 4 and loss.values[0] > 1.25 * uniform + 0.5:
+        high = f"the first loss is {loss.values[0]:.3g}, and log of the vocabulary {uniform:.3g}: weights are too large"
+        evidence.append((high, 0.89))
+    if blocks > 12 or matrices > 12:
+        what, times = ("the weights", blocks) if blocks > 12 else ("a matrix", matrices)
+        unlike = (
+            f"before the first step {what} of one block are {times:.3g} times as large or small as in others"
+        )
+        evidence.append((unlike, 0.89 if blocks > 12 else 0.86))
     if evidence:
         yield Finding(
-            "bad_initialisation", 1, evidence[0], 0.88, _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
+            "bad_initialisation", 1, evidence[0][0], evidence[0][1], _advice(case, "Initialise as GPT-2, N(0, 0.02)"),
+            without_callbacks(case),
         )  # fmt: skip
 
 

@@ -161,27 +161,29 @@ def _first(output: Any) -> Tensor:
 def weights_at_start(network: Any) -> dict[str, float]:
     """Returns figures of the weights before the first step.
 
-    `doctor/frozen`, the share that is not trained; `doctor/blocks_of_zeros`; `doctor/blocks_unlike`, by how much a matrix of one
-    block is larger or smaller than the same one in the middle block; `doctor/head_is_copy`, 1 if the head has the values of
+    `doctor/frozen`, the share that is not trained; `doctor/blocks_of_zeros`; `doctor/matrices_unlike`, by how much a matrix of one
+    block is larger or smaller than it is in the others, and `doctor/blocks_unlike`, the same of most matrices of a block; `doctor/head_is_copy`, 1 if the head has the values of
     the embedding, but is not the same tensor.
     """
     blocks = [{name: p for name, p in block.named_parameters() if p.ndim > 1} for block in network.blocks]
     empty = [bool(block) and not any(bool(p.any()) for p in block.values()) for block in blocks]
     found = {"doctor/frozen": frozen_share(network), "doctor/blocks_of_zeros": float(sum(empty))}
-    sizes: dict[str, list[float]] = {}
-    for block in blocks:
-        for name, parameter in block.items():
-            sizes.setdefault(f"{name} {tuple(parameter.shape)}", []).append(
-                float(parameter.float().square().mean().sqrt())
-            )
-    unlike = [
-        max(s / statistics.median(many), statistics.median(many) / s)
-        for many in sizes.values()
-        for s in many
-        if s > 0 < min(many)
+    sizes = [{name: float(p.float().square().mean().sqrt()) for name, p in block.items()} for block in blocks]
+    kept = [
+        (block, {name: statistics.median(b[name] for b in sizes if name in b) for name in block})
+        for block in sizes
     ]
-    if unlike:
-        found["doctor/blocks_unlike"] = max(unlike)
+    unlike = [
+        [
+            max(size / usual[name], usual[name] / size)
+            for name, size in block.items()
+            if size > 0 < usual[name]
+        ]
+        for block, usual in kept
+    ]
+    if any(unlike):
+        found["doctor/blocks_unlike"] = max(statistics.median(each) for each in unlike if each)
+        found["doctor/matrices_unlike"] = max(max(each) for each in unlike if each)
     head, kinds = network.output_weight, network.parts_by_kind() if isinstance(network, NamesParts) else {}
     for table in [p for module in kinds.get("embedding", ()) for p in module.parameters()]:
         if head is not None and table is not head and table.shape == head.shape and bool(table.any()):

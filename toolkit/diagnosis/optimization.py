@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, network_remedy, without_callbacks
+from toolkit.diagnosis.parts import guard_remedy, network_remedy, suspects, without_callbacks
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
@@ -37,11 +37,29 @@ def _rate_overlay(rate: float) -> dict[str, Any]:
 
 
 def _peak(case: Case) -> float:
-    """Returns the rate that is configured, or a higher one that most of the last logged steps had."""
-    rates = case.series("train/lr").values
-    seen = float(np.quantile(rates[-20:], 0.7)) if len(rates) >= 8 else math.nan
-    given = case.number("model.optimizer.lr", float(rates.max()) if len(rates) else math.nan)
-    return seen if seen > 1.5 * given else given
+    """Returns the highest rate: the one that is configured, until steps after the warm-up show another."""
+    rates = case.series("train/lr")
+    given = case.number("model.optimizer.lr", float(rates.values.max()) if len(rates) else math.nan)
+    if len(rates) < 8 or rates.steps[-1] <= _warmup(case) + 2:
+        return given
+    usual = float(np.quantile(rates.values[-20:], 0.7))
+    return usual if usual > 1.5 * given else min(given, 1.5 * float(rates.values.max()))
+
+
+def _risen(case: Case) -> int | None:
+    """Returns the step in which the rate became three times as high and more, and stayed so; None: there is none."""
+    rate, loss = case.series("train/lr"), case.series("train/loss")
+    for index in np.flatnonzero(rate.values[1:] > 3 * rate.values[:-1]) + 1:
+        step, after = int(rate.steps[index]), rate.values[index : index + 6]
+        risen = (
+            len(after) >= 5
+            and rate.values[index - 1] > 0
+            and bool((after > 3 * rate.values[index - 1]).all())
+        )
+        before, later = loss.up_to(step - 1).values[-5:], loss.since(step).values
+        if risen and step > _warmup(case) + 1 and len(before) and later.max() > 1.05 * np.median(before):
+            return step
+    return None
 
 
 def _warmup(case: Case) -> float:
@@ -52,6 +70,19 @@ def _warmup(case: Case) -> float:
 def rate_too_high(case: Case) -> Iterator[Finding]:
     """Updates are as large as the weights."""
     ratio, usual, peak = case.series(UPDATE), _usual_rate(case), _peak(case)
+    if at := _risen(case):
+        before, after = (
+            float(values[k])
+            for values, k in (
+                (case.series("train/lr").up_to(at - 1).values, -1),
+                (case.series("train/lr").since(at).values, 0),
+            )
+        )
+        yield Finding(
+            "rate_too_high", at, f"the rate goes from {before:.3g} to {after:.3g}, and the loss rises", 0.8,
+            "Let the schedule and the config alone set the rate", without_callbacks(case) or _rate_overlay(before),
+        )  # fmt: skip
+        return
     wild = ~(ratio.values < WILD)
     if not wild.any() or case.last("doctor/frozen") > 0:  # adapters begin at zero
         return
@@ -164,6 +195,11 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
             "weight_decay_too_large", 1, f"each step takes {peak * decay:.1%} off {where} (lr {peak:g}, weight_decay {decay:g})",
             0.81, "Set weight_decay to 0.1", remedy,
         )  # fmt: skip
+    elif outside := case.worst("doctor/shrunk_outside", 0.005):
+        yield Finding(
+            "weight_decay_too_large", outside[0], f"between two steps something takes {outside[1]:.1%} off the weights", 0.85,
+            f"Leave out {suspects(case)}" if suspects(case) else "Decay weights in the optimizer alone", without_callbacks(case),
+        )  # fmt: skip
     elif len(shrinks) >= 2:
         yield Finding(
             "weight_decay_too_large", int(steps[shrinks[0]]), f"a step takes {shares[shrinks[0]]:.1%} off the weights and changes little else", 0.805,
@@ -258,7 +294,9 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
     names = ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
     found = {name: case.number(f"model.network.{name}", 0.0) for name in names}
     most = max(found.values())
-    common, without, loss = case.together("doctor/plain_loss", "train/loss")
+    # the loss without what an objective adds to it in training
+    name = "train/task_loss" if len(case.series("train/task_loss")) else "train/loss"
+    common, without, loss = case.together("doctor/plain_loss", name)
     if len(common) < 2:
         return
     gaps = loss / without - 1

@@ -15,7 +15,7 @@ from core.data.token_datamodule import TokenDataModule
 from core.pretrain_datamodule import PretrainDataModule
 from toolkit.diagnosis import data_probes, network_probes
 from toolkit.diagnosis.data_probes import SeenRows
-from toolkit.diagnosis.gradient_probes import GradientCheck, OptimizerState, ranks_apart
+from toolkit.diagnosis.gradient_probes import BetweenSteps, GradientCheck, OptimizerState, ranks_apart
 
 __all__ = ["Probes"]
 
@@ -25,7 +25,7 @@ WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 ROWS = 8
 """Rows that are read at a time, however large the batches of the run are, and on which the network is examined."""
 
-SPANS, MOST_TOKENS = 4, 2**17
+SPANS, MOST_TOKENS = 4, 2**18
 """So many times more batches, or as many tokens, are read to look for copies and validation text in them."""
 
 
@@ -45,6 +45,8 @@ class Probes:
         self._check: GradientCheck | None = None
         self._state = OptimizerState()
         self.rows = SeenRows()
+        self._source: data_probes.SourceFrequencies | None = None
+        self._between: BetweenSteps | None = None
 
     def start(self, trainer: Trainer, module: Any, is_fresh: bool) -> dict[str, float]:
         """Returns figures of the data, and of what the network sees; every rank reads the same rows.
@@ -92,18 +94,20 @@ class Probes:
             counts |= data_probes.neighbours(training, data.vocab_size)
         if isinstance(data, HasTokenizer):
             counts |= data_probes.round_trips(training[:2], data.tokenizer_json)
-            if (
-                isinstance(data, PretrainDataModule)
-                and data.prepared is None
-                and not data.options["transforms"]
-            ):
+            if isinstance(data, PretrainDataModule) and not data.prepared and not data.options["transforms"]:
                 documents = data.reader(data.source).documents()
-                counts |= data_probes.like_source(training, documents, data.tokenizer_json)
+                self._source = data_probes.SourceFrequencies(documents, data.tokenizer_json)
+                counts |= self._source.counts(training)
         return _shares(counts)
 
     def keep(self, batch: Any, index: int) -> None:
         """Keeps a micro-batch of a step that is examined."""
         self._kept.append((batch, index))
+
+    def between(self) -> dict[str, float]:
+        """Returns what happened to the weights since the last examined step, in the step after it; else nothing."""
+        between, self._between = self._between, None
+        return {} if between is None else between.figures()
 
     def before_step(self, trainer: Trainer, module: Any) -> None:
         """Computes the gradients of the kept micro-batches again."""
@@ -129,10 +133,13 @@ class Probes:
             figures |= self.rows.figures(kept)
             if isinstance(data := trainer.datamodule, HasTokenizer):  # type: ignore[attr-defined]
                 figures |= _shares(data_probes.round_trips(kept[:1], data.tokenizer_json))
+            if self._source is not None:
+                figures |= _shares(self._source.counts(kept))
         if self._check is not None:
             norm = float(module.gradient_norm(trainer.optimizers[0])) if module.logging_step else None
             figures |= self._check.figures(norm)
             figures["doctor/plain_loss"] = self._plain
+            self._between = BetweenSteps(self._check)
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
             self._check = None
         if self._is_whole and trainer.world_size > 1:

@@ -23,7 +23,7 @@ def _steadily(case: Case, name: str, limit: float) -> tuple[int, float] | None:
 
 def data_bound(case: Case) -> Iterator[Finding]:
     """Steps wait for data: each of them, or some so long that it is most of the time."""
-    if found := _steadily(case, "time/data_share", 0.5) or _in_all(case.series("time/data_share"), 0.5):
+    if found := _steadily(case, "time/data_share", 0.4) or _in_all(case.series("time/data_share"), 0.35):
         workers = int(case.number("data.num_workers", 0))
         yield Finding(
             "data_bound", found[0], f"{found[1]:.0%} of the time is spent waiting for data", 0.84,
