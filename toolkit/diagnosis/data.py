@@ -68,7 +68,7 @@ def positions_wrong(case: Case) -> Iterator[Finding]:
 def tokenizer_mismatch(case: Case) -> Iterator[Finding]:
     """The data's tokenizer does not give the ids again, or they are not as frequent as in the source."""
     advice = "Encode the text again with the tokenizer of the data"
-    if found := case.worst("doctor/round_trip", 0.85, above=False):
+    if found := case.worst("doctor/round_trip", 0.93, above=False):
         yield _of_packing(
             case, "tokenizer_mismatch", found[0], f"the tokenizer gives {found[1]:.0%} of the ids again for the text they spell",
             0.96, advice,

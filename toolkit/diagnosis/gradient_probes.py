@@ -181,6 +181,19 @@ class OptimizerState:
 
     def __init__(self) -> None:
         self._last: tuple[int, dict[int, float], dict[int, float]] = 0, {}, {}
+        self._empty = 0.0
+
+    def before_step(self, optimizer: Any) -> None:
+        """Looks for means of gradients that are zero, of parameters that have a gradient and were stepped before."""
+        means = [
+            state[name]
+            for parameter, state in optimizer.state.items()
+            for name in ("exp_avg", "momentum_buffer")
+            if isinstance(state.get(name), Tensor) and float(state.get("step", 1)) >= 1
+            if parameter.grad is not None and bool(parameter.grad.any())
+        ]
+        zeros = sum(not bool(mean.any()) for mean in means)
+        self._empty = zeros / len(means) if means else 0.0
 
     def figures(self, optimizer: Any, step: int) -> dict[str, float]:
         """Returns `doctor/optimizer_steps_behind`, by how much its counts are below the run's, and `doctor/state_lost`.
@@ -209,7 +222,7 @@ class OptimizerState:
             key for key, square in old_squares.items()
             if squares.get(key, 0.0) < 0.9 * decays.get(key, 0.0) ** (step - before) * square
         }  # fmt: skip
-        found = {"doctor/state_lost": len(lost) / max(len(old_counts | old_squares), 1)}
+        found = {"doctor/state_lost": max(self._empty, len(lost) / max(len(old_counts | old_squares), 1))}
         if counts:
             found["doctor/optimizer_steps_behind"] = step - max(counts.values())
         return found

@@ -83,12 +83,14 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
             "Let the schedule and the config alone set the rate", without_callbacks(case) or _rate_overlay(before),
         )  # fmt: skip
         return
-    wild = ~(ratio.values < WILD)
+    unwarmed = _warmup(case) < min(0.03 * case.max_steps, 5)
+    # Adam's first updates move every weight by the rate: without a warm-up, half as much does harm
+    wild = ~(ratio.values < np.where((ratio.steps <= 2) & unwarmed, WILD / 2, WILD))
     if not wild.any() or case.last("doctor/frozen") > 0:  # adapters begin at zero
         return
     first = ratio.first_step(wild)
     evidence = f"a step changes weights by {ratio.values[wild][0]:.0%} of their size"
-    if first <= 2 and _warmup(case) < min(0.03 * case.max_steps, 5) and not peak > 8 * usual:
+    if first <= 2 and unwarmed and not peak > 8 * usual:
         lower = _rate_overlay(usual)["model"] if peak > 2 * usual else {}
         yield Finding(
             "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.795,
@@ -211,7 +213,7 @@ def clip_too_low(case: Case) -> Iterator[Finding]:
     """Every step is clipped to a tiny part of its gradient."""
     clip, norm = case.number("trainer.gradient_clip_val", math.inf), case.series("train/grad_norm")
     median = float(np.median(norm.values)) if len(norm) else math.nan
-    if 0 < clip < 0.01 and len(norm) >= 2 and median > 0 and (share := clip / median) < 0.05:
+    if 0 < clip <= 0.02 and len(norm) >= 2 and median > 0 and (share := clip / median) < 0.05:
         yield Finding(
             "clip_too_low", int(norm.steps[0]), f"every step is clipped to {share:.1g} of its gradient", 0.86,
             "Clip at 1.0", {"trainer": {"gradient_clip_val": 1.0}},

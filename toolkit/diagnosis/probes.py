@@ -112,6 +112,7 @@ class Probes:
     def before_step(self, trainer: Trainer, module: Any) -> None:
         """Computes the gradients of the kept micro-batches again."""
         self.stepped = True
+        self._state.before_step(trainer.optimizers[0])
         batch = self._kept[0][0]
         if (
             self._fixed is None
