@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from core import __version__, catalog
 from core.errors import ConfigError
 from plugins.cli.error_messages import report
+from plugins.cli.lean_imports import defer_torchmetrics
 
 
 def main(words: Sequence[str]) -> int:
@@ -51,6 +52,7 @@ def _dispatch(words: list[str]) -> int:
     if words[0] == "--version":
         print(f"leyden {__version__}")
         return 0
+    defer_torchmetrics()
     command = catalog.find(words[0], "commands").load()
     return command(words[1:]) or 0
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 import atexit
 import gc
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from core.errors import ConfigError
@@ -49,10 +51,14 @@ def predict(arguments: list[str]) -> int:
 
 
 def _run(subcommand: str, arguments: list[str]) -> int:
-    from plugins.cli.runs import lost_ranks
+    from plugins.cli.runs import crowded_cores, lost_ranks
 
+    note = crowded_cores.share_cores()
     try:
-        return _started(build(subcommand, arguments, starts=True))
+        run = build(subcommand, arguments, starts=True)
+        if note and os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"# {note}", file=sys.stderr)
+        return _started(run)
     except SystemExit as error:
         # Of a technique that called sys.exit; signals reach all ranks.
         if type(error) is SystemExit and not isinstance(error.__context__, KeyboardInterrupt):
@@ -113,7 +119,10 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if first and "lightning" in sys.modules:
             gc.freeze()
-            atexit.register(gc.unfreeze)  # C++ libraries report what is not collected at exit as leaks
+            if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
+                atexit.register(
+                    gc.unfreeze
+                )  # its C++ libraries report what is not collected at exit as leaks
         if enabled:
             gc.enable()
 

@@ -4,6 +4,8 @@
     python -m tests.faults run --out FOLDER --half clean --seeds $(seq 0 33)
     python -m tests.faults remedy --out FOLDER     # each fault again, with the remedy of its first finding
     python -m tests.faults report --out FOLDER --half held-out
+    python -m tests.faults run --out FOLDER --half unseen        # further faults, also over two ranks and of resumed runs
+    python -m tests.faults run --out FOLDER --half clean --recipes gpt-2-ranks gpt-resumed
 
 What a run has recorded is kept: a stopped kit goes on where it was, and rules are judged again without a run.
 """
@@ -24,8 +26,12 @@ import yaml
 from tests.faults import report
 from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS, Fault
-from tests.faults.recipes import RECIPES, recipe
+from tests.faults.recipes import RECIPES, VARIANTS, recipe
 from tests.faults.running import composed, train
+from tests.faults.unseen import UNSEEN
+
+SETS = {"blind": BLIND, "unseen": UNSEEN}
+"""Faults beside those of the catalogue."""
 
 
 def folder_of(out: Path, fault: Fault | None, name: str, seed: int) -> Path:
@@ -36,16 +42,15 @@ def folder_of(out: Path, fault: Fault | None, name: str, seed: int) -> Path:
 def chosen(options: argparse.Namespace) -> Iterator[tuple[Fault | None, str, int]]:
     """Yields fault, recipe and seed of each run; None: a clean one."""
     for seed in options.seeds:
-        faults = BLIND if options.half == "blind" else FAULTS
-        for fault in faults:
-            wanted = options.half in ("all", "blind", "held-out" if fault.held_out else "tuned")
+        for fault in SETS.get(options.half, FAULTS):
+            wanted = options.half in ("all", *SETS, "held-out" if fault.held_out else "tuned")
             if wanted and (not options.only or any(word in fault.name for word in options.only)):
-                for name in options.recipes:
+                for name in options.recipes or (*RECIPES, *VARIANTS):
                     if name in fault.overlays:
                         yield fault, name, seed
     if options.half in ("all", "clean") and not options.only:
         for seed in options.seeds:
-            for name in options.recipes:
+            for name in options.recipes or RECIPES:
                 yield None, name, seed
 
 
@@ -108,9 +113,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__.split("\n")[0])
     parser.add_argument("action", choices=("run", "remedy", "report"))
     parser.add_argument("--out", type=Path, required=True, help="where runs are recorded")
-    parser.add_argument("--half", choices=("all", "tuned", "held-out", "blind", "clean"), default="all")
+    parser.add_argument("--half", choices=("all", "tuned", "held-out", *SETS, "clean"), default="all")
     parser.add_argument("--seeds", type=int, nargs="+", default=range(5))
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=RECIPES)
+    parser.add_argument(
+        "--recipes",
+        nargs="+",
+        choices=(*RECIPES, *VARIANTS),
+        help="default: all in which a fault is; of clean runs those of one process",
+    )
     parser.add_argument("--only", nargs="+", default=(), help="parts of names of faults")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further run is begun")
     parser.add_argument("--detail", action="store_true", help="report: a line for each run")

@@ -3,6 +3,9 @@
 - `gpt`: a GPT with ReLU, AdamW and a cosine, on text without document masks.
 - `llama`: a Llama with Muon and a WSD schedule, on packed documents.
 - `moe`: an OLMoE of four experts with balanced routing and AdamW, on concatenated text with document masks.
+
+Each also comes in two variants, with the same global batch and the same steps: `gpt-2-ranks` over two ranks, and
+`gpt-resumed`, which is interrupted and resumed from its checkpoint.
 """
 
 from __future__ import annotations
@@ -93,11 +96,22 @@ PACKINGS: dict[str, dict[str, Any]] = {
 
 RECIPES = tuple(NETWORKS)
 
+RANKS, RESUMED = "2-ranks", "resumed"
+VARIANTS = tuple(f"{name}-{variant}" for variant in (RANKS, RESUMED) for name in RECIPES)
+
+INTERRUPTED = 22
+"""The step after which a run is interrupted that is resumed."""
+
+FEW = (8, 12, 20)
+"""How many documents there are in the small corpora."""
+
 
 def corpus(folder: Path) -> Path:
     """Writes the documents, once: the paragraphs of the topics of Python's `help()`, topic by topic; and a few of them."""
     path = folder / "topics.jsonl"
-    if not all((folder / name).exists() for name in ("topics.jsonl", "topics-8.jsonl", "topics-20.jsonl")):
+    if not all(
+        (folder / name).exists() for name in ("topics.jsonl", *(f"topics-{few}.jsonl" for few in FEW))
+    ):
         folder.mkdir(parents=True, exist_ok=True)
         texts = [
             part.strip()
@@ -106,7 +120,7 @@ def corpus(folder: Path) -> Path:
             if len(part.strip()) > 40
         ]
         lines = [json.dumps({"text": text}) + "\n" for text in dict.fromkeys(texts)]
-        for few in (8, 20):
+        for few in FEW:
             chosen = lines[:: len(lines) // few][:few]
             (folder / f"topics-{few}.jsonl").write_text("".join(chosen), encoding="utf-8")
         path.write_text("".join(lines), encoding="utf-8")
@@ -117,10 +131,11 @@ def recipe(name: str, folder: Path, seed: int) -> dict[str, Any]:
     """Returns the configuration of a clean run.
 
     Args:
-        name: One of `RECIPES`.
+        name: One of `RECIPES` or `VARIANTS`.
         folder: Where text, prepared tokens and run folders go.
         seed: Of weights and of the order of the data.
     """
+    name, _, variant = name.partition("-")
     values: dict[str, Any] = {
         "seed_everything": seed,
         "trainer": deepcopy(_TRAINER),
@@ -147,4 +162,13 @@ def recipe(name: str, folder: Path, seed: int) -> dict[str, Any]:
     }
     if name == "moe":
         values["trainer"]["callbacks"].insert(0, {"class_path": "RoutingMonitor"})
+    if variant == RANKS:
+        values["trainer"] |= {"devices": 2, "strategy": {"class_path": "DDP"}}
+        values["trainer"]["callbacks"][-1]["init_args"]["every_n_steps"] = 8  # StepTime: communication, too
+        values["data"]["init_args"]["batch_size"] = ROWS // 2
+    if variant == RESUMED:
+        interrupted = {"step": INTERRUPTED, "path": "${run_folder}/interrupted.ckpt"}
+        values["trainer"]["callbacks"].append(
+            {"class_path": "tests.faults.running.Interrupted", "init_args": interrupted}
+        )
     return values

@@ -7,9 +7,11 @@ import yaml
 
 from tests.conftest import HOUSE
 from tests.faults.__main__ import configuration, folder_of, record
+from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS
-from tests.faults.recipes import RECIPES
+from tests.faults.recipes import RECIPES, VARIANTS
 from tests.faults.report import final_loss, judged
+from tests.faults.unseen import UNSEEN
 
 SHOWN = {
     "rate x30": "gpt",
@@ -55,3 +57,31 @@ def test_a_clean_run_has_no_alarm_and_faults_are_named(tmp_path):
     told = folder_of(tmp_path, fault, "gpt", 0) / "doctor" / "remedy-frozen_weights.yaml"
     assert yaml.safe_load(told.read_text()) == found[fault.name].remedy  # live, the same is said
     assert final_loss(folder_of(tmp_path, None, "gpt", 0)) < 4.5
+
+
+def test_unseen_faults_are_others_and_lie_over_their_recipes(tmp_path):
+    assert len(UNSEEN) >= 36
+    names = [fault.name for fault in (*FAULTS, *BLIND, *UNSEEN)]
+    assert len(set(names)) == len(names)
+    for fault in UNSEEN:
+        assert set(fault.overlays) <= {*RECIPES, *VARIANTS}
+        name = next(iter(fault.overlays))
+        clean = configuration(None, name, 0, tmp_path)
+        values = configuration(fault, name, 0, tmp_path)
+        assert values != clean
+        callbacks = values["trainer"]["callbacks"]
+        assert callbacks[: len(clean["trainer"]["callbacks"])] == clean["trainer"]["callbacks"]
+
+
+@pytest.mark.ci
+def test_two_ranks_and_a_resumed_run_train_as_one_process_does(tmp_path):
+    losses = {}
+    for name in ("gpt", "gpt-2-ranks", "gpt-resumed"):
+        folder = folder_of(tmp_path, None, name, 0)
+        record(configuration(None, name, 0, tmp_path), folder)
+        assert not (folder / "error.txt").exists()
+        losses[name] = final_loss(folder)
+    assert losses["gpt-resumed"] == losses["gpt"]
+    assert (folder / "interrupted.ckpt").is_file()
+    # Gradients are summed in another order, and 48 steps at this rate make that about 1e-3.
+    assert losses["gpt-2-ranks"] == pytest.approx(losses["gpt"], abs=0.02)
