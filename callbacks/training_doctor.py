@@ -70,26 +70,21 @@ class TrainingDoctor(Callback):
         self._told: list[str] = []
         self._fresh: dict[str, Any] = {}
         self._start: dict[str, float] = {}
-        self._examining = self._begins = False
+        self._examining = self._resumes = False
+        self._resumed: Any = None
         self._next = self._every = 0
         self._began = self._saving = self._saved = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the figures so far, and which causes were said."""
-        rows = list(self._probes.rows.first), list(self._probes.rows.others)
-        return {
-            "history": self.history.state_dict(),
-            "told": list(self._told),
-            "next": self._next,
-            "rows": rows,
-        }
+        state = {"history": self.history.state_dict(), "told": list(self._told), "next": self._next}
+        return {**state, "probes": self._probes.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with those of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self._told, self._next = list(state_dict["told"]), state_dict["next"]
-        first, others = state_dict.get("rows", ([], []))
-        self._probes.rows.first, self._probes.rows.others = list(first), set(others)
+        self._probes.load_state_dict(state_dict.get("probes", {"rows": [], "norms": []}))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the data and at what the network sees."""
@@ -98,7 +93,7 @@ class TrainingDoctor(Callback):
         self._fresh = dict(trainer.callback_metrics)
         is_fresh = not self.history.names()
         self._start = self._probes.start(trainer, pl_module, is_fresh)
-        self._begins = not is_fresh
+        self._resumes = not is_fresh
         self._began, self._saving, self._saved = time.monotonic(), 0.0, 0.0
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -110,9 +105,11 @@ class TrainingDoctor(Callback):
         if self._saving:
             self._saved += time.monotonic() - self._saving
             self._saving = 0.0
-            log_figures(trainer, {"doctor/checkpoint_share": self._saved / (time.monotonic() - self._began)})
+            log_figures(trainer, {"time/checkpoint_share": self._saved / (time.monotonic() - self._began)})
+        if self._resumes:
+            self._resumes, self._resumed = False, batch
         logged, rest = divmod(trainer.global_step + 1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
-        if not rest and (self._begins or self._is_due(logged)):
+        if not rest and self._is_due(logged):
             self._probes.keep(batch, batch_idx)
             self._examining = True
 
@@ -123,10 +120,21 @@ class TrainingDoctor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Computes the gradients of the step again, where it is examined."""
-        if between := self._probes.between():
+        if self._resumed is not None:
+            self._compare_with_end(trainer, optimizer)
+        if between := self._probes.between(pl_module):
             log_figures(trainer, between)
         if self._examining:
             self._probes.before_step(trainer, pl_module)
+
+    def _compare_with_end(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Logs what is odd in the first step after a resume; else nothing: it logs what it would have without a stop."""
+        batch, self._resumed = self._resumed, None
+        if self._probes.is_odd(batch, optimizer, self.history.series("train/lr").values.tolist()):
+            anew = float(self._probes.rows.begins_anew(batch))
+            log_figures(
+                trainer, {"doctor/resumed_at": trainer.global_step + 1.0, "doctor/rows_of_start": anew}
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -134,9 +142,8 @@ class TrainingDoctor(Callback):
         """Logs what was measured, and looks at what was logged."""
         if self._examining and self._probes.stepped:
             self._examining = False
-            resumed = {"doctor/resumed_at": float(trainer.global_step)} if self._begins else {}
-            log_figures(trainer, self._probes.after_step(trainer, pl_module) | resumed | self._start)
-            self._start, self._begins = {}, False
+            log_figures(trainer, self._probes.after_step(trainer, pl_module) | self._start)
+            self._start = {}
         elif not pl_module.logging_step:
             return
         self._take(trainer)

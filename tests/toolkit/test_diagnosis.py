@@ -7,7 +7,14 @@ import yaml
 
 from core.errors import ConfigError
 from toolkit.diagnosis import Case, History, diagnose, read_history
-from toolkit.diagnosis.data_probes import label_counts, neighbours, position_counts, repeated_rows, seen_spans
+from toolkit.diagnosis.data_probes import (
+    figures_of,
+    label_counts,
+    neighbours,
+    position_counts,
+    repeated_rows,
+    seen_spans,
+)
 from toolkit.diagnosis.report import read_config, remedy_text
 
 CONFIG = {
@@ -110,7 +117,7 @@ CASES = {
     "vanishing_gradients": with_figure("doctor/initial_gain_least", 1e-3, (1,)),
     "bad_initialisation": with_figure("doctor/blocks_unlike", 40.0, (1,)),
     "untied_embedding": with_figure("doctor/head_is_copy", 1.0, (1,)),
-    "checkpoint_stall": with_figure("doctor/checkpoint_share", 0.6, (20, 41)),
+    "checkpoint_stall": with_figure("time/checkpoint_share", 0.6, (20, 41)),
     "ranks_apart": with_figure("doctor/ranks_apart", 1e-3),
     "data_restarted": lambda history: history.add(41, {"doctor/resumed_at": 41, "doctor/rows_of_start": 1.0}),
     "schedule_restarted": lambda history: history.add(41, {"doctor/resumed_at": 41, "train/lr": 6e-4}),
@@ -220,6 +227,10 @@ def shares(counts):
     return {name.removeprefix("doctor/"): hits / total for name, (hits, total) in counts.items()}
 
 
+def labels(found):
+    return {name.removeprefix("doctor/"): share for name, share in figures_of(label_counts(found)).items()}
+
+
 def batches(count=16, rows=4, length=24, seed=0):
     stream = torch.randint(0, 500, (count, rows, length + 1), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": part[:, :-1], "labels": part[:, 1:].clone()} for part in stream]
@@ -228,12 +239,12 @@ def batches(count=16, rows=4, length=24, seed=0):
 def test_labels_rows_and_positions_are_counted():
     found = batches(4)
     found[0]["labels"][:, :12] = -100
-    share = shares(label_counts(found))
+    share = labels(found)
     assert share["labels_next"] == 1.0
     assert share["labelled"] == 1 - 4 * 12 / (4 * 4 * 24)
     assert share["labels_elsewhere"] < 0.03
     ahead = [batch | {"labels": batch["labels"].roll(-2, 1)} for batch in found]
-    assert label_counts(ahead)["doctor/labels_offset"] == (3, 1)
+    assert labels(ahead)["labels_offset"] == 3
     assert shares(repeated_rows([*found, found[1]]))["repeated_rows"] == 4 / 20
     moved = found[1]["input_ids"].roll(2, 1)  # the same text, cut elsewhere
     assert shares(repeated_rows([*found, {"input_ids": moved}]))["repeated_rows"] == 4 / 20

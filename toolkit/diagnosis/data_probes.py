@@ -28,11 +28,7 @@ FURTHEST = 8
 
 
 def label_counts(batches: Sequence[Batch]) -> Counts:
-    """Counts the labels that are the inputs at their positions or the next ones, and how many positions have one.
-
-    `doctor/labels_elsewhere` and `doctor/labels_offset`: at which other distance, up to `FURTHEST` tokens, most labels are the
-    inputs, and how many.
-    """
+    """Counts the labels that are the inputs so many tokens away, as `labels+1` and so on, and how many tokens have one."""
     hits, labelled = dict.fromkeys(range(-FURTHEST, FURTHEST + 1), np.zeros(2)), np.zeros(2)
     for batch in batches:
         ids, labels = batch["input_ids"], batch["labels"]
@@ -43,13 +39,23 @@ def label_counts(batches: Sequence[Batch]) -> Counts:
             same = known & (theirs == ids[:, max(by, 0) : length - max(-by, 0)])
             hits[by] = hits[by] + (int(same.sum()), int(known.sum()))
         labelled += (int((labels != IGNORED_LABEL).sum()), int((batch.get("document_ids", ids) >= 0).sum()))
-    elsewhere = max((by for by in hits if by != 1), key=lambda by: hits[by][0] / max(hits[by][1], 1))
-    return {
-        "doctor/labels_next": (hits[1][0], hits[1][1]),
-        "doctor/labels_elsewhere": (hits[elsewhere][0], hits[elsewhere][1]),
-        "doctor/labels_offset": (elsewhere, 1),
-        "doctor/labelled": (labelled[0], labelled[1]),
-    }
+    counts = {f"labels{by:+d}": (float(pair[0]), float(pair[1])) for by, pair in hits.items()}
+    return {**counts, "doctor/labelled": (float(labelled[0]), float(labelled[1]))}
+
+
+def figures_of(counts: Counts) -> dict[str, float]:
+    """Returns shares of counts.
+
+    Of labels `doctor/labels_next`, those that are the next tokens, `doctor/labels_elsewhere`, those that are inputs at the other
+    distance where most are, and `doctor/labels_offset`, that distance.
+    """
+    shares = {name: float(hits / total) for name, (hits, total) in counts.items() if total}
+    labels = {int(name[6:]): shares.pop(name) for name in [*shares] if name.startswith("labels")}
+    if 1 in labels:
+        shares["doctor/labels_next"] = labels.pop(1)
+        shares["doctor/labels_offset"] = float(max(labels, key=lambda by: labels[by], default=0))
+        shares["doctor/labels_elsewhere"] = max(labels.values(), default=0.0)
+    return shares
 
 
 def repeated_rows(batches: Sequence[Batch]) -> Counts:
@@ -65,20 +71,26 @@ def repeated_rows(batches: Sequence[Batch]) -> Counts:
 
 
 class SeenRows:
-    """The rows of examined steps, by a number for each, to know those that come again."""
+    """The first row of each examined step, by a number, to know batches that come again."""
 
     def __init__(self) -> None:
-        self.first: list[int] = []
-        self.others: set[int] = set()
+        self.numbers: list[int] = []
 
-    def figures(self, batches: Sequence[Batch]) -> dict[str, float]:
-        """Returns which share of the rows were in an examined step before, and in the very first one."""
-        rows = [zlib.crc32(row.tobytes()) for batch in batches for row in batch["input_ids"].cpu().numpy()]
-        seen = [row in self.others for row in rows]
-        again = [row in self.first for row in rows]
-        self.first = self.first or rows
-        self.others |= set(rows)
-        return {"doctor/rows_again": sum(seen) / len(rows), "doctor/rows_of_start": sum(again) / len(rows)}
+    def add(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        """Returns whether the row was that of an examined step before."""
+        number = self.number(batch)
+        seen = number in self.numbers
+        self.numbers.append(number)
+        return {"doctor/rows_again": float(seen)}
+
+    def begins_anew(self, batch: Mapping[str, Any]) -> bool:
+        """Returns whether the row is that of the first examined step."""
+        return self.numbers[:1] == [self.number(batch)]
+
+    @staticmethod
+    def number(batch: Mapping[str, Any]) -> int:
+        """Returns the number of a batch's first row."""
+        return zlib.crc32(batch["input_ids"][0].cpu().numpy().tobytes())
 
 
 def neighbours(batches: Sequence[Batch], vocab_size: int) -> Counts:
@@ -175,29 +187,32 @@ class SourceFrequencies:
     def __init__(self, documents: Iterable[str], tokenizer_json: str) -> None:
         tokenizer = tokenizer_of(tokenizer_json)
         self.halves: list[list[int]] = [[], []]
-        self.seen: list[np.ndarray] = []
+        self.seen: np.ndarray = np.zeros(1)
         for index, text in enumerate(documents if tokenizer is not None else ()):
             self.halves[index % 2] += tokenizer.encode(text[:MOST_TEXT], add_special_tokens=False).ids
             if sum(map(len, self.halves)) > MOST_TEXT // 4:
                 break
 
-    def counts(self, batches: Sequence[Mapping[str, Any]]) -> Counts:
-        """Says how much those of batches, and of further ones until there are enough, agree with the source's.
+    def frequencies(self, batches: Sequence[Mapping[str, Any]], vocab_size: int) -> np.ndarray:
+        """Returns how often each id is in some batches, (vocab_size,)."""
+        ids = np.concatenate([batch["input_ids"].cpu().numpy().ravel() for batch in batches])
+        return np.bincount(ids.clip(0, vocab_size - 1), minlength=vocab_size)
+
+    def figures(self, counts: np.ndarray) -> dict[str, float]:
+        """Says how much frequencies, and further ones until there are enough, agree with the source's.
 
         1: as much as one half of its documents agrees with the other.
         """
-        self.seen += [batch["input_ids"].cpu().numpy().ravel() for batch in batches]
-        ids = np.concatenate(self.seen)
-        if min(len(ids), *map(len, self.halves)) < LEAST_TOKENS or ids.min() < 0:
+        self.seen = self.seen + counts
+        if min(self.seen.sum(), *map(len, self.halves)) < LEAST_TOKENS:
             return {}
-        self.seen = []
-        size = 1 + max(int(ids.max()), *(max(half) for half in self.halves))
-        rows, one, other = (
-            np.bincount(np.asarray(found), minlength=size) / len(found)
-            for found in (ids, self.halves[0], self.halves[1])
+        rows, self.seen = self.seen / self.seen.sum(), np.zeros(1)
+        one, other = (
+            np.bincount(np.array(half).clip(0, len(rows) - 1), minlength=len(rows)) / len(half)
+            for half in self.halves
         )
-        same = float(np.minimum(rows, (one + other) / 2).sum())
-        return {"doctor/like_source": (same, float(np.minimum(one, other).sum()))}
+        same, usual = np.minimum(rows, (one + other) / 2).sum(), np.minimum(one, other).sum()
+        return {"doctor/like_source": float(same / max(usual, 1e-12))}
 
 
 MOST_TEXT, LEAST_TOKENS = 2**18, 1000
@@ -220,13 +235,11 @@ def position_counts(batches: Sequence[Mapping[str, Any]]) -> Counts:
             wrong += int((real & (positions != _expected(begins))).sum())
             total += int(real.sum())
             joined += int((begins[:, 1:] & real[:, 1:] & (ids[:, 1:] == ids[:, :-1])).sum())
-    found: Counts = {}
-    if rows:
-        found["doctor/documents_per_row"] = (documents, rows)
-    if total:
-        found["doctor/positions_wrong"] = (wrong, total)
-        found["doctor/documents_joined"] = (joined, max(documents - rows, 1))
-    return found
+    return {
+        "doctor/documents_per_row": (documents, rows),
+        "doctor/positions_wrong": (wrong, total),
+        "doctor/documents_joined": (joined, max(documents - rows, 1) if total else 0),
+    }
 
 
 def document_numbers(batch: Mapping[str, Any]) -> Tensor | None:

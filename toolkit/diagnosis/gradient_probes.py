@@ -67,6 +67,10 @@ class GradientCheck:
         self.before = [parameter.detach().clone() for parameter in parameters]
         self.inner = {id(p) for block in module.network.blocks for p in block.parameters() if p.ndim > 1}
 
+    def norms(self) -> list[list[float]]:
+        """Returns the norms of all parameters before and after the step."""
+        return [_norms(self.before), _norms([parameter.detach() for _, parameter in self.named])]
+
     def figures(self, norm_before_clipping: float | None) -> dict[str, float]:
         """Returns the figures, once the step was made and before gradients are zeroed.
 
@@ -145,35 +149,31 @@ def _of_gradients(
     }
 
 
-class BetweenSteps:
-    """Looks whether weights change between an examined step and the next one, where no optimizer moves them.
+def between_steps(module: Any, norms: Sequence[Sequence[float]]) -> dict[str, float]:
+    """Returns whether weights have changed since an examined step, where no optimizer moves them; before the next step.
+
+    `doctor/shrunk_outside`: by how much matrices are smaller, the median; `doctor/restored_outside`: the share of tensors that the
+    step changed and that are now what they were before it.
 
     Args:
-        check: That of the step, before and after which it keeps the norms of weights.
+        module: The LanguageModule.
+        norms: Of its trained parameters before and after the examined step.
     """
+    parameters = [p.detach() for p in module.network.parameters() if p.requires_grad]
+    if any(len(each) != len(parameters) for each in norms):
+        return {}
+    before, after, now = torch.tensor([*norms, _norms(parameters)], dtype=torch.float64)
+    stepped = before != after
+    matrices = torch.tensor([p.ndim > 1 for p in parameters])
+    return {
+        "doctor/shrunk_outside": float((1 - now / after.clamp(min=1e-30))[matrices].median()),
+        "doctor/restored_outside": float((stepped & (now == before)).sum() / stepped.sum().clamp(min=1)),
+    }
 
-    def __init__(self, check: GradientCheck) -> None:
-        self.parameters = [parameter.detach() for _, parameter in check.named]
-        self.before, self.after = torch._foreach_norm(check.before), torch._foreach_norm(self.parameters)
 
-    def figures(self) -> dict[str, float]:
-        """Returns the figures, before the next step.
-
-        `doctor/moved_outside`: the share of the matrices that changed; `doctor/shrunk_outside`: by how much they are smaller, the
-        median; `doctor/restored_outside`: the share of tensors that the step changed and that are now what they were before it.
-        """
-        now = torch._foreach_norm(self.parameters)
-        norms = torch.stack([torch.stack(list(each)) for each in (self.before, self.after, now)]).double()
-        before, after, found = norms
-        stepped = before != after
-        matrices = torch.tensor([p.ndim > 1 for p in self.parameters], device=found.device)
-        shrunk = (1 - found / after.clamp(min=1e-30))[matrices]
-        restored = (stepped & (found == before)).sum() / stepped.sum().clamp(min=1)
-        return {
-            "doctor/moved_outside": float((found != after)[matrices].double().mean()),
-            "doctor/shrunk_outside": float(shrunk.median()),
-            "doctor/restored_outside": float(restored),
-        }
+def _norms(tensors: Sequence[Tensor]) -> list[float]:
+    found: list[float] = torch.stack(list(torch._foreach_norm(list(tensors)))).tolist()
+    return found
 
 
 class OptimizerState:
@@ -234,6 +234,6 @@ def ranks_apart(module: Any) -> float:
     sums = torch.stack(
         [torch.stack((p.double().sum(), p.double().abs().sum())) for p in module.network.parameters()]
     ).to(torch.float64)
-    every = module.all_gather(sums).view(-1, *sums.shape)
+    every = module.all_gather(sums).view(-1, *sums.shape) if module.trainer.world_size > 1 else sums[None]
     apart = (every[..., 0] - every[:1, :, 0]).abs() / every[..., 1].clamp(min=1e-30)
     return float(apart.max())

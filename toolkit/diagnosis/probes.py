@@ -15,7 +15,7 @@ from core.data.token_datamodule import TokenDataModule
 from core.pretrain_datamodule import PretrainDataModule
 from toolkit.diagnosis import data_probes, network_probes
 from toolkit.diagnosis.data_probes import SeenRows
-from toolkit.diagnosis.gradient_probes import BetweenSteps, GradientCheck, OptimizerState, ranks_apart
+from toolkit.diagnosis.gradient_probes import GradientCheck, OptimizerState, between_steps, ranks_apart
 
 __all__ = ["Probes"]
 
@@ -46,7 +46,27 @@ class Probes:
         self._state = OptimizerState()
         self.rows = SeenRows()
         self._source: data_probes.SourceFrequencies | None = None
-        self._between: BetweenSteps | None = None
+        self._norms: list[list[float]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next examined step goes on from."""
+        return {"rows": list(self.rows.numbers), "norms": [list(each) for each in self._norms]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self.rows.numbers, self._norms = list(state["rows"]), [list(each) for each in state["norms"]]
+
+    def is_odd(self, batch: Any, optimizer: Any, rates: Sequence[float]) -> bool:
+        """Returns whether the first step after a resume has the rows that the run began with, or a rate of its own.
+
+        Args:
+            batch: The first micro-batch.
+            optimizer: With the rate of the step.
+            rates: The ones that were logged before.
+        """
+        anew = _has_labels(batch) and self.rows.begins_anew(batch)
+        rate = optimizer.param_groups[0]["lr"]
+        return anew or bool(rates and rates[-1] > 0 and abs(rate / rates[-1] - 1) > 0.3)
 
     def start(self, trainer: Trainer, module: Any, is_fresh: bool) -> dict[str, float]:
         """Returns figures of the data, and of what the network sees; every rank reads the same rows.
@@ -97,17 +117,18 @@ class Probes:
             if isinstance(data, PretrainDataModule) and not data.prepared and not data.options["transforms"]:
                 documents = data.reader(data.source).documents()
                 self._source = data_probes.SourceFrequencies(documents, data.tokenizer_json)
-                counts |= self._source.counts(training)
-        return _shares(counts)
+                frequencies = self._source.frequencies(training, data.vocab_size)
+                return data_probes.figures_of(counts) | self._source.figures(frequencies)
+        return data_probes.figures_of(counts)
 
     def keep(self, batch: Any, index: int) -> None:
         """Keeps a micro-batch of a step that is examined."""
         self._kept.append((batch, index))
 
-    def between(self) -> dict[str, float]:
+    def between(self, module: Any) -> dict[str, float]:
         """Returns what happened to the weights since the last examined step, in the step after it; else nothing."""
-        between, self._between = self._between, None
-        return {} if between is None else between.figures()
+        norms, self._norms = self._norms, []
+        return between_steps(module, norms) if norms else {}
 
     def before_step(self, trainer: Trainer, module: Any) -> None:
         """Computes the gradients of the kept micro-batches again."""
@@ -120,7 +141,8 @@ class Probes:
             and module.network.output_weight is not None
             and _has_labels(batch)
         ):
-            self._fixed = {name: value[:ROWS].clone() for name, value in batch.items()}
+            row = {name: value[:1].cpu() for name, value in batch.items()}
+            self._fixed = trainer.strategy.batch_to_device(trainer.strategy.broadcast(row))
         if self._is_whole:
             self._check = GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
             self._plain = network_probes.plain_loss(module, [batch for batch, _ in self._kept])
@@ -130,20 +152,15 @@ class Probes:
         figures, kept = dict[str, float](), [batch for batch, _ in self._kept]
         self._kept, self.stepped = [], False
         if kept and _has_labels(kept[0]):
-            figures |= _shares(data_probes.label_counts(kept) | data_probes.position_counts(kept))
-            figures |= self.rows.figures(kept)
-            if isinstance(data := trainer.datamodule, HasTokenizer):  # type: ignore[attr-defined]
-                figures |= _shares(data_probes.round_trips(kept[:1], data.tokenizer_json))
-            if self._source is not None:
-                figures |= _shares(self._source.counts(kept))
+            figures |= self._of_batches(trainer, module, kept)
         if self._check is not None:
             norm = float(module.gradient_norm(trainer.optimizers[0])) if module.logging_step else None
             figures |= self._check.figures(norm)
             figures["doctor/plain_loss"] = self._plain
-            self._between = BetweenSteps(self._check)
+            self._norms = self._check.norms()
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
             self._check = None
-        if self._is_whole and trainer.world_size > 1:
+        if self._is_whole:
             figures["doctor/ranks_apart"] = ranks_apart(module)
         if self._fixed is not None:
             figures |= network_probes.inner_state(module.network, self._fixed)
@@ -151,15 +168,29 @@ class Probes:
         figures |= self._state.figures(trainer.optimizers[0], trainer.global_step)
         return figures | self.anchor(module)
 
+    def _of_batches(self, trainer: Trainer, module: Any, kept: Sequence[Batch]) -> dict[str, float]:
+        """Returns figures of the batches of a step, of all ranks."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+
+        def total(values: Any) -> Any:
+            return module.sum_over_ranks(
+                torch.as_tensor(values, dtype=torch.float64, device=module.device)
+            ).cpu()
+
+        counts = data_probes.label_counts(kept) | data_probes.position_counts(kept)
+        if isinstance(data, HasTokenizer):
+            counts |= data_probes.round_trips(kept, data.tokenizer_json)
+        sums = total([counts[name] for name in counts]).tolist()
+        figures = data_probes.figures_of({name: (*pair,) for name, pair in zip(counts, sums, strict=True)})
+        if self._source is not None:
+            figures |= self._source.figures(total(self._source.frequencies(kept, data.vocab_size)).numpy())
+        return figures | self.rows.add(kept[0])
+
     def anchor(self, module: Any) -> dict[str, float]:
         """Returns the loss of a batch that stays the same."""
         if self._fixed is None:
             return {}
         return {"doctor/anchor_loss": network_probes.plain_loss(module, [self._fixed])}
-
-
-def _shares(counts: data_probes.Counts) -> dict[str, float]:
-    return {name: float(hits / total) for name, (hits, total) in counts.items() if total}
 
 
 def _divided(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

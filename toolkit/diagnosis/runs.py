@@ -20,19 +20,17 @@ def ranks_apart(case: Case) -> Iterator[Finding]:
 
 def data_restarted(case: Case) -> Iterator[Finding]:
     """A resumed run reads again what the run began with."""
-    rows, resumed = case.series("doctor/rows_of_start"), case.series("doctor/resumed_at")
-    again = rows.since(float(resumed.steps[0])) if len(resumed) else rows.up_to(-1)
-    if len(again) and again.values[0] > 0.5:
+    if found := case.worst("doctor/rows_of_start", 0.5):
         yield Finding(
-            "data_restarted", int(again.steps[0]), f"after the resume {again.values[0]:.0%} of the rows are those of the first step", 0.95,
+            "data_restarted", found[0], "after the resume the first row is that of the first step", 0.95,
             "Resume with the checkpoint's position in the data", without_callbacks(case),
         )  # fmt: skip
 
 
 def schedule_restarted(case: Case) -> Iterator[Finding]:
     """A resumed run goes on with another rate than it stopped with."""
-    rate, resumed = case.series("train/lr"), case.series("doctor/resumed_at")
-    for step in resumed.steps:
+    rate, resumed = case.series("train/lr"), case.series("doctor/resumed_at").values
+    for step in resumed:
         before, after = rate.up_to(step - 1).values, rate.since(step).values
         if len(before) >= 2 and len(after) and before[-1] > 0:
             usual = abs(before[-1] - before[-2]) / before[-1]
