@@ -89,7 +89,12 @@ class GradientCheck:
             invented += int(((expected == 0) & (found != 0)).sum())
             compared.append(_compare(found, expected, parameter.detach(), before))
         lost = 0 if invented > 0.1 * lost else lost  # gradients of something else have zeros in other places
-        result = {"doctor/gradients_lost": lost / max(nonzero, 1)} | _of_updates(compared)
+        largest = max((float(p.grad.abs().max()) for _, p in self.named if p.grad is not None), default=0.0)
+        cut = [p.grad.abs() >= 0.999 * largest for _, p in self.named if p.grad is not None and largest > 0]
+        result = {
+            "doctor/gradients_lost": lost / max(nonzero, 1),
+            "doctor/gradients_cut": sum(int(one.sum()) for one in cut) / max(nonzero, 1),
+        } | _of_updates(compared)
         inner = [one for one, (_, p) in zip(compared, self.named, strict=True) if id(p) in self.inner]
         if moves := [one.ratio for one in inner if math.isfinite(one.ratio)]:
             result["doctor/update_ratio"] = statistics.median(moves)

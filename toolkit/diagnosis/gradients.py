@@ -60,6 +60,13 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
     ratio, cosine = case.series("doctor/gradient_ratio"), case.series("doctor/gradient_cosine")
     if not len(ratio) or len(_underflown(case)):
         return
+    if cut := case.worst("doctor/gradients_cut", 0.1):
+        yield Finding(
+            "clip_too_low", cut[0], f"{cut[1]:.0%} of the gradients have the same absolute value: each is clipped by itself", 0.94,
+            _advice(case, "Clip the norm, at 1.0"),
+            {"trainer": {"gradient_clip_algorithm": "norm", "gradient_clip_val": 1.0}},
+        )  # fmt: skip
+        return
     turned = cosine.values < 0.9
     if turned.any():
         worst = float(cosine.values[turned].min())
@@ -90,6 +97,48 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
         f"mean loss ({accumulated:.0f} micro-batches)", 0.9,
         _advice(case, "Average gradients over micro-batches and ranks once"), without_callbacks(case),
     )  # fmt: skip
+
+
+def loss_scale(case: Case) -> Iterator[Finding]:
+    """The logged loss is a multiple of what the same batches have, computed again."""
+    steps, plain, loss = case.together("doctor/plain_loss", "train/loss")
+    times = loss / np.maximum(plain, 1e-9)
+    if len(times) >= 2 and np.isfinite(times).all() and times.min() > 1.5 and times.max() < 1.5 * times.min():
+        yield Finding(
+            "gradient_scale", int(steps[0]), f"the loss that is trained on is {np.median(times):.3g} times that of its batches", 0.91,
+            _advice(case, "Average the loss over tokens and micro-batches once"),
+            without_callbacks(case) or {"model": {"objective": "CausalLM"}},
+        )  # fmt: skip
+
+
+def low_precision(case: Case) -> Iterator[Finding]:
+    """Weights take few values, though their type could hold many."""
+    found = case.worst("doctor/weights_coarse", 0.5)
+    if (
+        found
+        and "16" not in str(case.option("trainer.precision", "32"))
+        and not case.last("doctor/frozen") > 0
+    ):
+        yield Finding(
+            "low_precision_weights", found[0], f"{found[1]:.0%} of the weights are rounded to few values or digits", 0.945,
+            _advice(case, "Keep weights in float32"), without_callbacks(case) or network_remedy(case),
+        )  # fmt: skip
+
+
+def rounded(case: Case) -> Iterator[Finding]:
+    """Gradients are those of the loss to a few digits alone, though all is computed in float32."""
+    cosine, ratio = case.series("doctor/gradient_cosine"), case.series("doctor/gradient_ratio")
+    rough = (cosine.values < 0.9995) & (cosine.values > 0.9)
+    if (
+        rough.sum() >= 2
+        and "32" in str(case.option("trainer.precision", "32"))
+        and (np.abs(ratio.values - 1) < 0.3).all()
+    ):
+        yield Finding(
+            "fp16_underflow", cosine.first_step(rough), f"gradients point to {cosine.values[rough].min():.4f} where those of the loss do: "
+            "something rounds them", 0.8, _advice(case, "Scale the loss as FP16Mixed does, or train in bf16-mixed"),
+            without_callbacks(case) or network_remedy(case),
+        )  # fmt: skip
 
 
 def weights_not_updated(case: Case) -> Iterator[Finding]:
@@ -142,7 +191,7 @@ def by_depth(case: Case) -> Iterator[Finding]:
     """
     for name, limit, above, cause in (
         ("doctor/initial_gain_most", 8.0, True, "exploding_gradients"),
-        ("doctor/initial_gain_least", 0.25, False, "vanishing_gradients"),
+        ("doctor/initial_gain_least", 0.4, False, "vanishing_gradients"),
         ("doctor/gain_most", 100.0, True, "exploding_gradients"),
         ("doctor/gain_least", 0.02, False, "vanishing_gradients"),
     ):
@@ -182,5 +231,8 @@ DEAD = 1e-8
 """Gradients that are no longer small, but none."""
 
 RULES: tuple[Rule, ...] = (
-    non_finite, underflow, unlike_the_loss, weights_not_updated, frozen, by_depth, dead_block,
+    non_finite, underflow,
+    rounded,
+    loss_scale,
+    low_precision, unlike_the_loss, weights_not_updated, frozen, by_depth, dead_block,
 )  # fmt: skip

@@ -37,8 +37,18 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
         evidence.append(
             (f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.95)
         )
-    if len(loss) and vocabulary >= 2 and loss.steps[0] <= 4 and loss.values[0] > 1.25 * uniform + 0.5:
-        high = f"the first loss is {loss.values[0]:.3g}, and log of the vocabulary {uniform:.3g}: weights are too large"
+    if (alike := case.last("doctor/units_alike")) > 0.3:
+        evidence.append(
+            (f"before the first step {alike:.0%} of the units of a matrix are alike, and stay so", 0.948)
+        )
+    plain = case.series("doctor/plain_loss").values
+    first = float(
+        min([*loss.values[:1], *plain[:1]], default=0.0)
+    )  # an objective may sum what others average
+    if vocabulary >= 2 and len(loss) and loss.steps[0] <= 4 and first > 1.25 * uniform + 0.5:
+        high = (
+            f"the first loss is {first:.3g}, and log of the vocabulary {uniform:.3g}: weights are too large"
+        )
         evidence.append((high, 0.89))
     if blocks > 12 or matrices > 12:
         what, times = ("the weights", blocks) if blocks > 12 else ("a matrix", matrices)

@@ -158,16 +158,54 @@ def _first(output: Any) -> Tensor:
 
 
 @torch.no_grad()
+def coarse_share(network: Any) -> float:
+    """Returns the share of float32 matrices of blocks that take few values, as if they were of 8 bits, or of few digits, as of 16."""
+    coarse: list[bool] = []
+    for parameter in [p for block in network.blocks for p in block.parameters()]:
+        values = parameter.detach().flatten()[:65_536].contiguous()
+        if (
+            parameter.dtype == torch.float32
+            and parameter.ndim > 1
+            and values.numel() >= 2048
+            and bool(values.any())
+        ):
+            few = values.unique().numel() < 0.2 * values.numel()
+            digits = ((values.view(torch.int32) & 0x1FFF) == 0).float().mean()
+            coarse.append(few or bool(digits > 0.9))
+    return sum(coarse) / max(len(coarse), 1)
+
+
+def _units_alike(matrix: Tensor) -> float:
+    """Returns the share of a matrix's rows or columns, whichever is more, that are like others of it."""
+    rows = matrix.detach().double().flatten(0, -2)
+    random = torch.Generator().manual_seed(0)
+    shares = [0.0]
+    for one in (rows, rows.T):
+        weights = torch.rand(one.shape[1], generator=random, dtype=torch.float64).to(one.device)
+        sums = (one @ weights)[one.any(1)]
+        if sums.numel() > 1:
+            shares.append(1 - sums.unique().numel() / sums.numel())
+    return max(shares)
+
+
+@torch.no_grad()
 def weights_at_start(network: Any) -> dict[str, float]:
     """Returns figures of the weights before the first step.
 
     `doctor/frozen`, the share that is not trained; `doctor/blocks_of_zeros`; `doctor/matrices_unlike`, by how much a matrix of one
     block is larger or smaller than it is in the others, and `doctor/blocks_unlike`, the same of most matrices of a block; `doctor/head_is_copy`, 1 if the head has the values of
-    the embedding, but is not the same tensor.
+    the embedding, but is not the same tensor; `doctor/units_alike`, the share of a matrix's rows or columns that are like others.
     """
     blocks = [{name: p for name, p in block.named_parameters() if p.ndim > 1} for block in network.blocks]
     empty = [bool(block) and not any(bool(p.any()) for p in block.values()) for block in blocks]
     found = {"doctor/frozen": frozen_share(network), "doctor/blocks_of_zeros": float(sum(empty))}
+    alike = [
+        _units_alike(parameter)
+        for block in blocks
+        for parameter in block.values()
+        if parameter.dtype.is_floating_point
+    ]
+    found["doctor/units_alike"] = max(alike, default=0.0)
     sizes = [{name: float(p.float().square().mean().sqrt()) for name, p in block.items()} for block in blocks]
     kept = [
         (block, {name: statistics.median(b[name] for b in sizes if name in b) for name in block})

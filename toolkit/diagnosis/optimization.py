@@ -90,7 +90,7 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
         return
     first = ratio.first_step(wild)
     evidence = f"a step changes weights by {ratio.values[wild][0]:.0%} of their size"
-    if first <= 2 and unwarmed and not peak > 8 * usual:
+    if first <= 2 and unwarmed and not peak > 12 * usual:
         lower = _rate_overlay(usual)["model"] if peak > 2 * usual else {}
         yield Finding(
             "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.795,
@@ -126,6 +126,33 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def group_hardly_moves(case: Case) -> Iterator[Finding]:
+    """One kind of weights is updated far less than the others (figures of `WeightMonitor`)."""
+    ratios = {name: case.series(f"update_ratio/{name}") for name in ("embedding", "head", "attention", "mlp")}
+    found = {
+        name: series for name, series in ratios.items() if len(series) >= 3 and (series.values[:3] > 0).all()
+    }
+    for name, series in found.items():
+        others = [float(np.median(each.values[:3])) for other, each in found.items() if other != name]
+        own = float(np.median(series.values[:3]))
+        if others and own < float(np.median(others)) / 30:
+            yield Finding(
+                "rate_too_low", int(series.steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
+                f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
+                _own_rates(case, "lr") or without_callbacks(case),
+            )  # fmt: skip
+            return
+
+
+def _own_rates(case: Case, option: str) -> dict[str, Any]:
+    """Returns the overlay that takes an option out of what single parameters are given."""
+    own = case.option("model.parameter_options", {}) or {}
+    chosen = {
+        name: {option: None} for name, given in own.items() if isinstance(given, dict) and option in given
+    }
+    return {"model": {"parameter_options": chosen}} if chosen else {}
+
+
 def schedule_ends_early(case: Case) -> Iterator[Finding]:
     """The rate is nearly zero long before the run ends, or the schedule is set to end then."""
     rate, steps = case.series("train/lr"), case.max_steps
@@ -151,27 +178,35 @@ def schedule_ends_early(case: Case) -> Iterator[Finding]:
 
 
 def warmup_too_long(case: Case) -> Iterator[Finding]:
-    """The rate rises, or is set to rise, over 40% of the run and more."""
+    """The rate rises, or is set to rise, over 40% of the run and more, or has not come to half of what is set by then."""
     warmup, rate, steps = _warmup(case), case.series("train/lr"), case.max_steps
     if not math.isfinite(steps) or len(rate) <= 4:
         return
-    still = bool((np.diff(rate.values) > 0).all()) and rate.steps[-1] > 0.4 * steps
-    if still or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
+    given, highest = case.number("model.optimizer.lr", 0.0), float(rate.values.max())
+    late = rate.steps[-1] > 0.4 * steps
+    still = late and bool((np.diff(rate.values) > 0).all())
+    stuck = late and given / 50 < highest < 0.5 * given
+    if still or stuck or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
+        evidence = f"the rate rises for {max(warmup, rate.steps[-1]):.0f} of {steps:.0f} steps"
         yield Finding(
-            "warmup_too_long", int(rate.steps[4]), f"the rate rises for {max(warmup, rate.steps[-1] * still):.0f} of {steps:.0f} steps",
-            0.8, "Warm up over the first 10% of the steps",
-            {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.1}}}},
+            "warmup_too_long", int(rate.steps[4]), f"the rate is {highest:.2g} at most until step {rate.steps[-1]}, and {given:g} is set"
+            if stuck else evidence, 0.8, "Warm up over the first 10% of the steps",
+            {**without_callbacks(case), "model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.1}}}},
         )  # fmt: skip
 
 
 def epsilon_too_large(case: Case) -> Iterator[Finding]:
     """Adam's epsilon is far above the gradients, which takes the adaptive step away."""
-    eps = case.number("model.optimizer.eps", 0.0)
+    own = case.option("model.parameter_options", {}) or {}
+    given = {"all weights": case.number("model.optimizer.eps", 0.0)}
+    given |= {name: float(one.get("eps") or 0.0) for name, one in own.items() if isinstance(one, dict)}
+    where, eps = max(given.items(), key=lambda pair: pair[1])
     ratios = case.series(UPDATE).values
     if eps >= 1e-3 and len(ratios) >= 2:
+        remedy = {"model": {"optimizer": {"init_args": {"eps": 1e-8}}}}
         yield Finding(
-            "epsilon_too_large", 1, f"the optimizer's eps is {eps:g}, above usual gradients, and updates are "
-            f"{np.median(ratios):.2g} of the weights", 0.83, "Set eps to 1e-8", {"model": {"optimizer": {"init_args": {"eps": 1e-8}}}},
+            "epsilon_too_large", 1, f"eps of {where} is {eps:g}, above usual gradients, and updates are {np.median(ratios):.2g} of the "
+            "weights", 0.83, "Set eps to 1e-8", _own_rates(case, "eps") if where in own else remedy,
         )  # fmt: skip
 
 
@@ -231,8 +266,10 @@ def optimizer_state_lost(case: Case) -> Iterator[Finding]:
             else (f"the optimizer has forgotten what it knew of {lost[1]:.0%} of the tensors" if lost else "")
         )
         since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
+        # once, it is over, and going back before the jump that it led to is what helps
+        once = not bad.any() and int((case.series("doctor/state_lost").values > 0.05).sum()) == 1
         yield Finding(
-            "optimizer_state_lost", since, evidence, 0.93, "Keep the optimizer's state, and load it on a resume",
+            "optimizer_state_lost", since, evidence, 0.77 if once else 0.93, "Keep the optimizer's state, and load it on a resume",
             without_callbacks(case),
         )  # fmt: skip
 
@@ -312,6 +349,6 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    rate_too_high, rate_too_low, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
+    rate_too_high, rate_too_low, group_hardly_moves, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
     clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise,
 )  # fmt: skip

@@ -159,6 +159,7 @@ class Probes:
             figures["doctor/plain_loss"] = self._plain
             self._norms = self._check.norms()
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
+            figures["doctor/weights_coarse"] = network_probes.coarse_share(module.network)
             self._check = None
         if self._is_whole:
             figures["doctor/ranks_apart"] = ranks_apart(module)
