@@ -72,6 +72,7 @@ class TrainingDoctor(Callback):
         self._start: dict[str, float] = {}
         self._examining = self._resumes = False
         self._resumed: Any = None
+        self._sizes: list[float] = []
         self._next = self._every = 0
         self._began = self._saving = self._saved = 0.0
 
@@ -97,8 +98,13 @@ class TrainingDoctor(Callback):
         self._began, self._saving, self._saved = time.monotonic(), 0.0, 0.0
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Starts the clock of a checkpoint that is written in training."""
+        """Starts the clock of a checkpoint that is written in training; keeps sizes of the weights in it."""
         self._saving = self._saving or time.monotonic()
+        checkpoint["training_doctor_weights"] = self._probes.sizes(trainer, pl_module)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Takes the sizes of its weights."""
+        self._sizes = list(checkpoint.get("training_doctor_weights", ()))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batches of a step that is examined."""
@@ -108,6 +114,8 @@ class TrainingDoctor(Callback):
             log_figures(trainer, {"time/checkpoint_share": self._saved / (time.monotonic() - self._began)})
         if self._resumes:
             self._resumes, self._resumed = False, batch
+            if (lost := self._probes.not_restored(trainer, pl_module, self._sizes)) > 0:
+                log_figures(trainer, {"doctor/not_restored": lost})
         logged, rest = divmod(trainer.global_step + 1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if not rest and self._is_due(logged):
             self._probes.keep(batch, batch_idx)

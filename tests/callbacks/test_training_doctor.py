@@ -14,7 +14,13 @@ from tests.support.cli_runs import core  # noqa: F401
 from tests.support.same_run import fit as same_run
 from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 from toolkit.diagnosis.gradient_probes import OptimizerState
-from toolkit.diagnosis.network_probes import backward_gains, inner_state, visibility, weights_at_start
+from toolkit.diagnosis.network_probes import (
+    backward_gains,
+    coarse_share,
+    inner_state,
+    visibility,
+    weights_at_start,
+)
 
 
 def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F811
@@ -132,7 +138,7 @@ def test_ranks_that_drift_apart_are_found():
     assert apart[1] == apart[2] == 0.0
     assert apart[3] > 1e-4
     assert all(abs(logged[step]["doctor/gradient_ratio"] - 1) < 1e-4 for step in ("1", "2"))
-    assert "TrainingDoctor: ranks apart since step 3" in done.error_text
+    assert "TrainingDoctor: ranks differ since step 3" in done.error_text
 
 
 @pytest.mark.parametrize(("gain", "name"), [(1e3, "gain_most"), (1e-3, "gain_least")])
@@ -150,6 +156,24 @@ def test_the_gradient_on_its_way_down_is_measured(gain, name):
 
     network.blocks[1].register_forward_pre_hook(amplify)
     assert backward_gains(network, batch)[f"doctor/{name}"] == pytest.approx(gain, rel=0.5)
+
+
+def test_coarse_weights_and_equal_units_are_known():
+    torch.manual_seed(0)
+    network = tiny_gpt(n_embd=64)
+    assert coarse_share(network) == 0.0
+    assert weights_at_start(network)["doctor/units_alike"] == 0.0
+    rounded = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in rounded.blocks.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    assert coarse_share(rounded) == 1.0
+    with torch.no_grad():
+        for parameter in network.blocks.parameters():
+            parameter.copy_((parameter / 1e-3).round() * 1e-3)  # about 120 values
+        network.blocks[1].mlp.up_proj.weight[1:].copy_(network.blocks[1].mlp.up_proj.weight[:1])
+    assert coarse_share(network) == 1.0
+    assert weights_at_start(network)["doctor/units_alike"] > 0.99
 
 
 def test_a_state_that_was_lost_is_known_by_its_squares():

@@ -118,10 +118,11 @@ CASES = {
     "bad_initialisation": with_figure("doctor/blocks_unlike", 40.0, (1,)),
     "untied_embedding": with_figure("doctor/head_is_copy", 1.0, (1,)),
     "checkpoint_stall": with_figure("time/checkpoint_share", 0.6, (20, 41)),
-    "ranks_apart": with_figure("doctor/ranks_apart", 1e-3),
+    "low_precision_weights": with_figure("doctor/weights_coarse", 1.0),
+    "ranks_differ": with_figure("doctor/ranks_apart", 1e-3),
     "data_restarted": lambda history: history.add(41, {"doctor/resumed_at": 41, "doctor/rows_of_start": 1.0}),
     "schedule_restarted": lambda history: history.add(41, {"doctor/resumed_at": 41, "train/lr": 6e-4}),
-    "average_lags": lambda history: [
+    "average_wrong": lambda history: [
         history.add(step, {"val/loss": 3.0, "val/ema_loss": 5.0}) for step in (30, 41)
     ],
     "spike_by_data": lambda history: jump(history, 0.1),

@@ -46,7 +46,7 @@ def few_labels(case: Case) -> Iterator[Finding]:
 def sees_documents(case: Case) -> Iterator[Finding]:
     """Logits depend on other documents of a row, or document_ids do not part what positions part."""
     share, joined = case.last("doctor/sees_documents"), case.worst("doctor/documents_joined", 0.1)
-    if share > 1e-3 or joined:
+    if (share > 1e-3 or joined) and not case.last("doctor/begins_behind_end") < 0.5:
         seen = f"logits move by {share:.1%} with tokens of another document of the row"
         apart = "document_ids are the same for documents whose positions begin anew"
         finding = _of_packing(
@@ -58,7 +58,12 @@ def sees_documents(case: Case) -> Iterator[Finding]:
 
 def positions_wrong(case: Case) -> Iterator[Finding]:
     """Positions do not count from the beginning of each document."""
-    if found := case.worst("doctor/positions_wrong", 0.01):
+    if case.worst("doctor/documents_joined", 0.1) and (behind := case.last("doctor/begins_behind_end")) < 0.5:
+        yield _of_packing(
+            case, "position_ids", 1, f"positions begin anew within documents: {behind:.0%} of the times behind an end of text", 0.985,
+            "Take a packing whose positions count through each document",
+        )  # fmt: skip
+    elif found := case.worst("doctor/positions_wrong", 0.01):
         yield _of_packing(
             case, "position_ids", found[0], f"{found[1]:.0%} of position_ids do not count from the start of their document",
             0.985, "Take a packing whose positions do",
@@ -83,6 +88,12 @@ def tokenizer_mismatch(case: Case) -> Iterator[Finding]:
 def duplicates(case: Case) -> Iterator[Finding]:
     """Rows come again within an epoch."""
     if case.option("trainer.overfit_batches"):
+        return
+    if alike := case.worst("doctor/ranks_alike", 0.5):
+        yield Finding(
+            "duplicates", alike[0], "ranks read the same rows", 0.945, "Give each rank rows of its own",
+            packing_remedy(case) or without_callbacks(case),
+        )  # fmt: skip
         return
     before, during = case.worst("doctor/repeated_rows", 0.1), case.worst("doctor/rows_again", 0.1)
     if before or (during and not case.last("epoch/all") > 1):
@@ -112,7 +123,8 @@ def validation_leak(case: Case) -> Iterator[Finding]:
     share = case.last("doctor/validation_seen")
     if share > 0.15:
         yield _of_packing(
-            case, "validation_leak", 1, f"about {min(share, 1):.0%} of the validation text is in the training rows", 0.92,
+            case, "validation_leak", 1, f"about {min(share, 1):.0%} of the validation text is in the training rows",
+            0.95 if share > 0.5 else 0.92,
             "Hold out other documents",
         )  # fmt: skip
 

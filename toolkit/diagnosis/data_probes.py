@@ -219,9 +219,12 @@ MOST_TEXT, LEAST_TOKENS = 2**18, 1000
 """Characters of the source that are encoded again, and tokens below which frequencies say nothing."""
 
 
-def position_counts(batches: Sequence[Mapping[str, Any]]) -> Counts:
-    """Counts positions that are not those of their documents, documents in a row, and those that document_ids do not part."""
-    wrong = total = documents = rows = joined = 0
+def position_counts(batches: Sequence[Mapping[str, Any]], end: int | None = None) -> Counts:
+    """Counts positions that are not those of their documents, documents in a row, and those that document_ids do not part.
+
+    Of the last, also those behind an end of text, whose id is given: others are no documents.
+    """
+    wrong = total = documents = rows = joined = behind = 0
     for batch in batches:
         number, ids, positions = document_numbers(batch), batch.get("document_ids"), batch.get("position_ids")
         if number is None:
@@ -234,10 +237,13 @@ def position_counts(batches: Sequence[Mapping[str, Any]]) -> Counts:
             begins[:, 1:] = number[:, 1:] != number[:, :-1]
             wrong += int((real & (positions != _expected(begins))).sum())
             total += int(real.sum())
-            joined += int((begins[:, 1:] & real[:, 1:] & (ids[:, 1:] == ids[:, :-1])).sum())
+            without_id = begins[:, 1:] & real[:, 1:] & (ids[:, 1:] == ids[:, :-1])
+            joined += int(without_id.sum())
+            behind += int((without_id & (batch["input_ids"][:, :-1] == end)).sum()) if end is not None else 0
     return {
         "doctor/documents_per_row": (documents, rows),
         "doctor/positions_wrong": (wrong, total),
+        "doctor/begins_behind_end": (behind, joined if end is not None else 0),
         "doctor/documents_joined": (joined, max(documents - rows, 1) if total else 0),
     }
 

@@ -69,7 +69,7 @@ class GradientCheck:
 
     def norms(self) -> list[list[float]]:
         """Returns the norms of all parameters before and after the step."""
-        return [_norms(self.before), _norms([parameter.detach() for _, parameter in self.named])]
+        return [norms_of(self.before), norms_of([parameter.detach() for _, parameter in self.named])]
 
     def figures(self, norm_before_clipping: float | None) -> dict[str, float]:
         """Returns the figures, once the step was made and before gradients are zeroed.
@@ -167,7 +167,7 @@ def between_steps(module: Any, norms: Sequence[Sequence[float]]) -> dict[str, fl
     parameters = [p.detach() for p in module.network.parameters() if p.requires_grad]
     if any(len(each) != len(parameters) for each in norms):
         return {}
-    before, after, now = torch.tensor([*norms, _norms(parameters)], dtype=torch.float64)
+    before, after, now = torch.tensor([*norms, norms_of(parameters)], dtype=torch.float64)
     stepped = before != after
     matrices = torch.tensor([p.ndim > 1 for p in parameters])
     return {
@@ -176,7 +176,8 @@ def between_steps(module: Any, norms: Sequence[Sequence[float]]) -> dict[str, fl
     }
 
 
-def _norms(tensors: Sequence[Tensor]) -> list[float]:
+def norms_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Returns the norm of each tensor."""
     found: list[float] = torch.stack(list(torch._foreach_norm(list(tensors)))).tolist()
     return found
 

@@ -168,7 +168,11 @@ def frozen(case: Case) -> Iterator[Finding]:
         or "adapters" in str(item.get("class_path"))
         for item in case.callbacks()
     )
-    found, without = case.worst("doctor/frozen", 0.0), case.worst("doctor/without_gradient", 0.0)
+    found, nothing = case.worst("doctor/frozen", 0.0), case.series("doctor/without_gradient")
+    always = (
+        len(nothing) >= 2 and float(nothing.values.min()) > 0
+    )  # what is dropped at random has one in other steps
+    without = (int(nothing.steps[0]), float(nothing.values.min())) if always else None
     if found and not said:
         yield Finding(
             "frozen_weights", found[0], f"{found[1]:.1%} of the weights are not trained, and no adapter is selected", 0.9,

@@ -232,7 +232,7 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
             "weight_decay_too_large", 1, f"each step takes {peak * decay:.1%} off {where} (lr {peak:g}, weight_decay {decay:g})",
             0.81, "Set weight_decay to 0.1", remedy,
         )  # fmt: skip
-    elif outside := case.worst("doctor/shrunk_outside", 0.005):
+    elif outside := _outside(case, over_validation=False):
         yield Finding(
             "weight_decay_too_large", outside[0], f"between two steps something takes {outside[1]:.1%} off the weights", 0.85,
             f"Leave out {suspects(case)}" if suspects(case) else "Decay weights in the optimizer alone", without_callbacks(case),
@@ -241,6 +241,27 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
         yield Finding(
             "weight_decay_too_large", int(steps[shrinks[0]]), f"a step takes {shares[shrinks[0]]:.1%} off the weights and changes little else", 0.805,
             "Set weight_decay to 0.1", without_callbacks(case) or {"model": {"optimizer": {"init_args": {"weight_decay": 0.1}}}},
+        )  # fmt: skip
+
+
+def _outside(case: Case, over_validation: bool) -> tuple[int, float] | None:
+    """Returns since when weights shrink between steps, and by how much: each time, or only over validations; None: never."""
+    shrunk, validated = case.series("doctor/shrunk_outside"), case.series("val/loss").steps
+    changed = np.abs(shrunk.values) > 0.005
+    between = np.isin(shrunk.steps - 1, validated)
+    chosen = changed & (between if over_validation else shrunk.values > 0.005)
+    alone = not (changed & ~between).any()
+    if not chosen.any() or alone != over_validation:
+        return None
+    return shrunk.first_step(chosen), float(shrunk.values[chosen][0])
+
+
+def average_left_in(case: Case) -> Iterator[Finding]:
+    """Weights are others after a validation than before it, as if an average had been left in."""
+    if found := _outside(case, over_validation=True):
+        yield Finding(
+            "average_wrong", found[0], f"a validation leaves weights that are {abs(found[1]):.1%} larger or smaller", 0.9,
+            f"Leave out {suspects(case)}" if suspects(case) else "Put the weights back after a validation", without_callbacks(case),
         )  # fmt: skip
 
 
@@ -350,5 +371,6 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     rate_too_high, rate_too_low, group_hardly_moves, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
+    average_left_in,
     clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise,
 )  # fmt: skip

@@ -15,7 +15,13 @@ from core.data.token_datamodule import TokenDataModule
 from core.pretrain_datamodule import PretrainDataModule
 from toolkit.diagnosis import data_probes, network_probes
 from toolkit.diagnosis.data_probes import SeenRows
-from toolkit.diagnosis.gradient_probes import GradientCheck, OptimizerState, between_steps, ranks_apart
+from toolkit.diagnosis.gradient_probes import (
+    GradientCheck,
+    OptimizerState,
+    between_steps,
+    norms_of,
+    ranks_apart,
+)
 
 __all__ = ["Probes"]
 
@@ -55,6 +61,18 @@ class Probes:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state."""
         self.rows.numbers, self._norms = list(state["rows"]), [list(each) for each in state["norms"]]
+
+    def sizes(self, trainer: Trainer, module: Any) -> list[float]:
+        """Returns the norms of the weights; nothing where no process has them."""
+        if type(trainer.strategy).__name__ not in WHOLE:
+            return []
+        return norms_of([parameter.detach() for parameter in module.network.parameters()])
+
+    def not_restored(self, trainer: Trainer, module: Any, sizes: Sequence[float]) -> float:
+        """Returns the share of the weights' tensors whose norms are not those of the checkpoint."""
+        now = self.sizes(trainer, module)
+        apart = [abs(a - b) > 1e-3 * b for a, b in zip(now, sizes, strict=False)]
+        return sum(apart) / len(apart) if apart and len(now) == len(sizes) else 0.0
 
     def is_odd(self, batch: Any, optimizer: Any, rates: Sequence[float]) -> bool:
         """Returns whether the first step after a resume has the rows that the run began with, or a rate of its own.
@@ -108,7 +126,7 @@ class Probes:
         training = read[: self.batches]
         counts = data_probes.label_counts(training)
         counts |= data_probes.repeated_rows(read)
-        counts |= data_probes.position_counts(training)
+        counts |= data_probes.position_counts(training, data.end_of_text_id)
         counts |= data_probes.seen_spans(validation, read, len(read) / epoch)
         if len(training) >= 8:
             counts |= data_probes.neighbours(training, data.vocab_size)
@@ -178,13 +196,21 @@ class Probes:
                 torch.as_tensor(values, dtype=torch.float64, device=module.device)
             ).cpu()
 
-        counts = data_probes.label_counts(kept) | data_probes.position_counts(kept)
+        counts = data_probes.label_counts(kept) | data_probes.position_counts(
+            kept, getattr(data, "end_of_text_id", None)
+        )
         if isinstance(data, HasTokenizer):
             counts |= data_probes.round_trips(kept, data.tokenizer_json)
         sums = total([counts[name] for name in counts]).tolist()
         figures = data_probes.figures_of({name: (*pair,) for name, pair in zip(counts, sums, strict=True)})
         if self._source is not None:
             figures |= self._source.figures(total(self._source.frequencies(kept, data.vocab_size)).numpy())
+        if self._is_whole:
+            number = torch.tensor(float(SeenRows.number(kept[0])), dtype=torch.float64, device=module.device)
+            ranks = module.all_gather(number).flatten() if trainer.world_size > 1 else number[None]
+            figures["doctor/ranks_alike"] = (
+                1 - (ranks.unique().numel() - 1) / max(len(ranks) - 1, 1) if len(ranks) > 1 else 0.0
+            )
         return figures | self.rows.add(kept[0])
 
     def anchor(self, module: Any) -> dict[str, float]:

@@ -12,7 +12,7 @@ def ranks_apart(case: Case) -> Iterator[Finding]:
     """Ranks that should have the same weights do not."""
     if found := case.worst("doctor/ranks_apart", 1e-6):
         yield Finding(
-            "ranks_apart", found[0], f"weights of ranks differ by {found[1]:.2g} of their size", 0.96,
+            "ranks_differ", found[0], f"weights of ranks differ by {found[1]:.2g} of their size", 0.96,
             f"Leave out {suspects(case)}" if suspects(case) else "Average gradients over all ranks in each step, and begin with the same weights",
             without_callbacks(case),
         )  # fmt: skip
@@ -24,6 +24,15 @@ def data_restarted(case: Case) -> Iterator[Finding]:
         yield Finding(
             "data_restarted", found[0], "after the resume the first row is that of the first step", 0.95,
             "Resume with the checkpoint's position in the data", without_callbacks(case),
+        )  # fmt: skip
+
+
+def weights_not_restored(case: Case) -> Iterator[Finding]:
+    """A resumed run has other weights than its checkpoint."""
+    if found := case.worst("doctor/not_restored", 0.0):
+        yield Finding(
+            "weights_not_restored", found[0], f"{found[1]:.0%} of the tensors are not those of the checkpoint", 0.96,
+            f"Leave out {suspects(case)}" if suspects(case) else "Resume with the checkpoint's weights", without_callbacks(case),
         )  # fmt: skip
 
 
@@ -55,10 +64,16 @@ def average_lags(case: Case) -> Iterator[Finding]:
     behind = (average.values[-2:] - val.values[-2:]) / (first[0] - val.values[-2:])
     if (behind > 0.5).all():
         yield Finding(
-            "average_lags", int(average.steps[-2]), f"val/ema_loss is {average.values[-1]:.3g}, val/loss {val.values[-1]:.3g}: the average "
+            "average_wrong", int(average.steps[-2]), f"val/ema_loss is {average.values[-1]:.3g}, val/loss {val.values[-1]:.3g}: the average "
             "has not followed the weights", 0.88, "Take a smaller decay, such as 1 - 10 / steps",
             without_callbacks(case) or {"trainer": {"callbacks": {"ExponentialMovingAverage": {"decay": 0.99}}}},
         )  # fmt: skip
 
 
-RULES: tuple[Rule, ...] = (ranks_apart, data_restarted, schedule_restarted, average_lags)
+RULES: tuple[Rule, ...] = (
+    ranks_apart,
+    data_restarted,
+    weights_not_restored,
+    schedule_restarted,
+    average_lags,
+)
