@@ -85,7 +85,7 @@ class TrainingDoctor(Callback):
         """Goes on with those of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self._told, self._next = list(state_dict["told"]), state_dict["next"]
-        self._probes.load_state_dict(state_dict.get("probes", {"rows": [], "norms": []}))
+        self._probes.load_state_dict(state_dict.get("probes", {"rows": [-1], "norms": []}))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the data and at what the network sees."""

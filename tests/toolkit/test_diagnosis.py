@@ -262,6 +262,11 @@ def test_labels_rows_and_positions_are_counted():
         )
     )
     assert joined == {"documents_per_row": 3.0, "positions_wrong": 0.0, "documents_joined": 1.0}
+    chunks = {
+        "input_ids": torch.tensor([[5, 6, 7, 9, 5, 6]]),
+        "position_ids": torch.tensor([[0, 1, 0, 1, 0, 1]]),
+    }
+    assert shares(position_counts([chunks], end=9))["begins_behind_end"] == 0.5
     wrong = shares(position_counts([batch | {"position_ids": torch.arange(6)[None]}]))
     assert wrong["positions_wrong"] == 0.5
 

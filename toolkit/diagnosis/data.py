@@ -58,7 +58,7 @@ def sees_documents(case: Case) -> Iterator[Finding]:
 
 def positions_wrong(case: Case) -> Iterator[Finding]:
     """Positions do not count from the beginning of each document."""
-    if case.worst("doctor/documents_joined", 0.1) and (behind := case.last("doctor/begins_behind_end")) < 0.5:
+    if (behind := case.last("doctor/begins_behind_end")) < 0.5:
         yield _of_packing(
             case, "position_ids", 1, f"positions begin anew within documents: {behind:.0%} of the times behind an end of text", 0.985,
             "Take a packing whose positions count through each document",

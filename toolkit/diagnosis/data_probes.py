@@ -75,6 +75,7 @@ class SeenRows:
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
+        self.begin = -1  # that of the data's first row, as it was read before the first step
 
     def add(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """Returns whether the row was that of an examined step before."""
@@ -84,8 +85,8 @@ class SeenRows:
         return {"doctor/rows_again": float(seen)}
 
     def begins_anew(self, batch: Mapping[str, Any]) -> bool:
-        """Returns whether the row is that of the first examined step."""
-        return self.numbers[:1] == [self.number(batch)]
+        """Returns whether the row is the data's first one, or that of the first examined step."""
+        return self.number(batch) in (self.begin, *self.numbers[:1])
 
     @staticmethod
     def number(batch: Mapping[str, Any]) -> int:
@@ -231,15 +232,18 @@ def position_counts(batches: Sequence[Mapping[str, Any]], end: int | None = None
             continue
         documents += int((number.amax(1) + 1).sum())
         rows += len(number)
-        if positions is not None and ids is not None:
-            real = number >= 0
-            begins = torch.ones_like(real)
-            begins[:, 1:] = number[:, 1:] != number[:, :-1]
+        if positions is None:
+            continue
+        real = number >= 0
+        begins = torch.ones_like(real)
+        begins[:, 1:] = number[:, 1:] != number[:, :-1]
+        same = (ids[:, 1:] == ids[:, :-1]) if ids is not None else torch.ones_like(real[:, 1:])
+        without_id = begins[:, 1:] & real[:, 1:] & same
+        behind += int((without_id & (batch["input_ids"][:, :-1] == end)).sum()) if end is not None else 0
+        joined += int(without_id.sum())
+        if ids is not None:
             wrong += int((real & (positions != _expected(begins))).sum())
             total += int(real.sum())
-            without_id = begins[:, 1:] & real[:, 1:] & (ids[:, 1:] == ids[:, :-1])
-            joined += int(without_id.sum())
-            behind += int((without_id & (batch["input_ids"][:, :-1] == end)).sum()) if end is not None else 0
     return {
         "doctor/documents_per_row": (documents, rows),
         "doctor/positions_wrong": (wrong, total),

@@ -56,11 +56,13 @@ class Probes:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the next examined step goes on from."""
-        return {"rows": list(self.rows.numbers), "norms": [list(each) for each in self._norms]}
+        rows = [self.rows.begin, *self.rows.numbers]
+        return {"rows": rows, "norms": [list(each) for each in self._norms]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state."""
-        self.rows.numbers, self._norms = list(state["rows"]), [list(each) for each in state["norms"]]
+        self.rows.begin, *self.rows.numbers = state["rows"]
+        self._norms = [list(each) for each in state["norms"]]
 
     def sizes(self, trainer: Trainer, module: Any) -> list[float]:
         """Returns the norms of the weights; nothing where no process has them."""
@@ -107,6 +109,7 @@ class Probes:
             count = max(SPANS * self.batches, MOST_TOKENS // (ROWS * data.sequence_length))
             training = _read(data.training_loader.batches, count) if is_fresh else []
             if training and _has_labels(training[0]):
+                self.rows.begin = SeenRows.number(training[0])
                 figures |= self._of_data(data, training, validation)
                 if examines:
                     first = trainer.strategy.batch_to_device(_divided(training))
