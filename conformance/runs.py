@@ -172,6 +172,23 @@ def _children(
     ]
 
 
+def start(words: Sequence[str], folder: Path, output: Path) -> Any:
+    """Starts a command in a forked process, and does not wait for it; it ends with this process at the latest.
+
+    Args:
+        words: The command and its arguments.
+        folder: The working directory.
+        output: What it writes goes to this path with `.out` and `.err` added.
+
+    Returns:
+        The process.
+    """
+    [child] = _children(words, folder, [{}], [output])
+    child.daemon = True
+    child.start()
+    return child
+
+
 def in_subprocess(function: Callable[..., Any], *arguments: Any) -> None:
     """Calls a function in another process, which hashes strings in another way and has no object of this one.
 

@@ -1,5 +1,6 @@
 """What several test files share: the command line in a subprocess, a tiny run, packages made on the spot."""
 
+import gc
 import logging
 import os
 import shutil
@@ -20,6 +21,8 @@ from conformance import runs
 from conformance.workshop import workshop
 from core import catalog
 from tests.support.technique_cost import Cost, Measured
+
+gc.disable()  # until all is collected: nothing of that is garbage
 
 # One thread here and in every subprocess, set before torch is imported: sums over other numbers of threads
 # differ in their last bits, and two processes of two threads each crawl on two cores.
@@ -65,6 +68,7 @@ runs.PRELOADED += [
     "plugins.objectives.causal_lm",
 ]
 runs.PRELOADED += ["datamodules.packing.concatenate", "datamodules.preparation.token_preparation"]
+runs.PRELOADED.insert(runs.PRELOADED.index("conformance.warmed"), "tests.support.warmed_quickstart")
 
 HOUSE = Path(__file__).resolve().parent.parent
 
@@ -104,6 +108,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile | None:
     """Takes the scheduler above, unless another way of distribution is asked for."""
     return ByFile(config, log) if config.getoption("dist") == "loadscope" else None
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what was imported and collected, millions of objects, out of every later search for cycles."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,16 @@ import yaml
 
 HOUSE = Path(__file__).resolve().parents[1]
 
+IMPORTED = """
+from pathlib import Path
+import core, plugins, callbacks, datamodules
+from conformance import Case
+from plugins.commands import docs_source
+print(core.__file__)
+docs_source.write(Path("texts"))
+print(Case("GPT").values["data"]["class_path"])
+"""
+
 
 @pytest.mark.ci
 def test_a_wheel_runs_from_any_folder(tmp_path):
@@ -50,23 +60,18 @@ def test_a_wheel_runs_from_any_folder(tmp_path):
             text=True,
         )
 
-    where = run(sys.executable, "-c", "import core, plugins, callbacks, datamodules; print(core.__file__)")
-    assert where.stdout.startswith(str(site)), where.stderr
+    found = run(sys.executable, "-c", IMPORTED)
+    assert found.stdout.startswith(str(site)), found.stderr
+    assert found.stdout.splitlines()[-1] == "core.pretrain_datamodule.PretrainDataModule"
     printed = run(sys.executable, "-m", "core", "fit", "--config", "quickstart", "--print_config")
     assert printed.returncode == 0, printed.stderr
     assert yaml.safe_load(printed.stdout)["model"]["network"]["class_path"] == "plugins.networks.gpt.GPT"
-    kit = "from conformance import Case; print(Case('GPT').values['data']['class_path'])"
-    assert run(sys.executable, "-c", kit).stdout.strip() == "core.pretrain_datamodule.PretrainDataModule"
     script = run(sys.executable, str(site / "bin" / "leyden"), "plugins", "list")
     assert "CausalLM" in script.stdout, script.stderr
     new = run(sys.executable, "-m", "core", "plugins", "new", "OwnSchedule", "--kind", "schedules")
     assert (elsewhere / "leyden-own-schedule" / ".github" / "workflows" / "test.yml").is_file(), new.stderr
-    texts = (
-        "from pathlib import Path; from plugins.commands import docs_source; docs_source.write(Path('texts'))"
-    )
-    written = run(sys.executable, "-c", texts)
     for name in ("docs/first-run.md", "docs/threat-model.md", "configs/README.md", "CHANGELOG.md"):
-        assert (elsewhere / "texts" / name).is_file(), (name, written.stderr)
+        assert (elsewhere / "texts" / name).is_file(), (name, found.stderr)
     assert (elsewhere / "texts" / "docs" / "pictures" / "WarmupCosine.png").is_file()
     assert (elsewhere / "texts" / "configs" / "quickstart.png").is_file()
     assert "docs/first-run.md" in (elsewhere / "texts" / "index.md").read_text(encoding="utf-8")

@@ -48,6 +48,7 @@ def test_what_parameters_gradients_and_optimizer_take_follows_from_their_number(
     assert max(found[name] for name in CLASSES) < found["total"] <= sum(found[name] for name in CLASSES)
 
 
+@pytest.mark.ci
 def test_sgd_has_no_state_and_checkpointing_has_fewer_activations(tmp_path):
     _, plain = run(tmp_path, MemoryMonitor(), optimizer=torch.optim.SGD)
     _, fewer = run(tmp_path, MemoryMonitor(), ActivationCheckpointing(), optimizer=torch.optim.SGD)
@@ -87,6 +88,7 @@ def test_only_the_steps_that_are_asked_for_are_looked_at(monitor, accumulated, e
     assert all(content.startswith(b"\x89PNG") and len(content) > 10_000 for content in pictures.values())
 
 
+@pytest.mark.ci
 def test_training_is_bitwise_the_same(tmp_path):
     looked, _ = run(tmp_path, MemoryMonitor(at_step=1, every_n_steps=1))
     other, _ = run(tmp_path, MemoryMonitor(at_step=99))

@@ -24,6 +24,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def declaration(entry: catalog.Entry) -> Declaration:
     return declaration_of(entry.load()) or Declaration(paper="")
 
 
+@cache
 def needs_other_data(entry: catalog.Entry) -> bool:
     """Returns whether a callback needs data, or an objective, that the tiny run has not; the kit tries it alone."""
     if "data" in Case(entry).overlay:
@@ -145,7 +147,8 @@ def needs_other_data(entry: catalog.Entry) -> bool:
     )
 
 
-def callbacks() -> list[Part]:
+@cache  # asked for each column
+def callbacks() -> tuple[Part, ...]:
     """Returns the rows: without callbacks that need data of their own."""
     found = []
     for entry in entries("callbacks"):
@@ -158,7 +161,7 @@ def callbacks() -> list[Part]:
         )
         overlay = Case(entry, short(entry.name)).overlay
         found.append(Part(entry.name, overlay, declared, frozenset(acts_in)))
-    return found
+    return tuple(found)
 
 
 def columns() -> list[Part]:

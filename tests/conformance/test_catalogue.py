@@ -37,7 +37,7 @@ HELD_ELSEWHERE = {
     "optimizers": ("resumes_bitwise", "resumes_its_own_state"),
     "schedules": ("resumes_bitwise", "resumes_its_own_state"),
 }
-"""Kind -> proofs whose promise other default tests hold at less cost: they are CI's."""
+"""Kind -> proofs whose promise other tests of CI hold at less cost: they are slow."""
 
 
 ON_THE_SAME_PARTS = {
@@ -59,7 +59,8 @@ ON_THE_SAME_PARTS = {
     "T5",
 }
 """Techniques whose runs on ranks and over a kill are made by the same code as GPT's, Llama's and Hybrid's, or are runs of
-MaskedDataModule or of its like: they are CI's."""
+MaskedDataModule or of its like: they are CI's. Networks on two ranks, which tests/distributed/test_families.py and the
+objectives' own runs have in CI, are slow."""
 
 
 def works_in_steps(target):
@@ -73,19 +74,24 @@ def marks(case, proof):
     """Returns how often a promise is tested: what other tests prove as well is slow, what is dear mostly CI's.
 
     RayEngine's own tests are on two machines; tests/test_configs.py has the examples of all. A run reads
-    finished tokens: how they were prepared makes a difference to it through the packing alone.
+    finished tokens: how they were prepared makes a difference to it through the packing alone, which has its own cases.
     """
     if proof.name == "builds_from_yaml" or (case.entry.name == "RayEngine" and proof.contract == "Engine"):
         return [pytest.mark.slow]
     kind = case.entry.kind
-    further = case != next(other for other in CASES if other.entry == case.entry)
     prepares = kind == "data" and "Packing" not in {base.__name__ for base in case.target.__mro__}
-    seldom = further or prepares or (kind in ("optimizers", "schedules") and proof.name in SHARED)
-    elsewhere = proof.name in HELD_ELSEWHERE.get(kind, ())
-    alike = case.entry.name in ON_THE_SAME_PARTS and proof.name in (*DEAR, "can_be_cut_along_its_tokens")
+    alike = case.entry.name in ON_THE_SAME_PARTS
+    if (prepares and proof.name in DEAR) or proof.name in HELD_ELSEWHERE.get(kind, ()):
+        return [pytest.mark.slow]
+    if alike and kind == "networks" and proof.name == "agrees_on_two_ranks":
+        return [pytest.mark.slow]
+    further = case != next(other for other in CASES if other.entry == case.entry)
+    seldom = further or (kind in ("optimizers", "schedules") and proof.name in SHARED)
+    again = (further or prepares) and proof.name == "config_round_trips"
+    alike = alike and proof.name in (*DEAR, "can_be_cut_along_its_tokens")
     # hundreds of steps where the count after few is not the same as without the technique
     long = proof.name == "leaks_nothing" and not (kind == "callbacks" and works_in_steps(case.target))
-    return [pytest.mark.ci] * (long or elsewhere or alike or (seldom and proof.name in DEAR))
+    return [pytest.mark.ci] * (long or again or alike or (seldom and proof.name in DEAR))
 
 
 PROMISES = [

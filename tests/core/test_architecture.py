@@ -348,6 +348,7 @@ def test_touches_of_what_is_inherited_from_lightning_are_found(tmp_path, monkeyp
     assert [line for line, _ in private_touches(tmp_path / "strings.py")] == [1, 2]
 
 
+@pytest.mark.ci
 def test_no_class_touches_what_is_private_in_the_class_of_lightning_that_it_derives_from():
     files = {module_of(path): path for path in source_files() if path.name != "__main__.py"}
     inherited = inherited_from_lightning(map(importlib.import_module, files))

@@ -363,7 +363,7 @@ AFTER_EPOCH = {"save_on_train_epoch_end": True}
     ("save", "options", "workers"),
     [
         pytest.param(EACH_STEP, {"max_steps": 26}, 0, marks=pytest.mark.ci),
-        (EACH_STEP, {"max_steps": 26, "val_check_interval": 4}, 2),
+        pytest.param(EACH_STEP, {"max_steps": 26, "val_check_interval": 4}, 2, marks=pytest.mark.ci),
         pytest.param(EACH_STEP, {"max_epochs": 3}, 0, marks=pytest.mark.ci),
         (EACH_STEP, {"max_steps": 26, "val_check_interval": 5, "check_val_every_n_epoch": None}, 0),
         (EACH_STEP, {"max_steps": 20, "limit_train_batches": 6, "limit_val_batches": 1}, 0),
@@ -372,7 +372,7 @@ AFTER_EPOCH = {"save_on_train_epoch_end": True}
         (AFTER_VALIDATION, {"max_epochs": 3, "val_check_interval": 4}, 2),
         pytest.param(AFTER_VALIDATION, {"max_steps": 20, "limit_train_batches": 6}, 0, marks=pytest.mark.ci),
         pytest.param(AFTER_EPOCH, {"max_steps": 26}, 0, marks=pytest.mark.ci),
-        (AFTER_EPOCH, {"max_epochs": 3}, 2),
+        pytest.param(AFTER_EPOCH, {"max_epochs": 3}, 2, marks=pytest.mark.ci),
         (AFTER_EPOCH, {"max_steps": 20, "limit_train_batches": 6}, 0),
     ],
 )

@@ -162,8 +162,13 @@ def test_one_process_goes_on_from_spread_experts_and_the_other_way_round():
     assert weights_apart(resumed(expected, spread, 2, "one-to-experts"), expected) < TOLERANCE
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("plugin", ["AtomicCheckpoint", "ShardedCheckpoint"])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        pytest.param("AtomicCheckpoint", marks=pytest.mark.slow),  # gathered as by test_whole_states.py
+        pytest.param("ShardedCheckpoint", marks=pytest.mark.ci),
+    ],
+)
 def test_resumed_it_is_bitwise_the_same(plugin):
     overlay = mixture({"expert": 2, "data_shard": 2}, plugins=[{"class_path": plugin}])
     overlay["model"] |= ADAM

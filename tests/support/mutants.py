@@ -99,6 +99,7 @@ def exchange(path: Path, tree: ast.Module) -> bool:
         code = left.pop()
         codes[code.co_qualname, code.co_firstlineno] = code
         left += [each for each in code.co_consts if isinstance(each, CodeType)]
+    gc.unfreeze()  # what was imported before the tests were collected is not looked at otherwise
     for each in gc.get_objects():
         if isinstance(each, FunctionType) and each.__code__.co_filename == str(path):
             new = codes[each.__code__.co_qualname, each.__code__.co_firstlineno]

@@ -454,9 +454,8 @@ def test_a_mistake_in_a_subprocess_ends_with_2(tmp_path):
     assert done.stderr.endswith("Did you mean quickstart?\n")
 
 
-@pytest.mark.parametrize(
-    ("sent", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.ci)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize(("sent", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_run_that_is_stopped_says_so_in_its_exit_code(sent, code, tmp_path):
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(TINY))
     process = subprocess.Popen(

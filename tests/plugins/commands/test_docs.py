@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -236,12 +237,33 @@ def test_the_link_checker_sees_what_is_broken(tmp_path):
     assert broken_links(tmp_path) == ["a.html: b.html#gone", "a.html: c.png"]
 
 
-@pytest.mark.ci
-def test_a_build_that_is_killed_leaves_the_earlier_site(tmp_path):
+@pytest.fixture
+def earlier(tmp_path):
+    """A site that is there."""
     site = tmp_path / "site"
     site.mkdir()
     (site / MARK).touch()
     (site / "index.html").write_text("the earlier one")
+    return site
+
+
+@pytest.mark.ci
+def test_a_build_that_is_interrupted_leaves_the_earlier_site_alone(earlier, tmp_path, monkeypatch):
+    """While pages are written; Sphinx reads all of them before, which takes most of its time."""
+
+    def interrupted(sphinx, **options):
+        (Path(sphinx.outdir) / "index.html").write_text("the new one")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sphinx.application.Sphinx.build", interrupted)
+    assert main(["docs", "--output", str(earlier)]) == 130
+    assert (earlier / "index.html").read_text() == "the earlier one"
+    assert list(tmp_path.iterdir()) == [earlier]
+
+
+@pytest.mark.slow  # the test above, with a signal that nothing can react to
+def test_a_build_that_is_killed_leaves_the_earlier_site(earlier, tmp_path):
+    site = earlier
     words = [sys.executable, "-m", "core", "docs", "--output", str(site)]
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob(".site.*.tmp/html/*.html")) and process.poll() is None:

@@ -5,8 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
@@ -17,8 +15,8 @@ from core.errors import ConfigError
 from plugins.commands.prefer_report import Rate, rates, strengths, wilson
 from plugins.commands.prefer_tasks import read_tasks
 from plugins.commands.prefer_votes import Votes, read_votes
-from tests.conftest import HOUSE
 from tests.support import browser
+from tests.support.started import Started
 
 HOSTILE = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"> & \"quotes\""
 
@@ -40,32 +38,15 @@ def write_answers(folder, models=("base", "tuned"), prompts=6):
     return [f"{model}={folder / f'{model}.jsonl'}" for model in models]
 
 
-class Comparing:
+class Comparing(Started):
     """A server process on a free port."""
 
     def __init__(self, folder, answers, *words):
-        command = [
-            sys.executable,
-            "-m",
-            "core",
-            "prefer",
-            "--port=0",
-            f"--output={folder / 'compared'}",
-            *words,
-        ]
-        self.process = subprocess.Popen(
-            [*command, "--answers", *answers],
-            cwd=folder,
-            env=os.environ | {"PYTHONPATH": str(HOUSE)},
-            stderr=subprocess.PIPE,
-            text=True,
+        self.output = folder / "compared"
+        super().__init__(
+            ["prefer", "--port=0", f"--output={self.output}", *words, "--answers", *answers], folder
         )
-        self.said, found = "", None
-        while found is None:
-            line = self.process.stderr.readline()
-            assert line, self.said
-            self.said += line
-            found = re.search(r"# open (http://127\.0\.0\.1:(\d+)(/[\w-]{32}/))", line)
+        found = self.until(r"# open (http://127\.0\.0\.1:(\d+)(/[\w-]{32}/))")
         self.url, self.port, self.path = found[1], int(found[2]), found[3]
 
     def ask(self, path="task", body=None, method=None, **headers):
@@ -83,12 +64,6 @@ class Comparing:
     def choose(self, choice):
         state = self.ask()[2]
         return self.ask("choice", {"task": state["task"], "choice": choice})[2]
-
-    def end(self, with_signal=signal.SIGTERM):
-        self.process.send_signal(with_signal)
-        self.said += self.process.stderr.read()
-        self.process.stderr.close()
-        return self.process.wait(30)
 
 
 def test_choices_over_http_become_preference_data(tmp_path):
@@ -202,7 +177,7 @@ def test_what_is_not_asked_by_the_page_is_refused(server):
 
 
 def test_one_process_writes_at_a_time(server, tmp_path):
-    folder = server.process.args[5].partition("=")[2]
+    folder = str(server.output)
     with pytest.raises(ConfigError, match="in use by another"):
         Votes(type(tmp_path)(folder))
 

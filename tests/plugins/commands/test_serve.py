@@ -2,12 +2,8 @@
 
 import http.client
 import json
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -20,8 +16,8 @@ from core.__main__ import main
 from plugins.commands.chat_prompts import encode_messages, find_template
 from plugins.commands.generate_network import load
 from plugins.commands.serve_requests import Limits, understood
-from tests.conftest import HOUSE
 from tests.support.chat_checkpoint import store_chat
+from tests.support.started import Started
 from toolkit.generation.decoding import Decoding
 from toolkit.generation.filters import Sampling
 
@@ -30,22 +26,12 @@ ANSWERED = (200, 408)
 """What a server answers that has a place: with a --timeout of a second a busy machine may be too slow for one token."""
 
 
-class Served:
+class Served(Started):
     """A server process on a free port."""
 
     def __init__(self, path, *words):
-        environment = os.environ | {"PYTHONPATH": str(HOUSE), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "core", "serve", f"--ckpt_path={path}", "--port=0", *words]
-        self.process = subprocess.Popen(
-            command, cwd=path.parent, env=environment, stderr=subprocess.PIPE, text=True
-        )
-        self.said, port = "", None
-        while port is None:
-            line = self.process.stderr.readline()
-            assert line, self.said
-            self.said += line
-            port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", line)
-        self.port = int(port[1])
+        super().__init__(["serve", f"--ckpt_path={path}", "--port=0", *words], path.parent)
+        self.port = int(self.until(r"http://127\.0\.0\.1:(\d+)/v1")[1])
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 
@@ -58,12 +44,6 @@ class Served:
         text = answer.read()
         connection.close()
         return answer.status, json.loads(text)
-
-    def end(self, with_signal=signal.SIGTERM):
-        """Returns the exit code."""
-        self.process.send_signal(with_signal)
-        self.said += self.process.stderr.read()
-        return self.process.wait(60)
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +279,7 @@ def narrow(tmp_path_factory):
     path = store_chat(tmp_path_factory.mktemp("narrow") / "endless.ckpt", window=None)
     server = Served(path, "--max_new_tokens=1000000", "--waiting=1")
     yield server
-    if server.process.poll() is None:
+    if server.process.is_alive():
         server.end()
 
 

@@ -9,20 +9,19 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import numpy as np
 import pytest
 
+from conformance.workshop import workshop
 from core.__main__ import main
 from plugins.commands import watch_table
 from plugins.commands.watch_runs import Runs
 from plugins.commands.watch_table import POINTS, Table, thinned
 from plugins.loggers.metrics_csv import MetricsCSV
-from tests.conftest import HOUSE
 from tests.support import browser
+from tests.support.started import Started
 from toolkit.diagnosis import Finding, write_findings
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -179,20 +178,12 @@ def write_run(folder, name="run", steps=60, text="The cat"):
     return run
 
 
-class Watched:
+class Watched(Started):
     """A server process on a free port."""
 
     def __init__(self, *folders):
-        command = [sys.executable, "-m", "core", "watch", "--port=0", *map(str, folders)]
-        self.process = subprocess.Popen(
-            command, env=os.environ | {"PYTHONPATH": str(HOUSE)}, stderr=subprocess.PIPE, text=True
-        )
-        self.said, found = "", None
-        while found is None:
-            line = self.process.stderr.readline()
-            assert line, self.said
-            self.said += line
-            found = re.search(r"# open (http://127\.0\.0\.1:(\d+)(/[\w-]{32}/))", line)
+        super().__init__(["watch", "--port=0", *map(str, folders)], workshop())
+        found = self.until(r"# open (http://127\.0\.0\.1:(\d+)(/[\w-]{32}/))")
         self.url, self.port, self.path = found[1], int(found[2]), found[3]
 
     def ask(self, path, method="GET", **headers):
@@ -202,12 +193,6 @@ class Watched:
         text, kind = answer.read().decode(), answer.headers.get("content-type", "")
         connection.close()
         return answer.status, answer.headers, json.loads(text) if "json" in kind else text
-
-    def end(self):
-        self.process.send_signal(signal.SIGINT)
-        self.said += self.process.stderr.read()
-        self.process.stderr.close()
-        return self.process.wait(30)
 
 
 def test_over_http(tmp_path):
@@ -258,7 +243,7 @@ def test_over_http(tmp_path):
         "a file": server.ask("../config.yaml")[0],
     }
     assert list(refused.values()) == [404, 404, 400, 405, 404, 404, 404], refused
-    assert server.end() == 130
+    assert server.end(signal.SIGINT) == 130
     assert "Traceback" not in server.said
     after = {path: path.stat().st_mtime_ns for path in before if path.name not in ("metrics.csv", "runs")}
     assert after == {path: time for path, time in before.items() if path in after}  # nothing was written
@@ -322,7 +307,7 @@ def test_in_a_browser(tmp_path):
             "return performance.getEntriesByType('resource').map(one => new URL(one.name).origin)"
         )
         assert set(loaded) == {f"http://127.0.0.1:{server.port}"}
-        assert server.end() == 130
+        assert server.end(signal.SIGINT) == 130
         deadline = time.monotonic() + 30
         while "Not up to date" not in page.run("return document.getElementById('message').textContent"):
             assert time.monotonic() < deadline

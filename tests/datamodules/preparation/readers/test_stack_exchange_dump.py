@@ -238,6 +238,7 @@ def test_mistakes_are_named(tmp_path):
             StackExchangeDump(str(tmp_path), **options)
 
 
+@pytest.mark.ci
 def test_workers_and_kills_change_no_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 20_000)
     monkeypatch.setattr(spilled_lines, "_HELD", 5000)

@@ -225,32 +225,36 @@ def test_what_is_no_archive_is_rejected(path):
 
 
 HARM = {
-    "an endless header line": (HEADERS + b"X-A: " + b"a" * 20_000_000, warc_records.BROKEN),
-    "endless headers": (HEADERS + b"X-A: b\r\n" * 3_000_000, warc_records.BROKEN),
-    "endless headers of HTTP": (
+    "an endless header line": lambda: (HEADERS + b"X-A: " + b"a" * 20_000_000, warc_records.BROKEN),
+    "endless headers": lambda: (HEADERS + b"X-A: b\r\n" * 3_000_000, warc_records.BROKEN),
+    "endless headers of HTTP": lambda: (
         HEADERS + b"Content-Length: 24000017\r\n\r\nHTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 3_000_000,
         warc_documents.NO_HTTP,
     ),
-    "a record of 300 MiB": (
+    "a record of 300 MiB": lambda: (
         HEADERS + b"Content-Length: 314572800\r\n\r\nHTTP/1.1 200 OK\r\n\r\n" + bytes(300 << 20),
         warc_records.HUGE,
     ),
-    "a record of a terabyte": (HEADERS + b"Content-Length: 1000000000000\r\n\r\nHTTP", warc_records.HUGE),
-    "a page that expands": (
+    "a record of a terabyte": lambda: (
+        HEADERS + b"Content-Length: 1000000000000\r\n\r\nHTTP",
+        warc_records.HUGE,
+    ),
+    "a page that expands": lambda: (
         response(gzip.compress(b" " * (200 << 20)), more=["Content-Encoding: gzip"]),
         TOO_LONG,
     ),
-    "a page that expands twice": (
+    "a page that expands twice": lambda: (
         response(gzip.compress(gzip.compress(b" " * (200 << 20))), more=["Content-Encoding: gzip, gzip"]),
         TOO_LONG,
     ),
 }
+"""Hundreds of megabytes, which are not made where tests are only collected."""
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", HARM)
 def test_archives_made_to_fill_the_memory_are_rejected(tmp_path, name):
-    harmful, reason = HARM[name]
+    harmful, reason = HARM[name]()
     write_archive(tmp_path / "a.warc.gz", [harmful, RESPONSES[0]])
     tracemalloc.start()
     found, rejects = read(tmp_path / "a.warc.gz")
@@ -290,6 +294,7 @@ def test_a_missing_package_is_named_with_the_line_that_installs_it(tmp_path, mon
         WARCDocuments(str(tmp_path), count_by="host")
 
 
+@pytest.mark.ci
 def test_workers_and_kills_change_no_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 1000)
     for number, text in enumerate(texts(60)):

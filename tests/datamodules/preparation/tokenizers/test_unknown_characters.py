@@ -161,6 +161,7 @@ for tokenizer in (WordPieceTokenizer(1500, [], "unk"), UnigramTokenizer(900, [],
 """
 
 
+@pytest.mark.ci
 def test_the_same_documents_give_the_same_tokenizer_in_every_process():
     root = Path(__file__).parents[4]
     said = {subprocess.check_output([sys.executable, "-c", DIGEST], cwd=root) for _ in range(2)}

@@ -68,6 +68,7 @@ def test_one_large_cluster_and_documents_without_words(tmp_path):
     assert found == {frozenset(range(200)), frozenset({200, 202}), frozenset({201})}
 
 
+@pytest.mark.ci
 def test_near_duplicates_never_straddle_a_split_whoever_prepares(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 20_000)
     documents = planted(300, seed=1)

@@ -143,7 +143,7 @@ def corpus(tmp_path):
     return tmp_path / "in"
 
 
-@pytest.mark.ci  # workers import torch
+@pytest.mark.slow  # workers import torch, and the kit runs it in another process
 def test_prepare_gives_the_same_folder_with_any_number_of_workers(plain, corpus, tmp_path):
     stage = {
         "class_path": "PerplexityFilter",

@@ -55,21 +55,26 @@ VALIDATION = {  # in steps of the epoch, or of the run
 }
 
 
-@pytest.mark.parametrize(
-    "validation", ["epoch", *(pytest.param(name, marks=pytest.mark.ci) for name in ("3", "run 5", "never"))]
-)
-@pytest.mark.parametrize(
-    "limits",
-    [
-        ["max_steps=3", "max_steps=11"],
-        ["max_steps=8", "max_steps=11"],  # the end of the first epoch
-        ["max_steps=3 max_epochs=2", "max_steps=-1 max_epochs=2"],
-        ["max_steps=10 max_epochs=2", "max_steps=15 max_epochs=2"],
-        ["max_epochs=1", "max_epochs=2"],
-        ["max_epochs=1", "max_steps=9", "max_steps=16 max_epochs=-1", "max_steps=19", "max_epochs=3"],
-    ],
-    ids=" then ".join,
-)
+LIMITS = [
+    ["max_steps=3", "max_steps=11"],
+    ["max_steps=8", "max_steps=11"],  # the end of the first epoch
+    ["max_steps=3 max_epochs=2", "max_steps=-1 max_epochs=2"],
+    ["max_steps=10 max_epochs=2", "max_steps=15 max_epochs=2"],
+    ["max_epochs=1", "max_epochs=2"],
+    ["max_epochs=1", "max_steps=9", "max_steps=16 max_epochs=-1", "max_steps=19", "max_epochs=3"],
+]
+
+
+def limited():
+    """Yields limits and when there is a validation; the last limits hold those of all others, in CI under each."""
+    for validation in VALIDATION:
+        for limits in LIMITS:
+            often = pytest.mark.ci if limits == LIMITS[-1] else pytest.mark.slow
+            marks = [] if validation == "epoch" else [often]
+            yield pytest.param(limits, validation, id=f"{' then '.join(limits)}-{validation}", marks=marks)
+
+
+@pytest.mark.parametrize(("limits", "validation"), limited())
 def test_a_run_that_was_limited_goes_on_as_if_it_had_not_been(limits, validation, fit):
     steps = [[f"--trainer.{word}" for word in limit.split()] for limit in limits]
     whole = fit("whole", *USUAL, *VALIDATION[validation], *steps[-1])
