@@ -108,7 +108,7 @@ CASES = {
     "dead_units": with_figure("doctor/initial_dead_units", 0.999, (1,)),
     "attention_collapse": with_figure("doctor/initial_attention_entropy", 0.01, (1,)),
     "data_bound": with_figure("time/data_share", 0.7, range(1, 9)),
-    "straggler": with_figure("time/slowest_rank_ratio", 2.0, range(1, 9)),
+    "straggler": with_figure("time/slowest_rank_ratio", 2.0, range(1, 21)),
     "communication_bound": with_figure("time/communication_share", 0.6, range(1, 9)),
     "fragmentation": with_figure("memory/fragmentation", 0.6, range(1, 9)),
     "batch_too_small": with_figure("noise_scale/batch_ratio", 100.0, range(1, 9)),
@@ -225,11 +225,7 @@ def test_history_goes_back_and_is_bounded(tmp_path):
 
 
 def shares(counts):
-    return {name.removeprefix("doctor/"): hits / total for name, (hits, total) in counts.items()}
-
-
-def labels(found):
-    return {name.removeprefix("doctor/"): share for name, share in figures_of(label_counts(found)).items()}
+    return {name.removeprefix("doctor/"): share for name, share in figures_of(counts).items()}
 
 
 def batches(count=16, rows=4, length=24, seed=0):
@@ -240,12 +236,12 @@ def batches(count=16, rows=4, length=24, seed=0):
 def test_labels_rows_and_positions_are_counted():
     found = batches(4)
     found[0]["labels"][:, :12] = -100
-    share = labels(found)
+    share = shares(label_counts(found))
     assert share["labels_next"] == 1.0
     assert share["labelled"] == 1 - 4 * 12 / (4 * 4 * 24)
     assert share["labels_elsewhere"] < 0.03
     ahead = [batch | {"labels": batch["labels"].roll(-2, 1)} for batch in found]
-    assert labels(ahead)["labels_offset"] == 3
+    assert shares(label_counts(ahead))["labels_offset"] == 3
     assert shares(repeated_rows([*found, found[1]]))["repeated_rows"] == 4 / 20
     moved = found[1]["input_ids"].roll(2, 1)  # the same text, cut elsewhere
     assert shares(repeated_rows([*found, {"input_ids": moved}]))["repeated_rows"] == 4 / 20
