@@ -357,6 +357,14 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
     # the loss without what an objective adds to it in training
     name = "train/task_loss" if len(case.series("train/task_loss")) else "train/loss"
     common, without, loss = case.together("doctor/plain_loss", name)
+    idle = case.series("doctor/without_gradient").values
+    dropped = idle > 0.1
+    if 2 <= dropped.sum() < len(idle):
+        yield Finding(
+            "dropout_too_high", int(case.series("doctor/without_gradient").first_step(dropped)),
+            f"in {dropped.sum()} of {len(idle)} steps {np.median(idle[dropped]):.0%} of the weights get no gradient: what they are in is left out",
+            0.82, "Leave it out less often", without_callbacks(case) or network_remedy(case),
+        )  # fmt: skip
     if len(common) < 2:
         return
     gaps = loss / without - 1
