@@ -47,7 +47,7 @@ class Probes:
         self.stepped = self._is_whole = False
         self._kept: list[tuple[Any, int]] = []
         self._fixed: Any = None
-        self._plain = 0.0
+        self._plain = self._coarse = 0.0
         self._check: GradientCheck | None = None
         self._state = OptimizerState()
         self.rows = SeenRows()
@@ -166,6 +166,7 @@ class Probes:
             self._fixed = trainer.strategy.batch_to_device(trainer.strategy.broadcast(row))
         if self._is_whole:
             self._check = GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
+            self._coarse = network_probes.coarse_share(module.network)  # as the step has used them
             self._plain = network_probes.plain_loss(module, [batch for batch, _ in self._kept])
 
     def after_step(self, trainer: Trainer, module: Any) -> dict[str, float]:
@@ -180,7 +181,7 @@ class Probes:
             figures["doctor/plain_loss"] = self._plain
             self._norms = self._check.norms()
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
-            figures["doctor/weights_coarse"] = network_probes.coarse_share(module.network)
+            figures["doctor/weights_coarse"] = self._coarse
             self._check = None
         if self._is_whole:
             figures["doctor/ranks_apart"] = ranks_apart(module)
