@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 
-from core.contracts import Batch, HasTokenizer, PackedBatches
+from core.contracts import Batch, HasTokenizer, MarksEndOfText, PackedBatches
 from core.data.token_datamodule import TokenDataModule
 from core.pretrain_datamodule import PretrainDataModule
 from toolkit.diagnosis import data_probes, network_probes
@@ -201,7 +201,7 @@ class Probes:
             ).cpu()
 
         counts = data_probes.label_counts(kept) | data_probes.position_counts(
-            kept, getattr(data, "end_of_text_id", None)
+            kept, data.end_of_text_id if isinstance(data, MarksEndOfText) else None
         )
         if isinstance(data, HasTokenizer):
             counts |= data_probes.round_trips(kept, data.tokenizer_json)
