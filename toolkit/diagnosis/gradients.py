@@ -107,7 +107,7 @@ def loss_scale(case: Case) -> Iterator[Finding]:
         yield Finding(
             "gradient_scale", int(steps[0]), f"the loss that is trained on is {np.median(times):.3g} times that of its batches", 0.91,
             _advice(case, "Average the loss over tokens and micro-batches once"),
-            without_callbacks(case) or {"model": {"objective": "CausalLM"}},
+            without_callbacks(case) or {"model": {"objective": {"class_path": "CausalLM"}}},
         )  # fmt: skip
 
 

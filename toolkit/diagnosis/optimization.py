@@ -95,7 +95,7 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
         yield Finding(
             "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.795,
             "Warm the rate up over the first 10% of the steps" + (f", to about {usual:.1g}" if peak > 2 * usual else ""),
-            {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.12}}} | lower},
+            {"model": _schedule(case, 0.12) | lower},
         )  # fmt: skip
     elif peak > 3 * usual or math.isnan(usual):
         rate = usual if math.isfinite(usual) else peak / 10
@@ -139,18 +139,24 @@ def group_hardly_moves(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "rate_too_low", int(series.steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
                 f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
-                _own_rates(case, "lr") or without_callbacks(case),
+                _own_options(case, "lr", _peak(case)) or without_callbacks(case),
             )  # fmt: skip
             return
 
 
-def _own_rates(case: Case, option: str) -> dict[str, Any]:
-    """Returns the overlay that takes an option out of what single parameters are given."""
+def _own_options(case: Case, option: str, value: float) -> dict[str, Any]:
+    """Returns the overlay that gives single parameters what all have, where they have an option of their own."""
     own = case.option("model.parameter_options", {}) or {}
     chosen = {
-        name: {option: None} for name, given in own.items() if isinstance(given, dict) and option in given
+        name: {option: value} for name, given in own.items() if isinstance(given, dict) and option in given
     }
     return {"model": {"parameter_options": chosen}} if chosen else {}
+
+
+def _schedule(case: Case, warmup: float) -> dict[str, Any]:
+    """Returns the overlay of a warm-up, of the schedule that there is, or of a cosine."""
+    name = {} if case.option("model.lr_scheduler") else {"class_path": "WarmupCosine"}
+    return {"lr_scheduler": {**name, "init_args": {"warmup_steps": warmup}}}
 
 
 def schedule_ends_early(case: Case) -> Iterator[Finding]:
@@ -191,7 +197,7 @@ def warmup_too_long(case: Case) -> Iterator[Finding]:
         yield Finding(
             "warmup_too_long", int(rate.steps[4]), f"the rate is {highest:.2g} at most until step {rate.steps[-1]}, and {given:g} is set"
             if stuck else evidence, 0.8, "Warm up over the first 10% of the steps",
-            {**without_callbacks(case), "model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.1}}}},
+            {**without_callbacks(case), "model": _schedule(case, 0.1)},
         )  # fmt: skip
 
 
@@ -206,7 +212,7 @@ def epsilon_too_large(case: Case) -> Iterator[Finding]:
         remedy = {"model": {"optimizer": {"init_args": {"eps": 1e-8}}}}
         yield Finding(
             "epsilon_too_large", 1, f"eps of {where} is {eps:g}, above usual gradients, and updates are {np.median(ratios):.2g} of the "
-            "weights", 0.83, "Set eps to 1e-8", _own_rates(case, "eps") if where in own else remedy,
+            "weights", 0.83, "Set eps to 1e-8", _own_options(case, "eps", 1e-8) if where in own else remedy,
         )  # fmt: skip
 
 
@@ -359,7 +365,7 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
     common, without, loss = case.together("doctor/plain_loss", name)
     idle = case.series("doctor/without_gradient").values
     dropped = idle > 0.1
-    if 2 <= dropped.sum() < len(idle):
+    if dropped.sum() >= 2 and (dropped[:-1] & ~dropped[1:]).any():  # and they have one again
         yield Finding(
             "dropout_too_high", int(case.series("doctor/without_gradient").first_step(dropped)),
             f"in {dropped.sum()} of {len(idle)} steps {np.median(idle[dropped]):.0%} of the weights get no gradient: what they are in is left out",
