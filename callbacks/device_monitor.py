@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,12 +72,22 @@ class DeviceMonitor(Callback):
         return utilization(before, self._times), temperature(), None
 
     @staticmethod
-    def _of_gpu(device: torch.device) -> tuple[float, float, float]:
-        return (
-            torch.cuda.utilization(device) / 100,
-            float(torch.cuda.temperature(device)),
-            torch.cuda.power_draw(device) / 1e3,
+    def _of_gpu(device: torch.device) -> tuple[float | None, float | None, float | None]:
+        percent, celsius, milliwatts = (
+            told(read, device)
+            for read in (torch.cuda.utilization, torch.cuda.temperature, torch.cuda.power_draw)
         )
+        return percent and percent / 100, celsius, milliwatts and milliwatts / 1e3
+
+
+def told(read: Callable[[torch.device], int], device: torch.device) -> float | None:
+    """Returns what NVML says of a GPU; None: it does not tell, such as of the use of a part of one (MIG)."""
+    from pynvml import NVMLError_NotSupported
+
+    try:
+        return float(read(device))
+    except NVMLError_NotSupported:
+        return None
 
 
 def figures(ranks: torch.Tensor) -> dict[str, float]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 
@@ -16,14 +15,12 @@ from core.errors import ConfigError
 from core.lightning_compat import collect_rng_states, set_rng_states
 from core.technique import technique
 from core.training.figures import log_figures
-from core.training.loss_ranks import dp_group, dp_rank, dp_size
 from toolkit.chat_template import EndsAnswers, HasTemplate
 from toolkit.class_labels import Predicts
 from toolkit.evaluation import EvaluatedModel, Evaluation
 from toolkit.evaluation_report import write_report
 from toolkit.evaluation_results import (
     FOLDER,
-    Ranks,
     Results,
     SetResult,
     check_items,
@@ -34,7 +31,7 @@ from toolkit.evaluation_results import (
     write_results,
 )
 from toolkit.generation.rows import evaluating
-from toolkit.whole_networks import as_forward, gathered, sharding_faults
+from toolkit.whole_networks import as_forward, gathered, ranks_of, sharding_faults
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -151,7 +148,7 @@ class Evaluate(Callback):
 
     def _results(self, trainer: Trainer, model: EvaluatedModel) -> dict[str, SetResult]:
         found = {}
-        ranks = Ranks(dp_rank(trainer), dp_size(trainer), lambda value: _gather(trainer, value))
+        ranks = ranks_of(trainer)
         with gathered(trainer, model.network):
             for name, evaluation in self.evaluations.items():
                 try:
@@ -181,12 +178,3 @@ class Evaluate(Callback):
             state,
             data.template if isinstance(data, HasTemplate) else None,
         )
-
-
-def _gather(trainer: Trainer, value: Any) -> list[Any]:
-    """Returns the values of the ranks with different tokens."""
-    if dp_size(trainer) == 1:
-        return [value]
-    found: list[Any] = [None] * dp_size(trainer)
-    torch.distributed.all_gather_object(found, value, group=dp_group(trainer))
-    return found

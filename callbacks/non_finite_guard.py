@@ -74,7 +74,7 @@ class NonFiniteGuard(Callback):
             drop_update(optimizer, self._bad)
         else:
             for gradient in local_tensors(gradients(optimizer)):
-                gradient.masked_fill_(self._bad, 0.0)
+                gradient.masked_fill_(self._bad.to(gradient.device), 0.0)
         self._batches.append([])
 
     def on_train_batch_end(

@@ -35,6 +35,7 @@ from toolkit.replayed_steps import (
     update_norms,
 )
 from toolkit.trials import NOT_RESTORABLE, compatibility_errors, say
+from toolkit.update_history import Departure, RecordsUpdates, departures, with_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -92,7 +93,8 @@ class SpikeReport(Callback):
     guilty if without it the step loses at least half of what it is above the step before it. Then everything is
     restored: the run goes on as without the report. `spike_report/step-00000123.md` has the documents with source, place and
     the beginning of their text, a picture of loss and gradient norm, and, for each block, the norm of the
-    update that the batch makes over that of the batch before.
+    update that the batch makes over that of the batch before, in trial steps. With WeightMonitor in the run, it also says from its record
+    which block's update-to-weight ratio left its band first, and at which step; otherwise which block the trial step moves most.
 
     Which document a row is made of is known to Concatenate, BestFit and PaddedDocuments; of other packings, rows are cut
     at the ends of texts. Source and id are those of `documents.parquet`, where `prepare` has written one.
@@ -242,9 +244,21 @@ class SpikeReport(Callback):
         self._written += 1
         if trainer.is_global_zero:
             rows = self._rows(documents, texts)
-            self._write(
-                trainer, spike, (usual, whole), (rows, found and documents.index(found), trials), moved
-            )
+            named = (rows, found and documents.index(found), trials)
+            self._write(trainer, spike, (usual, whole), named, (self._left(trainer, step), moved))
+
+    def _left(self, trainer: Trainer, step: int) -> list[Departure] | None:
+        """Returns the blocks that had left their band, by what was recorded; None if too little was."""
+        callbacks: Any = trainer.callbacks  # type: ignore[attr-defined]
+        recorder = next((one for one in callbacks if isinstance(one, RecordsUpdates)), None)
+        if recorder is None or recorder.update_history is None:
+            return None
+        history = recorder.update_history
+        try:
+            history = with_table(history, Path(trainer.default_root_dir, "metrics.csv"))
+        except ConfigError as error:
+            say(trainer, self, f"what the run recorded before it was resumed is left out: {error}")
+        return departures(history, step)
 
     def _texts(self, batch: list[Any], documents: list[Document], trainer: Trainer) -> dict[int, str]:
         """Returns the beginning of the text of each document, of all ranks."""
@@ -286,17 +300,18 @@ class SpikeReport(Callback):
         return rows
 
     def _write(
-        self, trainer: Trainer, spike: dict[str, Any], figures: Any, documents: Any, moved: dict[str, float]
+        self, trainer: Trainer, spike: dict[str, Any], figures: Any, documents: Any, blocks: Any
     ) -> None:
         step, folder = int(spike["step"]), Path(trainer.default_root_dir, "spike_report")
-        (usual, whole), (rows, index, trials) = figures, documents
+        (usual, whole), (rows, index, trials), (left, moved) = figures, documents, blocks
         name = f"step-{step:08d}"
         guilty_row = None if index is None else rows[index]
-        text = as_markdown(spike, usual, whole, rows, guilty_row, trials, moved, f"{name}.png")
+        text = as_markdown(spike, usual, whole, rows, guilty_row, trials, blocks, f"{name}.png")
         folder.mkdir(parents=True, exist_ok=True)
         pictures.save(draw(self._history.cpu().numpy(), step, self._seen, moved), folder / f"{name}.png")
         durable.write(folder / f"{name}.md", text)
         verdict = {"step": step, "guilty": guilty_row and list(guilty_row), "trials": trials, "blocks": moved}
+        verdict["left_their_band"] = None if left is None else [one._asdict() for one in left]
         durable.write(folder / f"{name}.json", json.dumps(verdict, indent=1) + "\n")
         which = (
             f"guilty is document {guilty_row[1]} ({guilty_row[4][:60]!r})"
@@ -329,10 +344,11 @@ def as_markdown(
     rows: list[tuple[str, ...]],
     guilty_row: tuple[str, ...] | None,
     trials: int,
-    moved: dict[str, float],
+    blocks: tuple[list[Departure] | None, dict[str, float]],
     picture: str,
 ) -> str:
-    """Returns the report."""
+    """Returns the report; `blocks` are those that left their band, and the ratios of updates in trial steps."""
+    left, moved = blocks
 
     def cell(value: str) -> str:
         return value.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("`", "'")
@@ -356,7 +372,8 @@ def as_markdown(
             f"No single document accounts for it ({trials} trial steps): look at rate, precision and the optimizer.",
             "",
         ]
-    lines += [f"![Loss, gradient norm and updates]({picture})", "", "## Updates by block", ""]
+    lines += [f"![Loss, gradient norm and updates]({picture})", "", *_moved_first(left, moved)]
+    lines += ["", "## Updates by block, in trial steps", ""]
     lines += ["| block | update of this batch over that of the batch before |", "| --- | --- |"]
     lines += [f"| {name} | {ratio:.3g} |" for name, ratio in moved.items()]
     lines += [
@@ -367,6 +384,27 @@ def as_markdown(
     ]
     lines += ["| --- | --- | --- | --- | --- |", *(f"| {' | '.join(map(cell, row))} |" for row in rows)]
     return "\n".join(lines) + "\n"
+
+
+def _moved_first(left: list[Departure] | None, moved: dict[str, float]) -> list[str]:
+    """Returns the part on the block that moved first, and where that is known from."""
+    lines = ["## Which block moved first", ""]
+    if left is None:
+        most = next(iter(moved), "none")
+        return [*lines, f"Not recorded (WeightMonitor records it). By the trial step: {most} moves most."]
+    if not left:
+        return [
+            *lines,
+            "Recorded by WeightMonitor: up to the spike, no block's update ratio had left its band.",
+        ]
+    lines += [f"Recorded by WeightMonitor: **{left[0].block}**, from step {left[0].step:,} on.", ""]
+    lines += [
+        "| block | outside since step | update over weight there | its band |",
+        "| --- | --- | --- | --- |",
+    ]
+    return lines + [
+        f"| {b} | {step:,} | {ratio:.3g} | {low:.3g} to {high:.3g} |" for b, step, ratio, low, high in left
+    ]
 
 
 def draw(history: np.ndarray, step: int, seen: int, moved: dict[str, float]) -> Figure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.network_parts import weight_groups
 from toolkit.sharded_squares import ShardedSquares
+from toolkit.update_history import UpdateHistory
 
 FIGURES = ("gradient_norm", "weight_norm", "update_norm")
 
@@ -35,7 +38,7 @@ class WeightMonitor(Callback):
     over weight, unless the weights are zero. Groups are `block.<i>`; `attention`, `mlp`, `norm` and `router`, each over all
     blocks; `embedding` and `head`. Tied embeddings are of `embedding` alone, the last norm is of no group. Only weights that
     are trained count. Which modules are attention or MLP the network says (`toolkit.network_parts`); of one that does not,
-    blocks and ends are logged.
+    blocks and ends are logged. SpikeReport says by these figures which block left its band before a spike.
 
     Norms are those of the full model under every strategy: each rank adds the squares of its shards, divided by the number
     of ranks that have the same ones. A monitored step takes memory for one more copy of the rank's weights. All other
@@ -62,11 +65,14 @@ class WeightMonitor(Callback):
         self._norms: ShardedSquares | None = None
         self._before: list[Tensor] | None = None
         self._squares: list[Tensor] = []
+        self.update_history: UpdateHistory | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Asks the network for its groups, and counts on how many ranks each weight is."""
         network: Any = pl_module.network
         self._norms = ShardedSquares(weight_groups(network, self.detail), pl_module.device)
+        blocks = [group for group in self._norms.groups if re.fullmatch(r"block\.\d+", group)]
+        self.update_history = UpdateHistory(blocks)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -92,7 +98,14 @@ class WeightMonitor(Callback):
             sums = torch.stack([*self._squares, self._norms.sums(updates)])
         if trainer.world_size > 1:
             sums = trainer.strategy.reduce(sums, reduce_op="sum")  # type: ignore[assignment]
-        log_figures(trainer, figures(self._norms.groups, sums.sqrt()))
+        found = figures(self._norms.groups, sums.sqrt())
+        log_figures(trainer, found)
+        if self.update_history is not None:
+            named = [f"update_ratio/{block}" for block in self.update_history.blocks]
+            ratios = [
+                math.inf if math.isnan(found.get(name, 0.0)) else found.get(name, math.nan) for name in named
+            ]
+            self.update_history.add(trainer.global_step, ratios)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Frees the copy where a step breaks off."""

@@ -30,7 +30,7 @@ from core.training.weights import check_weights
 GRADIENT_TOKENS = 4096.0
 """Divides summed losses before backward. A power of two: it changes exponents and rounds nothing."""
 
-FREQUENT = {NAME_OF_HOOK, "logging_step", "stepping", "_epoch", "step_loss", "step_sums", "_norm", "in_parts"}
+_OFTEN = {NAME_OF_HOOK, "logging_step", "stepping", "_epoch", "step_loss", "step_sums", "_norm", "in_parts"}
 """Attributes that are set in every step, and are no modules, parameters or buffers."""
 
 
@@ -111,7 +111,7 @@ class LanguageModule(AveragedWeights):
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Lightning notes the name of each hook here, 40 times a step: past nn.Module's search for parameters.
-        if name in FREQUENT:
+        if name in _OFTEN:
             object.__setattr__(self, name, value)
         else:
             super().__setattr__(name, value)

@@ -32,8 +32,11 @@ class AttendsThroughFunction(Protocol):
 class _Replaced:
     def __init__(self, module: Any, plain: Callable[..., Tensor]) -> None:
         self.module, self.plain = module, plain
+        # a hook, too: who has compiled the module sees by it that somebody listens
+        self.hook = module.register_forward_pre_hook(lambda module, inputs: None)
 
     def remove(self) -> None:
+        self.hook.remove()
         self.module.attend = self.plain
 
 

@@ -101,6 +101,8 @@ def read_chain(path: Path) -> Chain:
     """
     chain = Chain()
     try:
+        if path.exists() and not path.is_file():  # such as a pipe, which would be waited for
+            raise ValueError("it is no regular file")
         if path.stat().st_size > MOST_TABLE_BYTES:
             raise ValueError(f"it has more than {MOST_TABLE_BYTES:,} bytes")
         content = path.read_bytes()
@@ -117,6 +119,8 @@ def _take(chain: Chain, line: Any) -> None:
     if not isinstance(line, dict):
         raise ValueError("a line is no object")
     if "groups" in line:
+        if not isinstance(line.get("environment"), dict):
+            raise ValueError("its environment is no object")
         chain.environment, chain.groups = dict(line["environment"]), _names(line["groups"])
         return
     step = line.get("step")

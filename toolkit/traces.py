@@ -86,6 +86,8 @@ def read_trace(path: Path) -> Trace:
         if content[:2] == b"\x1f\x8b":
             unpacked = zlib.decompressobj(zlib.MAX_WBITS | 16)
             content = unpacked.decompress(content, MOST_BYTES + 1)
+            if not unpacked.eof and len(content) <= MOST_BYTES:
+                raise ValueError("it is cut off")
         document = parse_json(content, unique=False)
         return _trace(document)
     except (OSError, ValueError, zlib.error, KeyError, TypeError, AttributeError) as error:

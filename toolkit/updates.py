@@ -22,17 +22,26 @@ def drops_updates(optimizer: Optimizer) -> bool:
 
 def drop_update(optimizer: Optimizer, drop: Tensor) -> None:
     """Leaves out the next update if `drop` (0-d, boolean, on the device) of any call since the last one is true."""
-    known, drop = vars(optimizer), drop.float()
+    known, drop = vars(optimizer), _beside_weights(optimizer, drop.float())
     if "_drops_updates" not in known:
         hooks = optimizer.register_step_pre_hook(_repeat_drop), optimizer.register_step_post_hook(_keep_next)
         known["_drops_updates"] = hooks
     known["found_inf"] = known["_drop"] = torch.maximum(known["_drop"], drop) if "_drop" in known else drop
 
 
+def _beside_weights(optimizer: Optimizer, flag: Tensor) -> Tensor:
+    """Returns the flag where the optimizer steps, once it is there.
+
+    torch copies one that is elsewhere without waiting for the copy, and a step on the CPU then reads it too early.
+    """
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return flag.to(next(weights, flag).device)
+
+
 def _repeat_drop(optimizer: Any, *_: Any) -> None:
     """Adds the flag to what a gradient scaler has found, which it writes over `found_inf` as the step begins."""
     if (drop := vars(optimizer).get("_drop")) is not None:
-        optimizer.found_inf = torch.maximum(optimizer.found_inf, drop)
+        optimizer.found_inf = torch.maximum(_beside_weights(optimizer, optimizer.found_inf), drop)
 
 
 def _keep_next(optimizer: Any, *_: Any) -> None:

@@ -10,12 +10,14 @@ import torch
 from lightning.pytorch import Trainer
 
 from core.contracts import RunsAsForward
+from core.training.loss_ranks import dp_group, dp_rank, dp_size
+from toolkit.evaluation_results import Ranks
 from toolkit.shards import GathersNetworks
 
 if TYPE_CHECKING:
     from toolkit.selection import Run
 
-__all__ = ["as_forward", "gathered", "sharding_faults"]
+__all__ = ["as_forward", "gathered", "ranks_of", "sharding_faults"]
 
 T = TypeVar("T")
 
@@ -85,3 +87,16 @@ def as_forward(trainer: Trainer, pl_module: Any, name: str, function: Callable[[
             return cast(T, strategy.run_as_forward(name))
         finally:
             del vars(pl_module)[name]
+
+
+def ranks_of(trainer: Trainer) -> Ranks:
+    """Returns the ranks with different tokens, which share the items of evaluations."""
+    return Ranks(dp_rank(trainer), dp_size(trainer), lambda value: _gather(trainer, value))
+
+
+def _gather(trainer: Trainer, value: Any) -> list[Any]:
+    if dp_size(trainer) == 1:
+        return [value]
+    found: list[Any] = [None] * dp_size(trainer)
+    torch.distributed.all_gather_object(found, value, group=dp_group(trainer))
+    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["mix"]
+__all__ = ["mix", "seed_generators"]
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from math import exp
 from typing import Any
 
 import torch
@@ -83,5 +83,5 @@ def to_float64(value: Tensor) -> Tensor:
 
 def named(stage: str, of: Objective, means: dict[str, float], more: dict[str, Any]) -> dict[str, float]:
     """Returns the figures of an objective, and more, under the names that they are logged by; the perplexity where there is one."""
-    shown = {"perplexity": math.exp(min(means["loss"], 700.0))} if of.loss_unit == "nats/token" else {}
+    shown = {"perplexity": exp(min(means["loss"], 700.0))} if means and of.loss_unit == "nats/token" else {}
     return {f"{stage}/{key}": float(value) for key, value in (of.summary(means) | more | shown).items()}

@@ -58,14 +58,14 @@ class TokenIndex:
         """Tokens in each chunk, int64."""
         return (self.sizes - header_bytes(self.items)) // self.dtype.itemsize
 
-    def between(self, first: int, stop: int) -> tuple[TokenIndex, int]:
-        """Returns the index of the chunks that hold the tokens at positions [first, stop), and where the first one begins."""
+    def between(self, first: int, stop: int) -> tuple[TokenIndex, int, int]:
+        """Returns the index of the chunks that hold the tokens at positions [first, stop); number and begin of the first one."""
         ends = np.cumsum(self.tokens)
         low = int(np.searchsorted(ends, first, side="right"))
         high = int(np.searchsorted(ends - self.tokens, stop, side="left"))
         part = slice(low, high)
         index = TokenIndex(self.dtype, self.names[part], self.sizes[part], self.items[part], self.compressed)
-        return index, int(ends[low] - self.tokens[low])
+        return index, low, int(ends[low] - self.tokens[low])
 
 
 def within(folder: Path, name: str) -> tuple[Path, str]:

@@ -6,36 +6,20 @@ and repeats and skips data when ranks or workers change.
 
 from __future__ import annotations
 
-import resource
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from core.errors import ConfigError
-from datamodules.packing.block_checksums import CHECKSUMS, BlockChecks, read_sums
+from datamodules.packing.block_checksums import BlockChecks
+from datamodules.packing.local_chunks import LocalChunks, local_chunks
 from datamodules.packing.remote_chunks import Numbered, RemoteChunks
-from datamodules.packing.token_index import (
-    INDEX,
-    TokenIndex,
-    checked_header,
-    header_bytes,
-    read_header,
-    read_index,
-    within,
-)
+from datamodules.packing.token_index import INDEX, header_bytes, read_index
 from datamodules.remote.remote_folder import RemoteFolder, remote_of
-from toolkit.bounded import open_inside, read_error
-
-_MAPPINGS = 1 << 16
-"""Mappings that Linux allows a process by default (vm.max_map_count)."""
-
-_CHECKED_AT_ONCE = 1 << 24
-"""Up to this number of documents, all headers are checked when the store is opened; beyond it, when they are used."""
-
+from toolkit.bounded import read_error
 
 _parts: dict[Path, tuple[Path, tuple[int, int] | None]] = {}
 
@@ -51,7 +35,7 @@ def part_of(folder: Path, first: int, stop: int) -> Path:
 
 
 class TokenStore:
-    """The tokens of a folder of litdata chunks as one stream, mapped into memory.
+    """The tokens of a folder of litdata chunks as one stream, mapped into memory chunk by chunk as they are read.
 
     Args:
         folder: The chunks and their index.json (see :mod:`datamodules.packing.token_index`). In the local copy of a
@@ -68,9 +52,10 @@ class TokenStore:
     """
 
     remote: RemoteChunks | None = None
+    _local: LocalChunks | None = None
+    _low = 0  # the number in the folder of the first chunk
     _chunks: Sequence[np.ndarray]
     _offsets: Sequence[np.ndarray]
-    _files: Sequence[np.ndarray]
     _checks: BlockChecks | None = None
 
     def __init__(
@@ -78,31 +63,24 @@ class TokenStore:
     ) -> None:
         folder, span = _parts.get(folder, (folder, span))
         self.folder, self.span, self._of = folder, span, remote or remote_of(folder.parent)
-        path = folder / INDEX
         try:
-            index, begin = read_index(folder), 0
-            if span is not None:
-                index, begin = index.between(*span)
+            if self._of is None:
+                self._local = local_chunks(folder)
+            index, begin = self._local.index if self._local else read_index(folder), 0
             if index.compressed and self._of is None:
                 raise ValueError("its chunks are compressed; --data=LitdataDataModule reads them")
-            self._chunks, self._offsets = [], []
-            if self._of is not None:
-                self.remote = RemoteChunks(self._of, folder.name, index)
-                self._chunks, self._offsets = self.remote.tokens, self.remote.offsets
-            else:
-                mapped = lru_cache(_most_mapped(len(index.names)))(partial(_map, folder, index))
-                begins = header_bytes(index.items).tolist()
-                self._files = self._all_or_some(mapped, index)
-                self._chunks = self._all_or_some(
-                    lambda number: mapped(number)[begins[number] :].view(index.dtype), index
-                )
-                path = folder / CHECKSUMS
-                if span is None and (sums := read_sums(folder, index.sizes.tolist())):
-                    self._checks = BlockChecks(folder, index.names, sums)
-                headers = _Headers(folder, index, self._files, self._checks)
-                self._offsets = Numbered(len(index.names), lru_cache(mapped.cache_info().maxsize)(headers))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is missing or damaged: {read_error(error)}") from error
+            raise ConfigError(f"{folder / INDEX} is missing or damaged: {read_error(error)}") from error
+        if span is not None:
+            index, self._low, begin = index.between(*span)
+        if self._of is not None:
+            self.remote = RemoteChunks(self._of, folder.name, index)
+            self._chunks, self._offsets = self.remote.tokens, self.remote.offsets
+        elif (local := self._local) is not None:
+            low, count = self._low, len(index.names)
+            self._chunks = Numbered(count, lambda number: local.tokens(low + number))
+            self._offsets = Numbered(count, lambda number: local.offsets(low + number))
+            self._checks = local.checks if span is None else None
         tokens, self._items = index.tokens, index.items
         self._begins = header_bytes(index.items).tolist()
         self._itemsize, self._none = index.dtype.itemsize, np.empty(0, index.dtype)
@@ -113,17 +91,8 @@ class TokenStore:
         self._starts = self._ends - tokens
         self._end_list, self._start_list = self._ends.tolist(), self._starts.tolist()
         self._counts = np.cumsum(self._items)
-        if self.remote is None and self.number_of_documents <= _CHECKED_AT_ONCE:
-            for number in range(len(self._chunks)):
-                self._offsets[number]
-
-    @staticmethod
-    def _all_or_some(mapped: Callable[[int], np.ndarray], index: TokenIndex) -> Sequence[np.ndarray]:
-        """Returns the chunks' arrays: a list of all where they may stay mapped, which is faster."""
-        count = len(index.names)
-        if count <= _most_mapped(count):
-            return [mapped(number) for number in range(count)]
-        return Numbered(count, mapped)
+        if self._local and self._local.is_small:
+            self._local.check_headers()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenStore, (self.folder, self._of, self.span)  # a spawned worker maps the chunks itself
@@ -169,14 +138,20 @@ class TokenStore:
 
     def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
         """Returns (first token, number of tokens) of documents, which are numbered in the stream's order."""
-        found = []
         chunks = np.searchsorted(self._counts, indices, side="right")
         if self.remote is not None:
             self.remote.fetch_headers(np.unique(chunks).tolist())
-        for index, chunk in zip(indices, chunks, strict=True):
-            offsets, within = self._offsets[chunk], index - (self._counts[chunk] - self._items[chunk])
-            begin, end = ((int(offsets[i]) - int(offsets[0])) // self._itemsize for i in (within, within + 1))
-            found.append((int(self._starts[chunk]) + begin, end - begin))
+        within = indices - (self._counts - self._items)[chunks]
+        order = np.argsort(chunks, kind="stable")  # each header is looked up once
+        found, known, size = [(0, 0)] * len(indices), -1, self._itemsize
+        for at, chunk, number in zip(
+            order.tolist(), chunks[order].tolist(), within[order].tolist(), strict=True
+        ):
+            if chunk != known:
+                known, offsets = chunk, self._offsets[chunk]
+                base = offsets.item(0) - self._start_list[chunk] * size
+            begin, end = offsets.item(number), offsets.item(number + 1)
+            found[at] = (begin - base) // size, (end - begin) // size
         return found
 
     def starts_between(self, start: int, stop: int) -> np.ndarray:
@@ -251,8 +226,9 @@ class TokenStore:
     def _check(self, chunk: int, begin: int, end: int) -> None:
         """Checks the blocks of some tokens of a chunk, as long as there are some that were not read before."""
         if checks := self._checks:
-            at, size = self._begins[chunk], self._itemsize
-            checks.check(chunk, self._files[chunk], at + begin * size, at + end * size)
+            at, size, number = self._begins[chunk], self._itemsize, self._low + chunk
+            assert self._local is not None
+            checks.check(number, self._local.raw(number), at + begin * size, at + end * size)
             if not checks.left:
                 self._checks = None
 
@@ -286,58 +262,3 @@ def _between(offsets: np.ndarray, low: int, high: int, itemsize: int) -> np.ndar
     first, stop = (int(offsets[0]) + at * itemsize for at in (low, high))
     inside = offsets[(offsets > first) & (offsets < stop)]
     return np.concatenate([[first], inside, [stop]]).astype(np.uint32)
-
-
-class _Headers:
-    """The offsets of each chunk's documents, memory-mapped and checked."""
-
-    def __init__(
-        self, folder: Path, index: TokenIndex, files: Sequence[np.ndarray], checks: BlockChecks | None
-    ) -> None:
-        self.folder, self.index, self.files, self.checks = folder, index, files, checks
-
-    def __call__(self, number: int) -> np.ndarray:
-        """Returns the byte offsets of a chunk's documents and of its end."""
-        index, raw = self.index, self.files[number]
-        if self.checks:
-            self.checks.check(number, raw, 0, header_bytes(int(index.items[number])))
-        try:
-            return checked_header(raw, len(raw), int(index.items[number]), index.dtype.itemsize)
-        except ValueError as error:
-            raise ConfigError(
-                f"{self.folder / index.names[number]} is missing or damaged: {error}"
-            ) from error
-
-
-def _map(folder: Path, index: TokenIndex, number: int) -> np.ndarray:
-    """Returns a chunk's bytes, memory-mapped.
-
-    Raises:
-        ConfigError: If it cannot be read, or the number of bytes or the header differs from the index.
-    """
-    size, name = int(index.sizes[number]), index.names[number]
-    try:
-        with open_inside(*within(folder, name)) as stream:
-            if (found := stream.seek(0, 2)) != size:
-                raise ValueError(f"it has {found:,} bytes, {INDEX} says {size:,}")
-            raw = np.asarray(np.memmap(stream, np.uint8, mode="r"))  # type: ignore[call-overload]
-        read_header(raw, size, int(index.items[number]))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / name} is missing or damaged: {read_error(error)}") from error
-    return raw
-
-
-def _most_mapped(chunks: int) -> int:
-    """Returns how many chunks a process keeps mapped: all, or the last ones read where there are too many.
-
-    Each mapped chunk is an open file. This process's soft limit of open files is raised to the hard limit where it
-    takes that, of which one folder uses a quarter at most.
-    """
-    soft, hard = (
-        _MAPPINGS if limit == resource.RLIM_INFINITY else limit
-        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
-    )
-    if chunks > soft // 4 and soft < hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-        soft = hard
-    return max(1, min(chunks, soft // 4, _MAPPINGS // 2))

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -21,7 +21,7 @@ from core.technique import technique
 from plugins.cli.dispatch import main
 from plugins.cli.error_messages import chain
 
-__all__ = ["build", "fit", "main", "predict", "test", "validate"]
+__all__ = ["build", "fit", "main", "predict", "quieten", "started", "test", "validate"]
 
 _SOURCE = "LightningCLI of lightning 2.6, composed configs and preflight on top"
 
@@ -51,11 +51,16 @@ def predict(arguments: list[str]) -> int:
 
 
 def _run(subcommand: str, arguments: list[str]) -> int:
+    return started(lambda: build(subcommand, arguments, starts=True))
+
+
+def started(make: Callable[[], Any]) -> int:
+    """Starts the run that a function builds; says which rank was lost where another one fails for it."""
     from plugins.cli.runs import crowded_cores, lost_ranks
 
     note = crowded_cores.share_cores()
     try:
-        run = build(subcommand, arguments, starts=True)
+        run = make()
         if note and os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"# {note}", file=sys.stderr)
         return _started(run)
@@ -99,7 +104,7 @@ def build(subcommand: str, arguments: list[str], starts: bool = False, offline: 
     with _collector_paused():
         request = prepare(arguments, restarts.job(arguments) if starts and subcommand == "fit" else None)
         request.offline = offline
-        _quieten()
+        quieten()
         from plugins.cli.runs.built_run import BuiltRun
 
     return BuiltRun(subcommand, request, starts)
@@ -127,7 +132,7 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silences hints of Lightning that do not apply here: data loaders and paths are our own."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)

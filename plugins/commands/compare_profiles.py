@@ -26,11 +26,18 @@ def compare_profiles(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.rows < 1:
         raise ConfigError(f"--rows is {options.rows}; at least 1 operator is shown.")
-    one, other = (read_trace(Path(path)) for path in options.profiles)
+    one, other = (_read(Path(path)) for path in options.profiles)
     print_table(operator_rows(one, other, options.rows))
     print()
     print_table(idle_rows(one, other))
     return 0
+
+
+def _read(path: Path) -> Trace:
+    trace = read_trace(path)
+    if not trace.operators():
+        raise ConfigError(f"{path} has no operators: take a trace that the callback Profile wrote.")
+    return trace
 
 
 def operator_rows(one: Trace, other: Trace, rows: int) -> list[tuple[str, ...]]:

@@ -33,6 +33,10 @@ def doctor(arguments: list[str]) -> int:
         beside = {str(other) for other in folder.parent.glob("*") if (other / "metrics.csv").is_file()}
         raise ConfigError(f"There is no run folder {folder}.{nearest(str(folder), beside)}")
     case = Case(read_history(folder / "metrics.csv"), read_config(folder))
+    if not case.history.names():
+        raise ConfigError(
+            f"{folder}/metrics.csv has no figures: the run has not reached its first logged step, or ended before it."
+        )
     found = [finding for finding in diagnose(case) if finding.confidence >= options.least_confidence]
     if found:
         write_findings(found, folder)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.cli.configuration.arguments import option_values
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.trust import Trust, beside, take_option, trusting
 from plugins.commands.generate_options import add_model_options
@@ -31,12 +32,16 @@ def evaluate(arguments: list[str]) -> int:
     configuration. Results go into the folder `evaluation` of the checkpoint's run, one folder for each step, beside those that the
     step has already; or below --output.
 
+    Options of the Trainer evaluate on several processes, which share the items, as a run of this strategy does: those of the
+    checkpoint's run count where they are not given, and weights are computed in float32 unless --trainer.precision says otherwise.
+
     Example:
         python -m core evaluate --ckpt_path runs/quickstart --config evaluation.yaml
         python -m core evaluate --ckpt_path model.ckpt --config techniques/perplexity --output results
+        python -m core evaluate --ckpt_path runs/quickstart --trainer.devices=2 --trainer.strategy=FSDP
     """
     trusted, arguments = take_option(arguments)
-    options = _options(arguments)
+    options, words = _options(arguments)
     from plugins.checkpoints.checkpoint import step_recorded, stored_config
     from plugins.checkpoints.finding import resolve
     from plugins.cli.configuration.config_files import compose, find_config
@@ -60,9 +65,10 @@ def evaluate(arguments: list[str]) -> int:
     with trusting(whole):
         evaluations = _evaluations(values, path, options)
         check_names(evaluations, "Evaluate")
-        model = _model(path, options)
-        found = _measured(evaluations, model)
-    results = Results(step_recorded(path) or 0, None, digest(model.tokenizer_json), str(path), found)
+        found, tokenizer, writes = _measured(evaluations, path, options, words)
+    if not writes:
+        return 0
+    results = Results(step_recorded(path) or 0, None, digest(tokenizer), str(path), found)
     every = results if options.output else completed(results, folder)
     place = write_results(every, folder)
     write_report(folder, every)
@@ -71,7 +77,8 @@ def evaluate(arguments: list[str]) -> int:
     return 0
 
 
-def _options(arguments: list[str]) -> argparse.Namespace:
+def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options, and the words of those of the Trainer."""
     parser = Parser(prog="python -m core evaluate", description=evaluate.__doc__)
     add_model_options(parser, quantize=False)
     parser.add_argument(
@@ -82,10 +89,17 @@ def _options(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", metavar="NAME", action="append", default=[], help="of several; may be repeated"
     )
-    options = parser.parse_args(arguments)
+    found = [at for at in option_values(arguments) if at[2].startswith("trainer.")]
+    which = {n for first, count, *_ in found for n in range(first, first + count)}
+    options = parser.parse_args([word for n, word in enumerate(arguments) if n not in which])
     if options.batch_size < 1:
         raise ConfigError(f"--batch_size {options.batch_size} must be at least 1.")
-    return options
+    for name in ("device", "dtype"):
+        if found and getattr(options, name) != parser.get_default(name):
+            raise ConfigError(
+                f"--{name} is of one process: with --trainer options give --trainer.accelerator and --trainer.precision."
+            )
+    return options, [arguments[n] for n in sorted(which)]
 
 
 def _folder(path: Path) -> Path:
@@ -112,7 +126,8 @@ def _evaluations(values: Mapping[str, Any], path: Path, options: argparse.Namesp
     given = callbacks if isinstance(callbacks, list) else []
     qualify(given)
     own = [one for one in given if isinstance(one, dict) and one.get("class_path") == CALLBACK]
-    sets = (own[-1].get("init_args") or {}).get("evaluations") if own else None
+    arguments = own[-1].get("init_args") if own else None
+    sets = arguments.get("evaluations") if isinstance(arguments, Mapping) else None
     if not isinstance(sets, Mapping) or not sets:
         where = " ".join(options.config) or f"The configuration of {path}"
         raise ConfigError(
@@ -152,19 +167,27 @@ def _model(path: Path, options: argparse.Namespace) -> EvaluatedModel:
     return EvaluatedModel(*own, None, data, find_template(model, None))
 
 
-def _measured(evaluations: Mapping[str, Evaluation], model: EvaluatedModel) -> dict[str, SetResult]:
+def _measured(
+    evaluations: Mapping[str, Evaluation], path: Path, options: argparse.Namespace, words: list[str]
+) -> tuple[dict[str, SetResult], str, bool]:
+    """Returns results by name, the tokenizer, and whether this process writes them."""
     import torch
 
     from toolkit.evaluation_results import check_items
     from toolkit.evaluation_results import evaluate as measure
 
+    if words:
+        from plugins.commands.evaluate_ranks import measured
+
+        return measured(evaluations, path, words, options.batch_size)
+    model = _model(path, options)
     check_items(evaluations, model)
     found = {}
     with torch.no_grad():
         for name, one in evaluations.items():
             print(f"# {name} ({type(one).__name__})", file=sys.stderr)
             found[name] = measure(name, one, model)
-    return found
+    return found, model.tokenizer_json, True
 
 
 def _print(results: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -82,7 +83,7 @@ def launch(arguments: list[str]) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     _check_order(parser, options)
-    command = _command(options.command)
+    command = _command(options)
     template = _template(options.cluster)
     text = _text(template)
     kind = _kind(template, text)
@@ -139,13 +140,16 @@ def _check_order(parser: Parser, options: argparse.Namespace) -> None:
         parser.error("the following arguments are required: --cluster")
 
 
-def _command(words: list[str]) -> list[str]:
+def _command(options: argparse.Namespace) -> list[str]:
     """Returns the command that a cluster can run, without the `--` before it."""
+    words = options.command
     command = words[1:] if words[:1] == ["--"] else list(words)
     if not command or command[0].startswith("-"):
         raise ConfigError(
             "launch: after its options comes a command: launch --cluster slurm ... fit --config X"
         )
+    if command[0] == "prepare":
+        raise ConfigError(_arrays(options, command))
     if command[0] not in COMMANDS:
         raise ConfigError(
             f"launch: {command[0]!r} cannot be launched.{nearest(command[0], COMMANDS)}\n"
@@ -157,6 +161,24 @@ def _command(words: list[str]) -> list[str]:
             f"launch: {command[0]} {prints} only prints something. Call `python -m core {command[0]} {prints}` here."
         )
     return command
+
+
+def _arrays(options: argparse.Namespace, command: list[str]) -> str:
+    """Returns how to prepare on a cluster: `prepare` divides its work into tasks that may be done again, and submits them."""
+    given = {
+        name: getattr(options, name) for name in ("partition", "account", "time", "mem", "cpus_per_task")
+    }
+    given = {name.replace("_", "-"): str(value) for name, value in given.items() if value is not None}
+    words = [*command, "--data.engine=SlurmEngine"]
+    if options.nodes > 1:
+        words.append(f"--data.engine.jobs={options.nodes}")
+    if given:
+        words.append(f"--data.engine.options={json.dumps(given)}")
+    return (
+        "launch: prepare is not started by a launcher: it divides its work into tasks and submits them by itself, as array "
+        f"jobs of SLURM.\nCall this on a login node; --dry-run shows the script:\n  python -m core {shlex.join(words)}\n"
+        "Without SLURM: --data.engine=RayEngine on several machines, nothing on one, whose cores it then uses."
+    )
 
 
 def _template(cluster: str) -> Path:

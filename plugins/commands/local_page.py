@@ -21,7 +21,7 @@ FILES = {"": ("page.html", "text/html"), "page.js": ("page.js", "text/javascript
 """Path below the token -> file of the page and its type."""
 
 HEADERS = {
-    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "cache-control": "no-store",
     "cross-origin-resource-policy": "same-origin",

@@ -33,6 +33,7 @@ class Watching:
             Route("/runs", self._summaries),
             Route("/figures", self._figures),
             Route("/texts", self._texts),
+            Route("/picture", self._picture),
         ]
         return page_app("watch", self.token, routes)
 
@@ -46,6 +47,13 @@ class Watching:
     async def _texts(self, request: Request) -> Response:
         return await self._answer(self._run(request).texts)
 
+    async def _picture(self, request: Request) -> Response:
+        run, name = self._run(request), request.query_params.get("name", "")
+        content = await self._alone(lambda: run.picture(name))
+        if content is None:
+            raise Refused(404, "There is no such picture: reload the page.")
+        return Response(content, media_type="image/png", headers=HEADERS)
+
     def _run(self, request: Request) -> WatchedRun:
         number, runs = request.query_params.get("run", ""), self.runs.all()
         if not (number.isascii() and number.isdecimal() and len(number) < 6 and int(number) < len(runs)):
@@ -53,8 +61,11 @@ class Watching:
         return runs[int(number)]
 
     async def _answer(self, read: Any) -> Response:
+        return JSONResponse(await self._alone(read), headers=HEADERS)
+
+    async def _alone(self, read: Any) -> Any:
         def alone() -> Any:
             with self._one_at_a_time:
                 return read()
 
-        return JSONResponse(await run_in_threadpool(alone), headers=HEADERS)
+        return await run_in_threadpool(alone)

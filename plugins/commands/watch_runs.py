@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,6 +28,19 @@ MOST_CONFIG_BYTES = 1 << 19
 SHOWN = ("train/loss", "val/loss", "throughput/tokens_per_second", "throughput/peak_memory_gib", "heartbeat/slowest_rank",
          "heartbeat/slowest_over_median", "spike_rollback/rollbacks")  # fmt: skip
 """Figures whose newest value is shown beside a run's name."""
+
+
+NAME = r"[A-Za-z0-9][\w.-]{0,99}"
+PICTURE = re.compile(rf"({NAME}/){{0,2}}{NAME}\.png", re.ASCII)
+REPORT = re.compile(rf"evaluation/report\.md|spike_report/{NAME}\.md", re.ASCII)
+"""What names of pictures and reports look like, below the run folder."""
+
+MOST_PICTURES, MOST_PICTURE_BYTES = 64, 8 << 20
+MOST_REPORTS = 4
+MOST_ENTRIES = 2000
+"""Entries of a folder that are looked at."""
+
+PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class WatchedRun:
@@ -98,7 +112,69 @@ class WatchedRun:
             "findings": self._findings(),
             "rollbacks": _records([self._end_of("spike_rollbacks.json")]),
             "techniques": self._end_of("techniques.txt"),
+            "reports": [{"name": name, "text": self._begin_of(name)} for name in self._reports()],
+            "pictures": [
+                {"name": name, "version": str(changed)} for name, changed in self._pictures().items()
+            ],
         }
+
+    def picture(self, name: str) -> bytes | None:
+        """Returns a picture that :meth:`texts` names; None if there is no such PNG of at most 8 MiB."""
+        if name not in self._pictures():
+            return None
+        try:
+            with self._open(name) as stream:
+                content = stream.read(MOST_PICTURE_BYTES + 1)
+        except (OSError, ValueError):  # removed just now, or no file inside of the folder
+            return None
+        return content if content.startswith(PNG) and len(content) <= MOST_PICTURE_BYTES else None
+
+    def _begin_of(self, name: str) -> str:
+        try:
+            with self._open(name) as stream:
+                return stream.read(TAIL_BYTES).decode(errors="replace")
+        except (OSError, ValueError):
+            return ""
+
+    def _reports(self) -> list[str]:
+        """Returns the report of the evaluations, and the newest reports on spikes."""
+        spikes = sorted(self._files("spike_report/", REPORT), reverse=True)[:MOST_REPORTS]
+        return [*self._files("evaluation/", REPORT), *spikes]
+
+    def _pictures(self) -> dict[str, int]:
+        """Returns name -> time of change of the pictures: of the folder, of those in it, and of the newest evaluation."""
+        folders = ["", *self._folders("")]
+        steps = [
+            name for name in self._folders("evaluation/") if re.fullmatch(r"evaluation/step-\d{1,12}/", name)
+        ]
+        found: dict[str, int] = {}
+        for folder in [*folders, *sorted(steps)[-1:]]:
+            found |= self._files(folder, PICTURE)
+        return dict(sorted(found.items())[:MOST_PICTURES])
+
+    def _files(self, folder: str, pattern: re.Pattern[str]) -> dict[str, int]:
+        entries = self._entries(folder)
+        return {
+            folder + one.name: one.stat(follow_symlinks=False).st_mtime_ns
+            for one in entries
+            if pattern.fullmatch(folder + one.name) and one.is_file(follow_symlinks=False)
+        }
+
+    def _folders(self, folder: str) -> list[str]:
+        entries = self._entries(folder)
+        names = [one.name for one in entries if one.is_dir(follow_symlinks=False)]
+        return [f"{folder}{name}/" for name in sorted(names) if re.fullmatch(NAME, name, re.ASCII)]
+
+    def _entries(self, folder: str) -> list[os.DirEntry[str]]:
+        """Returns the first entries of a folder of the run; none of a link."""
+        path = self.root / self.below / folder
+        try:
+            if folder and path.is_symlink():
+                return []
+            with os.scandir(path) as entries:
+                return list(islice(entries, MOST_ENTRIES))
+        except OSError:  # it is not there, or was removed just now
+            return []
 
     def _findings(self) -> list[dict[str, Any]]:
         return _records(self._end_of("doctor/findings.jsonl").splitlines())

@@ -5,21 +5,31 @@ from __future__ import annotations
 import atexit
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.optim import Optimizer
 
 from core.contracts import Network
 from core.errors import ConfigError
 from core.lightning_compat import destroy_process_group
 from core.technique import technique
+from core.training import shards
 from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.ordered_reduce_scatter import OrderedReduceScatter
 from plugins.strategies.shared_scaler import scales_losses
+from toolkit.ordered_sums import Turn, norm_of_full
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -72,6 +82,7 @@ class FSDP(MeshStrategy):
         if replicas < 1:
             raise ConfigError(f"FSDP: replicas is {replicas}; it must be at least 1.")
         self.stage, self.replicas, self.offload = stage, replicas, offload
+        self._turn: Turn | None = None
         self.format = FORMATS[param_format]
         # Inputs are cast by `_cast_hidden`, not here: tables of rotary positions would lose too much in two bytes.
         # Without a reduce_dtype torch takes param_dtype, or float32, by its version.
@@ -148,6 +159,21 @@ class FSDP(MeshStrategy):
                 block.register_forward_pre_hook(partial(_cast_hidden, self.format))
         # Head and loss use its parameters after forward.
         fully_shard(module, reshard_after_forward=False, **options)
+
+    def sum_in_order(self, turn: Turn) -> None:
+        """Adds the ranks' gradients one after the other; see :class:`toolkit.ordered_sums.SumsInOrder`."""
+        self._turn = turn
+        for module in self.language_module.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+                module.set_custom_reduce_scatter(cast(Any, OrderedReduceScatter(turn)))
+
+    def gradient_norm(self, optimizer: Optimizer) -> Tensor:
+        """Returns the norm of the gradients of the full model, a 0-d tensor."""
+        if self._turn is None:
+            return super().gradient_norm(optimizer)
+        return norm_of_full(shards.gradients(optimizer))
 
 
 def _cast_hidden(format: torch.dtype, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -197,7 +197,8 @@ class MeshStrategy(ParallelStrategy):
         """Attaches the precision; a loss scaler has to skip a step on all ranks or on none."""
         super().setup_precision_plugin()
         if isinstance(self.precision_plugin, ScalesLosses) and self.precision_plugin.scaler is not None:
-            self.precision_plugin.scaler = SharedScaler(self.precision_plugin.scaler, self.root_device)
+            scaler = self.precision_plugin.scaler
+            self.precision_plugin.scaler = SharedScaler(scaler, self.parameter_device, self.root_device)
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -255,8 +256,8 @@ class MeshStrategy(ParallelStrategy):
     # -- gradients --------------------------------------------------------------------------------
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
-        """Returns the norm of the gradients of the full model, a 0-d tensor."""
-        return gradients.squared_norm(shards.gradients(optimizer)).sqrt()
+        """Returns the norm of the gradients of the full model, 0-d, on this rank's device."""
+        return gradients.squared_norm(shards.gradients(optimizer)).sqrt().to(self.root_device)
 
     def clip_gradients(
         self, optimizer: Optimizer, clip: float | None = None, algorithm: str | None = None

@@ -23,14 +23,17 @@ class SharedScaler(GradScaler):
 
     Args:
         scaler: Its scale, growth and backoff are used.
-        device: This rank's, on which ranks exchange messages.
+        weights: Where the optimizer steps; scale and decision are kept there. A fused optimizer copies a decision that is
+            elsewhere without waiting for the copy, and a CPU then reads it too early.
+        messages: This rank's device, on which ranks exchange messages.
     """
 
-    def __init__(self, scaler: GradScaler, device: torch.device) -> None:
+    def __init__(self, scaler: GradScaler, weights: torch.device, messages: torch.device) -> None:
         scale = scaler.get_scale()
         factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
-        super().__init__(device.type, scale, *factors, enabled=scaler.is_enabled())
-        self._messages = device
+        super().__init__(weights.type, scale, *factors, enabled=scaler.is_enabled())
+        self._lazy_init_scale_growth_tracker(weights)  # else `scale` takes the device of the loss
+        self._messages = messages
 
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divides the gradients by the scale; records whether a value on any rank is not finite."""
@@ -50,6 +53,7 @@ class SharedScaler(GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(parts, here, inverse.to(device))
             found += here.to(found.device)
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        found = found.to(self._scale.device)  # waits for the copy, if that is the CPU
         state["found_inf_per_device"] = {found.device: found}
         state["stage"] = OptState.UNSCALED
 

@@ -106,7 +106,7 @@ module = LanguageModule(lambda: Llama(max_sequence_length=128, tie_embeddings=Fa
 more = []
 if COMPILED:
     from callbacks.compile import Compile
-    more = [Compile()]
+    more = [Compile(scope="whole")]
 trainer = Trainer(
     accelerator="cpu", devices=1, max_steps=STEPS + 5, gradient_clip_val=1.0, log_every_n_steps=10, enable_model_summary=False,
     num_sanity_val_steps=0, use_distributed_sampler=False, default_root_dir=folder, profiler=NoProfiler(),

@@ -1,8 +1,10 @@
 """Files as Linux shows them, and a real run on this machine's cores."""
 
+import pytest
 import torch
 
-from callbacks.device_monitor import DeviceMonitor, cpu_times, figures, temperature, utilization
+from callbacks.device_monitor import DeviceMonitor, cpu_times, figures, temperature, told, utilization
+from callbacks.energy_monitor import gpu_counters
 
 STAT = "cpu  100 10 50 800 40 5 5 0 30 0\ncpu0 1 2 3 4 5 6 7 8 9 10\n"
 
@@ -44,3 +46,35 @@ def test_a_run_uses_the_cores(fit, tmp_path):
     found = {name: float(value) for name, value in run.trainer.callback_metrics.items() if "device/" in name}
     assert 0 <= found.get("device/utilization", 0.0) <= 1  # a clock tick is 10 ms: it may find none
     assert "device/power_watts" not in found
+
+
+def test_what_nvml_does_not_tell_is_not_known():
+    pynvml = pytest.importorskip("pynvml")
+
+    def of_a_part(device):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    assert told(of_a_part, torch.device("cuda")) is None
+    assert told(lambda device: 61, torch.device("cuda")) == 61.0
+    with pytest.raises(pynvml.NVMLError_GpuIsLost):
+        told(lambda device: pynvml._nvmlCheckReturn(pynvml.NVML_ERROR_GPU_IS_LOST), torch.device("cuda"))
+
+
+@pytest.mark.gpu
+def test_figures_of_a_gpu_are_those_of_nvml():
+    pynvml = pytest.importorskip("pynvml")
+    device = torch.device("cuda", 0)
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    [counter] = gpu_counters(device)
+    matrix = torch.ones(4096, 4096, device=device)
+    for _ in range(2000):  # seconds of work: NVML looks a few times a second
+        matrix = matrix @ matrix / 4096
+    torch.cuda.synchronize()
+    busy, celsius, watts = DeviceMonitor._of_gpu(device)
+    assert 0 < busy <= 1
+    assert abs(celsius - pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU)) <= 3
+    limit = pynvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1e3
+    assert 10 < watts < 1.2 * limit
+    joules = counter.joules()
+    assert 1 < joules < 1.2 * limit * 600

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback
 
 from callbacks.activation_monitor import ActivationMonitor
 from callbacks.spike_report import REQUEST, ROLLBACKS, SpikeReport
+from callbacks.weight_monitor import WeightMonitor
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.cli.preflight import ordered
@@ -40,13 +41,14 @@ def train(tmp_path):
         tokens = np.random.default_rng(0).integers(0, VOCAB, (80, 50)).tolist()
         TokenShards(1000).write(tokens, tmp_path / split, vocab_size=VOCAB)
 
-    def run(*more, **options):
+    def run(*more, optimizer=lambda groups: AdamW(groups, lr=0.01), **options):
         torch.manual_seed(0)
         callbacks = ordered([*more, SpikeReport(window=100)])
-        runner = trainer(tmp_path / "run", callbacks=callbacks, max_steps=4, limit_val_batches=0, **options)
+        options = {"max_steps": 4, "limit_val_batches": 0, **options}
+        runner = trainer(tmp_path / "run", callbacks=callbacks, **options)
         data = StoredTokens(str(tmp_path), 12, 4, shuffle=True)
         data.vocab_size, data.tokenizer_json = VOCAB, tokenizer()
-        runner.fit(module(optimizer=lambda groups: AdamW(groups, lr=0.01)), datamodule=data)
+        runner.fit(module(optimizer=optimizer), datamodule=data)
         return [
             json.loads(path.read_text()) for path in sorted((tmp_path / "run/spike_report").glob("*.json"))
         ]
@@ -74,6 +76,36 @@ def test_a_report_on_request_lists_the_documents_of_the_step(train, tmp_path, mi
     parts = [part for place in places for part in place.split("; ")]
     assert sum(int(part.rpartition("+")[2]) for part in parts) == 4 * 12 * micro_batches
     assert set(report["blocks"]) >= {"embed_tokens", "layers.0", "layers.1"}
+
+
+class Planted(Callback):
+    """From a step on, the gradients of a block are 10 times as large; two steps later those of all blocks."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for number, block in enumerate(pl_module.network.blocks):
+            if trainer.global_step + 1 >= (20 if number == 1 else 22):
+                for parameter in block.parameters():
+                    parameter.grad.mul_(10)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_the_block_that_moved_first_is_recorded_or_replayed_and_the_report_says_which(
+    train, tmp_path, recorded
+):
+    Path(tmp_path, "run").mkdir()
+    Path(tmp_path, "run", REQUEST).touch()
+    monitors = [WeightMonitor(every_n_steps=1)] if recorded else []
+    slow = lambda groups: torch.optim.SGD(groups, lr=0.005)  # noqa: E731 - updates in proportion to gradients
+    (report,) = train(Planted(), *monitors, optimizer=slow, max_steps=25, log_every_n_steps=24)
+    text = next((tmp_path / "run/spike_report").glob("*.md")).read_text()
+    left = report["left_their_band"]
+    if recorded:
+        assert [(one["block"], one["step"]) for one in left] == [("block.1", 20), ("block.0", 22)]
+        assert "Recorded by WeightMonitor: **block.1**, from step 20 on." in text
+        assert left[0]["ratio"] > left[0]["high"] > left[0]["low"] > 0
+    else:
+        assert left is None
+        assert f"Not recorded (WeightMonitor records it). By the trial step: {next(iter(report['blocks']))} moves most" in text  # fmt: skip
 
 
 class GoesBack(Callback):

@@ -73,10 +73,12 @@ LIGHTNING: dict[str, dict[str, Any]] = {
 
 SHORT: dict[str, dict[str, Any]] = {
     "BatchSizeRamp": {"start": 0.5, "tokens_until_full": 128, "growth": "doubling"},
+    "Compile": {"backend": "eager"},
     "LRFinder": {"num_steps": 10, "then": "use"},
     "RandomRestart": {"seeds": 3, "num_steps": 3},
+    "RankInvariance": {"micro_batches": 2},
 }
-"""Arguments for runs of a few steps, where those of the example are for longer ones."""
+"""Arguments for runs of a few steps, where those of the example are for longer ones, or need minutes of a compiler."""
 
 COMPARES_PARTS = ("AdaptiveBatchSize", "GradientNoiseScale")
 """Callbacks that take a step apart, which the groups' single micro-batch and experts do not allow; the kit tries them alone."""

@@ -65,6 +65,7 @@ MAMBA = {"n_layer": 2, "n_embd": 16, "head_dim": 8, "state_size": 4}
 GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
+BY_RANKS = ("agrees_on_two_ranks", "its_figures_agree_on_two_ranks")
 ENCODER = {
     "n_layer": 2,
     "n_head": 2,
@@ -242,6 +243,12 @@ def _cases():
         Case("ActivationCheckpointing", {"keep": ["mm"]}),
         Case("BatchSizeRamp", SHORT["BatchSizeRamp"]),
         Case("ActivationOffload", {"min_bytes": 0}),
+        Case(
+            "RankInvariance",
+            {"micro_batches": 3},
+            exempt=dict.fromkeys(BY_RANKS, "ranks do not share a micro-batch"),
+        ),
+        Case("Compile", SHORT["Compile"]),
         Case("BitsandbytesWeights", {"kind": "nf4"}),
         Case("BitsandbytesWeights", {"kind": "int8", "compute_dtype": "float32"}),
         Case("Float8", {"recipe": "rowwise_with_gw_hp"}),

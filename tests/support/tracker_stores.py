@@ -28,39 +28,47 @@ class Held:
     checkpoints: set
 
 
-def of_mlflow(folder):
+def mlflow_runs(folder):
+    """Returns the client and the runs of a folder."""
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{folder.parent}/mlflow.db")
-    runs = client.search_runs([client.get_experiment_by_name("leyden").experiment_id])
-    data, id = runs[0].data, runs[0].info.run_id
+    return client, client.search_runs([client.get_experiment_by_name("leyden").experiment_id])
+
+
+def mlflow_rows(folder):
+    client, (run, *_) = mlflow_runs(folder)
     rows = {}
-    for name in data.metrics:
-        for one in client.get_metric_history(id, name):
+    for name in run.data.metrics:
+        for one in client.get_metric_history(run.info.run_id, name):
             rows.setdefault(one.step, {})[name] = one.value
+    return dict(sorted(rows.items()))
+
+
+def of_mlflow(folder):
+    client, runs = mlflow_runs(folder)
+    data, id = runs[0].data, runs[0].info.run_id
     pictures = {Path(one.path).stem for one in client.list_artifacts(id) if one.path.endswith(".png")}
     checkpoints = {int(key.partition(".")[2]) for key in data.tags if key.startswith("checkpoint.")}
     assert runs[0].info.status == "FINISHED"
     assert data.tags["changed.trainer.max_steps"] == "10"
     assert runs[0].info.run_name == folder.name
-    return Held(len(runs), dict(sorted(rows.items())), data.params, pictures, checkpoints)
+    return Held(len(runs), mlflow_rows(folder), data.params, pictures, checkpoints)
 
 
-def of_trackio(folder):
+def of_trackio(folder, project="tracker-stores"):
     from trackio.sqlite_storage import SQLiteStorage
 
-    runs = SQLiteStorage.get_runs("tracker-stores")
+    runs = SQLiteStorage.get_runs(project)
     rows, pictures = {}, set()
-    for row in SQLiteStorage.get_logs("tracker-stores", runs[0]):
+    for row in SQLiteStorage.get_logs(project, runs[0]):
         images = {key for key, value in row.items() if isinstance(value, dict)}
         pictures |= images
         rows.setdefault(row["step"], {}).update({key: row[key] for key in row.keys() - images})
-    config = SQLiteStorage.get_run_config("tracker-stores", runs[0])
+    config = SQLiteStorage.get_run_config(project, runs[0])
     name = f"{runs[0]}-checkpoint"
     steps = {
-        step
-        for step in (4, 10)
-        if SQLiteStorage.resolve_artifact_version("tracker-stores", name, f"step-{step}")
+        step for step in (4, 10) if SQLiteStorage.resolve_artifact_version(project, name, f"step-{step}")
     }
     return Held(len(runs), rows, config, pictures, steps)
 
@@ -106,5 +114,45 @@ def of_wandb(folder):
     return Held(len(ids), rows, config, pictures, checkpoints)
 
 
+def copies_in_mlflow(folder, step):
+    client, (run,) = mlflow_runs(folder)
+    return Path(client.download_artifacts(run.info.run_id, f"checkpoints/step-{step:08d}.ckpt")).read_bytes()
+
+
+def copies_in_trackio(folder, step):
+    from trackio import cas
+    from trackio.sqlite_storage import SQLiteStorage
+
+    project = "tracker-copies"
+    (name,) = SQLiteStorage.get_runs(project)
+    found = SQLiteStorage.get_artifact_manifest(project, f"{name}-checkpoint", f"step-{step}")
+    (entry,) = found["manifest"]
+    return cas.blob_path(project, entry["digest"]).read_bytes()
+
+
+def copies_in_wandb(folder, step):
+    from wandb.proto import wandb_internal_pb2
+
+    for path in folder.glob("wandb/offline-run-*/*.wandb"):
+        for data in records(path.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            artifact = record.artifact
+            if artifact.type == "model" and json.loads(artifact.metadata)["step"] == step:
+                (entry,) = artifact.manifest.contents
+                return Path(entry.local_path).read_bytes()
+    return None
+
+
+COPIES = {"Mlflow": copies_in_mlflow, "Trackio": copies_in_trackio, "Wandb": copies_in_wandb}
+"""Tracker -> what reads the copy of a checkpoint, by its step."""
+
 READERS = {"Mlflow": of_mlflow, "Trackio": of_trackio, "Wandb": of_wandb}
 """Tracker -> what reads its store."""
+
+ROWS = {
+    "Mlflow": mlflow_rows,
+    "Trackio": lambda folder: of_trackio(folder, "tracker-copies").rows,
+    "Wandb": lambda folder: of_wandb(folder).rows,
+}
+"""Tracker -> what reads figures by its step."""

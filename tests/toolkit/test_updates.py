@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.copied_flags import EarlyCopies
 from toolkit.updates import drop_update, drops_updates
 
 
@@ -46,3 +48,26 @@ def test_one_of_several_is_enough():
     drop_update(optimizer, torch.tensor(True))
     assert not step(weight, optimizer, drop=False)
     assert step(weight, optimizer, drop=False)
+
+
+@pytest.mark.parametrize("scales", [False, True])
+def test_weights_on_the_cpu_wait_for_the_flag_of_a_gpu(scales):
+    with FakeTensorMode():
+        weight, optimizer = fused_adam()
+        weight.grad = torch.ones(3)
+        drop_update(optimizer, torch.ones((), device="cuda"))
+        if scales:  # what a gradient scaler on the GPU writes as the step begins
+            optimizer.found_inf = torch.zeros((), device="cuda")
+        with EarlyCopies() as copies:
+            optimizer.step()
+    assert copies.shapes == []
+
+
+@pytest.mark.gpu
+def test_a_flag_that_a_gpu_has_not_computed_yet_drops_the_step_of_weights_on_the_cpu():
+    weight, optimizer = fused_adam()
+    weight.grad = torch.ones(3)
+    torch.cuda._sleep(1 << 30)  # a flag that is copied without waiting is 0 or anything until then
+    drop_update(optimizer, torch.ones((), device="cuda") > 0)
+    optimizer.step()
+    assert weight.tolist() == [1.0, 1.0, 1.0]

@@ -97,6 +97,8 @@ def read_history(path: Path) -> History:
         ConfigError: If there is no such file, or it is not as MetricsCSV writes it.
     """
     try:
+        if path.exists() and not path.is_file():  # such as a pipe, which would be waited for
+            raise ConfigError(f"{path} is not as MetricsCSV writes it: it is no regular file.")
         if path.stat().st_size > MOST_TABLE_BYTES:
             raise ConfigError(
                 f"{path} has more than {MOST_TABLE_BYTES:,} bytes: it is not as MetricsCSV writes it."

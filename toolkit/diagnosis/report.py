@@ -30,7 +30,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not as `fit` writes it: {str(error).splitlines()[0]}.") from error
-    return found if isinstance(found, dict) else {}
+    if found is not None and not isinstance(found, dict):
+        raise ConfigError(f"{path} is not as `fit` writes it: it has no sections, such as trainer.")
+    return found or {}
 
 
 def remedy_text(finding: Finding) -> str:

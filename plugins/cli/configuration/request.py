@@ -85,10 +85,29 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
         rest += restarts.shape(stored.record, stored.values, composed.values, rest)
     whole = Trust(trusted, beside)
     with trusting(whole):
-        trust.check(composed.values, _origin(composed, checkpoint))
-    for entry in registered(_words(composed.values, rest)):
-        entry.load()
+        _load(composed, rest, checkpoint)
     return Request(composed, rest, checkpoint, stored.values, job, folder=stored.folder, trust=whole)
+
+
+def of_checkpoint(values: dict[str, Any], arguments: list[str], checkpoint: Path) -> Request:
+    """Returns the request of a command that runs a checkpoint with what it took of the stored configuration.
+
+    Args:
+        values: What it took.
+        arguments: The user's, over them.
+        checkpoint: The checkpoint.
+    """
+    composed, rest = _composed([], [*arguments, f"--ckpt_path={checkpoint}"], values)
+    _load(composed, rest, checkpoint)
+    folder = _resumes_in(checkpoint, None) or checkpoint.parent
+    return Request(composed, rest, checkpoint, {}, folder=folder, trust=trust.active())
+
+
+def _load(composed: Composed, arguments: list[str], checkpoint: Path | None) -> None:
+    """Imports the techniques that are named, after a look at what is not to be imported."""
+    trust.check(composed.values, _origin(composed, checkpoint))
+    for entry in registered(_words(composed.values, arguments)):
+        entry.load()
 
 
 def _wanted(layers: list[Layer], arguments: list[str]) -> str:

@@ -45,6 +45,12 @@ from toolkit.adapters import Adapter
 from toolkit.ranks import launched_rank
 from toolkit.selection import Run, Selected
 
+INEXACT = (
+    "Not bitwise as without the stop: some GPU kernels add gradients in any order. It is so in a run that has "
+    "--trainer.deterministic=true from the first step on."
+)
+"""Said where a run resumes on CUDA; also of "warn", with which torch keeps attention's backward as it is."""
+
 
 class BuiltRun:
     """Parses, checks and builds a run of one command, which `start` then runs.
@@ -260,6 +266,9 @@ class BuiltRun:
                     f"model.weights={self.unread} is not read: the weights are those of the checkpoint.",
                     flush=True,
                 )
+            device, exact = self.trainer.strategy.root_device.type, self.config["trainer"]["deterministic"]
+            if self.only == "fit" and device == "cuda" and exact is not True:
+                print(INEXACT, flush=True)
 
     # -- running --------------------------------------------------------------------------------------
 

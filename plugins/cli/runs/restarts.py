@@ -9,6 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from core import catalog
 from core.errors import ConfigError
 from plugins.cli.configuration.arguments import last
 from plugins.cli.runs.claims import start_of
@@ -91,7 +92,8 @@ def shape(
         yield f"--trainer.devices={each}"
         yield f"--trainer.num_nodes={processes // each}"
     most = last(arguments, "data.batch_size") or _rows(values) or _rows(stored)
-    if before != processes and _rows(stored):  # else the data module divides its rows among the ranks
+    # without rows the data module divides them among the ranks
+    if before != processes and _rows(stored) and not _fixes_batch(stored):
         accumulated, rows = _shared(before, processes, stored, int(most))
         yield f"--trainer.accumulate_grad_batches={accumulated}"
         yield f"--data.batch_size={rows}"
@@ -107,6 +109,14 @@ def _shared(before: int, processes: int, stored: Mapping[str, Any], most: int) -
             "evenly.\nStart it on another number of processes, or from the beginning with another data.batch_size."
         )
     return batch // (fitting[-1] * processes), fitting[-1]
+
+
+def _fixes_batch(stored: Mapping[str, Any]) -> bool:
+    """Returns whether a callback of a run makes the batch of a step the same on any number of processes."""
+    fixing = {name for e in catalog.offers("global_batch", "callbacks") for name in (e.name, e.class_path)}
+    chosen = stored["trainer"].get("callbacks") or ()
+    names = (item.get("class_path") if isinstance(item, Mapping) else item for item in chosen)
+    return any(name in fixing for name in names)
 
 
 def _rows(values: Mapping[str, Any]) -> int:

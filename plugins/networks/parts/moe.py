@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,6 +19,9 @@ from plugins.networks.parts.mlp import ACTIVATIONS
 from toolkit.routing import Routing
 
 Scores = Literal["softmax", "sigmoid"]
+
+TRACES_FLOAT32 = Version(torch.__version__) >= Version("2.15.dev")
+"""Whether torch's compiler knows grouped products in float32, which it multiplies on the CPU."""
 
 
 class Router(nn.Module):
@@ -186,6 +190,7 @@ def _multiplier(x: Tensor, weight: Tensor, counts: Tensor) -> Callable[[Tensor, 
 def groups_products(device: str, dtype: torch.dtype, widths: Any) -> bool:
     """Whether torch multiplies groups of rows in one call: in bf16 on GPUs, also float32 on the CPU; by 16 bytes."""
     fits = (dtype is torch.bfloat16 and device == "cuda") or (dtype is torch.float32 and device == "cpu")
+    fits = fits and (dtype is torch.bfloat16 or not torch.compiler.is_compiling() or TRACES_FLOAT32)
     return hasattr(F, "grouped_mm") and fits and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 

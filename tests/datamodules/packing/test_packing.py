@@ -286,6 +286,20 @@ def test_best_fit_leaves_less_than_one_per_cent_empty(tmp_path, monkeypatch):
     assert len(store) / (rows * 256) > 0.99
 
 
+@given(st.lists(st.integers(1, 32), max_size=60))
+def test_best_fit_is_as_the_paper_has_it(store, sizes):
+    """The longest piece first, each into the row that is then fullest; the first of equals."""
+    pieces = list(enumerate(sizes))
+    rows = []
+    for piece in sorted(pieces, key=lambda piece: -piece[1]):
+        fitting = [row for row in rows if sum(size for _, size in row) + piece[1] <= 32]
+        if fitting:
+            max(fitting, key=lambda row: sum(size for _, size in row)).append(piece)
+        else:
+            rows.append([piece])
+    assert batches(BestFitBatches, store, shuffle=False).pack(pieces, 32, None) == rows
+
+
 def test_padded_rows_are_about_as_long_as_their_neighbours(tmp_path, monkeypatch):
     monkeypatch.setattr(grouped, "GROUP", 2048)
     lengths = np.random.default_rng(0).integers(1, 500, 4096)

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from conformance.runs import in_subprocess
 from core.errors import ConfigError
-from datamodules.packing.token_store import TokenStore
+from datamodules.packing import local_chunks
+from datamodules.packing.concatenate import Concatenate
+from datamodules.packing.token_store import TokenStore, part_of
 from tests.support.positions import LENGTHS, write_positions
 
 
@@ -105,23 +107,70 @@ def test_damage_is_named(store, tmp_path, damage, file, reason):
     assert str(folder / file) in str(caught.value)
 
 
-def _reads_with_limit(folder, above, most):
-    """With so many more open files than this process may have at least."""
+def _held(folder):
+    """Returns how many of a folder's files this process has open, without the one of checksums."""
+    open_files = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+    return sum(str(folder) in path and path.endswith(".bin") for path in open_files)
+
+
+def _limit(above):
+    """Lets this process have so many more open files at most than it may have at first; returns the latter."""
     soft = max(map(int, os.listdir("/proc/self/fd"))) + 8
     assert soft < 300
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, soft + above))
-    store = TokenStore(folder)
+    return soft
+
+
+def _reads(folders, above, most=None):
+    """Reads folders in turn with a limit, then lets go of one after the other."""
+    soft = _limit(above)
+    stores = {folder: TokenStore(folder) for folder in folders}
     for at in np.random.default_rng(0).permutation(601).tolist():
-        assert store.read(at, at + 3).tolist() == [*range(at, min(at + 3, 601))]
-    assert store.document_starts().tolist() == [*range(0, 601, 2)]
-    held = sum(str(folder) in os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
-    assert held <= (most or soft // 4 + 1)  # and the checksums
+        for store in stores.values():
+            assert store.read(at, at + 3).tolist() == [*range(at, min(at + 3, 601))]
+    assert sum(map(_held, folders)) <= (most or soft // 4)
+    store = None
+    for folder in folders:
+        assert stores[folder].document_starts().tolist() == [*range(0, 601, 2)]
+        assert 0 < _held(folder) <= (most or soft // 4)
+        del stores[folder]
+        assert _held(folder) == 0
 
 
 def test_more_chunks_than_a_process_may_have_open(tmp_path):
-    """Each mapped chunk is an open file: those that were read last stay open, as many as the limit allows."""
-    chunks = len(write_positions(tmp_path, [2] * 300 + [1], shard_bytes=1)._chunks)
-    assert chunks == 301
+    """Each mapped chunk is an open file: those that were read last stay open, as many as the limit allows, of all folders."""
+    folders = [tmp_path / "one", tmp_path / "other"]
+    chunks = [len(write_positions(folder, [2] * 300 + [1], shard_bytes=1)._chunks) for folder in folders]
+    assert chunks == [301, 301]
     # Not forks of this process, in which other tests may have left files open.
-    in_subprocess(_reads_with_limit, tmp_path, 5 * chunks, chunks + 1)
-    in_subprocess(_reads_with_limit, tmp_path, 0, None)
+    in_subprocess(_reads, folders[:1], 5 * 301, 301)
+    in_subprocess(_reads, folders, 0)
+
+
+def test_chunks_of_a_large_folder_are_opened_when_they_are_read(tmp_path):
+    write_positions(tmp_path, [1] * 1100, shard_bytes=1)
+    (tmp_path / "chunk-0-700.bin").unlink()
+    store = TokenStore(tmp_path)
+    assert _held(tmp_path) == 0
+    assert store.read(500, 503).tolist() == [500, 501, 502]
+    assert _held(tmp_path) == 3
+    with pytest.raises(ConfigError, match=r"chunk-0-700.bin is missing"):
+        store.read(700, 701)
+
+
+def test_a_folder_is_opened_once_for_all_who_read_it(store, tmp_path, monkeypatch):
+    folder, read = tmp_path / "copy", []
+    shutil.copytree(store.folder, folder)
+    index = local_chunks.read_index
+    monkeypatch.setattr(local_chunks, "read_index", lambda path: read.append(path) or index(path))
+    training = Concatenate().batches(folder, sequence_length=8, batch_size=1)
+    part = TokenStore(part_of(folder, 300, 601))
+    assert read == [folder]
+    files = _held(folder)
+    assert part.read(0, 301).tolist() == [*range(300, 601)] == training.store.read(300, 601).tolist()
+    assert _held(folder) == files
+    shutil.copytree(folder, tmp_path / "again")  # prepared again while the other is read
+    shutil.rmtree(folder)
+    (tmp_path / "again").rename(folder)
+    assert TokenStore(folder).read(0, 601).tolist() == [*range(601)]
+    assert read == [folder, folder]

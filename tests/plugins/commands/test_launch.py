@@ -89,6 +89,19 @@ def test_slurms_resources(launch):
     assert "export SRUN_CPUS_PER_TASK=12 " in script  # srun takes none of sbatch's since SLURM 22.05
 
 
+def test_prepare_submits_its_own_array_jobs_with_the_options_of_launch(launch, tmp_path, capsys):
+    (tmp_path / "a b").mkdir()
+    (tmp_path / "a b" / "one.txt").write_text("One text.\n" * 50)
+    words = ("--nodes=16", "--partition=cpu,big", "--time=2:00:00", "--cpus-per-task=2", "prepare")
+    message = launch("--cluster=slurm", *words, "--config=data/text", "--data.source=a b", code=2)
+    assert len(message.splitlines()) <= 10
+    [line] = [line for line in message.splitlines() if line.startswith("  python -m core prepare")]
+    assert main([*shlex.split(line)[3:], "--dry-run"]) == 0
+    options = sbatch_options(capsys.readouterr().out)
+    assert options["array"].endswith("%16")
+    assert (options["partition"], options["time"], options["cpus-per-task"]) == ("cpu,big", "2:00:00", "2")
+
+
 def test_kubernetes(launch):
     words = ["--nodes=3", "--least-nodes=2", "--devices=8", "--image=registry/x:1"]
     job = yaml.safe_load(launch("--cluster=kubernetes", *words, "--dry-run", *FIT))
@@ -250,7 +263,7 @@ def test_the_command_is_checked_before_anything_is_written(launch, tools, tmp_pa
         ([*FIT, "--cluster", "slurm"], "launch: --cluster is after the command"),
         (["--cluster=slurm", *FIT, "--nodes=2"], "launch: --nodes is after the command"),
         (["--cluster=slurm", "--", "rm", "-rf", "."], "'rm' cannot be launched"),
-        (["--cluster=slurm", "prepare", "--config=quickstart"], "'prepare' cannot be launched"),
+        (["--cluster=torchrun", "prepare", "--config=quickstart"], "--data.engine=RayEngine on several machines"),
         (["--cluster=slurm", "validte"], "Did you mean validate?"),
         (["--cluster=slurm", "fit", "--help"], "Call `python -m core fit --help` here"),
         (["--cluster=slurm", "fit", "--print_config=plain"], "only prints something"),

@@ -16,12 +16,13 @@ import pytest
 
 from conformance.workshop import workshop
 from core.__main__ import main
-from plugins.commands import watch_table
-from plugins.commands.watch_runs import Runs
+from plugins.commands import watch_runs, watch_table
+from plugins.commands.watch_runs import PNG, Runs
 from plugins.commands.watch_table import POINTS, Table, thinned
 from plugins.loggers.metrics_csv import MetricsCSV
 from tests.support import browser
 from tests.support.started import Started
+from toolkit import pictures
 from toolkit.diagnosis import Finding, write_findings
 
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
@@ -145,6 +146,51 @@ def test_files_of_a_hostile_folder_are_not_followed_or_waited_for(tmp_path, monk
     assert summary["step"] < 19
 
 
+def test_pictures_and_reports_have_plain_names_and_bounded_sizes(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "runs")
+    (run / "evaluation" / "step-00000010" / "deep").mkdir(parents=True)
+    (run / "evaluation" / "step-00000020").mkdir()
+    (run / "spike_report").mkdir()
+    shown = ["evaluation/step-00000020/recall.png", "loss_curve.png", "spike_report/step-00000003.png"]
+    others = ["evaluation/step-00000010/recall.png", "evaluation/step-00000010/deep/x.png", ".hidden.png", "a b.png",
+              "\u00e4.png", "x.svg"]  # fmt: skip
+    for name in (*shown, *others):
+        (run / name).write_bytes(PNG + name.encode())
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (run / "link.png").symlink_to(tmp_path / "secret.png")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.png").write_bytes(PNG)
+    (run / "linked").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(run / "pipe.png")
+    (run / "page.png").write_text("<script>")
+    (run / "large.png").write_bytes(PNG + b"x" * 300)
+    for step in range(9):
+        (run / "spike_report" / f"step-0000000{step}.md").write_text(f"# Spike at step {step}")
+    (run / "evaluation" / "report.md").write_text("# Evaluation " + "x" * 100_000)
+    monkeypatch.setattr(watch_runs, "MOST_PICTURE_BYTES", 200)
+    [found] = Runs([str(tmp_path / "runs")]).all()
+    texts = found.texts()
+    assert [one["name"] for one in texts["pictures"]] == sorted([*shown, "large.png", "page.png"])
+    assert [found.picture(name) for name in shown] == [PNG + name.encode() for name in shown]
+    refused = [
+        *others,
+        "link.png",
+        "linked/x.png",
+        "pipe.png",
+        "page.png",
+        "large.png",
+        "../../secret.png",
+        "",
+        "config.yaml",
+    ]
+    assert {found.picture(name) for name in refused} == {None}
+    assert [one["name"] for one in texts["reports"]] == [
+        "evaluation/report.md",
+        *(f"spike_report/step-0000000{step}.md" for step in (8, 7, 6, 5)),
+    ]
+    assert len(texts["reports"][0]["text"]) == 1 << 16
+
+
 def test_folders_that_are_removed_meanwhile(tmp_path):
     (tmp_path / "runs").mkdir()
     runs = Runs([str(tmp_path / "runs")])
@@ -190,7 +236,7 @@ class Watched(Started):
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         connection.request(method, path if path.startswith("/") else self.path + path, headers=headers)
         answer = connection.getresponse()
-        text, kind = answer.read().decode(), answer.headers.get("content-type", "")
+        text, kind = answer.read().decode(errors="replace"), answer.headers.get("content-type", "")
         connection.close()
         return answer.status, answer.headers, json.loads(text) if "json" in kind else text
 
@@ -198,6 +244,7 @@ class Watched(Started):
 def test_over_http(tmp_path):
     folder = tmp_path / "runs"
     run = write_run(folder)
+    (run / "loss_curve.png").write_bytes(PNG)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     server = Watched(folder)
     [summary] = server.ask("runs")[2]["runs"]
@@ -233,7 +280,12 @@ def test_over_http(tmp_path):
     assert not re.search(
         r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|Function\(|https?://", script
     )
+    status, headers, _ = server.ask("picture?run=0&name=loss_curve.png")
+    assert (status, headers["content-type"]) == (200, "image/png")
+    assert "img-src 'self'" in headers["content-security-policy"]
     refused = {
+        "a picture that is none": server.ask("picture?run=0&name=config.yaml")[0],
+        "a picture elsewhere": server.ask("picture?run=0&name=../later/x.png")[0],
         "no token": server.ask("/runs")[0],
         "another token": server.ask(f"/{'x' * 32}/runs")[0],
         "another host": server.ask("runs", Host="evil.example")[0],
@@ -242,7 +294,7 @@ def test_over_http(tmp_path):
         "no number": server.ask("figures?run=../..&groups=loss")[0],
         "a file": server.ask("../config.yaml")[0],
     }
-    assert list(refused.values()) == [404, 404, 400, 405, 404, 404, 404], refused
+    assert list(refused.values()) == [404, 404, 404, 404, 400, 405, 404, 404, 404], refused
     assert server.end(signal.SIGINT) == 130
     assert "Traceback" not in server.said
     after = {path: path.stat().st_mtime_ns for path in before if path.name not in ("metrics.csv", "runs")}
@@ -262,6 +314,11 @@ const done = arguments[arguments.length - 1];
 const look = () => document.querySelectorAll('figure canvas').length >= arguments[0] ? done(true) : setTimeout(look, 30);
 look();
 """
+IMAGES = """
+const done = arguments[arguments.length - 1];
+const look = () => [...document.images].filter(one => one.naturalWidth).length >= arguments[0] ? done(true) : setTimeout(look, 30);
+look();
+"""
 INK = """
 const canvas = [...document.querySelectorAll('figure')].find(one => one.textContent === arguments[0]).querySelector('canvas');
 const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
@@ -276,6 +333,10 @@ return [...colours];
 def test_in_a_browser(tmp_path):
     folder = tmp_path / "runs"
     write_run(folder, "first")
+    pictures.save(pictures.new_figure(2, 1), folder / "first" / "loss_curve.png")
+    (folder / "first" / "spike_report").mkdir()
+    (folder / "first" / "spike_report" / "step-00000020.md").write_text(f"# Spike at step 20 {HOSTILE}")
+    (folder / "first" / "broken.png").write_text(HOSTILE)
     write_run(folder, "second", steps=40)
     server = Watched(folder)
     with browser.Browser() as page:
@@ -302,7 +363,15 @@ def test_in_a_browser(tmp_path):
         assert HOSTILE in text  # as text: in the name of a figure, a sample, a finding
         assert "a step did not end" in text
         assert page.run("return document.title") == "Runs"
-        assert page.run("return document.querySelectorAll('img, main script').length") == 0
+        assert "# Spike at step 20" in text
+        assert page.run("return document.querySelectorAll('main script').length") == 0
+        # the picture is drawn, and what only has its name is not
+        page.run("for (const one of document.images) one.loading = 'eager';")
+        page.wait_for(IMAGES, 1)
+        assert page.run("return [...document.images].map(one => [one.alt, one.naturalWidth > 0])") == [
+            ["broken.png", False],
+            ["loss_curve.png", True],
+        ]
         loaded = page.run(
             "return performance.getEntriesByType('resource').map(one => new URL(one.name).origin)"
         )

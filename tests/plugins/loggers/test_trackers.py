@@ -2,15 +2,28 @@
 
 import os
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from callbacks.periodic_checkpoint import PeriodicCheckpoint
+from callbacks.spike_rollback import SpikeRollback
 from conformance.runs import run
+from core import catalog
 from core.errors import ConfigError
+from datamodules.preparation.writers.token_shards import TokenShards
+from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.cli import preflight
 from plugins.loggers.tracker import Tracker, flat
-from tests.support.tracker_stores import READERS, needs
+from plugins.optimizers.adamw import AdamW
+from tests.support.poison import Poison
+from tests.support.tiny_training import VOCAB, module, trainer
+from tests.support.tokens import StoredTokens
+from tests.support.tracker_stores import COPIES, READERS, ROWS, needs
 from toolkit import pictures
+from toolkit.checkpoint_names import step_named
 
 
 class Kept(Tracker):
@@ -229,6 +242,45 @@ def test_a_run_in_a_real_tracker(name, tmp_path):
     assert found.config["technique.GPT"].split()[1][0].isdigit()
     assert "loss_curve" in found.pictures
     assert {4, 10} <= found.checkpoints
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("name", COPIES)
+def test_a_rollback_is_an_attempt_in_a_real_tracker_which_holds_copies_of_checkpoints(name, tmp_path):
+    """Step 9 is poisoned, step 10 sees it, and training goes back to step 6."""
+    needs(name)
+    for split in ("train", "validation"):
+        tokens = np.random.default_rng(0).integers(0, VOCAB, 4001)
+        TokenShards(1000).write([tokens], tmp_path / split, vocab_size=VOCAB)
+    folder = tmp_path / "runs" / "poisoned"
+    own = {"Trackio": {"project": "tracker-copies"}}.get(name, {})
+    tracker = catalog.find(name, "loggers").load()(str(folder), checkpoints="copy", **own)
+    guard = SpikeRollback(window=4, sigma=100.0, rewind_steps=2, skip_batches=6, snapshot_every_n_steps=2)
+    poison = Poison(8 * 48, 9 * 48, gradient=1e4)
+    callbacks = preflight.ordered(
+        [poison, guard, PeriodicCheckpoint(every_n_steps=6, keep=-1, dirpath=str(folder / "checkpoints"))]
+    )
+    torch.manual_seed(0)
+    runner = trainer(folder, callbacks=callbacks, logger=tracker, max_steps=14, log_every_n_steps=2, limit_val_batches=0,
+                     enable_checkpointing=True, use_distributed_sampler=False, plugins=[AtomicCheckpoint()])  # fmt: skip
+    data = StoredTokens(str(tmp_path), 12, 4, shuffle=True)
+    data.vocab_size = VOCAB
+    runner.fit(module(optimizer=lambda groups: AdamW(groups, lr=0.01)), datamodule=data)
+    if name == "Wandb":
+        import wandb
+
+        wandb.teardown()  # ends its own process, which writes the file
+    (event,) = guard.rollbacks
+    assert (event["step"], event["seen_at_step"], event["rewound_to_step"]) == (9, 10, 6)
+    rows = ROWS[name](folder)
+    expected = [(step, step, 1) for step in (2, 4, 6, 8, 10)] + [
+        (step + 3, step, 2) for step in (8, 10, 12, 14)
+    ]
+    assert attempts((step, row) for step, row in rows.items() if "train/loss" in row) == expected
+    kept = sorted((folder / "checkpoints").glob("step-*.ckpt"))
+    assert [step_named(path) for path in kept] == [6, 12, 14]
+    for path in kept:
+        assert COPIES[name](folder, step_named(path)) == path.read_bytes()
 
 
 @pytest.mark.ci

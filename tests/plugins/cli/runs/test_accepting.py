@@ -324,3 +324,20 @@ def test_a_techniques_own_mistake_is_not_the_checkpoints(trained):
     )
     assert done.code == 1
     assert "KeyError: 'of the technique'" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], True), (["--trainer.deterministic=warn"], True), (["--trainer.deterministic=true"], False)],
+    ids=str,
+)
+def test_a_run_says_that_a_gpu_does_not_resume_bitwise(words, said, trained, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # Lightning sets it
+    try:
+        done = trained("check", "--ckpt_path=last", "--trainer.accelerator=gpu", *words)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert done.code == 0, done.err
+    assert ("Not bitwise as without the stop" in done.out) == said

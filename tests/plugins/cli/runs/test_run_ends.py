@@ -84,6 +84,35 @@ def test_a_run_that_was_limited_goes_on_as_if_it_had_not_been(limits, validation
     same(parts, whole)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_it_goes_on_bitwise_where_kernels_are_deterministic(fit, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # Lightning sets it
+    usual = ["--trainer.accelerator=gpu", "--trainer.precision=bf16-mixed", "--trainer.deterministic=true"]
+    try:
+        whole = fit("whole", *usual, "--trainer.max_steps=11")
+        fit("parts", *usual, "--trainer.max_steps=5")
+        same(fit("parts", *usual, "--trainer.max_steps=11", "--ckpt_path=last"), whole)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["FLASH_ATTENTION", "EFFICIENT_ATTENTION"])
+def test_the_backward_of_attention_is_then_the_same_twice(backend):
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 8, 2048, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(SDPBackend[backend]):
+            y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        first, *others = (torch.autograd.grad(y.sum(), (q, k, v), retain_graph=True) for _ in range(5))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("validation", ["epoch", "run 5"])
 def test_every_checkpoint_of_a_run_leads_to_the_same_end(validation, fit, tmp_path):

@@ -1,0 +1,338 @@
+"""Compilation: the network's blocks, or network and loss as a whole, are fused into kernels by torch.compile."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+
+from core import durable
+from core.contracts import Network
+from core.errors import ConfigError
+from core.technique import technique
+from toolkit.further_blocks import further_blocks
+from toolkit.local_paths import require_local_path
+from toolkit.routing import RoutesTokens, all_routers
+from toolkit.trials import say
+
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
+
+FILE = "compile.json"
+MOST_GRAPHS = 256
+"""Graphs of one function. torch's own limit is 8, behind which it compiles nothing more; schedules have more lengths."""
+
+SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
+"""Strategies that gather and exchange between the blocks in forward."""
+
+TORCH = str(Path(torch.__file__).parent)
+
+ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@technique(
+    paper="PyTorch 2, ASPLOS 2024, doi:10.1145/3620665.3640366; block by block: torchtitan, arXiv:2410.06511",
+    after=("ActivationCheckpointing",),
+    before=("ActivationOffload",),
+    conflicts={
+        "StochasticDepth": "it runs a block for other rows in each step, and each number of rows would be compiled"
+    },
+)
+class Compile(Callback):
+    """Compiles the network with torch.compile: operators are fused, with fewer passes over memory and less Python.
+
+    Weights, names and checkpoints are those of a run without it, up to rounding: each can go on from the other's.
+    Two compiled runs are the same to the last bit. Dropout draws other random numbers than without.
+    Blocks that are alike share one graph, for each shape of a micro-batch. Compiled is what has gradients:
+    validation and generation are not, nor are steps in which hooks listen to modules, as some monitors' do.
+
+    The first step waits for the compiler. torch keeps what it compiled for later runs, in `cache`. After the first step a line
+    says how many graphs there are and where the compiler had to break off; `compile.json` in the run folder
+    lists them, with file and line.
+
+    Args:
+        scope: "blocks": each block of the network by itself, under every strategy. "whole": network and objective in
+            one graph, which takes longer to compile, and needs all weights on each rank.
+        dynamic: Whether one graph is made for all shapes; false: each shape has its own, which is faster.
+        backend: What compiles. "aot_eager" and "eager" trace alone, and run operators as they are.
+        cache: A folder for compiled code, such as one that all machines see. It is run as it is found there. None: where
+            TORCHINDUCTOR_CACHE_DIR says, or torch's folder in the temporary one.
+
+    Raises:
+        ConfigError: If the network has no blocks, or others may write to `cache`.
+
+    Example:
+        trainer:
+          callbacks+:
+            - class_path: Compile
+              init_args: {scope: blocks}
+    """
+
+    def __init__(
+        self,
+        scope: Literal["blocks", "whole"] = "blocks",
+        dynamic: bool = False,
+        backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
+        cache: str | None = None,
+    ) -> None:
+        if cache is not None:
+            require_local_path(cache, "Compile: cache")
+        self.scope, self.dynamic, self.backend, self.cache = scope, dynamic, backend, cache
+        self._regions: list[Region] = []
+        self._graphs: list[dict[str, Any]] = []
+        self._told: int | None = None
+        self._breaks_before = 0
+        self._undo = ExitStack()
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields what cannot be compiled with other parts of the run, and tools that the compiler lacks."""
+        arguments = own.arguments
+        for item in run.selected:
+            if reason := _obstacle(item, arguments.get("scope", "blocks"), run.world_size):
+                yield f"{item.name} {reason}"
+        if arguments.get("backend", "inductor") == "inductor" and not run.offline:
+            yield from _missing_tools(run.accelerator)
+
+    # -- what is compiled -------------------------------------------------------------------------
+
+    def change_network(self, network: Network) -> None:
+        """Wraps the blocks' `forward`: modules and their names stay."""
+        if self.scope == "whole":
+            return
+        if not network.blocks:
+            raise ConfigError(f"Compile: {type(network).__name__} has no blocks: take scope=whole.")
+        compiled, apart = self.compiled(), _leave_out_routers(network)
+        for block in [*network.blocks, *further_blocks(network)]:
+            inner = [module for module in block.modules() if module is not block and module not in apart]
+            block.forward = Region(block.forward, inner, compiled)  # type: ignore[method-assign]
+            self._regions.append(block.forward)
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Sets what torch has in settings of the process alone; `teardown` restores them."""
+        from torch._dynamo import config, graph_break_reasons
+
+        self._breaks_before = len(graph_break_reasons)
+        # DDP's splitting of graphs does not know activation checkpointing, and blocks are split already.
+        self._undo.enter_context(
+            config.patch(
+                recompile_limit=MOST_GRAPHS, optimize_ddp=config.optimize_ddp and self.scope == "whole"
+            )
+        )
+        if self.cache is not None:
+            before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder(Path(self.cache)))
+            self._undo.callback(_restore, "TORCHINDUCTOR_CACHE_DIR", before)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Notes which hooks the strategy has added, and compiles the loss: strategies replace it."""
+        if self.scope == "whole":
+            modules = [*pl_module.network.modules(), *pl_module.objective.modules()]
+            pl_module.compute_loss = Region(pl_module.compute_loss, modules, self.compiled())
+            self._regions = [pl_module.compute_loss]
+        for region in self._regions:
+            region.settle()
+
+    def compiled(self) -> Callable[..., Any]:
+        """Returns what calls a function with arguments, compiled."""
+        return torch.compile(_call, backend=self._build, dynamic=self.dynamic)
+
+    def _build(self, graph: Any, inputs: Any) -> Any:
+        """Counts a graph that torch has traced, and hands it to the compiler."""
+        from torch._dynamo import lookup_backend
+
+        given = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
+        operators = sum(node.op.startswith("call") for node in graph.graph.nodes)
+        self._graphs.append({"operators": operators, "inputs": [str(list(v.shape)) for v in given]})
+        return lookup_backend(self.backend)(graph, inputs)
+
+    # -- what is said of it -----------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Says what was compiled in the first step; what comes later is added to the file."""
+        if len(self._graphs) != self._told:
+            self._report(trainer)
+
+    def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        """Restores torch's settings, and the loss."""
+        if self.scope == "whole" and self._regions:
+            del pl_module.compute_loss
+            self._regions = []
+        self._undo.close()
+
+    def _report(self, trainer: Trainer) -> None:
+        first, self._told = self._told is None, len(self._graphs)
+        if not trainer.is_global_zero:
+            return
+        breaks = list(found_breaks(self._breaks_before))
+        path = Path(trainer.default_root_dir, FILE)
+        if first:
+            say(trainer, self, f"{_summary(len(self._graphs), breaks)}{self._unheard()}; {path}")
+        settings = {"scope": self.scope, "dynamic": self.dynamic, "backend": self.backend}
+        text = json.dumps(settings | {"graphs": self._graphs, "breaks": breaks}, indent=1)
+        try:
+            durable.write(path, text + "\n")
+        except OSError as error:  # the run continues
+            print(f"Compile: {path} could not be written: {error}", file=sys.stderr)
+
+    def _unheard(self) -> str:
+        heard = sum(region.is_heard() for region in self._regions)
+        if not heard:
+            return ""
+        what = f"{heard} of {len(self._regions)} blocks" if self.scope == "blocks" else "all"
+        return f"; not compiled while hooks listen to modules: {what}"
+
+
+class Region:
+    """A function that is called compiled where it has gradients, and otherwise as it is.
+
+    Args:
+        plain: The function.
+        modules: What it calls: hooks that are added to them later are not in the compiled code.
+        compiled: Calls a function with arguments, compiled. One for all regions, so that equal ones share graphs; not
+            made of the function, so that a copy of a module calls the copy.
+    """
+
+    def __init__(
+        self, plain: Callable[..., Any], modules: Iterable[nn.Module], compiled: Callable[..., Any]
+    ) -> None:
+        self.plain, self.modules, self.compiled = plain, list(modules), compiled
+        self._hooks: list[Any] = []
+        self._settled = 0
+
+    def settle(self) -> None:
+        """Takes the hooks that there are now, those of the strategy, for a part of the function."""
+        kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        self._hooks = [getattr(module, kind) for module in self.modules for kind in kinds]
+        self._settled = sum(map(len, self._hooks))
+
+    def is_heard(self) -> bool:
+        """Returns whether hooks have been added since."""
+        return sum(map(len, self._hooks)) != self._settled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        if not torch.is_grad_enabled() or self.is_heard():
+            return self.plain(*args, **kwargs)
+        return self.compiled(self.plain, *args, **kwargs)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _leave_out_routers(network: Network) -> list[nn.Module]:
+    """Makes the compiler leave out routers, with their hooks: who balances experts listens to them in each step."""
+    routers = all_routers(network) if isinstance(network, RoutesTokens) else []
+    for router in routers:
+        # where `nn.Module.compile` puts what is called in place of a module with its hooks; `disable` takes functions
+        router._compiled_call_impl = torch.compiler.disable(
+            router._call_impl, reason="routers are listened to"
+        )  # type: ignore[assignment]
+    return routers
+
+
+def found_breaks(since: int) -> Iterator[dict[str, Any]]:
+    """Yields where the compiler broke off a graph, each place once.
+
+    `torch._dynamo.explain` reports the same, and would have to trace the network once more, with a batch.
+
+    Args:
+        since: How many of torch's own list to leave out.
+    """
+    from torch._dynamo import graph_break_reasons
+
+    seen = set()
+    for one in graph_break_reasons[since:]:
+        # innermost, but for torch's own code
+        stack = [frame for frame in one.user_stack if not frame.filename.startswith(TORCH)] or one.user_stack
+        place = stack[-1] if stack else None
+        file, line = (place.filename, place.lineno) if place else ("?", 0)
+        if (file, line) not in seen:
+            seen.add((file, line))
+            yield {"file": file, "line": line, "code": place.line if place else "", "reason": one.reason}
+
+
+def _summary(graphs: int, breaks: list[dict[str, Any]]) -> str:
+    text = f"{graphs} graph{'' if graphs == 1 else 's'}, "
+    if breaks:
+        first, rest = breaks[0], len(breaks) - 1
+        reason = first["reason"].strip().partition("\n")[0]
+        text += f"broken off at {first['file']}:{first['line']} ({reason})" + (
+            f" and {rest} more places" if rest else ""
+        )
+    else:
+        text += "no breaks"
+    return text
+
+
+def _obstacle(item: Selected, scope: str, ranks: int) -> str | None:
+    """Returns why a part of the run cannot be compiled, and what to do."""
+    own, whole = item.arguments, scope == "whole"
+    if whole and item.name in SHARDING:
+        return "works between the blocks, which one graph does not let it do: take scope=blocks"
+    if whole and item.name == "ActivationOffload":
+        return "moves what each block keeps, which one graph does not let it do: take scope=blocks"
+    if whole and item.name == "ActivationCheckpointing" and ranks > 1:
+        return "is not known to what cuts one graph into DDP's buckets: take scope=blocks"
+    if item.name == "DeepSpeedZero" and own.get("stage") == 3:
+        return "gathers weights within the blocks in stage 3: take stage 1 or 2, or FSDP"
+    if item.name == "HybridParallel" and (own.get("expert") or 1) > 1:
+        return "sends tokens within the blocks, as many as are known only then, with expert above 1: leave Compile out"
+    if (
+        item.name == "HybridParallel"
+        and (own.get("pipeline") or 1) > 1
+        and own.get("schedule") in ZERO_BUBBLE
+    ):
+        return f"computes gradients of inputs and of weights apart with {own['schedule']}, and a compiled block both at once: take 1F1B"
+    return None
+
+
+def _missing_tools(accelerator: str) -> Iterator[str]:
+    """Yields which tools inductor needs and the machine lacks."""
+    if accelerator == "cpu":
+        compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(compiler) is None:
+            yield (
+                f"backend=inductor compiles C++ for a CPU, and there is no compiler ({compiler}): apt install g++, or set CXX"
+            )
+    elif accelerator == "cuda":
+        if find_spec("triton") is None:
+            yield "backend=inductor makes kernels with triton, which is not installed: pip install triton"
+        if not any(map(shutil.which, (os.environ.get("CC", "gcc"), "gcc", "clang"))):
+            yield "backend=inductor needs a C compiler to start its kernels, and there is none: apt install gcc, or set CC"
+
+
+def _own_folder(path: Path) -> Path:
+    """Returns the absolute path of a folder that others cannot write to; makes it."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        open_to_all = path.stat().st_mode & 0o002
+    except OSError as error:
+        raise ConfigError(f"Compile: cache is {path}, which cannot be used: {error}") from None
+    if open_to_all:
+        raise ConfigError(
+            f"Compile: everybody may write to the cache {path}, and what is in it is run.\n"
+            f"chmod o-w {path}, or give another folder."
+        )
+    return path.resolve()
+
+
+def _restore(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
