@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,15 @@ class TrainingDoctor(Callback):
     It reads what the run logs: losses and rates, and what monitors add, such as `WeightMonitor`, `ActivationMonitor`,
     `AttentionMonitor`, `RoutingMonitor`, `GradientNoiseScale` and `StepTime`; and what it measures itself, as
     `doctor/...`. Before the first step: labels against inputs, rows that come again, order, validation text among the
-    training text, ids against the tokenizer, and whether logits change with tokens that they must not depend on. In
+    training text, ids against the tokenizer and the source, weights, and whether logits change with tokens that they must not depend on. In
     the 1st, 2nd, 4th logged step and so on, and every `every_n_steps`: whether the gradients of the step are those of its loss, and whether all
-    weights that have one change. Such a step takes about three times as long. All others cost nothing.
+    weights that have one change. Such a step takes about four times as long. All others cost nothing.
 
     Each cause is said once. What to switch on is written to `doctor/remedy-CAUSE.yaml` in the run folder, for
     `--config`. `python -m core doctor RUN` says the same of a finished run. A diagnosis is a hint and no proof:
     `tests/benchmarks/RESULTS.md` says how often it is right.
 
-    What needs full weights is measured on one process and under DDP. An examined step takes memory for two more copies of
+    What needs full weights is measured on one process and under DDP; under other strategies it is left out. An examined step takes memory for two more copies of
     the weights.
 
     Args:
@@ -69,27 +70,52 @@ class TrainingDoctor(Callback):
         self._told: list[str] = []
         self._fresh: dict[str, Any] = {}
         self._start: dict[str, float] = {}
-        self._examining = False
+        self._examining = self._resumes = False
+        self._resumed: Any = None
+        self._sizes: list[float] = []
         self._next = self._every = 0
+        self._began = self._saving = self._saved = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the figures so far, and which causes were said."""
-        return {"history": self.history.state_dict(), "told": list(self._told), "next": self._next}
+        state = {"history": self.history.state_dict(), "told": list(self._told), "next": self._next}
+        return {**state, "probes": self._probes.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with those of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self._told, self._next = list(state_dict["told"]), state_dict["next"]
+        self._probes.load_state_dict(state_dict.get("probes", {"rows": [-1], "norms": []}))
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the data and at what the network sees."""
         self._config = read_config(Path(trainer.default_root_dir))
         self._every = self.every_n_steps // trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._fresh = dict(trainer.callback_metrics)
-        self._start = self._probes.start(trainer, pl_module, is_fresh=not self.history.names())
+        is_fresh = not self.history.names()
+        self._start = self._probes.start(trainer, pl_module, is_fresh)
+        self._resumes = not is_fresh
+        self._began, self._saving, self._saved = time.monotonic(), 0.0, 0.0
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Starts the clock of a checkpoint that is written in training; keeps sizes of the weights in it."""
+        self._saving = self._saving or time.monotonic()
+        checkpoint["training_doctor_weights"] = self._probes.sizes(trainer, pl_module)
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Takes the sizes of its weights."""
+        self._sizes = list(checkpoint.get("training_doctor_weights", ()))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batches of a step that is examined."""
+        if self._saving:
+            self._saved += time.monotonic() - self._saving
+            self._saving = 0.0
+            log_figures(trainer, {"time/checkpoint_share": self._saved / (time.monotonic() - self._began)})
+        if self._resumes:
+            self._resumes, self._resumed = False, batch
+            if (lost := self._probes.not_restored(trainer, pl_module, self._sizes)) > 0:
+                log_figures(trainer, {"doctor/not_restored": lost})
         logged, rest = divmod(trainer.global_step + 1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if not rest and self._is_due(logged):
             self._probes.keep(batch, batch_idx)
@@ -102,8 +128,21 @@ class TrainingDoctor(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Computes the gradients of the step again, where it is examined."""
+        if self._resumed is not None:
+            self._compare_with_end(trainer, optimizer)
+        if between := self._probes.between(pl_module):
+            log_figures(trainer, between)
         if self._examining:
             self._probes.before_step(trainer, pl_module)
+
+    def _compare_with_end(self, trainer: Trainer, optimizer: Optimizer) -> None:
+        """Logs what is odd in the first step after a resume; else nothing: it logs what it would have without a stop."""
+        batch, self._resumed = self._resumed, None
+        if self._probes.is_odd(batch, optimizer, self.history.series("train/lr").values.tolist()):
+            anew = float(self._probes.rows.begins_anew(batch))
+            log_figures(
+                trainer, {"doctor/resumed_at": trainer.global_step + 1.0, "doctor/rows_of_start": anew}
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -111,7 +150,7 @@ class TrainingDoctor(Callback):
         """Logs what was measured, and looks at what was logged."""
         if self._examining and self._probes.stepped:
             self._examining = False
-            log_figures(trainer, self._start | self._probes.after_step(trainer, pl_module))
+            log_figures(trainer, self._probes.after_step(trainer, pl_module) | self._start)
             self._start = {}
         elif not pl_module.logging_step:
             return

@@ -5,8 +5,8 @@
 One run of `fit`, in blocks of steps with and without the monitors in turn; a block has as many steps as the longest interval. CPU
 time of the process, so that other programs on the machine count less. The ratio is that of neighbouring blocks, its median
 over them, after a first pair that is left out. Monitors are those of `MONITORS` that are registered. With `--each`, each alone too.
-With `--sampled`, instead: what one monitored step costs, of each monitor that samples steps. Every second step is monitored,
-so that few steps and a busy machine do.
+With `--sampled`, instead: what one monitored step costs, of each monitor that samples steps. Every second step is monitored, of TrainingDoctor every tenth, as it looks at
+logged ones, so that few steps and a busy machine do.
 """
 
 from __future__ import annotations
@@ -41,11 +41,19 @@ MONITORS: dict[str, dict[str, Any]] = {
     "AttentionMonitor": {},
     "GradientNoiseScale": {},
     "ConvergenceMonitor": {},
+    "TrainingDoctor": {},
 }
 """Name -> arguments; their intervals are the default ones. RoutingMonitor needs a network with experts."""
 
-SAMPLED = ("LossBreakdown", "WeightMonitor", "ActivationMonitor", "AttentionMonitor", "GradientNoiseScale")
-"""Those that measure one step in `every_n_steps`, also in one process."""
+SAMPLED = {
+    "LossBreakdown": 2,
+    "WeightMonitor": 2,
+    "ActivationMonitor": 2,
+    "AttentionMonitor": 2,
+    "GradientNoiseScale": 2,
+    "TrainingDoctor": 10,
+}
+"""Those that measure one step in `every_n_steps`, also in one process -> a short interval, to measure that step by."""
 
 HOOKS = (
     "on_train_batch_start",
@@ -153,9 +161,9 @@ def print_sampled(pairs: int) -> None:
         + "|"
     )
     total = 0.0
-    for name in SAMPLED:
-        _, ratios = measure([name], pairs, 6, every_n_steps=2)
-        low, cost, high = (2 * (f(ratios) - 1) for f in (min, statistics.median, max))
+    for name, every in SAMPLED.items():
+        _, ratios = measure([name], pairs, 3 * every if every < 10 else every, every_n_steps=every)
+        low, cost, high = (every * (f(ratios) - 1) for f in (min, statistics.median, max))
         interval = catalog.find(name, "callbacks").load()().every_n_steps
         total += cost / interval
         print(

@@ -11,8 +11,16 @@ from callbacks.training_doctor import TrainingDoctor
 from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
 from tests.support.cli_runs import core  # noqa: F401
+from tests.support.same_run import fit as same_run
 from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
-from toolkit.diagnosis.network_probes import blocks_of_zeros, inner_state, visibility
+from toolkit.diagnosis.gradient_probes import OptimizerState
+from toolkit.diagnosis.network_probes import (
+    backward_gains,
+    coarse_share,
+    inner_state,
+    visibility,
+    weights_at_start,
+)
 
 
 def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F811
@@ -106,11 +114,81 @@ def test_attention_units_and_zeros_are_measured():
     found = inner_state(broken, batch)
     assert found["doctor/attention_entropy"] < 0.1
     assert found["doctor/dead_units"] == 1.0
-    assert blocks_of_zeros(broken) == 0
+    assert weights_at_start(broken)["doctor/blocks_of_zeros"] == 0
     with torch.no_grad():
         for parameter in broken.blocks[1].parameters():
             parameter.zero_()
-    assert blocks_of_zeros(broken) == 1
+    assert weights_at_start(broken)["doctor/blocks_of_zeros"] == 1
+
+
+@pytest.mark.ci
+def test_ranks_that_drift_apart_are_found():
+    callbacks = [
+        {"class_path": "tests.support.drifting.Drifting", "init_args": {"first": 3}},
+        {"class_path": "TrainingDoctor", "init_args": {"every_n_steps": 1}},
+    ]
+    done = same_run({"trainer": {"callbacks": callbacks, "strategy": {"class_path": "DDP"}}}, 2)
+    assert done.code == 0, done.error_text
+    logged = done.figures["metrics"]
+    apart = {
+        int(step): values["doctor/ranks_apart"]
+        for step, values in logged.items()
+        if "doctor/ranks_apart" in values
+    }
+    assert apart[1] == apart[2] == 0.0
+    assert apart[3] > 1e-4
+    assert all(abs(logged[step]["doctor/gradient_ratio"] - 1) < 1e-4 for step in ("1", "2"))
+    assert "TrainingDoctor: ranks differ since step 3" in done.error_text
+
+
+@pytest.mark.parametrize(("gain", "name"), [(1e3, "gain_most"), (1e-3, "gain_least")])
+def test_the_gradient_on_its_way_down_is_measured(gain, name):
+    """A block whose input passes on so many times its gradient: by definition the factor is that of the others times it."""
+    torch.manual_seed(0)
+    network = tiny_gpt()
+    [batch] = uneven_batches(1)
+    plain = backward_gains(network, batch)
+    assert 0.8 < plain["doctor/gain_least"] <= plain["doctor/gain_most"] < 1.5  # small weights: the sum alone
+
+    def amplify(block, inputs):
+        x, *others = inputs
+        return (x.detach() + gain * (x - x.detach()), *others)
+
+    network.blocks[1].register_forward_pre_hook(amplify)
+    assert backward_gains(network, batch)[f"doctor/{name}"] == pytest.approx(gain, rel=0.5)
+
+
+def test_coarse_weights_and_equal_units_are_known():
+    torch.manual_seed(0)
+    network = tiny_gpt(n_embd=64)
+    assert coarse_share(network) == 0.0
+    assert weights_at_start(network)["doctor/units_alike"] == 0.0
+    rounded = copy.deepcopy(network)
+    with torch.no_grad():
+        for parameter in rounded.blocks.parameters():
+            parameter.copy_(parameter.bfloat16().float())
+    assert coarse_share(rounded) == 1.0
+    with torch.no_grad():
+        for parameter in network.blocks.parameters():
+            parameter.copy_((parameter / 1e-3).round() * 1e-3)  # about 120 values
+        network.blocks[1].mlp.up_proj.weight[1:].copy_(network.blocks[1].mlp.up_proj.weight[:1])
+    assert coarse_share(network) == 1.0
+    assert weights_at_start(network)["doctor/units_alike"] > 0.99
+
+
+def test_a_state_that_was_lost_is_known_by_its_squares():
+    """Adam's second moments fall by no more than their decay, whatever gradients do; cleared ones do."""
+    weight = torch.nn.Parameter(torch.ones(8))
+    optimizer = AdamW([weight], lr=0.1, betas=(0.9, 0.95))
+    state, found = OptimizerState(), []
+    for step in range(1, 13):
+        weight.grad = torch.full((8,), 1e-6 if step > 5 else 1.0)
+        if step == 11:
+            optimizer.state[weight]["exp_avg_sq"].zero_()
+        optimizer.step()
+        if step in (4, 8, 12):
+            found.append(state.figures(optimizer, step)["doctor/state_lost"])
+    assert found == [0.0, 0.0, 1.0]
 
 
 def test_mistakes():

@@ -124,6 +124,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=(), help="parts of names of faults")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no further run is begun")
     parser.add_argument("--detail", action="store_true", help="report: a line for each run")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="report: what was named for which cause, as a PNG"
+    )
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     if options.action == "report":

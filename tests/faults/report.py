@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.faults import confusion
 from toolkit.diagnosis import Case, Finding, History, diagnose, read_history
 from toolkit.diagnosis.report import read_config
 
@@ -116,6 +117,8 @@ def write(options: Any, runs: list[Any], folder_of: Any, configuration: Any) -> 
                 f"median {delay} steps; remedy within 1%: {sum(healed)}/{len(healed)}"
                 + (f" = {sum(healed) / len(healed):.1%}" if healed else "")
             )
+    if options.picture and said:
+        confusion.draw(said, options.picture)
     print(f"clean: {alarms} alarms in {clean} runs")
     print(f"left out, as an error ended them before a figure was logged: {len(silent)}", *silent, sep="\n  ")
 

@@ -7,7 +7,14 @@ import yaml
 
 from core.errors import ConfigError
 from toolkit.diagnosis import Case, History, diagnose, read_history
-from toolkit.diagnosis.data_probes import label_counts, neighbours, position_counts, repeated_rows, seen_spans
+from toolkit.diagnosis.data_probes import (
+    figures_of,
+    label_counts,
+    neighbours,
+    position_counts,
+    repeated_rows,
+    seen_spans,
+)
 from toolkit.diagnosis.report import read_config, remedy_text
 
 CONFIG = {
@@ -44,9 +51,9 @@ def healthy(steps=40):
             }
             history.add(step, {f"doctor/{name}": value for name, value in measured.items()})
     data = {
-        "labels_same": 0.04,
+        "labels_elsewhere": 0.04,
+        "labels_offset": -3.0,
         "labels_next": 1.0,
-        "labels_after_next": 0.04,
         "labelled": 1.0,
         "sees_future": 0.0,
     }
@@ -55,6 +62,7 @@ def healthy(steps=40):
         "validation_seen": 0.01,
         "neighbours_alike": 0.5,
         "round_trip": 1.0,
+        "like_source": 0.97,
         "frozen": 0.0,
     }
     history.add(1, {f"doctor/{name}": value for name, value in data.items()})
@@ -75,7 +83,9 @@ def jump(history, anchor):
 
 
 CASES = {
-    "labels_shifted": lambda history: history.add(1, {"doctor/labels_next": 0.05, "doctor/labels_same": 1.0}),
+    "labels_shifted": lambda history: history.add(
+        1, {"doctor/labels_next": 0.05, "doctor/labels_elsewhere": 1.0}
+    ),
     "few_labels": with_figure("doctor/labelled", 0.05, (1,)),
     "mask_leak": with_figure("doctor/sees_documents", 0.2, (1,)),
     "position_ids": with_figure("doctor/positions_wrong", 0.5, (1,)),
@@ -98,10 +108,23 @@ CASES = {
     "dead_units": with_figure("doctor/initial_dead_units", 0.999, (1,)),
     "attention_collapse": with_figure("doctor/initial_attention_entropy", 0.01, (1,)),
     "data_bound": with_figure("time/data_share", 0.7, range(1, 9)),
-    "straggler": with_figure("time/slowest_rank_ratio", 2.0, range(1, 9)),
+    "straggler": with_figure("time/slowest_rank_ratio", 2.0, range(1, 21)),
     "communication_bound": with_figure("time/communication_share", 0.6, range(1, 9)),
     "fragmentation": with_figure("memory/fragmentation", 0.6, range(1, 9)),
     "batch_too_small": with_figure("noise_scale/batch_ratio", 100.0, range(1, 9)),
+    "dead_experts": with_figure("doctor/initial_experts_unused", 0.25, (1,)),
+    "exploding_gradients": with_figure("doctor/initial_gain_most", 50.0, (1,)),
+    "vanishing_gradients": with_figure("doctor/initial_gain_least", 1e-3, (1,)),
+    "bad_initialisation": with_figure("doctor/blocks_unlike", 40.0, (1,)),
+    "untied_embedding": with_figure("doctor/head_is_copy", 1.0, (1,)),
+    "checkpoint_stall": with_figure("time/checkpoint_share", 0.6, (20, 41)),
+    "low_precision_weights": with_figure("doctor/weights_coarse", 1.0),
+    "ranks_differ": with_figure("doctor/ranks_apart", 1e-3),
+    "data_restarted": lambda history: history.add(41, {"doctor/resumed_at": 41, "doctor/rows_of_start": 1.0}),
+    "schedule_restarted": lambda history: history.add(41, {"doctor/resumed_at": 41, "train/lr": 6e-4}),
+    "average_wrong": lambda history: [
+        history.add(step, {"val/loss": 3.0, "val/ema_loss": 5.0}) for step in (30, 41)
+    ],
     "spike_by_data": lambda history: jump(history, 0.1),
     "spike_by_optimizer": lambda history: jump(history, 1.9),
 }
@@ -202,7 +225,7 @@ def test_history_goes_back_and_is_bounded(tmp_path):
 
 
 def shares(counts):
-    return {name.removeprefix("doctor/"): hits / total for name, (hits, total) in counts.items()}
+    return {name.removeprefix("doctor/"): share for name, share in figures_of(counts).items()}
 
 
 def batches(count=16, rows=4, length=24, seed=0):
@@ -216,12 +239,30 @@ def test_labels_rows_and_positions_are_counted():
     share = shares(label_counts(found))
     assert share["labels_next"] == 1.0
     assert share["labelled"] == 1 - 4 * 12 / (4 * 4 * 24)
-    assert share["labels_same"] < 0.02
+    assert share["labels_elsewhere"] < 0.03
+    ahead = [batch | {"labels": batch["labels"].roll(-2, 1)} for batch in found]
+    assert shares(label_counts(ahead))["labels_offset"] == 3
     assert shares(repeated_rows([*found, found[1]]))["repeated_rows"] == 4 / 20
+    moved = found[1]["input_ids"].roll(2, 1)  # the same text, cut elsewhere
+    assert shares(repeated_rows([*found, {"input_ids": moved}]))["repeated_rows"] == 4 / 20
     ids = torch.tensor([[0, 0, 0, 1, 1, 2]])
     batch = {"document_ids": ids, "labels": torch.ones(1, 6, dtype=torch.int64)}
     right = shares(position_counts([batch | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]])}]))
-    assert right == {"documents_per_row": 3.0, "positions_wrong": 0.0}
+    assert right == {"documents_per_row": 3.0, "positions_wrong": 0.0, "documents_joined": 0.0}
+    joined = shares(
+        position_counts(
+            [
+                batch
+                | {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0]]), "document_ids": torch.zeros_like(ids)}
+            ]
+        )
+    )
+    assert joined == {"documents_per_row": 3.0, "positions_wrong": 0.0, "documents_joined": 1.0}
+    chunks = {
+        "input_ids": torch.tensor([[5, 6, 7, 9, 5, 6]]),
+        "position_ids": torch.tensor([[0, 1, 0, 1, 0, 1]]),
+    }
+    assert shares(position_counts([chunks], end=9))["begins_behind_end"] == 0.5
     wrong = shares(position_counts([batch | {"position_ids": torch.arange(6)[None]}]))
     assert wrong["positions_wrong"] == 0.5
 

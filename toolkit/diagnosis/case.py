@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,20 @@ class Case:
         """Returns a figure as it was logged last; NaN if it never was."""
         found = self.series(name)
         return float(found.values[-1]) if len(found) else float("nan")
+
+    def worst(self, name: str, limit: float, above: bool = True) -> tuple[int, float] | None:
+        """Returns since when a figure is beyond a limit, and the one furthest beyond it; None: never."""
+        series = self.series(name)
+        bad = series.values > limit if above else series.values < limit
+        if not bad.any():
+            return None
+        return series.first_step(bad), float(series.values[bad].max() if above else series.values[bad].min())
+
+    def together(self, *names: str) -> tuple[np.ndarray, ...]:
+        """Returns the steps in which all of some figures were logged, (n,), and the values of each there, (n,)."""
+        found = [self.series(name) for name in names]
+        steps = reduce(np.intersect1d, [each.steps for each in found])
+        return (steps, *(each.values[np.isin(each.steps, steps)] for each in found))
 
     def groups(self, name: str) -> dict[str, Series]:
         """Returns the series of a figure by group, such as "block.0" of "gradient_norm/block.0"."""

@@ -4,91 +4,108 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import packing_remedy
+from toolkit.diagnosis.parts import network_remedy, packing_remedy, without_callbacks
 
 
-def _of_packing(case: Case, cause: str, evidence: str, confidence: float, advice: str) -> Finding:
-    return Finding(cause, 1, evidence, confidence, advice, packing_remedy(case))
+def _of_packing(case: Case, cause: str, since: int, evidence: str, confidence: float, advice: str) -> Finding:
+    """Returns a finding about batches: a packing or a callback that is not leyden's may have changed them."""
+    return Finding(
+        cause, since, evidence, confidence, advice, packing_remedy(case) or without_callbacks(case)
+    )
 
 
 def labels_shifted(case: Case) -> Iterator[Finding]:
     """Labels are not the tokens that follow."""
-    names = ("same", "next", "after_next")
-    same, following, later = (case.last(f"doctor/labels_{name}") for name in names)
-    if case.is_causal and following < 0.5 and max(same, later) > 0.9:
-        which = "the inputs themselves" if same > later else "two tokens ahead"
-        evidence = f"{max(same, later):.0%} of the labels are {which}, {following:.0%} the next token"
+    found = case.worst("doctor/labels_next", 0.95, above=False)
+    if case.is_causal and found:
+        offset, share = case.last("doctor/labels_offset"), case.last("doctor/labels_elsewhere")
+        where = "the inputs themselves" if offset == 0 else f"{offset:.0f} tokens ahead"
+        which = f"; {share:.0%} are {where}" if share > max(found[1], 0.3) else ""
         yield _of_packing(
-            case, "labels_shifted", evidence, 0.99, "Take a packing whose labels are the next tokens"
-        )
+            case, "labels_shifted", found[0], f"{found[1]:.0%} of the labels are the next token{which}", 0.99,
+            "Take a packing whose labels are the next tokens",
+        )  # fmt: skip
 
 
 def few_labels(case: Case) -> Iterator[Finding]:
-    """Most positions of a next-token objective have no label."""
-    share = case.last("doctor/labelled")
-    if (
-        case.is_causal
-        and share < 0.25
-        and case.class_of("data") in ("PretrainDataModule", "MixtureDataModule")
-    ):
+    """Most tokens of a next-token objective have no label."""
+    found = case.worst("doctor/labelled", 0.5, above=False)
+    if case.is_causal and found and case.class_of("data") in ("PretrainDataModule", "MixtureDataModule"):
         yield _of_packing(
-            case,
-            "few_labels",
-            f"only {share:.0%} of the positions have a label",
-            0.95,
+            case, "few_labels", found[0], f"only {found[1]:.0%} of the tokens have a label", 0.95,
             "Train on all tokens of a text",
-        )
+        )  # fmt: skip
 
 
 def sees_documents(case: Case) -> Iterator[Finding]:
-    """Logits depend on other documents of a row, though positions restart with each."""
-    share = case.last("doctor/sees_documents")
-    if share > 1e-3:
-        yield _of_packing(
-            case, "mask_leak", f"logits move by {share:.1%} with tokens of another document of the row", 0.98,
+    """Logits depend on other documents of a row, or document_ids do not part what positions part."""
+    share, joined = case.last("doctor/sees_documents"), case.worst("doctor/documents_joined", 0.1)
+    if (share > 1e-3 or joined) and not case.last("doctor/begins_behind_end") < 0.5:
+        seen = f"logits move by {share:.1%} with tokens of another document of the row"
+        apart = "document_ids are the same for documents whose positions begin anew"
+        finding = _of_packing(
+            case, "mask_leak", joined[0] if joined else 1, seen if share > 1e-3 else apart, 0.98,
             "Pass document_ids that keep documents apart",
         )  # fmt: skip
+        yield finding if joined or finding.remedy else replace(finding, remedy=network_remedy(case))
 
 
 def positions_wrong(case: Case) -> Iterator[Finding]:
     """Positions do not count from the beginning of each document."""
-    share = case.last("doctor/positions_wrong")
-    if share > 0.01:
+    if (behind := case.last("doctor/begins_behind_end")) < 0.5:
         yield _of_packing(
-            case, "position_ids", f"{share:.0%} of position_ids do not count from the start of their document", 0.97,
-            "Take a packing whose positions do",
+            case, "position_ids", 1, f"positions begin anew within documents: {behind:.0%} of the times behind an end of text", 0.985,
+            "Take a packing whose positions count through each document",
+        )  # fmt: skip
+    elif found := case.worst("doctor/positions_wrong", 0.01):
+        yield _of_packing(
+            case, "position_ids", found[0], f"{found[1]:.0%} of position_ids do not count from the start of their document",
+            0.985, "Take a packing whose positions do",
         )  # fmt: skip
 
 
 def tokenizer_mismatch(case: Case) -> Iterator[Finding]:
-    """The data's tokenizer does not give the ids again."""
-    share = case.last("doctor/round_trip")
-    if share < 0.6:
+    """The data's tokenizer does not give the ids again, or they are not as frequent as in the source."""
+    advice = "Encode the text again with the tokenizer of the data"
+    if found := case.worst("doctor/round_trip", 0.93, above=False):
         yield _of_packing(
-            case, "tokenizer_mismatch", f"the tokenizer gives {share:.0%} of the ids again for the text they spell", 0.96,
-            "Encode the text again with the tokenizer of the data",
+            case, "tokenizer_mismatch", found[0], f"the tokenizer gives {found[1]:.0%} of the ids again for the text they spell",
+            0.96, advice,
+        )  # fmt: skip
+    if (like := case.last("doctor/like_source")) < 0.6:
+        yield _of_packing(
+            case, "tokenizer_mismatch", 1, f"frequencies of ids agree to {like:.0%} with those of the source's text, encoded again",
+            0.95, advice,
         )  # fmt: skip
 
 
 def duplicates(case: Case) -> Iterator[Finding]:
     """Rows come again within an epoch."""
-    share = case.last("doctor/repeated_rows")
-    if share > 0.1 and not case.option("trainer.overfit_batches"):
+    if case.option("trainer.overfit_batches"):
+        return
+    if alike := case.worst("doctor/ranks_alike", 0.5):
+        yield Finding(
+            "duplicates", alike[0], "ranks read the same rows", 0.945, "Give each rank rows of its own",
+            packing_remedy(case) or without_callbacks(case),
+        )  # fmt: skip
+        return
+    before, during = case.worst("doctor/repeated_rows", 0.1), case.worst("doctor/rows_again", 0.1)
+    if before or (during and not case.last("epoch/all") > 1):
+        since, share = before or during or (0, 0.0)
+        where = (
+            "of the rows came before, in one epoch" if before else "of the rows of a step were in one before"
+        )
         finding = _of_packing(
-            case,
-            "duplicates",
-            f"{share:.0%} of the rows came before, in one epoch",
-            0.94,
-            "Drop repeated documents",
+            case, "duplicates", since, f"{share:.0%} {where}", 0.94, "Drop repeated documents"
         )
         deduplicating = {"data": {"init_args": {"transforms": [{"class_path": "ExactDuplicates"}]}}}
-        remedy = finding.remedy or deduplicating
-        yield Finding("duplicates", 1, finding.evidence, finding.confidence, finding.advice, remedy)
+        yield finding if finding.remedy else replace(finding, remedy=deduplicating)
 
 
 def not_shuffled(case: Case) -> Iterator[Finding]:
@@ -104,9 +121,10 @@ def not_shuffled(case: Case) -> Iterator[Finding]:
 def validation_leak(case: Case) -> Iterator[Finding]:
     """Validation text is among the training text."""
     share = case.last("doctor/validation_seen")
-    if share > 0.2:
+    if share > 0.15:
         yield _of_packing(
-            case, "validation_leak", f"about {min(share, 1):.0%} of the validation text is in the training rows", 0.92,
+            case, "validation_leak", 1, f"about {min(share, 1):.0%} of the validation text is in the training rows",
+            0.945,
             "Hold out other documents",
         )  # fmt: skip
 
@@ -120,13 +138,23 @@ def over_fitting(case: Case) -> Iterator[Finding]:
     recent = train.since(val.steps[-1] - max(4, 0.1 * val.steps[-1])).values
     gap = val.values[-1] - (float(np.median(recent)) if len(recent) else math.nan)
     rises = best < len(val) - 1 and val.values[-1] > 1.01 * val.values[best]
-    if gap > (0.1 if rises else 0.15) * val.values[best]:
+    widened = _widened(case)
+    if gap > (0.1 if rises else 0.15) * val.values[best] or widened > 0.05 * val.values[best]:
         yield Finding(
             "over_fitting", int(val.steps[best]),
-            f"val/loss is {val.values[-1]:.3g}, its least {val.values[best]:.3g}, and train/loss {gap:.2g} lower, after "
-            f"{epochs:.1f} epochs", 0.85, "Stop at the best step, or take more text",
+            f"val/loss is {val.values[-1]:.3g}, its least {val.values[best]:.3g}, and train/loss {max(gap, widened):.2g} lower than "
+            f"at first beside it, after {epochs:.1f} epochs", 0.85, "Stop at the best step, or take more text",
             {"trainer": {"max_steps": int(val.steps[best])}},
         )  # fmt: skip
+
+
+def _widened(case: Case) -> float:
+    """Returns by how much the losses of a fixed validation batch and of training batches have moved apart; NaN: not known."""
+    steps, anchor, plain = case.together("doctor/anchor_loss", "doctor/plain_loss")
+    if len(steps) < 5:
+        return math.nan
+    gaps = anchor - plain
+    return float(np.median(gaps[-3:]) - np.median(gaps[:2]))
 
 
 RULES: tuple[Rule, ...] = (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import guard_remedy, network_remedy, suspects, without_callbacks
 
 
 def _advice(case: Case, otherwise: str) -> str:
@@ -15,24 +15,32 @@ def _advice(case: Case, otherwise: str) -> str:
 
 
 def non_finite(case: Case) -> Iterator[Finding]:
-    """A loss or gradient is not a number."""
+    """A loss or gradient is not a number; but gradients of the first step, from which a loss scale is found."""
     for name in ("train/grad_norm", "train/loss"):
         series = case.series(name)
         bad = ~np.isfinite(series.values)
-        if bad.any() and np.isfinite(series.values[:1]).all():
+        if bad.any() and (name == "train/loss" or np.isfinite(series.values[:1]).all()):
             step = series.first_step(bad)
             yield Finding(
                 "non_finite", step, f"{name} is {series.values[bad][0]:g}", 0.97,
-                "Drop such steps, or go back before them; NonFiniteGuard names the module", guard_remedy(case, step),
+                "Drop such steps, or go back before them; NonFiniteGuard names the module",
+                guard_remedy(case, step) if step > 1 else without_callbacks(case),
             )  # fmt: skip
             return
 
 
+def _underflown(case: Case) -> np.ndarray:
+    """Returns the steps in which many gradients are zero that are not; small ones, so that the direction stays, or most."""
+    lost, cosine = case.series("doctor/gradients_lost"), case.series("doctor/gradient_cosine")
+    turned = np.isin(lost.steps, cosine.steps[cosine.values < 0.8])
+    steps: np.ndarray = lost.steps[(lost.values > 0.05) & (~turned | (lost.values > 0.5))]
+    return steps
+
+
 def underflow(case: Case) -> Iterator[Finding]:
     """Many gradients are zero that the loss does not make zero."""
-    lost = case.series("doctor/gradients_lost")
-    bad = lost.values > 0.05
-    if bad.any():
+    lost, steps = case.series("doctor/gradients_lost"), _underflown(case)
+    if len(steps):
         scale = case.option("trainer.precision")
         scaled = [item for item in case.option("trainer.plugins", []) or [] if "FP16Mixed" in str(item)]
         remedy = (
@@ -41,7 +49,7 @@ def underflow(case: Case) -> Iterator[Finding]:
             else {}
         )
         yield Finding(
-            "fp16_underflow", lost.first_step(bad), f"{lost.values[bad][-1]:.0%} of the gradients are zero that are not, "
+            "fp16_underflow", int(steps[0]), f"{lost.values[lost.steps == steps[-1]][0]:.0%} of the gradients are zero that are not, "
             f"computed again (precision {scale or '32-true'})", 0.95,
             "Scale the loss as FP16Mixed does, or train in bf16-mixed", remedy or without_callbacks(case),
         )  # fmt: skip
@@ -50,7 +58,14 @@ def underflow(case: Case) -> Iterator[Finding]:
 def unlike_the_loss(case: Case) -> Iterator[Finding]:
     """Gradients differ from those of the loss in length or direction."""
     ratio, cosine = case.series("doctor/gradient_ratio"), case.series("doctor/gradient_cosine")
-    if not len(ratio) or (case.series("doctor/gradients_lost").values > 0.05).any():
+    if not len(ratio) or len(_underflown(case)):
+        return
+    if cut := case.worst("doctor/gradients_cut", 0.1):
+        yield Finding(
+            "clip_too_low", cut[0], f"{cut[1]:.0%} of the gradients have the same absolute value: each is clipped by itself", 0.94,
+            _advice(case, "Clip the norm, at 1.0"),
+            {"trainer": {"gradient_clip_algorithm": "norm", "gradient_clip_val": 1.0}},
+        )  # fmt: skip
         return
     turned = cosine.values < 0.9
     if turned.any():
@@ -62,39 +77,111 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         return
     wrong = (ratio.values > 1.5) | (ratio.values < 0.67)
-    if wrong.any() and ratio.values[np.isfinite(ratio.values)].size:
-        accumulated = case.number("trainer.accumulate_grad_batches", 1)
+    if not wrong.any():
+        return
+    given = case.series("doctor/gradient_norm").values[wrong[: len(case.series("doctor/gradient_norm"))]]
+    if (
+        len(given) >= 3
+        and given.max() < 1.02 * given.min()
+        and not 0.98 < given[0] / case.number("trainer.gradient_clip_val", 0.0) < 1.02
+    ):
         yield Finding(
-            "gradient_scale", ratio.first_step(wrong), f"gradients are {np.median(ratio.values[wrong]):.3g} times those of the "
-            f"mean loss ({accumulated:.0f} micro-batches)", 0.9,
-            _advice(case, "Average gradients over micro-batches and ranks once"), without_callbacks(case),
+            "clip_too_low", ratio.first_step(wrong), f"the optimizer gets gradients of norm {given[0]:.2g} in all steps, "
+            f"{np.median(ratio.values[wrong]):.2g} of the loss's", 0.9, _advice(case, "Clip at 1.0"),
+            without_callbacks(case) or {"trainer": {"gradient_clip_val": 1.0}},
+        )  # fmt: skip
+        return
+    accumulated = case.number("trainer.accumulate_grad_batches", 1)
+    yield Finding(
+        "gradient_scale", ratio.first_step(wrong), f"gradients are {np.median(ratio.values[wrong]):.3g} times those of the "
+        f"mean loss ({accumulated:.0f} micro-batches)", 0.9,
+        _advice(case, "Average gradients over micro-batches and ranks once"), without_callbacks(case),
+    )  # fmt: skip
+
+
+def loss_scale(case: Case) -> Iterator[Finding]:
+    """The logged loss is a multiple of what the same batches have, computed again."""
+    steps, plain, loss = case.together("doctor/plain_loss", "train/loss")
+    times = loss / np.maximum(plain, 1e-9)
+    if len(times) >= 2 and np.isfinite(times).all() and times.min() > 1.5 and times.max() < 1.5 * times.min():
+        yield Finding(
+            "gradient_scale", int(steps[0]), f"the loss that is trained on is {np.median(times):.3g} times that of its batches", 0.91,
+            _advice(case, "Average the loss over tokens and micro-batches once"),
+            without_callbacks(case) or {"model": {"objective": {"class_path": "CausalLM"}}},
+        )  # fmt: skip
+
+
+def low_precision(case: Case) -> Iterator[Finding]:
+    """Weights take few values, though their type could hold many."""
+    found = case.worst("doctor/weights_coarse", 0.5)
+    if (
+        found
+        and "16" not in str(case.option("trainer.precision", "32"))
+        and not case.last("doctor/frozen") > 0
+    ):
+        yield Finding(
+            "low_precision_weights", found[0], f"{found[1]:.0%} of the weights are rounded to few values or digits", 0.945,
+            _advice(case, "Keep weights in float32"), without_callbacks(case) or network_remedy(case),
+        )  # fmt: skip
+
+
+def rounded(case: Case) -> Iterator[Finding]:
+    """Gradients are those of the loss to a few digits alone, though all is computed in float32."""
+    cosine, ratio = case.series("doctor/gradient_cosine"), case.series("doctor/gradient_ratio")
+    rough = (cosine.values < 0.9995) & (cosine.values > 0.9)
+    if (
+        rough.sum() >= 2
+        and "32" in str(case.option("trainer.precision", "32"))
+        and (np.abs(ratio.values - 1) < 0.3).all()
+    ):
+        yield Finding(
+            "fp16_underflow", cosine.first_step(rough), f"gradients point to {cosine.values[rough].min():.4f} where those of the loss do: "
+            "something rounds them", 0.8, _advice(case, "Scale the loss as FP16Mixed does, or train in bf16-mixed"),
+            without_callbacks(case) or network_remedy(case),
         )  # fmt: skip
 
 
 def weights_not_updated(case: Case) -> Iterator[Finding]:
-    """Weights with a gradient stay as they are."""
-    share, rate = case.series("doctor/weights_unchanged"), case.series("train/lr")
-    stopped = rate.steps[rate.values <= 0]
-    bad = (share.values > 0.02) | np.isin(share.steps, stopped)
-    if bad.all() and (share.values > 0.02).sum() > len(stopped):
+    """Weights with a gradient stay as they are, in two examined steps in a row, though the rate is not 0."""
+    steps, share, rate = case.together("doctor/weights_unchanged", "train/lr")
+    tensors = case.series("doctor/tensors_unchanged")
+    many = np.isin(steps, tensors.steps[tensors.values > 0.1])  # norms and biases are few weights
+    steps, share, bad = (one[rate > 0] for one in (steps, share, (share > 0.02) | many))
+    both = np.flatnonzero(bad[:-1] & bad[1:])
+    if back := case.worst("doctor/restored_outside", 0.05):
         yield Finding(
-            "weights_not_updated", share.first_step(bad), f"{share.values[-1]:.0%} of the weights have a gradient and do not "
-            "change", 0.94, _advice(case, "Give the optimizer all parameters"), without_callbacks(case),
+            "weights_not_updated", back[0], f"after a step {back[1]:.0%} of the tensors get back the values that they had before it",
+            0.94, _advice(case, "Look for what writes weights"), without_callbacks(case),
+        )  # fmt: skip
+        return
+    if len(both):
+        yield Finding(
+            "weights_not_updated", int(steps[both[0]]), f"{share[both[0] + 1]:.1%} of the weights have a gradient and do not change",
+            0.94, _advice(case, "Give the optimizer all parameters"), without_callbacks(case),
         )  # fmt: skip
 
 
 def frozen(case: Case) -> Iterator[Finding]:
-    """Weights are not trained, without an adapter or a pattern that says so."""
-    share = case.last("doctor/frozen")
+    """Weights are not trained, without an adapter or a pattern that says so, or get no gradient."""
     said = any(
         str(item.get("class_path", "")).rpartition(".")[2] in ADAPTERS
         or "adapters" in str(item.get("class_path"))
         for item in case.callbacks()
     )
-    if share > 0 and not said:
+    found, nothing = case.worst("doctor/frozen", 0.0), case.series("doctor/without_gradient")
+    always = (
+        len(nothing) >= 2 and float(nothing.values.min()) > 0
+    )  # what is dropped at random has one in other steps
+    without = (int(nothing.steps[0]), float(nothing.values.min())) if always else None
+    if found and not said:
         yield Finding(
-            "frozen_weights", 1, f"{share:.0%} of the weights are not trained, and no adapter is selected", 0.9,
+            "frozen_weights", found[0], f"{found[1]:.1%} of the weights are not trained, and no adapter is selected", 0.9,
             _advice(case, "Set requires_grad"), without_callbacks(case),
+        )  # fmt: skip
+    elif without and not said:
+        yield Finding(
+            "frozen_weights", without[0], f"the loss gives {without[1]:.1%} of the weights no gradient", 0.84,
+            _advice(case, "Look for detach() and no_grad() in the network"), network_remedy(case) or without_callbacks(case),
         )  # fmt: skip
 
 
@@ -102,22 +189,23 @@ ADAPTERS = ("BottleneckAdapter", "Freeze", "IA3", "LoRA", "PTuning", "PrefixTuni
 
 
 def by_depth(case: Case) -> Iterator[Finding]:
-    """Gradients grow or fade from block to block."""
-    blocks = case.blocks("gradient_norm")
-    if len(blocks) < 2 or not len(blocks[0]):
-        return
-    first, last = (np.array([b.values[i] for i in range(min(len(b), 3))]) for b in (blocks[0], blocks[-1]))
-    count = min(len(first), len(last))
-    if count < 1 or not (first[:count] > 0).all() or not (last[:count] > 0).all():
-        return
-    growth = float(np.median(first[:count] / last[:count])) ** (1 / (len(blocks) - 1))
-    if growth > 30 or growth < 1 / 1000:
-        cause = "exploding_gradients" if growth > 1 else "vanishing_gradients"
-        yield Finding(
-            cause, int(blocks[0].steps[0]), f"from a block to the one before it gradients change by a factor of {growth:.3g}",
-            0.88, _advice(case, "Take pre-norm blocks, and clip gradients"),
-            without_callbacks(case) or {"trainer": {"gradient_clip_val": 1.0}},
-        )  # fmt: skip
+    """Gradients grow or fade on their way down through the blocks, which add to what they get and hand its gradient on.
+
+    Of small initial weights it stays nearly the same; those that have been trained may change it tenfold.
+    """
+    for name, limit, above, cause in (
+        ("doctor/initial_gain_most", 8.0, True, "exploding_gradients"),
+        ("doctor/initial_gain_least", 0.4, False, "vanishing_gradients"),
+        ("doctor/gain_most", 100.0, True, "exploding_gradients"),
+        ("doctor/gain_least", 0.02, False, "vanishing_gradients"),
+    ):
+        if found := case.worst(name, limit, above):
+            yield Finding(
+                cause, found[0], f"the gradient of hidden states changes by a factor of {found[1]:.3g} on its way down through a "
+                "block", 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
+                without_callbacks(case) or network_remedy(case) or {"trainer": {"gradient_clip_val": 1.0}},
+            )  # fmt: skip
+            return
 
 
 def dead_block(case: Case) -> Iterator[Finding]:
@@ -147,5 +235,8 @@ DEAD = 1e-8
 """Gradients that are no longer small, but none."""
 
 RULES: tuple[Rule, ...] = (
-    non_finite, underflow, unlike_the_loss, weights_not_updated, frozen, by_depth, dead_block,
+    non_finite, underflow,
+    rounded,
+    loss_scale,
+    low_precision, unlike_the_loss, weights_not_updated, frozen, by_depth, dead_block,
 )  # fmt: skip

@@ -78,9 +78,11 @@ class History:
         return max((steps[-1] for steps, _ in self._figures.values() if steps), default=0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns steps and values of each figure."""
+        """Returns steps and values of each figure, but those of clocks: they are another run's after a resume."""
         return {
-            name: {"steps": [*steps], "values": [*values]} for name, (steps, values) in self._figures.items()
+            name: {"steps": [*steps], "values": [*values]}
+            for name, (steps, values) in self._figures.items()
+            if not name.startswith("time/")
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -26,22 +26,40 @@ def sees_future(case: Case) -> Iterator[Finding]:
 
 
 def bad_initialisation(case: Case) -> Iterator[Finding]:
-    """The first loss is far from that of a uniform guess, or logits do not differ."""
+    """The first loss is far from that of a uniform guess, logits do not differ, or one block is unlike the others."""
     loss, vocabulary = case.series("train/loss"), case.number("model.network.vocab_size", 0)
-    deviation = case.last("doctor/initial_logit_deviation")
-    if not len(loss) or vocabulary < 2 or loss.steps[0] > 4 or case.option("model.weights"):
+    if case.option("model.weights") or case.option("ckpt_path"):
         return
-    uniform = math.log(vocabulary)
-    if loss.values[0] > 1.25 * uniform + 0.5:
-        yield Finding(
-            "bad_initialisation", int(loss.steps[0]), f"the first loss is {loss.values[0]:.3g}, and log of the vocabulary "
-            f"{uniform:.3g}: weights are too large", 0.88,
-            _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
-        )  # fmt: skip
+    uniform, deviation = math.log(max(vocabulary, 2)), case.last("doctor/initial_logit_deviation")
+    blocks, matrices = case.last("doctor/blocks_unlike"), case.last("doctor/matrices_unlike")
+    evidence = list[tuple[str, float]]()
     if deviation < 0.02:
+        evidence.append(
+            (f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.95)
+        )
+    if (alike := case.last("doctor/units_alike")) > 0.3:
+        evidence.append(
+            (f"before the first step {alike:.0%} of the units of a matrix are alike, and stay so", 0.948)
+        )
+    plain = case.series("doctor/plain_loss").values
+    first = float(
+        min([*loss.values[:1], *plain[:1]], default=0.0)
+    )  # an objective may sum what others average
+    if vocabulary >= 2 and len(loss) and loss.steps[0] <= 4 and first > 1.25 * uniform + 0.5:
+        high = (
+            f"the first loss is {first:.3g}, and log of the vocabulary {uniform:.3g}: weights are too large"
+        )
+        evidence.append((high, 0.89))
+    if blocks > 12 or matrices > 12:
+        what, times = ("the weights", blocks) if blocks > 12 else ("a matrix", matrices)
+        unlike = (
+            f"before the first step {what} of one block are {times:.3g} times as large or small as in others"
+        )
+        evidence.append((unlike, 0.89 if blocks > 12 else 0.86))
+    if evidence:
         yield Finding(
-            "bad_initialisation", 1, f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.88,
-            _advice(case, "Initialise as GPT-2, N(0, 0.02)"), without_callbacks(case),
+            "bad_initialisation", 1, evidence[0][0], evidence[0][1], _advice(case, "Initialise as GPT-2, N(0, 0.02)"),
+            without_callbacks(case),
         )  # fmt: skip
 
 
@@ -61,47 +79,90 @@ def logit_growth(case: Case) -> Iterator[Finding]:
 
 
 def dead_units(case: Case) -> Iterator[Finding]:
-    """Nearly all hidden units of a block are zero before the first step; later on, that is a consequence."""
+    """Many hidden units of a block are zero before the first step, or nearly all of them later on."""
+    remedy = without_callbacks(case) or {"model": {"network": {"init_args": {"activation": "gelu_tanh"}}}}
     share = case.last("doctor/initial_dead_units")
-    if share > 0.5:
+    if share > 0.25:
         yield Finding(
             "dead_units", 1, f"before the first step {share:.1%} of the hidden units of a block are zero for all tokens", 0.91,
-            _advice(case, "Take activation=gelu_tanh"),
-            without_callbacks(case) or {"model": {"network": {"init_args": {"activation": "gelu_tanh"}}}},
+            _advice(case, "Take activation=gelu_tanh"), remedy,
+        )  # fmt: skip
+    elif late := _twice(case, "doctor/dead_units", 0.9):
+        yield Finding(
+            "dead_units", late[0], f"{late[1]:.1%} of the hidden units of a block are zero for all tokens", 0.7,
+            _advice(case, "Take activation=gelu_tanh, or a lower rate"), remedy,
         )  # fmt: skip
 
 
+def _twice(case: Case, name: str, limit: float, above: bool = True) -> tuple[int, float] | None:
+    """Returns since when a figure is beyond a limit in two examined steps in a row, and the figure; None: never."""
+    series = case.series(name)
+    bad = series.values > limit if above else series.values < limit
+    both = np.flatnonzero(bad[:-1] & bad[1:])
+    return (int(series.steps[both[0]]), float(series.values[both[0] + 1])) if len(both) else None
+
+
 def attention_collapse(case: Case) -> Iterator[Finding]:
-    """Attention looks at one token before the first step; later on, that is a consequence, or learned."""
+    """Attention looks at one token: before the first step, or, what may be learned in part, hardly at any other later on."""
     entropy = case.last("doctor/initial_attention_entropy")
-    if entropy < 0.5:
+    late = _twice(case, "doctor/attention_entropy", 0.15, above=False)
+    if entropy < 0.5 or late:
+        when, value = ("before the first step ", entropy) if entropy < 0.5 else ("", late[1] if late else 0.0)
         yield Finding(
-            "attention_collapse", 1, f"before the first step the entropy of attention weights in a block is {entropy:.0%} of that "
-            "of equal ones", 0.87,
+            "attention_collapse", 1 if entropy < 0.5 or not late else late[0],
+            f"{when}the entropy of attention weights in a block is {value:.0%} of that of equal ones", 0.87 if when else 0.7,
             _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
         )  # fmt: skip
 
 
 def dead_experts(case: Case) -> Iterator[Finding]:
-    """Some experts get hardly any tokens."""
-    load = case.series("routing/min_load")
-    window = 12
-    if len(load) < window:
-        return
-    recent = load.values[-window:]
-    if recent.max() < 0.01:
-        starved = load.values >= 0.01
-        since = int(load.steps[int(np.flatnonzero(starved)[-1]) + 1 if starved.any() else 0])
+    """Experts get no tokens: before the first step, or for long.
+
+    Where nothing balances the load, a dozen logged steps say it. Where something does, experts that starve early come back: in a
+    run of 400 steps with a loss for it, all did within 100.
+    """
+    unused, load = case.last("doctor/initial_experts_unused"), case.series("routing/min_load")
+    balance = {"class_path": "BalancedRouting", "init_args": {"load_balancing": 0.01, "z_loss": 0.001}}
+    remedy = {**without_callbacks(case), "model": {"objective": balance}}
+    advice = "Balance the experts with BalancedRouting or BiasBalancing"
+    if unused > 0:
         yield Finding(
-            "dead_experts", since, f"an expert got at most {recent.max():.2g} of its share in {window} logged steps", 0.74,
-            "Balance the experts with BalancedRouting or BiasBalancing",
-            {
-                **without_callbacks(case),
-                "model": {"objective": {"class_path": "BalancedRouting", "init_args": {"load_balancing": 0.01, "z_loss": 0.001}}},
-            },
+            "dead_experts", 1, f"before the first step no token chooses {unused:.0%} of the experts of a layer", 0.92,
+            _advice(case, advice), remedy,
+        )  # fmt: skip
+    fed = load.values >= 0.01
+    since = int(np.flatnonzero(fed)[-1]) + 1 if fed.any() else 0
+    hungry = len(load) - since
+    if hungry >= 12 and load.steps[-1] - load.steps[since] >= (BALANCING if _balances(case) else 11):
+        yield Finding(
+            "dead_experts", int(load.steps[since]), f"an expert got at most {load.values[since:].max():.2g} of its share in {hungry} "
+            "logged steps", 0.74, advice, remedy,
+        )  # fmt: skip
+
+
+BALANCING = 300
+"""Steps that something which balances experts is given."""
+
+
+def _balances(case: Case) -> bool:
+    """Returns whether a loss or a bias is configured that balances the load of experts."""
+    names = [str(item.get("class_path", "")).rpartition(".")[2] for item in case.callbacks()]
+    losses = case.series("train/load_balancing").values
+    return "BiasBalancing" in names or (
+        len(losses) > 0 and case.number("model.objective.load_balancing", 0.01) > 0
+    )
+
+
+def head_is_copy(case: Case) -> Iterator[Finding]:
+    """The head begins with the embedding's values in a tensor of its own: what should be one weight is two."""
+    if case.last("doctor/head_is_copy") > 0:
+        yield Finding(
+            "untied_embedding", 1, "the head has the values of the embedding, but is trained apart from it", 0.86,
+            _advice(case, "Tie them, or initialise the head by itself"), network_remedy(case) or without_callbacks(case),
         )  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = (
+    head_is_copy,
     sees_future, bad_initialisation, logit_growth, dead_units, attention_collapse, dead_experts,
 )  # fmt: skip

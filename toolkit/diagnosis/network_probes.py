@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from core.training.loss_ranks import dp_rank
-from core.training.seeding import mix, seed_generators
+from core.contracts import IGNORED_LABEL
+from toolkit.diagnosis.data_probes import document_numbers
 from toolkit.generation.rows import evaluating
 from toolkit.network_parts import MLP_READERS, NamesParts
+from toolkit.routing import RoutesTokens, Routing, count_experts, recorded
 
 
 @torch.no_grad()
@@ -24,36 +25,24 @@ def visibility(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     `doctor/sees_future`: of positions before a token that is changed. `doctor/sees_documents`: of the documents behind the
     first, where positions restart within rows.
     """
+    ids, found = batch["input_ids"], dict[str, float]()
     with evaluating(network):
         plain = _logits(network, batch)
-        ids = batch["input_ids"]
-        middle = ids.shape[1] // 2
-        changed = _logits(
-            network, {**batch, "input_ids": _other(ids, torch.arange(ids.shape[1]) == middle, network)}
-        )
-        moved = (changed - plain).abs().amax(-1)
-        found = {"doctor/sees_future": _ratio(moved[:, :middle], moved[:, middle])}
-        first, later = _documents(batch)
-        if first is not None and later is not None:
-            changed = _logits(network, {**batch, "input_ids": _other(ids, first, network)})
-            moved = (changed - plain).abs().amax(-1)
+        for place in {ids.shape[1] // 4, ids.shape[1] // 2, ids.shape[1] - 1} - {0}:
+            here = torch.arange(ids.shape[1]) == place
+            moved = (
+                (_logits(network, {**batch, "input_ids": _other(ids, here, network)}) - plain).abs().amax(-1)
+            )
+            share = _ratio(moved[:, :place], moved[:, place])
+            found["doctor/sees_future"] = max(share, found.get("doctor/sees_future", 0.0))
+        number = document_numbers(batch)
+        if number is not None and bool((number > 0).any()):
+            first, later = number == 0, number > 0
+            moved = (
+                (_logits(network, {**batch, "input_ids": _other(ids, first, network)}) - plain).abs().amax(-1)
+            )
             found["doctor/sees_documents"] = _ratio(moved[later], moved[first])
     return found
-
-
-def _documents(batch: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the positions of each row's first document and of the others, (B, T); None where rows have but one."""
-    positions = batch.get("position_ids")
-    if positions is None:
-        return None, None
-    restarts = (positions == 0).long()
-    restarts[:, 0] = 0
-    number = restarts.cumsum(1)
-    several = number.amax(1, keepdim=True) > 0
-    later = (number > 0) & several
-    if "document_ids" in batch:
-        later &= batch["document_ids"] >= 0
-    return ((number == 0) & several, later) if bool(later.any()) else (None, None)
 
 
 def _other(ids: Tensor, chosen: Tensor, network: Any) -> Tensor:
@@ -72,22 +61,27 @@ def _logits(network: Any, batch: Mapping[str, Any]) -> Tensor:
 
 @torch.no_grad()
 def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
-    """Returns figures of logits, attention and hidden units on a batch.
+    """Returns figures of logits, attention, hidden units and experts on a batch.
 
     `doctor/logit_deviation` over the vocabulary and `doctor/max_logit`; `doctor/attention_entropy`, of the block where it is
-    least, over that of equal weights; `doctor/dead_units`, the share of hidden units that are 0 for all tokens in the block where
-    most are.
+    least, over that of equal weights; `doctor/dead_units`, the share of hidden units that are next to 0 for all tokens in the
+    block where most are; `doctor/experts_unused`, the share that no token chooses in the layer where most are, given
+    `TOKENS_PER_EXPERT` choices for each.
     """
     zeros: list[Tensor] = []
     readers = network.parts_by_kind().get(MLP_READERS, ()) if isinstance(network, NamesParts) else ()
     handles = [
         reader.register_forward_pre_hook(
-            lambda _, inputs: zeros.append((inputs[0] == 0).flatten(0, -2).all(0).float().mean())
+            lambda _, inputs: zeros.append(_dead(inputs[0].flatten(0, -2).abs()))
         )
         for reader in readers
     ]
     try:
-        with evaluating(network), _AttentionEntropy() as attention:
+        with (
+            evaluating(network),
+            _AttentionEntropy() as attention,
+            routings_of(network) as routings,
+        ):
             logits = _logits(network, batch)
     finally:
         for handle in handles:
@@ -100,6 +94,140 @@ def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
         found["doctor/attention_entropy"] = float(torch.stack(attention.found).min())
     if zeros:
         found["doctor/dead_units"] = float(torch.stack(zeros).max())
+    if routings and routings[0].experts.numel() >= TOKENS_PER_EXPERT * (count := count_experts(network)):
+        chosen = [routing.experts.unique().numel() for routing in routings]
+        found["doctor/experts_unused"] = 1 - min(chosen) / count
+    return found
+
+
+@contextmanager
+def routings_of(network: Any) -> Iterator[list[Routing]]:
+    """Collects what the routers return within the context; nothing of a network without experts."""
+    if isinstance(network, RoutesTokens):
+        with recorded(network) as found:
+            yield found
+    else:
+        yield []
+
+
+TOKENS_PER_EXPERT = 16
+"""Of as many tokens for each, a router that has not been trained sends some to each expert."""
+
+
+def _dead(units: Tensor) -> Tensor:
+    """Returns the share of units, (tokens, units), whose largest value is next to nothing beside those of others."""
+    largest = units.amax(0)
+    return (largest <= 1e-6 * largest.amax()).float().mean()
+
+
+def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
+    """Returns by how much the gradient of the next-token loss grows on its way down through a block.
+
+    Of the hidden states between blocks, so that what a layer's own losses add to weights does not count:
+    `doctor/gain_most` and `doctor/gain_least` of one block.
+    """
+    states: list[Tensor] = []
+    handles = [
+        block.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0]), prepend=True)
+        for block in network.blocks
+    ]
+    handles.append(
+        network.blocks[-1].register_forward_hook(lambda _, __, output: states.append(_first(output)))
+    )
+    try:
+        with torch.enable_grad(), evaluating(network):
+            logits = _logits(network, batch).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED_LABEL)
+            if len(states) != len(network.blocks) + 1 or not all(state.requires_grad for state in states):
+                return {}
+            gradients = torch.autograd.grad(loss, states, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    norms = torch.stack(
+        [torch.zeros((), device=loss.device) if one is None else one.float().norm() for one in gradients]
+    )
+    norms = norms.clamp(min=1e-30)
+    gains = norms[:-1] / norms[1:]
+    return {"doctor/gain_most": float(gains.max()), "doctor/gain_least": float(gains.min())}
+
+
+def _first(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output
+    return found
+
+
+@torch.no_grad()
+def coarse_share(network: Any) -> float:
+    """Returns the share of float32 matrices of blocks that take few values, as if they were of 8 bits, or of few digits, as of 16."""
+    coarse: list[bool] = []
+    for parameter in [p for block in network.blocks for p in block.parameters()]:
+        values = parameter.detach().flatten()[:65_536].contiguous()
+        if (
+            parameter.dtype == torch.float32
+            and parameter.ndim > 1
+            and values.numel() >= 2048
+            and bool(values.any())
+        ):
+            few = values.unique().numel() < 0.2 * values.numel()
+            digits = ((values.view(torch.int32) & 0x1FFF) == 0).float().mean()
+            coarse.append(few or bool(digits > 0.9))
+    return sum(coarse) / max(len(coarse), 1)
+
+
+def _units_alike(matrix: Tensor) -> float:
+    """Returns the share of a matrix's rows or columns, whichever is more, that are like others of it."""
+    rows = matrix.detach().double().flatten(0, -2)
+    random = torch.Generator().manual_seed(0)
+    shares = [0.0]
+    for one in (rows, rows.T):
+        weights = torch.rand(one.shape[1], generator=random, dtype=torch.float64).to(one.device)
+        sums = (one @ weights)[one.any(1)]
+        if sums.numel() > 1:
+            shares.append(1 - sums.unique().numel() / sums.numel())
+    return max(shares)
+
+
+@torch.no_grad()
+def weights_at_start(network: Any) -> dict[str, float]:
+    """Returns figures of the weights before the first step.
+
+    `doctor/frozen`, the share that is not trained; `doctor/blocks_of_zeros`; `doctor/matrices_unlike`, by how much a matrix of one
+    block is larger or smaller than it is in the others, and `doctor/blocks_unlike`, the same of most matrices of a block; `doctor/head_is_copy`, 1 if the head has the values of
+    the embedding, but is not the same tensor; `doctor/units_alike`, the share of a matrix's rows or columns that are like others.
+    """
+    blocks = [{name: p for name, p in block.named_parameters() if p.ndim > 1} for block in network.blocks]
+    empty = [bool(block) and not any(bool(p.any()) for p in block.values()) for block in blocks]
+    found = {"doctor/frozen": frozen_share(network), "doctor/blocks_of_zeros": float(sum(empty))}
+    alike = [
+        _units_alike(parameter)
+        for block in blocks
+        for parameter in block.values()
+        if parameter.dtype.is_floating_point
+    ]
+    found["doctor/units_alike"] = max(alike, default=0.0)
+    sizes = [{name: float(p.float().square().mean().sqrt()) for name, p in block.items()} for block in blocks]
+    kept = [
+        (block, {name: statistics.median(b[name] for b in sizes if name in b) for name in block})
+        for block in sizes
+    ]
+    unlike = [
+        [
+            max(size / usual[name], usual[name] / size)
+            for name, size in block.items()
+            if size > 0 < usual[name]
+        ]
+        for block, usual in kept
+    ]
+    if any(unlike):
+        found["doctor/blocks_unlike"] = max(statistics.median(each) for each in unlike if each)
+        found["doctor/matrices_unlike"] = max(max(each) for each in unlike if each)
+    head, kinds = network.output_weight, network.parts_by_kind() if isinstance(network, NamesParts) else {}
+    for table in [p for module in kinds.get("embedding", ()) for p in module.parameters()]:
+        if head is not None and table is not head and table.shape == head.shape and bool(table.any()):
+            found["doctor/head_is_copy"] = float(
+                table.data_ptr() != head.data_ptr() and bool(torch.equal(table, head))
+            )
     return found
 
 
@@ -150,90 +278,7 @@ def plain_loss(module: Any, batches: Sequence[Mapping[str, Any]]) -> float:
     return total / max(weight, 1.0)
 
 
-class GradientCheck:
-    """Compares the gradients that an optimizer step was made with with those of the loss on the same batches.
-
-    Args:
-        module: The LanguageModule.
-        batches: The micro-batches of the step, each with its index.
-        clip: The norm to which gradients are clipped; None: to none.
-    """
-
-    def __init__(self, module: Any, batches: Sequence[tuple[Any, int]], clip: float | None) -> None:
-        self.clip = clip
-        self.named = [(name, p) for name, p in module.network.named_parameters() if p.requires_grad]
-        parameters = [parameter for _, parameter in self.named]
-        trainer, weight = module.trainer, torch.zeros((), device=module.device)
-        sums: list[Tensor] = [torch.zeros_like(parameter) for parameter in parameters]
-        for batch, index in batches:
-            # the same random numbers as in the step: dropout drops the same
-            seed = mix(module.seed, trainer.current_epoch, index, dp_rank(trainer))
-            seed_generators(seed, module.device)
-            with torch.enable_grad(), trainer.precision_plugin.train_step_context():
-                loss, _ = module.objective.loss(module.network, batch)
-            found = torch.autograd.grad(loss.total, parameters, allow_unused=True)
-            for one, gradient in zip(sums, found, strict=True):
-                if gradient is not None:
-                    one.add_(gradient)
-            weight = weight + loss.weight
-        weight = module.sum_over_ranks(weight.clone()).clamp(min=1)
-        self.gradients = [module.sum_over_ranks(one) / weight for one in sums]
-        self.before = [parameter.detach().clone() for parameter in parameters]
-        self.inner = {id(p) for block in module.network.blocks for p in block.parameters() if p.ndim > 1}
-
-    def figures(self, norm_before_clipping: float | None) -> dict[str, float]:
-        """Returns the figures, once the step was made and before gradients are zeroed.
-
-        Args:
-            norm_before_clipping: Of the gradients that the optimizer was given, where it is known.
-        """
-        dot = theirs = ours = 0.0
-        lost = nonzero = unchanged = with_gradient = 0
-        moves: list[float] = []
-        norm = math.sqrt(sum(float(one.float().square().sum()) for one in self.gradients))
-        ours_at_least = 1e-35 * (max(norm / self.clip, 1.0) if self.clip else 1.0)
-        for (_, parameter), expected, before in zip(self.named, self.gradients, self.before, strict=True):
-            found = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.detach().float()
-            expected = expected.float()
-            dot += float((found * expected).sum())
-            theirs, ours = theirs + float(found.square().sum()), ours + float(expected.square().sum())
-            meant = expected.abs() > ours_at_least  # not of what clipping makes too small for float32
-            lost, nonzero = lost + int((meant & (found == 0)).sum()), nonzero + int(meant.sum())
-            if id(parameter) in self.inner and (size := float(before.norm())) > 0:
-                moves.append(float((parameter.detach() - before).norm()) / size)
-            moved = bool((parameter.detach() != before).any())
-            has = bool((found != 0).any())
-            with_gradient += parameter.numel() if has else 0
-            unchanged += parameter.numel() if has and not moved else 0
-        ours, theirs = math.sqrt(ours), math.sqrt(theirs)
-        expected_norm, found_norm = min(ours, self.clip) if self.clip else ours, theirs
-        if norm_before_clipping is not None:
-            expected_norm, found_norm = ours, norm_before_clipping
-        result = {
-            "doctor/gradients_lost": lost / max(nonzero, 1),
-            "doctor/weights_unchanged": unchanged / max(with_gradient, 1),
-        }
-        if moves:
-            result["doctor/update_ratio"] = statistics.median(moves)
-        if expected_norm > 0 and math.isfinite(theirs):
-            result["doctor/gradient_ratio"] = found_norm / expected_norm
-            result["doctor/gradient_cosine"] = dot / (ours * theirs) if ours * theirs > 0 else 0.0
-        return result
-
-
 def frozen_share(network: nn.Module) -> float:
     """Returns which share of the network's weights is not trained."""
     total = sum(parameter.numel() for parameter in network.parameters())
     return sum(p.numel() for p in network.parameters() if not p.requires_grad) / max(total, 1)
-
-
-def optimizer_steps(optimizer: Any) -> float | None:
-    """Returns the most steps that an optimizer's state counts; None where it has no count."""
-    counts = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
-    return max(counts, default=None)
-
-
-def blocks_of_zeros(network: Any) -> int:
-    """Returns how many blocks have matrices of zeros alone."""
-    matrices = [[p for p in block.parameters() if p.ndim > 1] for block in network.blocks]
-    return sum(bool(block) and not any(bool(p.any()) for p in block) for block in matrices)

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, without_callbacks
+from toolkit.diagnosis.parts import guard_remedy, network_remedy, suspects, without_callbacks
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
 
-WILD, LEAST_MOVE = 0.3, 0.35
+WILD, LEAST_MOVE = 0.3, 0.8
 """An update ratio that no weights stand; the sum of them over a run below which weights have hardly moved."""
 
 
@@ -37,8 +37,29 @@ def _rate_overlay(rate: float) -> dict[str, Any]:
 
 
 def _peak(case: Case) -> float:
-    rates = case.series("train/lr").values
-    return case.number("model.optimizer.lr", float(rates.max()) if len(rates) else math.nan)
+    """Returns the highest rate: the one that is configured, until steps after the warm-up show another."""
+    rates = case.series("train/lr")
+    given = case.number("model.optimizer.lr", float(rates.values.max()) if len(rates) else math.nan)
+    if len(rates) < 8 or rates.steps[-1] <= _warmup(case) + 2:
+        return given
+    usual = float(np.quantile(rates.values[-20:], 0.7))
+    return usual if usual > 1.5 * given else min(given, 1.5 * float(rates.values.max()))
+
+
+def _risen(case: Case) -> int | None:
+    """Returns the step in which the rate became three times as high and more, and stayed so; None: there is none."""
+    rate, loss = case.series("train/lr"), case.series("train/loss")
+    for index in np.flatnonzero(rate.values[1:] > 3 * rate.values[:-1]) + 1:
+        step, after = int(rate.steps[index]), rate.values[index : index + 6]
+        risen = (
+            len(after) >= 5
+            and rate.values[index - 1] > 0
+            and bool((after > 3 * rate.values[index - 1]).all())
+        )
+        before, later = loss.up_to(step - 1).values[-5:], loss.since(step).values
+        if risen and step > _warmup(case) + 1 and len(before) and later.max() > 1.05 * np.median(before):
+            return step
+    return None
 
 
 def _warmup(case: Case) -> float:
@@ -49,17 +70,32 @@ def _warmup(case: Case) -> float:
 def rate_too_high(case: Case) -> Iterator[Finding]:
     """Updates are as large as the weights."""
     ratio, usual, peak = case.series(UPDATE), _usual_rate(case), _peak(case)
-    wild = ~(ratio.values < WILD)
+    if at := _risen(case):
+        before, after = (
+            float(values[k])
+            for values, k in (
+                (case.series("train/lr").up_to(at - 1).values, -1),
+                (case.series("train/lr").since(at).values, 0),
+            )
+        )
+        yield Finding(
+            "rate_too_high", at, f"the rate goes from {before:.3g} to {after:.3g}, and the loss rises", 0.8,
+            "Let the schedule and the config alone set the rate", without_callbacks(case) or _rate_overlay(before),
+        )  # fmt: skip
+        return
+    unwarmed = _warmup(case) < min(0.03 * case.max_steps, 5)
+    # Adam's first updates move every weight by the rate: without a warm-up, half as much does harm
+    wild = ~(ratio.values < np.where((ratio.steps <= 2) & unwarmed, WILD / 2, WILD))
     if not wild.any() or case.last("doctor/frozen") > 0:  # adapters begin at zero
         return
     first = ratio.first_step(wild)
     evidence = f"a step changes weights by {ratio.values[wild][0]:.0%} of their size"
-    if first <= 2 and _warmup(case) < min(0.03 * case.max_steps, 5) and not peak > 8 * usual:
+    if first <= 2 and unwarmed and not peak > 12 * usual:
         lower = _rate_overlay(usual)["model"] if peak > 2 * usual else {}
         yield Finding(
             "no_warmup", first, f"{evidence}, with {_warmup(case):.0f} steps of warm-up", 0.795,
             "Warm the rate up over the first 10% of the steps" + (f", to about {usual:.1g}" if peak > 2 * usual else ""),
-            {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.12}}} | lower},
+            {"model": _schedule(case, 0.12) | lower},
         )  # fmt: skip
     elif peak > 3 * usual or math.isnan(usual):
         rate = usual if math.isfinite(usual) else peak / 10
@@ -90,51 +126,98 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def group_hardly_moves(case: Case) -> Iterator[Finding]:
+    """One kind of weights is updated far less than the others (figures of `WeightMonitor`)."""
+    ratios = {name: case.series(f"update_ratio/{name}") for name in ("embedding", "head", "attention", "mlp")}
+    found = {
+        name: series for name, series in ratios.items() if len(series) >= 3 and (series.values[:3] > 0).all()
+    }
+    for name, series in found.items():
+        others = [float(np.median(each.values[:3])) for other, each in found.items() if other != name]
+        own = float(np.median(series.values[:3]))
+        if others and own < float(np.median(others)) / 30:
+            yield Finding(
+                "rate_too_low", int(series.steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
+                f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
+                _own_options(case, "lr", _peak(case)) or without_callbacks(case),
+            )  # fmt: skip
+            return
+
+
+def _own_options(case: Case, option: str, value: float) -> dict[str, Any]:
+    """Returns the overlay that gives single parameters what all have, where they have an option of their own."""
+    own = case.option("model.parameter_options", {}) or {}
+    chosen = {
+        name: {option: value} for name, given in own.items() if isinstance(given, dict) and option in given
+    }
+    return {"model": {"parameter_options": chosen}} if chosen else {}
+
+
+def _schedule(case: Case, warmup: float) -> dict[str, Any]:
+    """Returns the overlay of a warm-up, of the schedule that there is, or of a cosine."""
+    name = {} if case.option("model.lr_scheduler") else {"class_path": "WarmupCosine"}
+    return {"lr_scheduler": {**name, "init_args": {"warmup_steps": warmup}}}
+
+
 def schedule_ends_early(case: Case) -> Iterator[Finding]:
-    """The rate is nearly zero long before the run ends."""
-    rate = case.series("train/lr")
-    if not len(rate) or not math.isfinite(case.max_steps):
+    """The rate is nearly zero long before the run ends, or the schedule is set to end then."""
+    rate, steps = case.series("train/lr"), case.max_steps
+    if not len(rate) or not math.isfinite(steps):
         return
-    peak = (
-        min(_peak(case), float(rate.values.max())) if math.isfinite(_peak(case)) else float(rate.values.max())
-    )
+    highest = float(rate.values.max())
+    peak = min(_peak(case), highest) if math.isfinite(_peak(case)) else highest
     low = (rate.values < 0.02 * peak) & np.maximum.accumulate(rate.values >= 0.5 * peak)
-    if low.any() and rate.first_step(low) < 0.8 * case.max_steps:
-        at = rate.first_step(low)
+    planned = case.number("model.lr_scheduler.total_steps", math.inf)
+    planned = planned * steps if planned <= 1 else planned
+    since, evidence = steps, ""
+    if planned < 0.8 * steps:
+        since, evidence = 1, f"the schedule ends at step {planned:.0f} of {steps:.0f}"
+    elif low.any():
+        since = rate.first_step(low)
+        evidence = f"train/lr is below 2% of its peak from step {since} of {steps:.0f} on"
+    if since < 0.8 * steps:
         yield Finding(
-            "schedule_ends_early", at, f"train/lr is below 2% of its peak from step {at} of {case.max_steps:.0f} on", 0.9,
-            "Let the schedule end with the run", {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}},
+            "schedule_ends_early", int(since), evidence, 0.9,
+            "Let the schedule end with the run",
+            {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}} if math.isfinite(planned) else without_callbacks(case),
         )  # fmt: skip
 
 
 def warmup_too_long(case: Case) -> Iterator[Finding]:
-    """The rate still rises when a third of the run is over."""
-    warmup, rate = _warmup(case), case.series("train/lr")
-    if (
-        math.isfinite(case.max_steps)
-        and warmup > 0.4 * case.max_steps
-        and len(rate) > 4
-        and rate.values[-1] > rate.values[0]
-    ):
+    """The rate rises, or is set to rise, over 40% of the run and more, or has not come to half of what is set by then."""
+    warmup, rate, steps = _warmup(case), case.series("train/lr"), case.max_steps
+    if not math.isfinite(steps) or len(rate) <= 4:
+        return
+    given, highest = case.number("model.optimizer.lr", 0.0), float(rate.values.max())
+    late = rate.steps[-1] > 0.4 * steps
+    still = late and bool((np.diff(rate.values) > 0).all())
+    stuck = late and given / 50 < highest < 0.5 * given
+    if still or stuck or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
+        evidence = f"the rate rises for {max(warmup, rate.steps[-1]):.0f} of {steps:.0f} steps"
         yield Finding(
-            "warmup_too_long", int(rate.steps[4]), f"the warm-up takes {warmup:.0f} of {case.max_steps:.0f} steps", 0.8,
-            "Warm up over the first 10% of the steps", {"model": {"lr_scheduler": {"init_args": {"warmup_steps": 0.1}}}},
+            "warmup_too_long", int(rate.steps[4]), f"the rate is {highest:.2g} at most until step {rate.steps[-1]}, and {given:g} is set"
+            if stuck else evidence, 0.8, "Warm up over the first 10% of the steps",
+            {**without_callbacks(case), "model": _schedule(case, 0.1)},
         )  # fmt: skip
 
 
 def epsilon_too_large(case: Case) -> Iterator[Finding]:
     """Adam's epsilon is far above the gradients, which takes the adaptive step away."""
-    eps = case.number("model.optimizer.eps", 0.0)
+    own = case.option("model.parameter_options", {}) or {}
+    given = {"all weights": case.number("model.optimizer.eps", 0.0)}
+    given |= {name: float(one.get("eps") or 0.0) for name, one in own.items() if isinstance(one, dict)}
+    where, eps = max(given.items(), key=lambda pair: pair[1])
     ratios = case.series(UPDATE).values
     if eps >= 1e-3 and len(ratios) >= 2:
+        remedy = {"model": {"optimizer": {"init_args": {"eps": 1e-8}}}}
         yield Finding(
-            "epsilon_too_large", 1, f"the optimizer's eps is {eps:g}, above usual gradients, and updates are "
-            f"{np.median(ratios):.2g} of the weights", 0.83, "Set eps to 1e-8", {"model": {"optimizer": {"init_args": {"eps": 1e-8}}}},
+            "epsilon_too_large", 1, f"eps of {where} is {eps:g}, above usual gradients, and updates are {np.median(ratios):.2g} of the "
+            "weights", 0.83, "Set eps to 1e-8", _own_options(case, "eps", 1e-8) if where in own else remedy,
         )  # fmt: skip
 
 
 def weight_decay_too_large(case: Case) -> Iterator[Finding]:
-    """Decay shrinks weights by percents in each step."""
+    """Decay shrinks weights by percents in each step, as it is set, or as updates show it."""
     rate = case.series("train/lr").values
     peak = float(rate.max()) if len(rate) else math.nan
     options = case.option("model.parameter_options", {}) or {}
@@ -145,6 +228,8 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
         if isinstance(own, dict)
     }
     where, decay = max(decays.items(), key=lambda pair: pair[1])
+    steps, along, shares = case.together("doctor/update_shrinks", UPDATE)
+    shrinks = np.flatnonzero((along > 0.7) & (shares > 0.02))
     if peak * decay > 0.02 and decay > 0.5:
         remedy: dict[str, Any] = {"model": {"optimizer": {"init_args": {"weight_decay": 0.1}}}}
         if where in options:
@@ -153,12 +238,44 @@ def weight_decay_too_large(case: Case) -> Iterator[Finding]:
             "weight_decay_too_large", 1, f"each step takes {peak * decay:.1%} off {where} (lr {peak:g}, weight_decay {decay:g})",
             0.81, "Set weight_decay to 0.1", remedy,
         )  # fmt: skip
+    elif outside := _outside(case, over_validation=False):
+        yield Finding(
+            "weight_decay_too_large", outside[0], f"between two steps something takes {outside[1]:.1%} off the weights", 0.85,
+            f"Leave out {suspects(case)}" if suspects(case) else "Decay weights in the optimizer alone", without_callbacks(case),
+        )  # fmt: skip
+    elif len(shrinks) >= 2:
+        yield Finding(
+            "weight_decay_too_large", int(steps[shrinks[0]]), f"a step takes {shares[shrinks[0]]:.1%} off the weights and changes little else", 0.805,
+            "Set weight_decay to 0.1", without_callbacks(case) or {"model": {"optimizer": {"init_args": {"weight_decay": 0.1}}}},
+        )  # fmt: skip
+
+
+def _outside(case: Case, over_validation: bool) -> tuple[int, float] | None:
+    """Returns since when weights shrink between steps, and by how much: each time, or only over validations; None: never."""
+    shrunk, validated = case.series("doctor/shrunk_outside"), case.series("val/loss").steps
+    changed = np.abs(shrunk.values) > 0.005
+    between = np.isin(shrunk.steps - 1, validated)
+    chosen = changed & (between if over_validation else shrunk.values > 0.005)
+    alone = not (changed & ~between).any()
+    if not chosen.any() or alone != over_validation:
+        return None
+    return shrunk.first_step(chosen), float(shrunk.values[chosen][0])
+
+
+def average_left_in(case: Case) -> Iterator[Finding]:
+    """Weights are others after a validation than before it, as if an average had been left in."""
+    if found := _outside(case, over_validation=True):
+        yield Finding(
+            "average_wrong", found[0], f"a validation leaves weights that are {abs(found[1]):.1%} larger or smaller", 0.9,
+            f"Leave out {suspects(case)}" if suspects(case) else "Put the weights back after a validation", without_callbacks(case),
+        )  # fmt: skip
 
 
 def clip_too_low(case: Case) -> Iterator[Finding]:
     """Every step is clipped to a tiny part of its gradient."""
     clip, norm = case.number("trainer.gradient_clip_val", math.inf), case.series("train/grad_norm")
-    if 0 < clip < 0.01 and len(norm) >= 5 and (share := clip / float(np.median(norm.values))) < 0.005:
+    median = float(np.median(norm.values)) if len(norm) else math.nan
+    if 0 < clip <= 0.02 and len(norm) >= 2 and median > 0 and (share := clip / median) < 0.05:
         yield Finding(
             "clip_too_low", int(norm.steps[0]), f"every step is clipped to {share:.1g} of its gradient", 0.86,
             "Clip at 1.0", {"trainer": {"gradient_clip_val": 1.0}},
@@ -166,13 +283,21 @@ def clip_too_low(case: Case) -> Iterator[Finding]:
 
 
 def optimizer_state_lost(case: Case) -> Iterator[Finding]:
-    """The optimizer counts fewer steps than the run."""
-    behind = case.series("doctor/optimizer_steps_behind")
+    """The optimizer counts fewer steps than the run, or has forgotten gradients faster than it is set to."""
+    behind, lost = case.series("doctor/optimizer_steps_behind"), case.worst("doctor/state_lost", 0.05)
     bad = behind.values > 0
-    if bad.any():
+    if bad.any() or lost:
+        evidence = (
+            f"the optimizer's state is {behind.values[bad][-1]:.0f} steps younger than the run"
+            if bad.any()
+            else (f"the optimizer has forgotten what it knew of {lost[1]:.0%} of the tensors" if lost else "")
+        )
+        since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
+        # once, it is over, and going back before the jump that it led to is what helps
+        once = not bad.any() and int((case.series("doctor/state_lost").values > 0.05).sum()) == 1
         yield Finding(
-            "optimizer_state_lost", behind.first_step(bad), f"the optimizer's state is {behind.values[bad][-1]:.0f} steps younger "
-            "than the run", 0.93, "Keep the optimizer's state, and load it on a resume", without_callbacks(case),
+            "optimizer_state_lost", since, evidence, 0.77 if once else 0.93, "Keep the optimizer's state, and load it on a resume",
+            without_callbacks(case),
         )  # fmt: skip
 
 
@@ -185,29 +310,28 @@ def spikes(case: Case) -> Iterator[Finding]:
     middle = np.median(before, axis=1)
     spread = np.median(np.abs(before - middle[:, None]), axis=1)
     rise = loss.values[SPAN:] - middle
-    jumps = np.flatnonzero(rise > np.maximum(8 * spread, 0.35 * middle))
+    jumps = np.flatnonzero(
+        (rise > np.maximum(8 * spread, 0.35 * middle)) & (loss.values[SPAN:] > before.max(1))
+    )
     if not len(jumps):
         return
     index = int(jumps[0])
     step = int(loss.steps[SPAN + index])
-    at, earlier = anchor.since(step), anchor.up_to(step - 1)
-    if not len(at) or not len(earlier):
+    # weights that a step has spoilt show in the fixed batch after that step, and in the loss of the next one
+    near, earlier = anchor.since(step - 1).up_to(step + 1), anchor.up_to(step - 2)
+    if not len(near) or not len(earlier):
         return
-    share = float(at.values[0] - earlier.values[-SPAN:].min()) / float(rise[index])
+    share = float(near.values.max() - earlier.values[-SPAN:].min()) / float(rise[index])
     evidence = (
         f"train/loss jumps from {middle[index]:.3g} to {loss.values[SPAN + index]:.3g}; that of a fixed batch moves by "
         f"{share:.0%} of it"
     )
-    if share < 0.4:
-        yield Finding(
-            "spike_by_data", step, evidence, 0.78, "Drop such steps, or go back before them",
-            guard_remedy(case, step),
-        )  # fmt: skip
-    else:
-        yield Finding(
-            "spike_by_optimizer", step, evidence, 0.78, "Go back before them",
-            guard_remedy(case, step, goes_back=True),
-        )  # fmt: skip
+    by_data = share < 0.4
+    yield Finding(
+        "spike_by_data" if by_data else "spike_by_optimizer", step, evidence, 0.78,
+        "Drop such steps, or go back before them" if by_data else "Go back before them",
+        guard_remedy(case, step, goes_back=not by_data),
+    )  # fmt: skip
 
 
 SPAN = 10
@@ -232,25 +356,35 @@ def batch_far_from_noise(case: Case) -> Iterator[Finding]:
 
 
 def dropout_too_high(case: Case) -> Iterator[Finding]:
-    """Half of the features and more are dropped, or the same batch has a far lower loss without dropout."""
+    """Half of the features and more are dropped, or the same batch has a far lower loss without what training drops."""
     names = ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
     found = {name: case.number(f"model.network.{name}", 0.0) for name in names}
     most = max(found.values())
-    plain, loss = case.series("doctor/plain_loss"), case.series("train/loss")
-    common = np.intersect1d(plain.steps, loss.steps)
-    if most < 0.3 or len(common) < 2:
+    # the loss without what an objective adds to it in training
+    name = "train/task_loss" if len(case.series("train/task_loss")) else "train/loss"
+    common, without, loss = case.together("doctor/plain_loss", name)
+    idle = case.series("doctor/without_gradient").values
+    dropped = idle > 0.1
+    if dropped.sum() >= 2 and (dropped[:-1] & ~dropped[1:]).any():  # and they have one again
+        yield Finding(
+            "dropout_too_high", int(case.series("doctor/without_gradient").first_step(dropped)),
+            f"in {dropped.sum()} of {len(idle)} steps {np.median(idle[dropped]):.0%} of the weights get no gradient: what they are in is left out",
+            0.82, "Leave it out less often", without_callbacks(case) or network_remedy(case),
+        )  # fmt: skip
+    if len(common) < 2:
         return
-    without = plain.values[np.isin(plain.steps, common)]
-    gaps = loss.values[np.isin(loss.steps, common)] / without - 1
-    if most >= 0.5 or np.median(gaps[-3:]) > 0.05:
+    gaps = loss / without - 1
+    if most >= 0.5 or float(np.median(gaps[-3:])) > (0.05 if most >= 0.3 else 0.1):
+        none = {name: 0.0 for name, value in found.items() if value > 0}
         yield Finding(
             "dropout_too_high", int(common[0]), f"dropout is {most:g}, and the loss of a batch {np.median(gaps[-3:]):.1%} lower "
             "without it", 0.8, "Leave dropout out",
-            {"model": {"network": {"init_args": {name: 0.0 for name, value in found.items() if value > 0}}}},
+            {"model": {"network": {"init_args": none}}} if none else network_remedy(case) or without_callbacks(case),
         )  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = (
-    rate_too_high, rate_too_low, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
+    rate_too_high, rate_too_low, group_hardly_moves, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
+    average_left_in,
     clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise,
 )  # fmt: skip

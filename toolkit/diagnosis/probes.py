@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 
-from core.contracts import Batch, HasTokenizer, PackedBatches
+from core.contracts import Batch, HasTokenizer, MarksEndOfText, PackedBatches
 from core.data.token_datamodule import TokenDataModule
+from core.pretrain_datamodule import PretrainDataModule
 from toolkit.diagnosis import data_probes, network_probes
+from toolkit.diagnosis.data_probes import SeenRows
+from toolkit.diagnosis.gradient_probes import (
+    GradientCheck,
+    OptimizerState,
+    between_steps,
+    norms_of,
+    ranks_apart,
+)
 
 __all__ = ["Probes"]
 
@@ -21,12 +31,12 @@ WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 ROWS = 8
 """Rows that are read at a time, however large the batches of the run are, and on which the network is examined."""
 
-SPANS = 4
-"""So many times more batches are read to look for validation text in them."""
+SPANS, MOST_TOKENS = 4, 2**18
+"""So many times more batches, or as many tokens, are read to look for copies and validation text in them."""
 
 
 class Probes:
-    """Measures; figures are of all ranks.
+    """Measures; figures are of all ranks, but for those of batches, which are of rank 0's.
 
     Args:
         batches: Batches of 8 training rows that are read before the first step.
@@ -37,8 +47,46 @@ class Probes:
         self.stepped = self._is_whole = False
         self._kept: list[tuple[Any, int]] = []
         self._fixed: Any = None
-        self._plain = 0.0
-        self._check: network_probes.GradientCheck | None = None
+        self._plain = self._coarse = 0.0
+        self._check: GradientCheck | None = None
+        self._state = OptimizerState()
+        self.rows = SeenRows()
+        self._source: data_probes.SourceFrequencies | None = None
+        self._norms: list[list[float]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the next examined step goes on from."""
+        rows = [self.rows.begin, *self.rows.numbers]
+        return {"rows": rows, "norms": [list(each) for each in self._norms]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a saved state."""
+        self.rows.begin, *self.rows.numbers = state["rows"]
+        self._norms = [list(each) for each in state["norms"]]
+
+    def sizes(self, trainer: Trainer, module: Any) -> list[float]:
+        """Returns the norms of the weights; nothing where no process has them."""
+        if type(trainer.strategy).__name__ not in WHOLE:
+            return []
+        return norms_of([parameter.detach() for parameter in module.network.parameters()])
+
+    def not_restored(self, trainer: Trainer, module: Any, sizes: Sequence[float]) -> float:
+        """Returns the share of the weights' tensors whose norms are not those of the checkpoint."""
+        now = self.sizes(trainer, module)
+        apart = [abs(a - b) > 1e-3 * b for a, b in zip(now, sizes, strict=False)]
+        return sum(apart) / len(apart) if apart and len(now) == len(sizes) else 0.0
+
+    def is_odd(self, batch: Any, optimizer: Any, rates: Sequence[float]) -> bool:
+        """Returns whether the first step after a resume has the rows that the run began with, or a rate of its own.
+
+        Args:
+            batch: The first micro-batch.
+            optimizer: With the rate of the step.
+            rates: The ones that were logged before.
+        """
+        anew = _has_labels(batch) and self.rows.begins_anew(batch)
+        rate = optimizer.param_groups[0]["lr"]
+        return anew or bool(rates and rates[-1] > 0 and abs(rate / rates[-1] - 1) > 0.3)
 
     def start(self, trainer: Trainer, module: Any, is_fresh: bool) -> dict[str, float]:
         """Returns figures of the data, and of what the network sees; every rank reads the same rows.
@@ -50,29 +98,28 @@ class Probes:
         """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._kept, self._check, self._fixed, self.stepped = [], None, None, False
+        self._state = OptimizerState()
         whole, figures = type(trainer.strategy).__name__ in WHOLE, dict[str, float]()
         self._is_whole = whole
+        examines = whole and module.network.output_weight is not None
         if isinstance(data, TokenDataModule) and data.training_loader is not None and self.batches:
             validation = _read(data.val_dataloader().batches, self.batches)
-            if (
-                whole
-                and validation
-                and _has_labels(validation[0])
-                and module.network.output_weight is not None
-            ):
+            if examines and validation and _has_labels(validation[0]):
                 self._fixed = trainer.strategy.batch_to_device(validation[0])
-            training = _read(data.training_loader.batches, SPANS * self.batches) if is_fresh else []
+            count = max(SPANS * self.batches, MOST_TOKENS // (ROWS * data.sequence_length))
+            training = _read(data.training_loader.batches, count) if is_fresh else []
             if training and _has_labels(training[0]):
+                self.rows.begin = SeenRows.number(training[0])
                 figures |= self._of_data(data, training, validation)
-                if whole and module.network.output_weight is not None:
-                    first = trainer.strategy.batch_to_device(training[0])
+                if examines:
+                    first = trainer.strategy.batch_to_device(_divided(training))
                     figures |= network_probes.visibility(module.network, first)
         if is_fresh and self._fixed is not None:
             state = network_probes.inner_state(module.network, self._fixed)
+            state |= network_probes.backward_gains(module.network, self._fixed)
             figures |= {name.replace("doctor/", "doctor/initial_"): value for name, value in state.items()}
         if is_fresh and whole:
-            figures["doctor/frozen"] = network_probes.frozen_share(module.network)
-            figures["doctor/blocks_of_zeros"] = network_probes.blocks_of_zeros(module.network)
+            figures |= network_probes.weights_at_start(module.network)
         return figures
 
     def _of_data(self, data: Any, read: Sequence[Batch], validation: Sequence[Batch]) -> dict[str, float]:
@@ -81,47 +128,110 @@ class Probes:
         read = read[:epoch]
         training = read[: self.batches]
         counts = data_probes.label_counts(training)
-        counts |= data_probes.repeated_rows(training)
-        counts |= data_probes.position_counts(training)
+        counts |= data_probes.repeated_rows(read)
+        counts |= data_probes.position_counts(training, data.end_of_text_id)
         counts |= data_probes.seen_spans(validation, read, len(read) / epoch)
         if len(training) >= 8:
             counts |= data_probes.neighbours(training, data.vocab_size)
         if isinstance(data, HasTokenizer):
             counts |= data_probes.round_trips(training[:2], data.tokenizer_json)
-        return {name: float(hits / total) for name, (hits, total) in counts.items() if total}
+            if isinstance(data, PretrainDataModule) and not data.prepared and not data.options["transforms"]:
+                documents = data.reader(data.source).documents()
+                self._source = data_probes.SourceFrequencies(documents, data.tokenizer_json)
+                frequencies = self._source.frequencies(training, data.vocab_size)
+                return data_probes.figures_of(counts) | self._source.figures(frequencies)
+        return data_probes.figures_of(counts)
 
     def keep(self, batch: Any, index: int) -> None:
         """Keeps a micro-batch of a step that is examined."""
         self._kept.append((batch, index))
 
+    def between(self, module: Any) -> dict[str, float]:
+        """Returns what happened to the weights since the last examined step, in the step after it; else nothing."""
+        norms, self._norms = self._norms, []
+        return between_steps(module, norms) if norms else {}
+
     def before_step(self, trainer: Trainer, module: Any) -> None:
         """Computes the gradients of the kept micro-batches again."""
         self.stepped = True
+        self._state.before_step(trainer.optimizers[0])
+        batch = self._kept[0][0]
+        if (
+            self._fixed is None
+            and self._is_whole
+            and module.network.output_weight is not None
+            and _has_labels(batch)
+        ):
+            row = {name: value[:1].cpu() for name, value in batch.items()}
+            self._fixed = trainer.strategy.batch_to_device(trainer.strategy.broadcast(row))
         if self._is_whole:
-            self._check = network_probes.GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
+            self._check = GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
+            self._coarse = network_probes.coarse_share(module.network)  # as the step has used them
             self._plain = network_probes.plain_loss(module, [batch for batch, _ in self._kept])
 
     def after_step(self, trainer: Trainer, module: Any) -> dict[str, float]:
         """Returns the figures of an examined step."""
-        figures: dict[str, float] = {}
+        figures, kept = dict[str, float](), [batch for batch, _ in self._kept]
         self._kept, self.stepped = [], False
+        if kept and _has_labels(kept[0]):
+            figures |= self._of_batches(trainer, module, kept)
         if self._check is not None:
             norm = float(module.gradient_norm(trainer.optimizers[0])) if module.logging_step else None
             figures |= self._check.figures(norm)
             figures["doctor/plain_loss"] = self._plain
+            self._norms = self._check.norms()
+            figures["doctor/frozen"] = network_probes.frozen_share(module.network)
+            figures["doctor/weights_coarse"] = self._coarse
             self._check = None
+        if self._is_whole:
+            figures["doctor/ranks_apart"] = ranks_apart(module)
         if self._fixed is not None:
             figures |= network_probes.inner_state(module.network, self._fixed)
-        steps = network_probes.optimizer_steps(trainer.optimizers[0])
-        if steps is not None:
-            figures["doctor/optimizer_steps_behind"] = trainer.global_step - steps
+            figures |= network_probes.backward_gains(module.network, self._fixed)
+        figures |= self._state.figures(trainer.optimizers[0], trainer.global_step)
         return figures | self.anchor(module)
+
+    def _of_batches(self, trainer: Trainer, module: Any, kept: Sequence[Batch]) -> dict[str, float]:
+        """Returns figures of the batches of a step, of all ranks."""
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+
+        def total(values: Any) -> Any:
+            return module.sum_over_ranks(
+                torch.as_tensor(values, dtype=torch.float64, device=module.device)
+            ).cpu()
+
+        counts = data_probes.label_counts(kept) | data_probes.position_counts(
+            kept, data.end_of_text_id if isinstance(data, MarksEndOfText) else None
+        )
+        if isinstance(data, HasTokenizer):
+            counts |= data_probes.round_trips(kept, data.tokenizer_json)
+        sums = total([counts[name] for name in counts]).tolist()
+        figures = data_probes.figures_of({name: (*pair,) for name, pair in zip(counts, sums, strict=True)})
+        if self._source is not None:
+            figures |= self._source.figures(total(self._source.frequencies(kept, data.vocab_size)).numpy())
+        if self._is_whole:
+            number = torch.tensor(float(SeenRows.number(kept[0])), dtype=torch.float64, device=module.device)
+            ranks = module.all_gather(number).flatten() if trainer.world_size > 1 else number[None]
+            figures["doctor/ranks_alike"] = (
+                1 - (ranks.unique().numel() - 1) / max(len(ranks) - 1, 1) if len(ranks) > 1 else 0.0
+            )
+        return figures | self.rows.add(kept[0])
 
     def anchor(self, module: Any) -> dict[str, float]:
         """Returns the loss of a batch that stays the same."""
         if self._fixed is None:
             return {}
         return {"doctor/anchor_loss": network_probes.plain_loss(module, [self._fixed])}
+
+
+def _divided(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns `ROWS` rows, those with several documents first."""
+    rows = {name: torch.cat([batch[name] for batch in batches[: 4 * ROWS]]) for name in batches[0]}
+    number = data_probes.document_numbers(rows)
+    if number is None:
+        return {name: value[:ROWS] for name, value in rows.items()}
+    order = number.amax(1).argsort(descending=True, stable=True)
+    return {name: value[order[:ROWS]] for name, value in rows.items()}
 
 
 def _read(batches: PackedBatches, count: int) -> list[Batch]:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import packing_remedy
+from toolkit.diagnosis.history import Series
+from toolkit.diagnosis.parts import packing_remedy, without_callbacks
 
 
 def _steadily(case: Case, name: str, limit: float) -> tuple[int, float] | None:
@@ -21,13 +22,52 @@ def _steadily(case: Case, name: str, limit: float) -> tuple[int, float] | None:
 
 
 def data_bound(case: Case) -> Iterator[Finding]:
-    """Steps wait for data."""
-    if found := _steadily(case, "time/data_share", 0.5):
+    """Steps wait for data: each of them, or some so long that it is most of the time."""
+    if found := _steadily(case, "time/data_share", 0.4) or _in_all(case.series("time/data_share"), 0.35):
         workers = int(case.number("data.num_workers", 0))
         yield Finding(
             "data_bound", found[0], f"{found[1]:.0%} of the time is spent waiting for data", 0.84,
             "Read ahead in more processes",
-            packing_remedy(case) or {"data": {"init_args": {"num_workers": max(2, 2 * workers)}}},
+            packing_remedy(case) or without_callbacks(case) or {"data": {"init_args": {"num_workers": max(2, 2 * workers)}}},
+        )  # fmt: skip
+
+
+def _in_all(shares: Series, limit: float) -> tuple[int, float] | None:
+    """Returns since when waiting takes more than a share of `LONG` logged steps together, given the share in each of them.
+
+    A step's work takes about as long in all of them, so that one with a share s took 1 / (1 - s) times as long as its work. The
+    longest step is left out: that of a machine with other work is no habit.
+    """
+    if len(shares) < LONG:
+        return None
+    length = 1 / (1 - np.clip(shares.values, 0, 0.99))
+    windows = (
+        np.lib.stride_tricks.sliding_window_view(one, LONG) for one in (shares.values * length, length)
+    )
+    waited, whole = (one.sum(1) - one.max(1) for one in windows)
+    bad = waited / whole > limit
+    index = int(np.argmax(bad))
+    return (int(shares.steps[index + LONG - 1]), float(waited[index] / whole[index])) if bad.any() else None
+
+
+LONG = 16
+
+
+def checkpoint_stall(case: Case) -> Iterator[Finding]:
+    """Much of the time goes into writing checkpoints."""
+    share = case.series("time/checkpoint_share")
+    bad = share.values > 0.2
+    if len(share) >= 2 and bad[1:].any():
+        saving = [item for item in case.callbacks() if "Checkpoint" in str(item.get("class_path"))]
+        remedy = {}
+        if saving:
+            name = str(saving[0]["class_path"]).rpartition(".")[2]
+            given = saving[0].get("init_args") or {}
+            option = "every_n_steps" if "every_n_steps" in given else "every_n_train_steps"
+            remedy = {"trainer": {"callbacks": {name: {option: 10 * int(given.get(option) or 1)}}}}
+        yield Finding(
+            "checkpoint_stall", int(share.steps[1]), f"{share.values[1:][bad[1:]][-1]:.0%} of the time goes into writing checkpoints", 0.85,
+            "Write them less often, or with ShardedCheckpoint, which goes on training meanwhile", remedy,
         )  # fmt: skip
 
 
@@ -42,12 +82,16 @@ def communication_bound(case: Case) -> Iterator[Finding]:
 
 
 def straggler(case: Case) -> Iterator[Finding]:
-    """One rank is slower than the others."""
-    if found := _steadily(case, "time/slowest_rank_ratio", 1.3):
-        yield Finding(
-            "straggler", found[0], f"the slowest rank computes {found[1]:.2f} times as long as the median", 0.83,
-            "Let Heartbeat name it", {"trainer": {"callbacks": {"Heartbeat": {}}}},
-        )  # fmt: skip
+    """One rank is slower than the others, nearly always: on a busy machine each is, now and then."""
+    ratio = case.series("time/slowest_rank_ratio")
+    if len(ratio) >= LONG:
+        usual = np.quantile(np.lib.stride_tricks.sliding_window_view(ratio.values, LONG), 0.2, axis=1)
+        if (usual > 1.3).any():
+            at = int(np.argmax(usual > 1.3))
+            yield Finding(
+                "straggler", int(ratio.steps[at + LONG - 1]), f"the slowest rank computes at least {usual[at]:.2f} times as long as the "
+                "median in most steps", 0.83, "Let Heartbeat name it", {"trainer": {"callbacks": {"Heartbeat": {}}}},
+            )  # fmt: skip
 
 
 def fragmentation(case: Case) -> Iterator[Finding]:
@@ -62,4 +106,4 @@ def fragmentation(case: Case) -> Iterator[Finding]:
 WINDOW = 6
 """Logged steps of which the median counts: the first one waits for the data to be opened."""
 
-RULES: tuple[Rule, ...] = (data_bound, communication_bound, straggler, fragmentation)
+RULES: tuple[Rule, ...] = (data_bound, checkpoint_stall, communication_bound, straggler, fragmentation)
