@@ -127,9 +127,10 @@ def seen_spans(validation: Sequence[Batch], training: Sequence[Batch], share_rea
     if fold < 1 or not validation:
         return {}
     known, _ = _spans(training[:fold])
-    usual = float(np.isin(_spans(training[fold:])[0], known).mean())
-    spans, _ = _spans(validation)
-    seen = float(np.isin(spans, known).mean()) if len(spans) else 0.0
+    others, spans = _spans(training[fold:])[0], _spans(validation)[0]
+    if not len(others) or not len(spans):  # rows shorter than a span
+        return {}
+    usual, seen = (float(np.isin(found, known).mean()) for found in (others, spans))
     of_all = max(share_read * fold / len(training), 1e-9)
     return {"doctor/validation_seen": (max(seen - usual, 0.0) / min(of_all, 1.0) * len(spans), len(spans))}
 
