@@ -29,7 +29,7 @@ def defer_torchmetrics() -> None:
 
     def load(name: str) -> Any:
         if name == "__path__":  # asked for as the first part is imported
-            package.__path__ = spec.submodule_search_locations
+            package.__path__ = spec.submodule_search_locations or []
             # else it and torchmetrics.metric import each other in a circle
             importlib.import_module("torchmetrics.utilities")
             return package.__path__
