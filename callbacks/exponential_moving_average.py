@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
@@ -69,15 +71,20 @@ class ExponentialMovingAverage(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Gathers the averages on rank 0, one by one, unless each rank writes its shards; called on every rank."""
+        """Gathers averages on rank 0, one by one, unless each rank writes its shard of them; called on every rank."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if isinstance(trainer.strategy.checkpoint_io, SavesParts) or not (state and self._averages):
+        if not (state and self._averages):
             return
-        state["averages"] = {}
+        writes_shards = isinstance(trainer.strategy.checkpoint_io, SavesParts)
+        shards, whole, holders = {}, {}, _holders(self._averages)
         for name, average in self._averages.items():
+            if writes_shards and hasattr(average, "to_local"):
+                shards[name] = state["averages"][name]
+                continue
             full = full_tensor(average)
-            if trainer.is_global_zero:
-                state["averages"][name] = full.to("cpu", copy=True)
+            if trainer.global_rank in holders:
+                whole[name] = full.to("cpu", copy=True)
+        state["averages"] = shards | (_joined(whole) if len(holders) > 1 else whole)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begins with the weights as they are, or with what was restored."""
@@ -149,6 +156,23 @@ class ExponentialMovingAverage(Callback):
         for logger in trainer.loggers:
             logger.log_metrics({"val/ema_loss": means["loss"]}, step=trainer.global_step)
         trainer.callback_metrics["val/ema_loss"] = torch.tensor(means["loss"], dtype=torch.float64)
+
+
+def _holders(averages: dict[str, Tensor]) -> list[int]:
+    """Returns the first rank of each stage of a pipeline, which have averages of different names; otherwise the first rank."""
+    if not dist.is_initialized():
+        return [0]
+    found: list[int] = [0] * dist.get_world_size()
+    dist.all_gather_object(found, zlib.crc32("\n".join(averages).encode()))
+    return [found.index(one) for one in dict.fromkeys(found)]
+
+
+def _joined(averages: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the averages of all ranks on the first one, nothing on others; called on every rank."""
+    found: list[dict[str, Tensor]] = [{}] * dist.get_world_size()
+    main = dist.get_rank() == 0
+    dist.gather_object(averages, found if main else None)
+    return {name: average for part in found for name, average in part.items()} if main else {}
 
 
 def _loss_of(trainer: Trainer, module: Any, batch: Any) -> TokenSum:

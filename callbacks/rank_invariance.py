@@ -98,6 +98,7 @@ class RankInvariance(Callback):
         self._sums: OrderedSums | None = None
         self._sharded = False
         self._undo: list[Callable[[], Any]] = []
+        self._restore_loss: Callable[[], Any] = lambda: None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -140,7 +141,6 @@ class RankInvariance(Callback):
             )
         module: Any = pl_module
         self._replace(data, "packed", partial(self._packed, trainer, data.packed))
-        self._replace(module, "compute_loss", partial(self._compute_loss, module, module.compute_loss))
         if trainer.strategy.root_device.type == "cpu":
             self._undo.append(partial(torch.set_num_threads, torch.get_num_threads()))
             torch.set_num_threads(self.threads)
@@ -150,9 +150,7 @@ class RankInvariance(Callback):
                 self._replace(module, "build_optimizer", lambda groups: _without_fused_kernel(build(groups)))
 
     def _replace(self, owner: Any, name: str, by: Any) -> None:
-        mine = vars(owner).get(name)
-        self._undo.append(lambda: setattr(owner, name, mine) if mine else delattr(owner, name))
-        setattr(owner, name, by)
+        self._undo.append(_replaced(owner, name, by))
 
     def _packed(
         self, trainer: Trainer, plain: Callable[..., PackedBatches], split: str, **order: Any
@@ -180,7 +178,7 @@ class RankInvariance(Callback):
     # -- training -----------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replaces the function that computes the gradients of a step, and prints the price."""
+        """Replaces the functions that compute the gradients of a step and the loss, and prints the price."""
         module: Any = pl_module
         module.in_parts = True
         [optimizer] = trainer.optimizers
@@ -190,6 +188,9 @@ class RankInvariance(Callback):
             strategy.sum_in_order(self._turn)
         elif trainer.world_size > 1:
             self._sums = OrderedSums([p for group in optimizer.param_groups for p in group["params"]])
+        # Here, around what others have made of the loss: a compiled one would be compiled again for each seed.
+        seeded = partial(self._compute_loss, module, module.compute_loss)
+        self._restore_loss = _replaced(module, "compute_loss", seeded)
         replace_closure(
             trainer,
             lambda kwargs: Closure(
@@ -199,8 +200,9 @@ class RankInvariance(Callback):
         say(trainer, self, self._price(trainer))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restores the function."""
+        """Restores the functions."""
         restore_closure(trainer)
+        self._restore_loss()
         module: Any = pl_module
         module.in_parts, self._sums = False, None
 
@@ -276,6 +278,13 @@ class RankInvariance(Callback):
         module.step_loss = total / weight
         factor = GRADIENT_TOKENS * self.micro_batches / weight.to(torch.float32)
         scale_gradients(trainer, optimizer, factor)
+
+
+def _replaced(owner: Any, name: str, by: Any) -> Callable[[], Any]:
+    """Sets an attribute of an object; returns what undoes it."""
+    mine = vars(owner).get(name)
+    setattr(owner, name, by)
+    return (lambda: setattr(owner, name, mine)) if mine else (lambda: delattr(owner, name))
 
 
 def _sharded_errors(run: Run, micro_batches: int) -> Iterator[str]:

@@ -46,16 +46,18 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
     return tensors, {**rest, ORDER: list(weights)}
 
 
-def _without_shards(state: Any, path: list[str], tensors: dict[str, Tensor]) -> Any:
+def _without_shards(state: Any, path: list[str | int], tensors: dict[str, Tensor]) -> Any:
     """Returns nested states of callbacks without the tensors that are sharded, which are added to `tensors`."""
     if type(state) is not dict:
         return state
     kept = {}
     for name, value in state.items():
-        if isinstance(name, str) and hasattr(value, "to_local"):
+        if not isinstance(name, str | int):
+            kept[name] = value
+        elif hasattr(value, "to_local"):
             tensors[f"callbacks.{json.dumps([*path, name])}"] = value.detach()
         else:
-            kept[name] = _without_shards(value, [*path, str(name)], tensors)
+            kept[name] = _without_shards(value, [*path, name], tensors)
     return kept
 
 

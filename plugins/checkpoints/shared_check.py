@@ -107,7 +107,10 @@ def _refuse(path: Path, reason: str) -> NoReturn:
 
 
 def _before(path: Path) -> str:
-    ages = {other.stat().st_mtime_ns: other for other in path.parent.glob("*.ckpt")}
+    ages = {}
+    for other in path.parent.glob("*.ckpt"):
+        with suppress(OSError):  # a link to nothing: the other ranks wait for what is said here
+            ages[other.stat().st_mtime_ns] = other
     # Not the time of a folder, which has changed with the reason that was saved there.
     file = path / sharded.MANIFEST if path.is_dir() else path
     written = file.stat().st_mtime_ns if file.exists() else 0

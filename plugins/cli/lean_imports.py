@@ -28,10 +28,13 @@ def defer_torchmetrics() -> None:
     package, loader = importlib.util.module_from_spec(spec), spec.loader
 
     def load(name: str) -> Any:
+        if name == "__path__":  # asked for as the first part is imported
+            package.__path__ = spec.submodule_search_locations or []
+            # else it and torchmetrics.metric import each other in a circle
+            importlib.import_module("torchmetrics.utilities")
+            return package.__path__
         if name in PARTS:
-            importlib.import_module(
-                "torchmetrics.utilities"
-            )  # else it and torchmetrics.metric import each other in a circle
+            hasattr(package, "__path__")  # has been asked for once
             return getattr(importlib.import_module(PARTS[name]), name)
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
@@ -42,4 +45,5 @@ def defer_torchmetrics() -> None:
     package.__dict__.update(
         _logger=logging.getLogger("torchmetrics"), __getattr__=load
     )  # its parts import _logger
+    del package.__path__
     sys.modules["torchmetrics"] = package

@@ -1,5 +1,6 @@
 """The weights, the optimizer's state and the figures of one process, to the last bit, on any number of ranks."""
 
+import json
 from functools import cache
 
 import numpy as np
@@ -89,6 +90,16 @@ def differ(found, expected, after=0):
 )
 def test_any_number_of_ranks_has_every_bit_of_one_process_that_accumulates(ranks, strategy):
     assert differ(trained(ranks, strategy), accumulated()) == []
+
+
+@pytest.mark.ci
+def test_a_compiled_loss_is_compiled_once_for_all_seeds():
+    chosen = overlay(1, "auto")
+    whole = {"class_path": "Compile", "init_args": {"scope": "whole", "backend": "eager"}}
+    chosen["trainer"]["callbacks"].append(whole)
+    found = fit(chosen, 1, name="invariant-compiled").succeeded("compiled")
+    assert differ(found, accumulated()) == []
+    assert len(json.loads((found.folder / "compile.json").read_text())["graphs"]) == 1
 
 
 @pytest.mark.ci

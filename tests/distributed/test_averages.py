@@ -53,3 +53,19 @@ def test_averages_are_saved_in_shards_and_gone_on_from_whatever_the_form_and_the
     assert same_bits(found["AtomicCheckpoint"], found["ShardedCheckpoint"])
     assert all(isinstance(value, torch.Tensor) for value in found["ShardedCheckpoint"]["averages"].values())
     assert sharded.state(path)["callbacks"]["ExponentialMovingAverage"]["averages"] == {}
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "plugin", ["AtomicCheckpoint", pytest.param("ShardedCheckpoint", marks=pytest.mark.slow)]
+)
+def test_averages_of_all_stages_of_a_pipeline_are_saved(plugin):
+    stages = {"class_path": "HybridParallel", "init_args": {"pipeline": 2}}
+    trainer, name = {"strategy": stages, "plugins": [plugin], **AVERAGED}, f"averages of stages {plugin}"
+    done = fit({"trainer": trainer}, 2, name=name, save_at=STEPS // 2)
+    assert done.code == 0, done.error_text
+    path = workshop() / name / "checkpoints" / f"step-{STEPS // 2}.ckpt"
+    words = [f"--ckpt_path={path}", f"--trainer.default_root_dir={workshop() / name}-on"]
+    again = fit({"trainer": trainer}, 2, *words, name=f"{name}-on")
+    figures = [run.record["figures"][str(STEPS)]["val/ema_loss"] for run in (done, again)]
+    assert figures[0] == figures[1]

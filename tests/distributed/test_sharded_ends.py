@@ -107,6 +107,7 @@ def test_damage_of_a_single_file_is_told_by_all_and_the_next_start_takes_the_one
     content = bytearray(damaged.read_bytes())
     content[content.index(weight.numpy().tobytes())] ^= 1
     damaged.write_bytes(content)
+    (folder / "last.ckpt").symlink_to("step-00000006.ckpt")  # which is gone
     done = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name="damaged file")
     assert done.codes == (2, 2)
     told = f"{damaged}: member archive/data/"

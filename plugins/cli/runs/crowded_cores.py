@@ -21,7 +21,8 @@ def share_cores(
 
     A thread that spins keeps its core from the thread that it waits for, which is behind another program: on two cores
     with a second program, steps took four times as long. On free cores spinning is faster, so it stays there. OpenMP reads
-    the setting once, as torch is imported: nothing is done after that, with one thread, or where the user has decided.
+    the setting once, as torch is imported: nothing is done after that, with one thread, or where the user has decided. Nor is
+    it where the process may use a part of the machine's cores: the kernel does not say how many threads run on those.
 
     Args:
         environ: The environment of this process, in which the setting is put.
@@ -33,6 +34,8 @@ def share_cores(
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = environ.get("OMP_NUM_THREADS", str(cores))
     if "torch" in sys.modules or threads == "1" or any(name in environ for name in SETTINGS):
+        return ""
+    if cores < (os.cpu_count() or cores):
         return ""
     try:
         others = _others(running or _running)

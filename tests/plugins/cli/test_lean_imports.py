@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 USE = """
 import sys
 from plugins.cli.lean_imports import defer_torchmetrics
@@ -20,7 +22,28 @@ assert issubclass(MeanMetric, Metric) and torchmetrics.text.Perplexity()
 assert "torchmetrics.functional" in sys.modules and torchmetrics.__version__ == __version__
 """
 
+PART_FIRST = """
+from plugins.cli.lean_imports import defer_torchmetrics
+defer_torchmetrics()
+from torchmetrics.PART import NAME
+import lightning.pytorch, torchmetrics
+assert issubclass(NAME, torchmetrics.Metric) and NAME.__mro__[-4] is torchmetrics.Metric
+assert isinstance(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])["MeanMetric"], torchmetrics.Metric)
+"""
 
-def test_torchmetrics_loads_itself_when_it_is_used():
-    done = subprocess.run([sys.executable, "-c", USE], capture_output=True, text=True)
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        USE,
+        # as a command of others may do
+        pytest.param(
+            PART_FIRST.replace("PART", "aggregation").replace("NAME", "SumMetric"), marks=pytest.mark.ci
+        ),
+        pytest.param(PART_FIRST.replace("PART", "metric").replace("NAME", "Metric"), marks=pytest.mark.slow),
+    ],
+    ids=["Lightning first", "a part first", "metric first"],
+)
+def test_torchmetrics_loads_itself_when_it_is_used(use):
+    done = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

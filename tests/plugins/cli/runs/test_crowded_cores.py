@@ -24,10 +24,18 @@ CORES = len(os.sched_getaffinity(0))
 )
 def test_where_others_compute(monkeypatch, environ, running, policy):
     monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: CORES)
     given = dict(environ)
     note = share_cores(given, lambda: running)
     assert given.get("OMP_WAIT_POLICY") == policy
     assert ("other threads compute" in note) == (policy == "passive")
+
+
+def test_threads_on_cores_that_are_not_ours_are_not_counted(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64 * CORES)
+    assert share_cores(given := {}, lambda: 99) == ""
+    assert given == {}
 
 
 def test_the_kernel_counts_programs_that_compute():
