@@ -316,3 +316,13 @@ def test_what_an_objective_adds_in_training_is_no_scale_of_the_loss():
     del state["train/task_loss"]
     history.load_state_dict(state)
     assert diagnose(Case(history, CONFIG))[0].cause == "gradient_scale"
+
+
+@pytest.mark.parametrize(("steps", "causes"), [(100, ["rate_too_low"]), (4, [])])
+def test_a_trial_of_few_steps_has_no_rate_that_is_too_low(steps, causes):
+    history = healthy(4)
+    for step in (1, 2, 4):
+        history.add(step, {"train/lr": 1e-5, "doctor/update_ratio": 1e-5})
+    config = changed("model.optimizer.init_args.lr", 1e-5)
+    config["trainer"]["max_steps"] = steps
+    assert [finding.cause for finding in diagnose(Case(history, config)) if "rate" in finding.cause] == causes
