@@ -71,7 +71,9 @@ class Probes:
         """Returns the norms of the weights; nothing where no process has them."""
         if type(trainer.strategy).__name__ not in WHOLE:
             return []
-        return norms_of([parameter.detach() for parameter in module.network.parameters()])
+        return norms_of(
+            [p.detach() for p in module.network.parameters() if p.is_floating_point()]
+        )  # others are quantised
 
     def not_restored(self, trainer: Trainer, module: Any, sizes: Sequence[float]) -> float:
         """Returns the share of the weights' tensors whose norms are not those of the checkpoint."""
