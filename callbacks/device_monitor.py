@@ -81,12 +81,12 @@ class DeviceMonitor(Callback):
 
 
 def told(read: Callable[[torch.device], int], device: torch.device) -> float | None:
-    """Returns what NVML says of a GPU; None: it does not tell, such as of the use of a part of one (MIG)."""
-    from pynvml import NVMLError_NotSupported
+    """Returns what NVML says of a GPU; None: it does not tell, such as of a part of one (MIG), or not this user."""
+    from pynvml import NVMLError_NoPermission, NVMLError_NotSupported
 
     try:
         return float(read(device))
-    except NVMLError_NotSupported:
+    except (NVMLError_NoPermission, NVMLError_NotSupported):
         return None
 
 

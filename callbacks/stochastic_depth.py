@@ -93,7 +93,7 @@ class StochasticDepth(Callback):
 
     Block l of L is left out with probability rate * l / L. It is computed for the other sequences of the micro-batch
     only, which saves about r/2 of the time of all blocks at a rate r (nothing with one sequence in a
-    micro-batch). Networks without `select_rows`, compiled ones, and strategies under which ranks share
+    micro-batch). Networks without `select_rows`, such as those with experts, compiled ones, and strategies under which ranks share
     tokens, compute all sequences, with the same result.
 
     Norms first (a block returns its input plus something): what a block adds is divided by the

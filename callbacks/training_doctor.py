@@ -70,7 +70,7 @@ class TrainingDoctor(Callback):
         self._told: list[str] = []
         self._fresh: dict[str, Any] = {}
         self._start: dict[str, float] = {}
-        self._examining = self._resumes = False
+        self._examining = self._resumes = self._saves = False
         self._resumed: Any = None
         self._sizes: list[float] = []
         self._next = self._every = 0
@@ -108,9 +108,7 @@ class TrainingDoctor(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batches of a step that is examined."""
-        if self._saving:
-            self._saved += time.monotonic() - self._saving
-            self._saving = 0.0
+        if self._stop_clock():
             log_figures(trainer, {"time/checkpoint_share": self._saved / (time.monotonic() - self._began)})
         if self._resumes:
             self._resumes, self._resumed = False, batch
@@ -120,6 +118,17 @@ class TrainingDoctor(Callback):
         if not rest and self._is_due(logged):
             self._probes.keep(batch, batch_idx)
             self._examining = True
+
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Stops the clock of a checkpoint that was written before the validation."""
+        self._saves = self._stop_clock()
+
+    def _stop_clock(self) -> bool:
+        """Adds the time since a checkpoint was begun; returns whether one was written since the last step."""
+        if self._saving:
+            self._saved += time.monotonic() - self._saving
+        wrote, self._saving, self._saves = bool(self._saving) or self._saves, 0.0, False
+        return wrote
 
     def _is_due(self, logged: int) -> bool:
         """Returns whether the n-th logged step is examined: the 1st, 2nd, 4th..., then every so many steps."""

@@ -28,6 +28,8 @@ def doctor(arguments: list[str]) -> int:
         "--least_confidence", type=float, default=0.6, help="findings below are left out, 0 to 1: %(default)s"
     )
     options = parser.parse_args(arguments)
+    if not 0 <= options.least_confidence <= 1:
+        raise ConfigError(f"--least_confidence {options.least_confidence:g} must be from 0 to 1.")
     folder = Path(options.run_dir)
     if not folder.is_dir():
         beside = {str(other) for other in folder.parent.glob("*") if (other / "metrics.csv").is_file()}

@@ -44,6 +44,9 @@ SWITCHED_OFF = (
     "enable_progress_bar",
 )
 
+VALIDATES = "--trainer.limit_val_batches=1"
+"""Behind the user's options: Lightning skips a validation of 0 batches, in which evaluations are measured."""
+
 READER = "plugins.checkpoints.atomic_checkpoint.AtomicCheckpoint"
 """Reads files and folders, as tensors and plain values only."""
 
@@ -146,7 +149,8 @@ def measured(
     measuring = _Measuring(evaluations, path, batch_size)
 
     def make() -> BuiltRun:
-        request = of_checkpoint(_reduced(stored_config(path), path), ["--verbose=false", *words], path)
+        options = ["--verbose=false", *words, VALIDATES]
+        request = of_checkpoint(_reduced(stored_config(path), path), options, path)
         quieten()
         # Lightning misses callbacks of the training run, which have nothing to do here.
         warnings.filterwarnings("ignore", ".*callbacks used to create the checkpoint.*")

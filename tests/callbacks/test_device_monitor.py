@@ -50,11 +50,8 @@ def test_a_run_uses_the_cores(fit, tmp_path):
 
 def test_what_nvml_does_not_tell_is_not_known():
     pynvml = pytest.importorskip("pynvml")
-
-    def of_a_part(device):
-        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-
-    assert told(of_a_part, torch.device("cuda")) is None
+    for code in (pynvml.NVML_ERROR_NOT_SUPPORTED, pynvml.NVML_ERROR_NO_PERMISSION):
+        assert told(lambda device, code=code: pynvml._nvmlCheckReturn(code), torch.device("cuda")) is None
     assert told(lambda device: 61, torch.device("cuda")) == 61.0
     with pytest.raises(pynvml.NVMLError_GpuIsLost):
         told(lambda device: pynvml._nvmlCheckReturn(pynvml.NVML_ERROR_GPU_IS_LOST), torch.device("cuda"))

@@ -12,7 +12,11 @@ from callbacks.stochastic_depth import StochasticDepth, draw, drop_block
 from core.__main__ import main
 from core.errors import ConfigError
 from plugins.networks.gpt import GPT
+from plugins.networks.mixtral import Mixtral
+from plugins.objectives.balanced_routing import BalancedRouting
+from plugins.objectives.causal_lm import CausalLM
 from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_batches
+from toolkit.routing import recorded
 
 
 def test_a_row_is_its_input_or_has_the_block_divided_by_what_stays():
@@ -187,6 +191,25 @@ def test_a_compiled_block_and_named_arguments_compute_all_rows():
     compiled = torch.compile(first, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, None, None, None), expected)
     callback.on_fit_end(None, None)
+
+
+def test_routers_see_the_tokens_of_all_rows():
+    """The losses of routing of the first layer are those without it, whichever rows it leaves out."""
+    torch.manual_seed(0)
+    sizes = dict(n_layer=2, n_head=2, n_kv_head=1, n_embd=16, intermediate_size=16)
+    network = Mixtral(vocab_size=61, n_experts=4, experts_per_token=2, max_sequence_length=16, **sizes)
+    objective, [inputs] = BalancedRouting(CausalLM(), z_loss=0.1), uneven_batches(1, rows=8)
+    with recorded(network.train()) as plain:
+        objective.loss(network, inputs)
+    callback = StochasticDepth(0.6)
+    callback.on_fit_start(ALONE, SimpleNamespace(network=network))
+    with recorded(network) as found:
+        loss, _ = objective.loss(network, inputs)
+    loss.total.backward()
+    callback.on_fit_end(ALONE, None)
+    assert torch.equal(found[0].logits, plain[0].logits)
+    assert found[1].logits.shape == plain[1].logits.shape
+    assert all(p.grad.isfinite().all() for p in network.parameters())
 
 
 def test_a_network_with_its_norms_elsewhere_is_refused(tiny, tmp_path, monkeypatch, capsys):

@@ -2,17 +2,21 @@
 
 import copy
 import json
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from callbacks.training_doctor import TrainingDoctor
 from core.errors import ConfigError
+from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.optimizers.adamw import AdamW
 from tests.support.cli_runs import core  # noqa: F401
 from tests.support.same_run import fit as same_run
-from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import Record, fit, module, tiny_gpt, trainer, uneven_batches
+from tests.support.tokens import StoredTokens
 from toolkit.diagnosis.gradient_probes import OptimizerState
 from toolkit.diagnosis.network_probes import (
     backward_gains,
@@ -21,6 +25,7 @@ from toolkit.diagnosis.network_probes import (
     visibility,
     weights_at_start,
 )
+from toolkit.diagnosis.probes import first_tokens
 
 
 def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F811
@@ -45,6 +50,9 @@ def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F
     assert f"  --config {remedy.relative_to(tmp_path)}" in again.out.splitlines()
     checked = core("check", "--config", "tiny", *wrong[:2], "--config", str(remedy))
     assert checked.code == 0, checked.err
+    mistaken = core("doctor", "runs/tiny", "--least_confidence", "60")
+    assert (mistaken.code, mistaken.out) == (2, "")
+    assert "--least_confidence 60 must be from 0 to 1" in mistaken.err
     mistaken = core("doctor", "runs/tin")
     assert (mistaken.code, mistaken.out) == (2, "")
     assert "There is no run folder runs/tin. Did you mean runs/tiny?" in mistaken.err
@@ -80,6 +88,63 @@ def test_training_is_bitwise_the_same(tmp_path):
         fit(tmp_path, trained, uneven_batches(6), callbacks, max_epochs=1)
         weights.append([p.detach().clone() for p in trained.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+class OwnPosition(StoredTokens):
+    """Its training rows go on from where they were read last, whatever the cursor is."""
+
+    def packed(self, split, **order):
+        batches = super().packed(split, **order)
+        take, own = batches.take, [batches.cursor]
+
+        def taken(cursor, count):
+            rows, own[0] = take(own[0], count)
+            return rows, own[0]
+
+        if split == "train":
+            batches.take = taken
+        return batches
+
+
+def test_a_packing_that_keeps_a_position_of_its_own_is_not_moved(tmp_path):
+    tokens = np.random.default_rng(0).integers(1, 61, 4000)
+    for split in ("train", "validation"):
+        TokenShards(1000).write([tokens], tmp_path / split, vocab_size=61)
+    losses = []
+    for callbacks in ([], [TrainingDoctor(batches=2)]):
+        record = Record()
+        torch.manual_seed(0)
+        runner = trainer(tmp_path, callbacks=[record, *callbacks], max_steps=3, limit_val_batches=0)
+        runner.fit(module(), datamodule=OwnPosition(str(tmp_path), 12, 4, shuffle=True, vocab_size=61))
+        losses.append([figures["train/loss"] for figures in record.figures])
+    assert callbacks[0].history.last_step == 3
+    assert losses[0] == losses[1]
+
+
+def test_long_rows_are_cut_before_the_network_is_examined():
+    ids = torch.arange(6 * 3000).view(6, 3000)
+    cut = first_tokens({"input_ids": ids, "labels": ids + 1, "row": torch.arange(6)})
+    assert torch.equal(cut["input_ids"], ids[:4, :1024])
+    assert torch.equal(cut["labels"], ids[:4, :1024] + 1)
+    assert cut["row"].tolist() == [0, 1, 2, 3]
+
+
+def test_time_of_a_validation_is_none_of_checkpoints(monkeypatch):
+    """A checkpoint that takes 1 s before a validation of 8 s, of 10 s in all."""
+    now, logged = [0.0], {}
+    doctor, runner = TrainingDoctor(), SimpleNamespace(global_step=1, log_every_n_steps=5)
+    monkeypatch.setattr("callbacks.training_doctor.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(
+        "callbacks.training_doctor.log_figures", lambda trainer, values: logged.update(values)
+    )
+    monkeypatch.setattr(doctor, "_probes", SimpleNamespace(sizes=lambda *_: []))
+    now[0] = 1.0
+    doctor.on_save_checkpoint(runner, None, {})
+    now[0] = 2.0
+    doctor.on_validation_start(runner, None)
+    now[0] = 10.0
+    doctor.on_train_batch_start(runner, None, None, 0)
+    assert logged == {"time/checkpoint_share": 0.1}
 
 
 def test_what_a_network_sees_is_measured():

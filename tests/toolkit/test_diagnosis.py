@@ -278,3 +278,51 @@ def test_order_and_leaks_are_measured():
     half = [*others[:4], *training[:4]]
     assert shares(seen_spans(half, training, 1.0))["validation_seen"] == pytest.approx(0.5 / 0.75)
     assert shares(seen_spans(training[:8], training, 1.0))["validation_seen"] == pytest.approx(1 / 0.75)
+
+
+def test_remedies_keep_what_the_run_has():
+    """An objective is put within BalancedRouting, transforms stay, and options that a network has not are not set."""
+    history = healthy()
+    with_figure("doctor/initial_experts_unused", 0.5, (1,))(history)
+    ahead = {
+        "class_path": "plugins.objectives.multi_token_prediction.MultiTokenPrediction",
+        "init_args": {"depth": 1},
+    }
+    [finding] = diagnose(Case(history, changed("model.objective", ahead)))
+    assert finding.remedy["model"]["objective"]["init_args"]["objective"] == ahead
+    history = healthy()
+    with_figure("doctor/repeated_rows", 0.5, (1,))(history)
+    [finding] = diagnose(Case(history, changed("data.init_args.transforms", [{"class_path": "Rebalance"}])))
+    assert finding.remedy == {"data": {"init_args": {"transforms+": [{"class_path": "ExactDuplicates"}]}}}
+    assert not diagnose(Case(history, changed("data.class_path", "MixtureDataModule")))[0].remedy
+    history = healthy()
+    with_figure("doctor/initial_dead_units", 0.5, (1,))(history)
+    assert (
+        diagnose(Case(history, CONFIG))[0].remedy["model"]["network"]["init_args"]["activation"]
+        == "gelu_tanh"
+    )
+    assert not diagnose(Case(history, changed("model.network.class_path", "Llama")))[0].remedy
+
+
+def test_what_an_objective_adds_in_training_is_no_scale_of_the_loss():
+    """Heads that look further ahead double the loss that is trained on; validation has none of it."""
+    history, state = History(), healthy().state_dict()
+    loss = state["train/loss"]
+    state["train/task_loss"] = loss
+    state["train/loss"] = {**loss, "values": [2 * value for value in loss["values"]]}
+    state["doctor/plain_loss"] = {**loss, "values": [value - 0.01 for value in loss["values"]]}
+    history.load_state_dict(state)
+    assert diagnose(Case(history, CONFIG)) == []
+    del state["train/task_loss"]
+    history.load_state_dict(state)
+    assert diagnose(Case(history, CONFIG))[0].cause == "gradient_scale"
+
+
+@pytest.mark.parametrize(("steps", "causes"), [(100, ["rate_too_low"]), (4, [])])
+def test_a_trial_of_few_steps_has_no_rate_that_is_too_low(steps, causes):
+    history = healthy(4)
+    for step in (1, 2, 4):
+        history.add(step, {"train/lr": 1e-5, "doctor/update_ratio": 1e-5})
+    config = changed("model.optimizer.init_args.lr", 1e-5)
+    config["trainer"]["max_steps"] = steps
+    assert [finding.cause for finding in diagnose(Case(history, config)) if "rate" in finding.cause] == causes

@@ -104,8 +104,17 @@ def duplicates(case: Case) -> Iterator[Finding]:
         finding = _of_packing(
             case, "duplicates", since, f"{share:.0%} {where}", 0.94, "Drop repeated documents"
         )
-        deduplicating = {"data": {"init_args": {"transforms": [{"class_path": "ExactDuplicates"}]}}}
+        deduplicating = _deduplicating(case)
         yield finding if finding.remedy else replace(finding, remedy=deduplicating)
+
+
+def _deduplicating(case: Case) -> dict[str, Any]:
+    """Returns the overlay that adds a transform for copies, where the data has transforms and not this one."""
+    given = case.option("data.transforms", [])
+    names = [str(one.get("class_path")) for one in given if isinstance(one, dict)]
+    if case.class_of("data") != "PretrainDataModule" or any("ExactDuplicates" in name for name in names):
+        return {}
+    return {"data": {"init_args": {"transforms+": [{"class_path": "ExactDuplicates"}]}}}
 
 
 def not_shuffled(case: Case) -> Iterator[Finding]:

@@ -101,7 +101,9 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
 
 def loss_scale(case: Case) -> Iterator[Finding]:
     """The logged loss is a multiple of what the same batches have, computed again."""
-    steps, plain, loss = case.together("doctor/plain_loss", "train/loss")
+    # the loss without what an objective adds to it in training
+    name = "train/task_loss" if len(case.series("train/task_loss")) else "train/loss"
+    steps, plain, loss = case.together("doctor/plain_loss", name)
     times = loss / np.maximum(plain, 1e-9)
     if len(times) >= 2 and np.isfinite(times).all() and times.min() > 1.5 and times.max() < 1.5 * times.min():
         yield Finding(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -74,13 +75,28 @@ def logit_growth(case: Case) -> Iterator[Finding]:
             "logit_growth", int(spread.steps[at]), f"logits deviate by {before[at]:.3g}, then by {after[at]:.3g} at step "
             f"{spread.steps[at + 1]}; below 5 is usual", 0.79,
             _advice(case, "Keep logits small with a z-loss"),
-            without_callbacks(case) or {"model": {"objective": {"init_args": {"z_loss": 1e-4}}}},
+            without_callbacks(case) or _z_loss(case),
         )  # fmt: skip
+
+
+def _z_loss(case: Case) -> dict[str, Any]:
+    """Returns the overlay of a z-loss on logits, where CausalLM trains the network, alone or within BalancedRouting."""
+    if case.class_of("model.objective") == "CausalLM":
+        return {"model": {"objective": {"init_args": {"z_loss": 1e-4}}}}
+    if case.class_of("model.objective.objective") == "CausalLM":
+        inner = {"objective": {"init_args": {"z_loss": 1e-4}}}
+        return {"model": {"objective": {"init_args": inner}}}
+    return {}
 
 
 def dead_units(case: Case) -> Iterator[Finding]:
     """Many hidden units of a block are zero before the first step, or nearly all of them later on."""
-    remedy = without_callbacks(case) or {"model": {"network": {"init_args": {"activation": "gelu_tanh"}}}}
+    takes = case.class_of("model.network") in (
+        "GPT",
+        "BERT",
+    )  # others have gated units, or a choice of their own
+    smooth = {"model": {"network": {"init_args": {"activation": "gelu_tanh"}}}} if takes else {}
+    remedy = without_callbacks(case) or smooth
     share = case.last("doctor/initial_dead_units")
     if share > 0.25:
         yield Finding(
@@ -122,8 +138,7 @@ def dead_experts(case: Case) -> Iterator[Finding]:
     run of 400 steps with a loss for it, all did within 100.
     """
     unused, load = case.last("doctor/initial_experts_unused"), case.series("routing/min_load")
-    balance = {"class_path": "BalancedRouting", "init_args": {"load_balancing": 0.01, "z_loss": 0.001}}
-    remedy = {**without_callbacks(case), "model": {"objective": balance}}
+    remedy = {**without_callbacks(case), "model": {"objective": _balanced(case)}}
     advice = "Balance the experts with BalancedRouting or BiasBalancing"
     if unused > 0:
         yield Finding(
@@ -138,6 +153,15 @@ def dead_experts(case: Case) -> Iterator[Finding]:
             "dead_experts", int(load.steps[since]), f"an expert got at most {load.values[since:].max():.2g} of its share in {hungry} "
             "logged steps", 0.74, advice, remedy,
         )  # fmt: skip
+
+
+def _balanced(case: Case) -> dict[str, Any]:
+    """Returns the run's objective with losses of routing."""
+    options: dict[str, Any] = {"load_balancing": 0.01, "z_loss": 0.001}
+    if case.class_of("model.objective") != "BalancedRouting":
+        own = case.option("model.objective", {"class_path": "CausalLM"})
+        options["objective"] = dict(own) if isinstance(own, Mapping) else {"class_path": str(own)}
+    return {"class_path": "BalancedRouting", "init_args": options}
 
 
 BALANCING = 300

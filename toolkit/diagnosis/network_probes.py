@@ -265,15 +265,10 @@ class _AttentionEntropy(TorchFunctionMode):
 def plain_loss(module: Any, batches: Sequence[Mapping[str, Any]]) -> float:
     """Returns the mean loss over the labels of some batches, of all ranks, without what training adds to it, such as dropout."""
     sums = torch.zeros(2, dtype=torch.float64, device=module.device)
-    objective, was = module.objective, module.objective.training
-    objective.eval()
-    try:
-        with evaluating(module.network):
-            for batch in batches:
-                loss, _ = objective.loss(module.network, batch)
-                sums += torch.stack((loss.total.double(), loss.weight.double()))
-    finally:
-        objective.train(was)
+    with evaluating(module.network), evaluating(module.objective):
+        for batch in batches:
+            loss, _ = module.objective.loss(module.network, batch)
+            sums += torch.stack((loss.total.double(), loss.weight.double()))
     total, weight = module.sum_over_ranks(sums).tolist()
     return total / max(weight, 1.0)
 

@@ -112,7 +112,7 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
         not len(ratio)
         or not math.isfinite(usual)
         or not rate.values.max() > 0
-        or not math.isfinite(case.max_steps)
+        or not FEW_STEPS <= case.max_steps < math.inf
     ):
         return
     at = int(ratio.steps[-1])
@@ -124,6 +124,10 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
             f"weights by {move:.1%} of their size", 0.66,
             f"Raise the rate to about {usual:.1g}, or let LRFinder choose it", _rate_overlay(usual),
         )  # fmt: skip
+
+
+FEW_STEPS = 24
+"""A run of fewer, such as a trial of a configuration, moves weights little at any rate."""
 
 
 def group_hardly_moves(case: Case) -> Iterator[Finding]:

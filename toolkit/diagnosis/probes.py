@@ -31,8 +31,11 @@ WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 ROWS = 8
 """Rows that are read at a time, however large the batches of the run are, and on which the network is examined."""
 
-SPANS, MOST_TOKENS = 4, 2**18
-"""So many times more batches, or as many tokens, are read to look for copies and validation text in them."""
+SPANS, LEAST_TOKENS, MOST_TOKENS = 4, 2**18, 2**22
+"""So many times more batches are read to look for copies and validation text in them, of these tokens at least and at most."""
+
+EXAMINED_TOKENS, LONGEST = 4096, 1024
+"""Tokens on which the network is examined, and those of a row: all weights of attention and all logits are in memory at once."""
 
 
 class Probes:
@@ -107,22 +110,28 @@ class Probes:
         if isinstance(data, TokenDataModule) and data.training_loader is not None and self.batches:
             validation = _read(data.val_dataloader().batches, self.batches)
             if examines and validation and _has_labels(validation[0]):
-                self._fixed = trainer.strategy.batch_to_device(validation[0])
-            count = max(SPANS * self.batches, MOST_TOKENS // (ROWS * data.sequence_length))
-            training = _read(data.training_loader.batches, count) if is_fresh else []
+                self._fixed = trainer.strategy.batch_to_device(first_tokens(validation[0]))
+            training = _read(_coming(data), self._count(data.sequence_length)) if is_fresh else []
             if training and _has_labels(training[0]):
                 self.rows.begin = SeenRows.number(training[0])
                 figures |= self._of_data(data, training, validation)
                 if examines:
-                    first = trainer.strategy.batch_to_device(_divided(training))
+                    first = trainer.strategy.batch_to_device(first_tokens(_divided(training)))
                     figures |= network_probes.visibility(module.network, first)
-        if is_fresh and self._fixed is not None:
+        untrained = is_fresh and trainer.global_step == 0  # else it was added to a run that goes on
+        if untrained and self._fixed is not None:
             state = network_probes.inner_state(module.network, self._fixed)
             state |= network_probes.backward_gains(module.network, self._fixed)
             figures |= {name.replace("doctor/", "doctor/initial_"): value for name, value in state.items()}
-        if is_fresh and whole:
+        if untrained and whole:
             figures |= network_probes.weights_at_start(module.network)
         return figures
+
+    def _count(self, length: int) -> int:
+        """Returns how many batches of training rows of so many tokens are read."""
+        tokens = ROWS * length
+        spans = max(SPANS * self.batches, LEAST_TOKENS // tokens)
+        return max(self.batches, min(spans, MOST_TOKENS // tokens))
 
     def _of_data(self, data: Any, read: Sequence[Batch], validation: Sequence[Batch]) -> dict[str, float]:
         loader = data.training_loader
@@ -164,7 +173,7 @@ class Probes:
             and module.network.output_weight is not None
             and _has_labels(batch)
         ):
-            row = {name: value[:1].cpu() for name, value in batch.items()}
+            row = {name: value[:1].cpu() for name, value in first_tokens(batch).items()}
             self._fixed = trainer.strategy.batch_to_device(trainer.strategy.broadcast(row))
         if self._is_whole:
             self._check = GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
@@ -236,11 +245,35 @@ def _divided(batches: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value[order[:ROWS]] for name, value in rows.items()}
 
 
+def first_tokens(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the first tokens of the first rows of a batch."""
+    count, length = batch["input_ids"].shape
+    length = min(length, LONGEST)
+    rows = max(1, min(count, EXAMINED_TOKENS // length))
+    shape = batch["input_ids"].shape
+    return {
+        name: value[:rows, :length] if value.shape[:2] == shape else value[:rows]
+        for name, value in batch.items()
+    }
+
+
+def _coming(data: TokenDataModule) -> PackedBatches:
+    """Returns the coming training batches, made anew: a packing that keeps a position of its own is not moved."""
+    loader: Any = data.training_loader
+    order = {
+        "shuffle": data.shuffle and loader.begin is None,
+        "seed": data.seed,
+    }  # as `train_dataloader` says it
+    length = loader.batches.sequence_length
+    batches = data.packed("train", sequence_length=length, batch_size=ROWS, rank=0, world_size=1, **order)
+    batches.cursor = copy.deepcopy(loader.batches.cursor)
+    return batches
+
+
 def _read(batches: PackedBatches, count: int) -> list[Batch]:
-    """Returns the coming rows in batches of `ROWS`, the same on every rank; their own position stays."""
-    everything = copy.copy(batches)
-    everything.batch_size, everything.rank, everything.world_size = ROWS, 0, 1
-    return [batch for _, batch in islice(everything, count)]
+    """Returns the coming rows in batches of `ROWS`, the same on every rank."""
+    batches.batch_size, batches.rank, batches.world_size = ROWS, 0, 1
+    return [batch for _, batch in islice(batches, count)]
 
 
 def _has_labels(batch: Batch) -> bool:

@@ -55,6 +55,9 @@ class SparseDecoder(Decoder):
         """The experts of each router."""
         return [module for module in self.modules() if isinstance(module, Experts)]
 
+    def select_rows(self, arguments: tuple[Any, ...], rows: Tensor) -> None:
+        """None: routers see all tokens, as losses of routing and the room of experts are of the whole batch."""
+
     def sequence_parallel_plan(self) -> dict[str, Any]:
         """As that of :class:`Decoder`; the tokens that the experts made are split again."""
         from torch.distributed.tensor import Replicate, Shard

@@ -238,6 +238,14 @@ def test_what_the_run_evaluated_at_the_step_stays(folder, core):
     assert (done.code, "Evaluate again" in done.err, "# further" in done.err) == (2, True, False)
 
 
+def test_options_of_the_trainer_measure_whatever_is_validated(folder, core):
+    words = ["evaluate", "--ckpt_path", "runs/one", "--config", "evaluation.yaml", "--only", "texts"]
+    assert core(*words, "--output", "plain").code == 0
+    done = core(*words, "--output", "out", "--trainer.devices=1", "--trainer.limit_val_batches=0")
+    assert done.code == 0, done.err
+    assert results(folder / "out", 24) == results(folder / "plain", 24)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "words",
