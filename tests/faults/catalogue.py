@@ -26,6 +26,7 @@ class Fault:
         held_out: Whether it is of the half that was never used for tuning.
         overlays: Recipe -> what it lays over the recipe.
         onset: The step from which on it acts.
+        also: Causes that are as right.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Fault:
     held_out: bool
     overlays: dict[str, dict[str, Any]]
     onset: int = 1
+    also: tuple[str, ...] = ()
 
 
 def foreign_callback(name: str, **arguments: Any) -> dict[str, Any]:

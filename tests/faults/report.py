@@ -85,13 +85,14 @@ def write(options: Any, runs: list[Any], folder_of: Any, configuration: Any) -> 
             if verdict.first:
                 print(f"ALARM {name} {seed}: {verdict.first.line()}")
             continue
-        said[fault.cause, cause] += 1
-        delay = verdict.steps.get(fault.cause, np.inf) - fault.onset + 1
+        wanted = cause if cause in fault.also else fault.cause
+        said[wanted, cause] += 1
+        delay = verdict.steps.get(wanted, np.inf) - fault.onset + 1
         healed = _healed(options, fault, name, seed, verdict, folder_of, configuration)
         rows.setdefault((fault.held_out, fault.name, fault.cause), []).append(
-            (cause == fault.cause, delay, healed)
+            (cause == wanted, delay, healed)
         )
-        if options.detail and cause != fault.cause:
+        if options.detail and cause != wanted:
             line = verdict.first.line() if verdict.first else "nothing"
             print(f"WRONG {fault.name} [{name} {seed}] wants {fault.cause}: {line} {verdict.causes}")
         elif options.detail and healed is False:
