@@ -157,6 +157,8 @@ def test_few_of_ours_are_exempt():
         "KTO": {"accumulation_changes_nothing"},
         # the noise of gradients is estimated from parts of a batch, which ranks and micro-batches are
         "AdaptiveBatchSize": {"agrees_on_two_ranks", "its_figures_agree_on_two_ranks"},
+        # a step is its micro-batches of `batch_size` rows on any number of ranks, where the kit halves the rows
+        "RankInvariance": {"agrees_on_two_ranks", "its_figures_agree_on_two_ranks"},
         "GradientNoiseScale": {"its_figures_agree_on_two_ranks", "accumulation_changes_nothing"},
         # its objective is one of labels, whose data are of another kind: it has tests of its own
         "Classification": {

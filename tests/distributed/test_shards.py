@@ -75,9 +75,12 @@ def computed(net, method):
     again = ExponentialMovingAverage(0.5)
     again.load_state_dict(state)
     again.on_train_start(trainer, module)
-    same = all(torch.equal(a, b) for a, b in zip(again.state_dict()["averages"].values(), state["averages"].values(),
-                                                 strict=True))  # fmt: skip
-    return {"norms": norms, "weights": weights, "moments": moments, "averages": list(state["averages"].values()),
+    averages, restored = (
+        [shards.full_tensor(value) for value in one["averages"].values()]
+        for one in (state, again.state_dict())
+    )
+    same = all(torch.equal(a, b) for a, b in zip(restored, averages, strict=True))
+    return {"norms": norms, "weights": weights, "moments": moments, "averages": averages,
             "restored": [torch.tensor(same)]}  # fmt: skip
 
 

@@ -80,7 +80,9 @@ def test_nothing_heavy_is_imported_and_least_of_all_for_a_finished_folder(tmp_pa
     ]
     command += ["--data.tokenizer.vocab_size=300", "--data.engine=null"]
     script = f"import sys\nfrom core.__main__ import main\nassert main({command}) == 0\n"
-    script += f"print('heavy:', *sorted({HEAVY} & sys.modules.keys()))"
+    script += f"heavy = {HEAVY} & sys.modules.keys()\n"
+    script += "heavy -= {'torchmetrics'} - {name.partition('.')[0] for name in sys.modules if '.' in name}\n"  # its stand-in alone
+    script += "print('heavy:', *sorted(heavy))"
     for most in ({"matplotlib"}, set()):  # the report has a picture
         done = subprocess.run(
             [sys.executable, "-c", script], cwd=HOUSE, capture_output=True, text=True, check=True
