@@ -20,7 +20,7 @@ def share_cores(
     """Lets OpenMP's threads sleep, not spin, while they wait for each other on cores that are crowded.
 
     A thread that spins keeps its core from the thread that it waits for, which is behind another program: on two cores
-    with a second program, steps took four times as long. On free cores spinning is faster, so it stays there. OpenMP reads
+    with a second program, steps took 1.6 times as long. On free cores spinning is faster, 1.25 times, so it stays there. OpenMP reads
     the setting once, as torch is imported: nothing is done after that, with one thread, or where the user has decided. Nor is
     it where the process may use a part of the machine's cores: the kernel does not say how many threads run on those.
 
