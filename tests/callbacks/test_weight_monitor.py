@@ -12,6 +12,7 @@ from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_ba
 from toolkit.network_parts import weight_groups
 
 LEARNING_RATE = 0.5
+CLIP = 0.1  # the smallest updates, those of norms, are then well above the rounding of their weights
 
 
 class Weights(Record):
@@ -40,13 +41,13 @@ def test_the_norms_are_those_of_the_weights_gradients_and_updates(tmp_path):
         [monitor, record],
         max_steps=4,
         accumulate_grad_batches=2,
-        gradient_clip_val=0.01,
+        gradient_clip_val=CLIP,
     )
     names = [name for name, _ in trained.network.named_parameters()]
     gradients, weights = (
         dict(zip(names, kept[3], strict=True)) for kept in (record.gradients, record.weights)
     )
-    clip = min(1.0, 0.01 / (norm(gradients.values()) + 1e-6))
+    clip = min(1.0, CLIP / (norm(gradients.values()) + 1e-6))
     members = {
         "block.1": [name for name in names if name.startswith("layers.1.")],
         "attention": [name for name in names if ".attention." in name],
@@ -61,9 +62,8 @@ def test_the_norms_are_those_of_the_weights_gradients_and_updates(tmp_path):
         gradient, weight = norm(gradients[name] for name in own), norm(weights[name] for name in own)
         assert found[f"gradient_norm/{group}"] == pytest.approx(gradient, rel=1e-6), group
         assert found[f"weight_norm/{group}"] == pytest.approx(weight, rel=1e-6), group
-        # SGD: the update is the clipped gradient times the rate. Subtracting float32 weights rounds by 6e-8 times the weight:
-        # of updates of 1e-6, as those of norms are, whose weights are 1, by some percent each, and 0.5% of their norm.
-        assert found[f"update_norm/{group}"] == pytest.approx(LEARNING_RATE * clip * gradient, rel=5e-3)
+        # SGD: the update is the clipped gradient times the rate; subtracting float32 weights of 0.02 to 1 rounds by 6e-8
+        assert found[f"update_norm/{group}"] == pytest.approx(LEARNING_RATE * clip * gradient, rel=1e-3)
         ratio = found[f"update_norm/{group}"] / found[f"weight_norm/{group}"]
         assert found[f"update_ratio/{group}"] == pytest.approx(ratio, rel=1e-12)
     assert not any("_norm/" in name for name in record.figures[0])  # not the turn of step 1

@@ -63,6 +63,8 @@ MIXERS = [
 HYBRID = {"n_layer": 6, "mixers": MIXERS, "sliding_window": 4, "sinks": 1, "block_size": 2, "block_stride": 2, "state_size": 4}  # fmt: skip
 MAMBA = {"n_layer": 2, "n_embd": 16, "head_dim": 8, "state_size": 4}
 GEMMA = FAMILY | {"head_dim": 8, "sliding_window": 4, "global_every": 2, "query_pre_attn_scalar": 8}
+STEADY = {"model": {"optimizer": {"init_args": {"lr": 0.05}}}}
+"""Laid over runs that enlarge a rounding in 8 steps at the tiny run's rate of 0.25, beyond what is allowed."""
 STRETCHED = {"rope_type": "linear", "factor": 2.0}
 
 BY_RANKS = ("agrees_on_two_ranks", "its_figures_agree_on_two_ranks")
@@ -315,7 +317,7 @@ def _cases():
         Case("SpanCorruptionDataModule", config=SPANS),
         Case("CausalLM", {}),
         Case("CausalLM", {"label_smoothing": 0.1, "z_loss": 1e-3, "l2": 1e-3, "chunk_tokens": 10}),
-        Case("GPT", ROTARY),
+        Case("GPT", ROTARY, config=STEADY),
         Case("GPT", SINUSOIDAL),
         # Embeddings times sqrt(C): a step changes more, and rounding grows.
         Case("Gemma3", GEMMA, tolerance=1e-5),
@@ -340,9 +342,7 @@ def _cases():
         Case("Qwen3MoE", SPARSE | {"head_dim": 8}),
         Case("RoutingMonitor", config=WITH_EXPERTS),
         Case("Mistral", FAMILY | {"sliding_window": 4}),
-        Case(
-            "OLMo2", FAMILY, tolerance=3e-5
-        ),  # its norms of queries enlarge rounding; 1.4e-5 is the most seen
+        Case("OLMo2", FAMILY, config=STEADY),
         Case("OLMoHybrid", FAMILY | {"attention_every": 2, "key_dim": 4, "value_dim": 6}),
         Case("Qwen2", FAMILY | {"sliding_window": 4, "max_window_layers": 1}),
         Case("Qwen3", FAMILY | {"head_dim": 8}),
@@ -378,8 +378,7 @@ def _cases():
         Case(
             "TokenClassification", {"labels": ["0", "1"]}, config=reading(labelled_words()), batch=of_classes
         ),
-        # a correlation of a few values enlarges rounding: 1.9e-5 is the most seen
-        Case("Regression", config=reading(numbered()), batch=with_targets, tolerance=5e-5),
+        Case("Regression", config=reading(numbered()) | STEADY, batch=with_targets),
         Case(
             "RewardModel",
             {"centre": 0.01},
@@ -414,7 +413,7 @@ def _cases():
             {"teacher": stored_teacher(), "temperature": 2.0, "label_weight": 0.5},
             config=of_bytes(),
         ),
-        Case("DPO", {"kind": "ipo"}, config=reading(preferences()), batch=referred, exempt=NO_PAIR),
+        Case("DPO", {"kind": "ipo"}, config=reading(preferences()) | STEADY, batch=referred, exempt=NO_PAIR),
         Case(
             "DPO",
             {"beta": 0.5, "label_smoothing": 0.1, "chunk_tokens": 20},

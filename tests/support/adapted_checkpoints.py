@@ -32,6 +32,7 @@ def store_adapted(
     network_class=Llama,
     arguments=MLP,
     seed=1,
+    std=0.2,
     **init_args,
 ):
     """Writes what a run with an adapter writes; returns its path and the network with the adapter in it.
@@ -41,13 +42,14 @@ def store_adapted(
         adapter: Its class.
         base: The checkpoint that the run started from.
         plugins: Precisions that change the network before, and their configuration.
+        std: How far what is trained is from where it begins, as a standard deviation.
         init_args: Arguments of the adapter.
     """
     network, made = lively_network(network_class, arguments), adapter(**init_args)
     made.base_is_elsewhere = True
     for plugin, _ in plugins:
         plugin.change_network(network)
-    adapted(network, made, seed)
+    adapted(network, made, seed, std)
     content = content_of(network, arguments)
     config = yaml.safe_load(content["leyden"]["config"])
     class_path = f"{adapter.__module__}.{adapter.__name__}"

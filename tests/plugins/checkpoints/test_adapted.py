@@ -19,9 +19,8 @@ from tests.support.adapted_checkpoints import logits, store_adapted, store_base
 from tests.support.reference_models import tokens
 from tests.support.stored_networks import MLP, lively_network
 
-MERGED = {"rtol": 5e-4, "atol": 5e-4}
-"""Of logits around 1 to 10 in float32: a product of sums in the place of a sum of products. With weights as lively as these
-the logits of either are up to 1e-4 from those of float64, where the two agree to 1e-13."""
+MERGED = {"rtol": 2e-5, "atol": 2e-5}
+"""Of logits around 1 to 10 in float32: a product of sums in the place of a sum of products."""
 NF4 = {
     "class_path": "plugins.precision.bitsandbytes_weights.BitsandbytesWeights",
     "init_args": {"compute_dtype": "float32"},
@@ -44,7 +43,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module", params=KINDS)
 def stored(request, folder):
     kind, init_args = KINDS[request.param]
-    return store_adapted(folder, kind, folder / "base.ckpt", f"{request.param}.ckpt", **init_args)
+    # no larger: the attention of a network this lively would enlarge the rounding of what is merged
+    return store_adapted(folder, kind, folder / "base.ckpt", f"{request.param}.ckpt", std=0.1, **init_args)
 
 
 def test_it_is_loaded_merged_and_computes_the_same(stored):

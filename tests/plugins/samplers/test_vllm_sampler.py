@@ -117,15 +117,13 @@ def test_the_engine_has_the_weights_of_now_in_each_rollout(callbacks, options, n
     )
     rollouts = Rollouts(rewarded.LowTokens(), samples=4, max_new_tokens=8, sampler=sampler)
     figures = rewarded.Figures()
-    options = {**options, "max_steps": 4, "limit_val_batches": 0}
+    options = {**options, "max_steps": 8, "limit_val_batches": 0}
     trainer(tmp_path, callbacks=[*callbacks, rollouts, figures], **options).fit(trained, datamodule=data)
     gaps = [one["rollout/gap"] for one in figures.figures]
     # an engine with the first weights would be as far away as the reference, or farther
-    assert len(gaps) == 4
+    assert len(gaps) == 8
     assert max(gaps) < near
-    assert (
-        not kl or abs(figures.figures[-1]["rollout/kl"]) > 5e-3
-    )  # an estimate of 16 answers, of either sign
+    assert not kl or figures.figures[-1]["rollout/kl"] > 1e-2
 
 
 def test_a_folder_of_another_network_is_refused(vllm, tmp_path):
