@@ -20,17 +20,21 @@ from plugins.networks.olmoe import OLMoE
 # -- data ------------------------------------------------------------------------------------------------
 
 
-class Altered(Packing):
-    """A packing whose batches another one has read and a bug has changed; see `CHANGES` and `SELECTIONS`.
+class OfAnother(Packing):
+    """A packing whose batches another one has read and a bug has changed.
 
     Args:
         packing: What reads the rows.
-        bug: A key of `CHANGES` or `SELECTIONS`.
+        bug: Which one; the derived class lists them.
         amount: How much of it.
     """
 
     def __init__(self, packing: Packing, bug: str, amount: float = 1.0) -> None:
         self.packing, self.bug, self.amount = packing, bug, amount
+
+
+class Altered(OfAnother):
+    """The bugs of `CHANGES`, `CHANGES_EVERYWHERE`, `SELECTIONS` and `FOLDERS`, "sequential" and "validation_in_training"."""
 
     def batches(self, folder: Path, **order: Any) -> PackedBatches:
         if self.bug in FOLDERS:
@@ -302,10 +306,15 @@ class Frozen(Callback):
 
 
 class Once(Callback):
-    """Strikes in the steps from `first` to `last`, in each once: a run that goes back meets it no more."""
+    """Strikes in the steps from `first` to `last`, in each once: a run that goes back meets it no more.
 
-    first: int
-    last: int
+    Args:
+        first: The first step with it.
+        last: The last step with it.
+    """
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last = first, last
 
     def strikes(self, trainer: Any) -> bool:
         step = trainer.global_step + 1

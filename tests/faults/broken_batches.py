@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
-from tests.faults.broken import Once
+from core.contracts import IGNORED_LABEL, Batch, PackedBatches
+from tests.faults.broken import OfAnother, Once
 from tests.faults.recipes import VOCABULARY
 
 ADDED_TOKEN = 100
@@ -22,17 +22,8 @@ CHUNK = 8
 """Tokens after which positions begin anew."""
 
 
-class AlteredBatches(Packing):
-    """A packing whose batches another one has read and a bug has changed.
-
-    Args:
-        packing: What reads the rows.
-        bug: A key of `IN_TRAINING`, `EVERYWHERE` or `OF_ROWS`; or "small_buffer", "rows_of_validation", "same_on_ranks".
-        amount: How much of it.
-    """
-
-    def __init__(self, packing: Packing, bug: str, amount: float = 1.0) -> None:
-        self.packing, self.bug, self.amount = packing, bug, amount
+class AlteredBatches(OfAnother):
+    """The bugs of `IN_TRAINING`, `EVERYWHERE` and `OF_ROWS`, "small_buffer", "rows_of_validation" and "same_on_ranks"."""
 
     def batches(self, folder: Path, **order: Any) -> PackedBatches:
         bug, amount = self.bug, self.amount

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 
 from core.training.shards import gradients
-from tests.faults.broken import FOREVER, Once
+from tests.faults.broken import Gradients
 
 
-class Stepping(Once):
+class Stepping(Gradients):
     """A bug around the optimizer's step.
 
     Args:
@@ -23,10 +23,6 @@ class Stepping(Once):
         first: The first step with it.
         last: The last step with it.
     """
-
-    def __init__(self, bug: str, amount: float = 1.0, first: int = 1, last: int = FOREVER) -> None:
-        self.bug, self.amount, self.first, self.last = bug, amount, first, last
-        self._kept: list[torch.Tensor] = []
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if not self.strikes(trainer):

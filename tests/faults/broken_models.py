@@ -140,15 +140,7 @@ class MeanByHand(Objective):
 
 
 class NoLabels(Once):
-    """Batches of some steps have no label: all their prompts are as long as a row.
-
-    Args:
-        first: The first step with it.
-        last: The last step with it.
-    """
-
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+    """Batches of some steps have no label: all their prompts are as long as a row."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.strikes(trainer):

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.contracts import IGNORED_LABEL, Batch, PackedBatches, Packing
-from tests.faults.broken import Once
+from core.contracts import IGNORED_LABEL, Batch, PackedBatches
+from tests.faults.broken import OfAnother, Once
 from tests.faults.recipes import INTERRUPTED, VOCABULARY
 from toolkit.prefixes import PREFIX
 
@@ -19,17 +19,8 @@ DISTINCT = 3
 """Batches of the small cache."""
 
 
-class AlteredRows(Packing):
-    """A packing whose batches another one has read and a bug has changed.
-
-    Args:
-        packing: What reads the rows.
-        bug: A key of `EVERYWHERE` or `OF_ROWS`; or "other_in_validation", "one_rank_slow".
-        amount: How much of it.
-    """
-
-    def __init__(self, packing: Packing, bug: str, amount: float = 1.0) -> None:
-        self.packing, self.bug, self.amount = packing, bug, amount
+class AlteredRows(OfAnother):
+    """The bugs of `EVERYWHERE` and `OF_ROWS`, "other_in_validation", "one_rank_slow" and "whole_batches"."""
 
     def batches(self, folder: Path, **order: Any) -> PackedBatches:
         bug, amount = self.bug, self.amount
@@ -188,15 +179,7 @@ OF_ROWS: dict[str, Callable[[Any, Take, float], Take]] = {
 
 
 class LabelsOfOthers(Once):
-    """Rows of some steps have the labels of other rows: inputs were sorted by length, and labels were not.
-
-    Args:
-        first: The first step with it.
-        last: The last step with it.
-    """
-
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+    """Rows of some steps have the labels of other rows: inputs were sorted by length, and labels were not."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self.strikes(trainer):

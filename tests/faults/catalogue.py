@@ -46,14 +46,16 @@ def everywhere(overlay: dict[str, Any], only: tuple[str, ...] = RECIPES) -> dict
     return dict.fromkeys(only, overlay)
 
 
-def packing(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> dict[str, dict[str, Any]]:
-    path = "tests.faults.broken.Altered"
+def packing(
+    bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES, path: str = "broken.Altered"
+) -> dict[str, dict[str, Any]]:
+    """Returns the recipes' packings, each within one that has a bug, of `tests.faults`."""
     return {
         name: {
             "data": {
                 "init_args": {
                     "packing": {
-                        "class_path": path,
+                        "class_path": f"tests.faults.{path}",
                         "init_args": {"packing": PACKINGS[name], "bug": bug, "amount": amount},
                     }
                 }

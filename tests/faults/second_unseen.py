@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.faults.catalogue import DOCUMENTS, Fault, everywhere
-from tests.faults.recipes import OBJECTIVES, OPTIMIZERS, PACKINGS, RANKS, RECIPES, RESUMED
+from tests.faults.catalogue import DOCUMENTS, Fault, everywhere, packing
+from tests.faults.recipes import OBJECTIVES, OPTIMIZERS, RANKS, RECIPES, RESUMED
 from tests.faults.unseen import AFTER_RESUME, Overlays, options_of, part, small_batch, together, varied
 
 LATER = 18
@@ -21,13 +21,7 @@ STREAMS = ("gpt", "moe")
 
 
 def rows(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> Overlays:
-    """Returns a packing of broken rows, for some recipes."""
-    found = {}
-    for name in only:
-        arguments = {"packing": PACKINGS[name], "bug": bug, "amount": amount}
-        packing = {"class_path": "tests.faults.broken_rows.AlteredRows", "init_args": arguments}
-        found[name] = {"data": {"init_args": {"packing": packing}}}
-    return found
+    return packing(bug, amount, only, "broken_rows.AlteredRows")
 
 
 def misbuilt(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> Overlays:

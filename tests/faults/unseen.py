@@ -21,12 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.faults.catalogue import DOCUMENTS, Fault, everywhere, schedule, source, trainer
+from tests.faults.catalogue import DOCUMENTS, Fault, everywhere, packing, schedule, source, trainer
 from tests.faults.recipes import (
     INTERRUPTED,
     OBJECTIVES,
     OPTIMIZERS,
-    PACKINGS,
     RANKS,
     RECIPES,
     RESUMED,
@@ -55,20 +54,7 @@ def changing(bug: str, only: tuple[str, ...] = RECIPES, **arguments: Any) -> Ove
 
 
 def batches(bug: str, amount: float = 1.0, only: tuple[str, ...] = RECIPES) -> Overlays:
-    path = "tests.faults.broken_batches.AlteredBatches"
-    return {
-        name: {
-            "data": {
-                "init_args": {
-                    "packing": {
-                        "class_path": path,
-                        "init_args": {"packing": PACKINGS[name], "bug": bug, "amount": amount},
-                    }
-                }
-            }
-        }
-        for name in only
-    }
+    return packing(bug, amount, only, "broken_batches.AlteredBatches")
 
 
 def varied(variant: str, *overlays: Overlays) -> Overlays:
