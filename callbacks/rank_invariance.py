@@ -229,6 +229,7 @@ class RankInvariance(Callback):
         losses: list[Tensor] = []
         for turn in range(self._rounds(trainer)):
             unit = turn * ranks + rank
+            self._turn.number = turn
             self._turn.idle = unit >= self.micro_batches
             if turn and ranks > 1:
                 optimizer.zero_grad()  # the strategy, or `_sums`, has what there is

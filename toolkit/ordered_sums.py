@@ -27,10 +27,12 @@ class Turn:
 
     Attributes:
         step: Counts optimizer steps; new sums begin when it changes.
+        number: Counts the backward passes of a step.
         idle: Whether none is left for this rank, so that its gradients are not added.
     """
 
     step: int = 0
+    number: int = 0
     idle: bool = False
 
 
