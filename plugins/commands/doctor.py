@@ -40,7 +40,7 @@ def doctor(arguments: list[str]) -> int:
             f"{folder}/metrics.csv has no figures: the run has not reached its first logged step, or ended before it."
         )
     found = [finding for finding in diagnose(case) if finding.confidence >= options.least_confidence]
-    if found:
+    if found or (folder / "doctor").is_dir():  # what `watch` shows of an earlier look
         write_findings(found, folder)
     for finding in found:
         print(finding.line())
