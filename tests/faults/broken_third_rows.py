@@ -111,7 +111,7 @@ def _sorted(inner: Any, take: Any) -> Any:
     order: list[Any] = []
 
     def fill(cursor: Any, count: int) -> None:
-        found = []
+        found: list[tuple[int, Any]] = []
         for _batch in range(POOL):
             rows, cursor = take(cursor, count)
             ids = inner.read(rows, slice(0, count))["input_ids"]
