@@ -181,7 +181,9 @@ DATA: tuple[Fault, ...] = (
     Fault(
         "a document mask the wrong way round", "mask_leak", True, miswired("inverted_mask", only=DOCUMENTS)
     ),
-    Fault("random positions that are not sorted", "position_ids", True, rows("random_positions")),
+    Fault(
+        "random positions that are not sorted", "position_ids", True, rows("random_positions", only=DOCUMENTS)
+    ),
     Fault(
         "validation of the last training batch",
         "validation_leak",
