@@ -198,7 +198,7 @@ DATA: tuple[Fault, ...] = (
         LATE,
     ),
     Fault("training and validation split swapped", "over_fitting", True, few_for_training(0.994)),
-    Fault("shards decompressed for each batch", "data_bound", True, rows("decompressed", 4)),
+    Fault("shards decompressed for each batch", "data_bound", True, rows("decompressed", 3)),
 )
 
 RANKS_AND_RESUMING: tuple[Fault, ...] = (
