@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,12 +66,11 @@ class DeferredReduction:
             one = getattr(state, "_fsdp_param_group", None)  # of versions of torch that have no more of them
             yield from getattr(state, "_fsdp_param_groups", () if one is None else (one,))
 
-    def follow(self, optimizer: Optimizer) -> None:
-        """Lets `zero_grad` of an optimizer drop those gradients too, whoever calls it."""
-        zero = optimizer.zero_grad
+    def follow(self, optimizers: Iterable[Optimizer]) -> None:
+        """Lets `zero_grad` of optimizers drop those gradients too, whoever calls it."""
+        for optimizer in optimizers:
+            optimizer.zero_grad = partial(self._zero_grad, optimizer.zero_grad)  # type: ignore[method-assign]
 
-        def zero_grad(set_to_none: bool = True) -> None:
-            zero(set_to_none)
-            self.drop()
-
-        optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    def _zero_grad(self, zero_grad: Callable[[bool], None], set_to_none: bool = True) -> None:
+        zero_grad(set_to_none)
+        self.drop()

@@ -208,8 +208,8 @@ class MeshStrategy(ParallelStrategy):
         lightning_compat.set_device(module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            for optimizer in self.optimizers if self._deferred else ():
-                self._deferred.follow(optimizer)
+            if self._deferred is not None:
+                self._deferred.follow(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_compat.optimizers_to_device(self.optimizers, self.parameter_device)

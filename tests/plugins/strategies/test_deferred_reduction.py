@@ -115,7 +115,7 @@ def test_the_sum_of_many_micro_batches_is_rounded_once(replicated):
 def test_zero_grad_drops_what_was_not_reduced_yet(replicated):
     layer, deferred, x = replicated
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    deferred.follow(optimizer)
+    deferred.follow([optimizer])
     one = gradient(layer, deferred, x, 1).clone()
     optimizer.zero_grad()
     with deferred.accumulating():

@@ -85,7 +85,7 @@ SUMS = {
 }
 with torch.random.fork_rng():
     torch.manual_seed(0)
-    ROUTER = Router(64, 8, 2)
+    ROUTER = Router(64, 8, 2).requires_grad_(False)
     nn.init.normal_(ROUTER.weight, std=0.1)
 
 
