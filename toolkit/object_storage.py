@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
-from core.errors import ConfigError, nearest
+from core.errors import ConfigError
 from toolkit.bounded import MOST_BYTES
 
 __all__ = ["SCHEMES", "ObjectFolder", "StoredObject", "require_storage_url"]
@@ -63,7 +63,7 @@ def require_storage_url(url: str, option: str) -> str:
     if scheme not in SCHEMES:
         known = ", ".join(f"{name}://" for name in SCHEMES)
         raise ConfigError(
-            f"{option} is {url}: there is no storage for {scheme}://.{nearest(scheme, set(SCHEMES))}\n"
+            f"{option} is {url}: there is no storage for {scheme}://.\n"
             f"Give a folder of this machine, or a URL with {known}."
         )
     bucket, *parts = rest.split("/")

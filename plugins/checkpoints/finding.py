@@ -121,7 +121,7 @@ def _complete(candidates: list[Path], resumes: bool) -> Iterator[Path]:
         order, path = waiting.pop()
         reason = defect(path, resumes) or invalid_content(path)
         if reason is not None:
-            print(f"{path} is skipped: {reason}. Looking for the one before.", file=sys.stderr)
+            print(f"{remote_copies.shown(path)} is skipped: {reason}. Looking for the one before.", file=sys.stderr)
         elif (step := step_recorded(path)) is not None and step < order[1]:
             waiting.append((_order(path, step), path))
         else:
@@ -192,7 +192,7 @@ def _of_url(url: str, resumes: bool) -> Path:
     names = {path.name for path in found}
     what = f"there is no complete checkpoint{f' {key}' if key else ''} there"
     raise ConfigError(
-        f"--ckpt_path {url}: {what}.{nearest(key, names) if key else ''}\nGive the URL of a folder for its newest "
+        f"--ckpt_path {url}: {what}.{nearest(key, names - {key}) if key else ''}\nGive the URL of a folder for its newest "
         f"complete one ({len(names)} there)."
     )
 
