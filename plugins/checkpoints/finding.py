@@ -121,7 +121,10 @@ def _complete(candidates: list[Path], resumes: bool) -> Iterator[Path]:
         order, path = waiting.pop()
         reason = defect(path, resumes) or invalid_content(path)
         if reason is not None:
-            print(f"{remote_copies.shown(path)} is skipped: {reason}. Looking for the one before.", file=sys.stderr)
+            print(
+                f"{remote_copies.shown(path)} is skipped: {reason}. Looking for the one before.",
+                file=sys.stderr,
+            )
         elif (step := step_recorded(path)) is not None and step < order[1]:
             waiting.append((_order(path, step), path))
         else:

@@ -28,12 +28,15 @@ class Staging:
         self._folder = folder
 
     def clear(self) -> None:
-        """Deletes what a killed run has left: this rank's files, and on the first rank all others."""
+        """Deletes what a killed run has left unfinished: this rank's files, and on the first rank all others.
+
+        A file that is complete stays until a later one is uploaded: the run may resume from it.
+        """
         if self._folder is None:
             return
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank == 0:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        for path in self._folder.glob(".*.tmp") if rank == 0 else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         for path in self._folder.glob(f".*.tmp/__{rank}_*.distcp"):
             path.unlink(missing_ok=True)
 
@@ -57,7 +60,7 @@ def folder_of(url: str) -> tuple[ObjectFolder, str]:
 
 
 def upload_file(staged: Path, folder: ObjectFolder) -> None:
-    """Uploads a checkpoint of one file, and deletes it here.
+    """Uploads a checkpoint of one file, and deletes it here, with those that could not be uploaded before.
 
     Raises:
         ConfigError: If it could not be uploaded: it says that the file is still here.
@@ -71,7 +74,8 @@ def upload_file(staged: Path, folder: ObjectFolder) -> None:
         folder.put(remote_checkpoints.complete_name(staged.name, False), json.dumps(sums).encode())
     except ConfigError as error:
         raise ConfigError(f"{error}\nThe checkpoint is complete here: --ckpt_path {staged}.") from error
-    staged.unlink()
+    for path in staged.parent.glob("*.ckpt"):
+        path.unlink()
 
 
 def upload(folder: ObjectFolder, key: str, staged: Path, names: Iterable[str]) -> None:

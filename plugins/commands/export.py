@@ -65,7 +65,7 @@ def export(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m core export", description=export.__doc__)
     parser.add_argument(
-        "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
+        "--ckpt_path", required=True, help="a checkpoint, a run folder, a URL, or `last` (newest in --root)"
     )
     parser.add_argument(
         "--format", choices=("hf", "gguf", "peft", "torch"), default="hf", help="who reads it"

@@ -140,6 +140,11 @@ def test_an_upload_that_fails_leaves_the_file_here(environment, tmp_path):
     kept = tmp_path / "uploads" / "step-00000007.ckpt"
     assert str(error.value).splitlines()[-1] == f"The checkpoint is complete here: --ckpt_path {kept}."
     assert same_bits(read_checkpoint(kept), CONTENT)
+    io.stage_in(tmp_path / "uploads")  # by a run that resumes from it
+    assert kept.exists()
+    io.save_checkpoint(CONTENT, "s3://corpora/later/step-00000008.ckpt")
+    io.teardown()
+    assert not (tmp_path / "uploads").exists()
 
 
 def test_copies_that_nobody_uses_make_room(save, monkeypatch, tmp_path):
