@@ -40,6 +40,7 @@ def export(arguments: list[str]) -> int:
     trusted, arguments = take_option(arguments)
     options = _parser().parse_args(arguments)
     from plugins.checkpoints.finding import resolve
+    from plugins.checkpoints.remote_copies import shown
     from plugins.commands import drift
 
     output = Path(options.output)
@@ -56,7 +57,7 @@ def export(arguments: list[str]) -> int:
             _to_torch(path, output)
         files = list(output.iterdir()) if output.is_dir() else [output]
         size = sum(file.stat().st_size for file in files)
-        print(f"{path} -> {output} ({len(files)} files, {size:,} bytes)")
+        print(f"{shown(path)} -> {output} ({len(files)} files, {size:,} bytes)")
         if options.check:
             print(drift.report(path, output))
     return 0

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
+from plugins.checkpoints.remote_copies import shown
 from plugins.cli.configuration.arguments import last
 from plugins.cli.configuration.config_files import Composed
 from plugins.cli.configuration.yaml_texts import Keys
@@ -132,9 +134,9 @@ def check(composed: Composed, arguments: list[str], checkpoint: Path) -> None:
             continue
         name = _by_name(composed.values, keys) or f"--{option}"
         raise ConfigError(
-            f"{checkpoint}: its stored config sets {option.rpartition('.')[2]} of {_owner(composed.values, keys)} to "
+            f"{shown(checkpoint)}: its stored config sets {option.rpartition('.')[2]} of {_owner(composed.values, keys)} to "
             f"{value}, outside of the run folder.\nA checkpoint alone does not decide where is written. If you want "
-            f"that, write it yourself:\n{name}={value}\nElse give another folder, such as {name}='{PLACEHOLDER}/"
+            f"that, write it yourself:\n{name}={shlex.quote(value)}\nElse give another folder, such as {name}='{PLACEHOLDER}/"
             f"{Path(value).name or 'output'}'."
         )
 
