@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import ConfigError
-from plugins.checkpoints.remote_copies import shown
 from plugins.cli.configuration.arguments import last
 from plugins.cli.configuration.config_files import Composed
 from plugins.cli.configuration.yaml_texts import Keys
@@ -132,6 +131,8 @@ def check(composed: Composed, arguments: list[str], checkpoint: Path) -> None:
         holder[keys[-1]] = value
         if any(last(arguments, name) is not None for name in (option, ".".join(map(str, keys)))):
             continue
+        from plugins.checkpoints.remote_copies import shown
+
         name = _by_name(composed.values, keys) or f"--{option}"
         raise ConfigError(
             f"{shown(checkpoint)}: its stored config sets {option.rpartition('.')[2]} of {_owner(composed.values, keys)} to "
