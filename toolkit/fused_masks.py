@@ -6,6 +6,7 @@ Shapes: B sequences, T queries, S keys, H query heads and G key-value heads of D
 from __future__ import annotations
 
 from functools import cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 __all__ = ["fused_attention", "fused_mask", "masked_attention", "takes_fused_masks"]
 
 BLOCK = 128
+MOST_KERNELS = 64
 NARROWEST = 16
 """Features of a head that FlexAttention takes at least; fewer are padded."""
 
@@ -103,7 +105,11 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    # Beyond the limit torch computes without a kernel, with all scores in memory. Each length, kind of mask, cap, and
+    # forward with and without gradients counts; older versions have 8 and no argument.
+    takes_limit = "recompile_limit" in signature(torch.compile).parameters
+    options: Any = {"recompile_limit": MOST_KERNELS} if takes_limit else {}
+    return torch.compile(flex_attention, **options)
 
 
 def _capped(cap: float) -> Any:

@@ -84,7 +84,7 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False), torch.device(q.device):
+        with torch.autocast(q.device.type, enabled=False):
             kernel = ring.kernel or kernel_for(q, k, v, ring.documents is not None)
             kv = torch.stack((k, v))
             for step in range(ring.ranks):
@@ -108,7 +108,7 @@ class _RingAttention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         works: list[Any] = []
-        with torch.autocast(q.device.type, enabled=False), torch.device(q.device):
+        with torch.autocast(q.device.type, enabled=False):
             kv = torch.stack((k, v))
             d_queries = torch.zeros_like(q, dtype=lse.dtype)
             sums = torch.zeros_like(

@@ -82,7 +82,7 @@ class CPUKernel:
             found: tuple[Tensor, Tensor] = attend(q, k, v, 0.0, block.causal)
             return found
         out = torch.zeros_like(q)
-        lse = torch.full(q.shape[:-1], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = q.new_full(q.shape[:-1], -math.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         for rows, columns, seen in _tiles(block):
             some = q[:, :, rows], k[:, :, columns], v[:, :, columns]
             out[:, :, rows], sums = attend(*some, 0.0, False, attn_mask=_bias(seen, q.dtype))
@@ -123,7 +123,7 @@ def _tiles(block: Block) -> Iterator[tuple[slice, slice, Tensor]]:
 
 
 def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, -math.inf)
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -math.inf)
 
 
 class FlashKernel:
