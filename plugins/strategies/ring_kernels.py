@@ -161,11 +161,11 @@ class RecomputingKernel:
         self, upstream: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: Block
     ) -> Gradients:
         """See :class:`Kernel`."""
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
-            own, own_lse = fused_attention(*inputs, block.mask, with_lse=True)
+            own, own_lse = fused_attention(q, k, v, block.mask, with_lse=True)
         share = (own_lse.detach() - lse).exp()
         above = upstream * share[..., None]
         of_lse = (above * (own.detach() - out)).sum(-1)
-        d_q, d_k, d_v = torch.autograd.grad((own, own_lse), inputs, (above.to(own.dtype), of_lse))
+        d_q, d_k, d_v = torch.autograd.grad((own, own_lse), (q, k, v), (above.to(own.dtype), of_lse))
         return d_q, d_k, d_v

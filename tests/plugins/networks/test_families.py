@@ -192,11 +192,15 @@ def test_masks_of_flex_attention_are_those_of_booleans(name, monkeypatch):
             assert apart(one, network({"input_ids": ids})) < 1e-6  # tables of positions are of float32
 
 
-def test_dropout_of_attention_has_masks_of_booleans_in_training(monkeypatch):
+def test_dropout_of_attention_and_functions_of_others_have_masks_of_booleans(monkeypatch):
     monkeypatch.setattr("plugins.networks.parts.decoder.takes_fused_masks", lambda *_: True)
-    network = GPT(**{**GPT2, "attention_dropout": 0.1})
-    assert network.eval()._fuses(torch.device("cpu"), 50)
-    assert not network.train()._fuses(torch.device("cpu"), 50)
+    network, place = GPT(**{**GPT2, "attention_dropout": 0.1}), (torch.device("cpu"), 50)
+    assert network.eval()._fuses(*place)
+    assert not network.train()._fuses(*place)
+    assert network.eval().replace_attention(lambda q, k, v, *rest, **options: v)
+    assert not network._fuses(*place)
+    network.replace_attention(torch.nn.functional.scaled_dot_product_attention)
+    assert network._fuses(*place)
 
 
 @pytest.mark.gpu

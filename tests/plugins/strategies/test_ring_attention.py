@@ -10,8 +10,8 @@ from plugins.strategies.ring_attention import Ring, ring_attention
 from plugins.strategies.ring_kernels import Block, CPUKernel, FlashKernel, RecomputingKernel
 from tests.support.found_on_ranks import found_on_ranks
 
-RANKS, ROWS, HEADS, GROUPS, LENGTH, WIDTH = 3, 2, 4, 2, 6 * 200, 16
-"""A chunk of 200 tokens is no multiple of a block of 128 or of a tile of 256 queries."""
+RANKS, ROWS, HEADS, GROUPS, LENGTH, WIDTH = 3, 2, 4, 2, 6 * 140, 16
+"""A chunk of 140 tokens is no multiple of a block of 128, and two of them none of a tile of 256 queries."""
 
 
 def inputs(length=LENGTH):
@@ -23,9 +23,9 @@ def inputs(length=LENGTH):
 
 def documents(length=LENGTH):
     """Ids of documents of one token up to more than a chunk, which go on over chunks; padding of -1 behind them."""
-    ends = torch.tensor([[1, 150, 190, 700, 1150], [400, 401, 600, 1000, 1200]])
+    ends = torch.tensor([[1, 150, 190, 500, 800], [260, 261, 400, 700, 840]])
     ids = (torch.arange(length) >= ends[..., None]).sum(1)
-    ids[0, 1150:] = -1
+    ids[0, 800:] = -1
     return ids
 
 
