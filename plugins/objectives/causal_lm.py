@@ -17,6 +17,8 @@ from core.training.shards import full_tensor
 from plugins.objectives.chunked import ChunkTokens, check_chunk_tokens, sums_over_positions
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from toolkit.selection import Run, Selected
 
 SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
@@ -148,7 +150,7 @@ def _log_denominator(logits: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate
 
     most = full_tensor(logits.detach().amax(-1))
-    mesh = logits.device_mesh
+    mesh: DeviceMesh = logits.device_mesh  # type: ignore[attr-defined]
     replicated = DTensor.from_local(most[:, None], mesh, [Replicate()] * mesh.ndim, run_check=False)
     return full_tensor((logits - replicated).exp().sum(-1)).log() + most
 

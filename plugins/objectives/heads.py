@@ -89,7 +89,7 @@ def new_head(
     return Head(weight.shape[1], outputs, dropout, pooler, bias, device=weight.device, dtype=weight.dtype)
 
 
-def _of_logits_alone(network: Network, weight: Tensor) -> list[nn.Parameter]:
+def _of_logits_alone(network: Network, weight: Tensor) -> list[Tensor]:
     """Returns the parameters that turn hidden states into logits, without those of embeddings, which are used before."""
     embedded = {id(m.weight) for m in network.modules() if isinstance(m, nn.Embedding)}
     with torch.enable_grad():
