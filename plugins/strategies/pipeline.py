@@ -64,7 +64,7 @@ class Pipeline:
         self._shape: Any = None
         self._batch: Mapping[str, Tensor] = {}
         self._found: list[Sums] = []
-        self._names: list[str] | None = None
+        self._names: dict[bool, list[str]] = {}
 
     def loss(self, batch: Mapping[str, Tensor]) -> Sums:
         """Returns the objective's sums for a batch, on every rank of the pipeline."""
@@ -167,19 +167,20 @@ class Pipeline:
         source = self._ranks[self.layout.rank_of(self._last)]
         # The first step of a schedule may evaluate the loss once more before: the last entries count.
         found = self._found[-self.microbatches :] if torch.is_grad_enabled() else self._found
-        if self._names is None:
-            names = [list(found[0][1]) if found else None]
-            dist.broadcast_object_list(names, source, group=self.group)
-            self._names = names[0]
-        assert self._names is not None
-        flat = torch.zeros(3 + 3 * len(self._names), dtype=torch.float64, device=self.device)
+        training = self.objective.training  # objectives have other figures in validation
+        if training not in self._names:
+            told = [list(found[0][1]) if found else None]
+            dist.broadcast_object_list(told, source, group=self.group)
+            self._names[training] = told[0] or []
+        names = self._names[training]
+        flat = torch.zeros(3 + 3 * len(names), dtype=torch.float64, device=self.device)
         for loss, metrics in found:
-            figures = [loss, *(metrics[name] for name in self._names)]
+            figures = [loss, *(metrics[name] for name in names)]
             values = [value for figure in figures for value in (*figure, figure.weight)]
             flat += torch.stack([value.detach().double() for value in values])
         dist.broadcast(flat, source, group=self.group)
         sums = [TokenSum(*flat[index : index + 3]) for index in range(0, len(flat), 3)]
-        return sums[0], dict(zip(self._names, sums[1:], strict=True))
+        return sums[0], dict(zip(names, sums[1:], strict=True))
 
 
 class _Done(torch.autograd.Function):
