@@ -208,11 +208,15 @@ class MeshStrategy(ParallelStrategy):
         lightning_compat.set_device(module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            if self._deferred is not None:
-                self._deferred.follow(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_compat.optimizers_to_device(self.optimizers, self.parameter_device)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Builds the optimizer; techniques that find a learning rate build it again."""
+        super().setup_optimizers(trainer)
+        if self._deferred is not None:
+            self._deferred.follow(self.optimizers)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

@@ -112,6 +112,19 @@ def test_the_sum_of_many_micro_batches_is_rounded_once(replicated):
     assert torch.equal(gradient(layer, deferred, x, 64), 64 * one)
 
 
+def test_optimizers_that_are_built_again_drop_it_too():
+    with shards(network, FSDP(replicas=2), 0, 2) as module:
+        strategy = module.trainer.strategy
+        strategy.setup_optimizers(module.trainer)
+        batch = {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}
+        with strategy.block_backward_sync():
+            _micro_batch(strategy, batch | {"labels": torch.ones(2, 16, dtype=torch.int64)}, 0)
+        strategy.optimizers[0].zero_grad()
+        _micro_batch(strategy, batch | {"labels": torch.full((2, 16), -100)}, 1)  # gradients of zero
+        for parameter in module.parameters():
+            assert not parameter.grad.to_local().any()
+
+
 def test_zero_grad_drops_what_was_not_reduced_yet(replicated):
     layer, deferred, x = replicated
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
