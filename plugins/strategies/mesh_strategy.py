@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -221,7 +222,8 @@ class MeshStrategy(ParallelStrategy):
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The data type of matrix products; None: that of the precision."""
-        return FORMATS[self._formats[0]] if self._formats[0] else None
+        params, autocasts = self._formats[0], isinstance(self.precision_plugin, MixedPrecision)
+        return FORMATS[params] if params and not autocasts else None
 
     def fill(self, module: nn.Module, initial: InitialShards) -> None:
         """Allocates memory for a module on the meta device, whose tensors may be sharded, and fills it."""

@@ -48,6 +48,17 @@ def test_gathers_and_reductions_have_a_data_type_with_every_version_of_torch(
 
 
 @pytest.mark.parametrize(
+    ("precision", "given", "expected"),
+    [(Precision(), None, None), (Precision(), "bf16", BF16), (IN_BF16, None, None), (IN_BF16, "fp32", None)],
+)
+def test_products_are_in_the_data_type_of_autocast_where_there_is_one(precision, given, expected):
+    """MFU is measured against the peak of this data type."""
+    strategy = FSDP(param_format=given)
+    strategy.precision_plugin = precision
+    assert strategy.compute_dtype is expected
+
+
+@pytest.mark.parametrize(
     ("precision", "given", "inside"),
     [(IN_BF16, None, False), (IN_BF16, "fp32", True), (Float8(), None, True)],
     ids=["by policy", "by autocast", "a precision that asks autocast"],
