@@ -325,6 +325,11 @@ class MeshStrategy(ParallelStrategy):
         with self._deferred.accumulating() if self._deferred else nullcontext():
             yield
 
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Raises a ConfigError if gradients of the step were not reduced over replicas."""
+        if self._deferred is not None:
+            self._deferred.check()
+
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the norm of the gradients of the full model, 0-d, on this rank's device."""
         return gradients.squared_norm(shards.gradients(optimizer)).sqrt().to(self.root_device)
