@@ -11,15 +11,12 @@ import torch
 from core.errors import ConfigError
 from plugins.strategies import context_parallel, expert_parallel, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
-from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
-from plugins.strategies.shared_scaler import scales_losses
+from plugins.strategies.pipeline_stages import Layout, is_beyond_gloo
 from toolkit.batch_shapes import shapes_of
 
 if TYPE_CHECKING:
     from core.contracts import Network
     from toolkit.selection import Run
-
-NO_SCALER = "pipeline above 1 runs backward before the loss can be scaled, which fp16 needs: take bf16"
 
 NO_PREDICT = "predict takes pipeline 1 and context 1, which can read the same checkpoint"
 
@@ -43,9 +40,7 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     if network is None:  # building it later in the run reports the error
         return
     if given["expert"] > 1:
-        yield from expert_parallel.compatibility_errors(
-            network, given["expert"], given["context"], given["schedule"], given["pipeline"]
-        )
+        yield from expert_parallel.compatibility_errors(network, given["expert"], given["context"])
     if given["tensor"] > 1:
         split = given["sequence"] > 1, given["loss_parallel"]
         yield from tensor_parallel.compatibility_errors(network, given["tensor"], *split)
@@ -62,7 +57,7 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     if given["sequence"] > 1 and length and (share := length // given["context"]) % given["sequence"]:
         yield f"sequence is {given['sequence']}, which does not divide the {share} tokens of a context rank"
     if given["pipeline"] > 1:
-        yield from _pipeline_errors(run, given, network, sizes.of(run.world_size))
+        yield from _pipeline_errors(run, given, network)
     if run.command == "fit":
         yield from _schedule_errors(run, given, sizes.of(run.world_size))
 
@@ -86,20 +81,13 @@ def _schedule_errors(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int]
             yield f"microbatches is {rows}, which does not divide the batches of {sizes[0]} rows that {name} makes"
 
 
-def _pipeline_errors(
-    run: Run, given: Mapping[str, Any], network: Network, sizes: Mapping[str, int]
-) -> Iterator[str]:
+def _pipeline_errors(run: Run, given: Mapping[str, Any], network: Network) -> Iterator[str]:
     if network.ends is None:
         yield f"{type(network).__name__} does not define where it can be split into stages: set pipeline to 1"
         return
     layout = Layout(given["schedule"], given["pipeline"], len(network.blocks))
     microbatches = layout.stages if given["microbatches"] is None else given["microbatches"]
     yield from layout.compatibility_errors(microbatches, run.argument("data.batch_size"))
-    if given["schedule"] in ZERO_BUBBLE and sizes["data_shard"] > 1:
-        yield (
-            f"schedule {given['schedule']} computes gradients of weights separately from those of inputs, and sharded "
-            "data parallelism loses some of them: take data_replicate for data_shard, or Interleaved1F1B"
-        )
     if run.accelerator == "cpu" and is_beyond_gloo(given["schedule"]):
         yield (
             f"schedule {given['schedule']} starts with messages of ranks to themselves in torch {torch.__version__}, "
@@ -110,8 +98,6 @@ def _pipeline_errors(
             "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
             "not distinguish: leave it out (--callbacks.-MemoryMonitor)"
         )
-    if scales_losses(run) or str(run.argument("trainer.precision")) == "16-true":
-        yield NO_SCALER
 
 
 def check_stages(network: Network, layout: Layout, pipeline: int) -> None:
