@@ -72,7 +72,8 @@ class HybridParallel(MeshStrategy):
         loss_parallel: Whether the head is sharded along the vocabulary, so that no rank has all logits.
         context_method: "ring": keys and values are passed around a ring; "ulysses": all-to-all of tokens and heads.
         schedule: Order in which stages run micro-batches forward and backward.
-        microbatches: Micro-batches into which a pipeline splits a batch; None: one for each stage.
+        microbatches: Micro-batches into which a pipeline splits a batch; None: one for each stage. Those of all batches of a step
+            go through one schedule, with the last batch. GPipe, which keeps the activations of all, takes a batch at a time.
 
     Raises:
         ConfigError: If a number is out of range.
