@@ -19,7 +19,7 @@ from core.language_module import GRADIENT_TOKENS
 from core.training.shards import full_tensor
 from plugins.strategies.lean_stage import LeanStage
 from plugins.strategies.pipeline_stages import Head, Layout, Stage
-from plugins.strategies.stage_shards import StageShards
+from plugins.strategies.stage_shards import StageShards, sum_in_float32
 from plugins.strategies.staged_forward import StagedForward, broadcast
 from plugins.strategies.tensors import local_shard
 
@@ -123,6 +123,8 @@ class Pipeline:
         signal = None
         if self.shards is not None:
             signal = self.shards(torch.zeros((), device=self.device, requires_grad=True))
+            for stage in self.stages.values():
+                sum_in_float32(stage)
         for together in self._together(batches):
             joined = {name: torch.cat([batch[name] for batch in together]) for name in together[0]}
             self._batch, self._found = joined, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 
@@ -25,3 +26,10 @@ class StageShards(nn.Module):
             if isinstance(part, StageShards):
                 signal = part(signal)
         return signal.clone()  # FSDP hangs its hooks on it, which a view may lose
+
+
+def sum_in_float32(stage: nn.Module) -> None:
+    """Lets gradients of gathered weights of two bytes add up in float32: a step has too many micro-batches for less."""
+    for parameter in stage.parameters():
+        if parameter.element_size() < 4:
+            parameter.grad_dtype = torch.float32  # before they are reduced, in the data type that this takes

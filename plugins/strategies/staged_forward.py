@@ -91,10 +91,11 @@ class StagedForward:
         operations = []
         for stage in sorted(sent.keys() | received.keys()):
             if stage in sent:
-                peer, tensor, kind = self.layout.rank_of(stage + 1), sent[stage], dist.isend
+                peer = self._ranks[self.layout.rank_of(stage + 1)]
+                operations.append(dist.P2POp(dist.isend, sent[stage], peer, self.group))
             else:
-                peer, tensor, kind = self.layout.rank_of(stage), received[stage], dist.irecv
-            operations.append(dist.P2POp(kind, tensor, self._ranks[peer], self.group))
+                peer = self._ranks[self.layout.rank_of(stage)]
+                operations.append(dist.P2POp(dist.irecv, received[stage], peer, self.group))
         if operations:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
