@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 
 import pytest
@@ -51,6 +52,7 @@ def test_a_step_is_one_schedule_without_talk_of_shapes_and_reduces_gradients_onc
     for rank, found in enumerate(ranks):
         ahead, behind, groups = expected[rank // 2]
         assert found["schedules"] == [number]
+        assert max(found["buffers"]) < number  # of micro-batches under way
         step, validation = (Counter(name for name, _ in found[of]) for of in ("step", "validation"))
         assert (
             step["send"] == step["recv"] == (ahead + behind) * number
@@ -94,3 +96,19 @@ def test_batches_of_a_step_with_other_lengths_go_through_schedules_of_their_own(
     lengths = {"data": {"init_args": {"lengths": [16, 12, 12, 16, 16]}}}
     apart = differences(fit({"trainer": at_pipeline()} | lengths, 2), one_process(lengths))
     assert max(apart.values()) <= TOLERANCE, apart
+
+
+@pytest.mark.ci
+def test_a_step_that_is_not_finite_is_repeated_through_the_stages_and_named():
+    trainer = {"callbacks": [{"class_path": "NonFiniteGuard"}]}
+    model = {"optimizer": {"init_args": {"lr": 1e30}}}
+    found, expected = (
+        fit({"trainer": trainer | more, "model": model}, ranks)
+        for more, ranks in ((at_pipeline(), 2), ({}, 1))
+    )
+    told = [
+        re.search(r"NonFiniteGuard: in step .*?First found: [^(\n]*", run.error_text)
+        for run in (found, expected)
+    ]
+    assert found.code == expected.code == 2, found.error_text
+    assert told[0].group().strip(" .") == told[1].group().strip(" .")

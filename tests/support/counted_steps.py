@@ -1,4 +1,4 @@
-"""Notes which messages a step and a validation take, and which schedules of a pipeline run."""
+"""Notes which messages a step and a validation take, which schedules of a pipeline run, and their buffers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from plugins.strategies.lean_stage import LeanStage
 from toolkit.collectives import WatchCollectives
 
 
@@ -23,11 +24,21 @@ class CountedSteps(Callback):
     def __init__(self, folder: str) -> None:
         self.folder, self.validations = Path(folder), 0
         self.watch: WatchCollectives | None = None
-        self.found: dict[str, list[Any]] = {"schedules": []}
+        self.found: dict[str, list[Any]] = {"schedules": [], "buffers": []}
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for kind in (PipelineScheduleMulti, PipelineScheduleSingle):
             self._count(kind)
+        make_room = LeanStage._make_room
+
+        def counted(stage: Any, kind: str, infos: Any, chunk: int) -> None:
+            make_room(stage, kind, infos, chunk)
+            if self.watch is not None:
+                self.found["buffers"].append(
+                    sum(one.buffer is not None for of in infos.values() for one in of)
+                )
+
+        LeanStage._make_room = counted  # type: ignore[method-assign]
 
     def _count(self, kind: Any) -> None:
         plain = kind.step
