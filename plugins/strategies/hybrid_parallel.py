@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,6 +32,7 @@ from plugins.strategies import (
 from plugins.strategies.context_parallel import ContextParallel, Method
 from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.mixed_precision import Format
 from plugins.strategies.pipeline import Pipeline, full_sum
 from plugins.strategies.pipeline_stages import Layout, Stage, cut, tied
 from plugins.strategies.stage_shards import StageShards
@@ -74,6 +75,10 @@ class HybridParallel(MeshStrategy):
         schedule: Order in which stages run micro-batches forward and backward.
         microbatches: Micro-batches into which a pipeline splits a batch; None: one for each stage. Those of all batches of a step
             go through one schedule, with the last batch. GPipe, which keeps the activations of all, takes a batch at a time.
+        param_format: As of `FSDP`. A pipeline without sharded data leaves bf16 to autocast.
+        reduce_format: As of `FSDP`, also for the average over `data_replicate`.
+        async_tensor: Whether gathers and scatters of `sequence` run beside the products of matrices that need them, in
+            pieces, as torch's compiler can make it. On GPUs of one machine, with the callback `Compile`.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -98,14 +103,19 @@ class HybridParallel(MeshStrategy):
         context_method: Method = "ring",
         schedule: Schedule = "1F1B",
         microbatches: int | None = None,
+        param_format: Format | None = None,
+        reduce_format: Format | None = None,
+        async_tensor: bool = False,
         timeout_minutes: float = 30.0,
     ) -> None:
-        super().__init__(timeout_minutes)
+        super().__init__(timeout_minutes, param_format, reduce_format)
         if microbatches is not None and microbatches < 1:
             raise ConfigError(f"HybridParallel: microbatches is {microbatches}; it must be at least 1.")
         self.sizes = MeshSizes(data_replicate, data_shard, tensor, context, pipeline, expert)
         self.sequence, self.loss_parallel = sequence > 1, loss_parallel and tensor > 1
         self.context_method, self.schedule, self.microbatches = context_method, schedule, microbatches
+        self.async_tensor = async_tensor
+        self._undo_overlap: Callable[[], None] = lambda: None
         self.context: ContextParallel | None = None
         self.pipeline: Pipeline | None = None
         self._data: DeviceMesh | None = None
@@ -148,6 +158,8 @@ class HybridParallel(MeshStrategy):
         self._parameters = [name for name, _ in module.named_parameters()]
         if self.sizes.tensor > 1:
             tensor_parallel.apply(network, self.mesh["tensor"], self.sequence, self.loss_parallel)
+            if self.async_tensor:
+                self._undo_overlap = tensor_parallel.overlap(self.mesh["tensor"])
         if self.sizes.expert > 1:
             assert isinstance(network, RoutesTokens)
             names = ("expert", "tensor") if self.sizes.tensor > 1 else ("expert",)
@@ -159,16 +171,20 @@ class HybridParallel(MeshStrategy):
             self._cut(module, network, trained.objective)
         else:
             self._shard_parameters(module, network)
+            self.defer_reduction(module, self.sizes.data_replicate > 1)
         trained.compute_loss = self.compute_loss
 
     def _shard_parameters(self, module: nn.Module, network: Network) -> None:
         mesh, experts = self._shard_meshes()
         for block in network.blocks:
+            self.formats.set_up(block)
+            policy = self.formats.policy(block)
             if self.sizes.expert > 1:
                 for stack in expert_parallel.stacks(network, block):
-                    expert_parallel.shard(stack, experts)
-            fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)
+                    expert_parallel.shard(stack, experts, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        policy = self.formats.policy(module)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
     def _shard_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
         """Returns the ranks over which weights are sharded, and those of experts; over replicas gradients are averaged."""
@@ -207,18 +223,21 @@ class HybridParallel(MeshStrategy):
             if id(part) not in blocks:
                 held.append(part)
                 continue
+            self.formats.set_up(part)
+            policy = self.formats.policy(part)
             inner = (
                 [StageShards(stack) for stack in expert_parallel.stacks(network, part)]
                 if self.sizes.expert > 1
                 else []
             )
             for stack in inner:
-                expert_parallel.shard(stack, experts, reshard_after_forward=False)
+                expert_parallel.shard(stack, experts, reshard_after_forward=False, mp_policy=policy)
             held.append(StageShards(part, *inner))
             own = {parameter for stack in inner for parameter in stack.parameters()}
-            fully_shard(held[-1], mesh=mesh, reshard_after_forward=False, ignored_params=own)
+            options: Any = {"reshard_after_forward": False, "mp_policy": policy, "ignored_params": own}
+            fully_shard(held[-1], mesh=mesh, **options)
         root = StageShards(*held)
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=self.formats.policy(root))
         self.further_roots, self.frees_blocks = [root], False
         return root
 
@@ -308,7 +327,7 @@ class HybridParallel(MeshStrategy):
         assert self.pipeline is not None
         found = [gradients.summed(g, p) for p, g in zip(parameters, found, strict=True)]
         if self.pipeline.shards is None and self.loss_group.size() > 1:
-            gradients.average_(found, self.loss_group)
+            gradients.average_(found, self.loss_group, self.formats.reduced)
         for parameter, gradient in zip(parameters, found, strict=True):
             if id(parameter) in self._tied:
                 dist.all_reduce(tensors.local_shard(gradient), group=self._tied_group)
@@ -375,3 +394,8 @@ class HybridParallel(MeshStrategy):
                 for optimizer, state in zip(self.optimizers, states, strict=True)
             ]
         super().load_optimizer_state_dict({"optimizer_states": states})
+
+    def teardown(self) -> None:
+        """Undoes what the compiler was told."""
+        self._undo_overlap()
+        super().teardown()

@@ -65,6 +65,8 @@ REFUSED = [
     (2, {"tensor": 2, "sequence": 2, "context": 1}, {"data": TOY["data"] | {"init_args": {"sequence_length": 15}}},
      "sequence is 2, which does not divide the 15 tokens"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["MemoryMonitor"]}}, "which MemoryMonitor does not distinguish"),
+    (2, {"pipeline": 2, "param_format": "bf16"}, {}, "a pipeline without sharded data gathers no weights: set --trainer.precision"),
+    (2, {"tensor": 2, "async_tensor": True}, {}, "add Compile with backend inductor"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["GradientNoiseScale"]}}, "computes all micro-batches of a step at once"),
 ]  # fmt: skip
 
