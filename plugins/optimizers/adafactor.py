@@ -9,7 +9,7 @@ from torch import Tensor
 
 from core.technique import technique
 from core.training.shards import full_tensor, local_tensors, total_norm
-from toolkit.shards import is_sharded
+from toolkit.shards import gradient_like, is_sharded
 
 
 @technique(paper="Adafactor, arXiv:1804.04235, algorithms 4 and 5; torch.optim.Adafactor")
@@ -51,7 +51,7 @@ class Adafactor(torch.optim.Adafactor):
         """Steps the sharded parameters, and leaves the others to torch."""
         sharded = [p for p in group["params"] if p.grad is not None and is_sharded([p])]
         for parameter in sharded:
-            _step_sharded(group, parameter, parameter.grad, self.state[parameter])
+            _step_sharded(group, parameter, gradient_like(parameter), self.state[parameter])
         kept = {id(parameter) for parameter in sharded}
         rest = {**group, "params": [p for p in group["params"] if id(p) not in kept]}
         return bool(super()._init_group(rest, *lists))
