@@ -136,7 +136,9 @@ def _own_states(own: dict[str, Any], parameter: Any) -> dict[str, Any]:
         qmap, codes = found.pop(f"qmap{number}"), found[f"state{number}"]
         blocks = at.div(BLOCK, rounding_mode="floor").to(scales.device)
         if _has_blocks(parameter):
-            own_scales = scales[blocks.flatten()[::BLOCK]] if len(scales) * BLOCK == parameter.numel() else scales
+            own_scales = (
+                scales[blocks.flatten()[::BLOCK]] if len(scales) * BLOCK == parameter.numel() else scales
+            )
             found |= {f"absmax{number}": own_scales, f"qmap{number}": qmap}
         else:
             values = qmap.to(codes.device)[codes.int()]
