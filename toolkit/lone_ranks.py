@@ -36,9 +36,11 @@ class WithoutOthers(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it comes again as operators on local tensors, with the collectives between them
         namespace = getattr(func, "namespace", "")
-        if namespace not in ("c10d", "_c10d_functional") or func.overloadpacket.__name__ == "wait_tensor":
+        if namespace not in ("c10d", "_c10d_functional"):
             return func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
+        if name in _AFTERWARDS:
+            return func(*args, **(kwargs or {}))
         known = _IN_PLACE if namespace == "c10d" else _FUNCTIONAL
         if name not in known:
             raise NotImplementedError(f"{func} without other ranks")
@@ -55,15 +57,16 @@ def _with_work(func: Any, args: Any, result: Any) -> Any:
 
 
 def _repeat(output: Tensor, own: Tensor, *_: Any, **__: Any) -> None:
-    if own.numel():
-        output.view(-1, own.numel()).copy_(own.reshape(1, -1))
+    for part in output.view(-1, *own.shape) if own.numel() else ():
+        if part.data_ptr() != own.data_ptr():  # what a rank gives may lie where it belongs in the whole
+            part.copy_(own)
 
 
 def _take(output: Tensor, given: Tensor, *_: Any, **__: Any) -> None:
     """Copies the beginning; what `given` is too short for becomes zero."""
     there = min(output.numel(), given.numel())
-    output.zero_()
     output.view(-1)[:there].copy_(given.reshape(-1)[:there])
+    output.view(-1)[there:].zero_()
 
 
 def _each(one: Any) -> Any:
@@ -88,6 +91,9 @@ def _scatter_lists(outputs: list[Tensor], inputs: list[list[Tensor]], *_: Any, *
     for output, own in zip(outputs, inputs, strict=True):
         _take(output, own[0])
 
+
+_AFTERWARDS = ("wait_tensor", "_wrap_tensor_autograd")
+"""What happens to the output of a collective."""
 
 _IN_PLACE = {
     "allreduce_": _keep,

@@ -27,6 +27,16 @@ NOT_RESTORABLE = dict.fromkeys(
 """For `@technique(conflicts=...)`: strategies under which the state cannot be restored after trial steps."""
 
 
+def offloaded(run: Run) -> Iterator[str]:
+    """Yields, for a technique's `preflight`, what `DeepSpeedZero` keeps where snapshots do not see it."""
+    for name in ("offload_optimizer", "offload_parameters"):
+        if run.argument(f"trainer.strategy.{name}") == "nvme":
+            yield f"it copies the optimizer's state, which {name} nvme keeps on disk: set --trainer.strategy.{name}=cpu"
+    strategies = [item.name for item in run.selected if item.kind == "strategies"]
+    if "DeepSpeedZero" in strategies and str(run.argument("trainer.precision")) in ("16", "16-mixed"):
+        yield "it cannot restore DeepSpeed's loss scale: set --trainer.precision=bf16-mixed"
+
+
 def say(trainer: Trainer, who: object, text: str) -> None:
     """Prints a message of a callback to stderr, on rank 0 only."""
     if trainer.is_global_zero:

@@ -66,6 +66,10 @@ def one_process():
         pytest.param("FSDP", 2, {"stage": 2}, False, marks=pytest.mark.ci),
         pytest.param("HybridParallel", 1, {"tensor": 2}, True, marks=pytest.mark.ci),
         ("HybridParallel", 1, {"pipeline": 2}, False),
+        pytest.param("DeepSpeedZero", 2, {"stage": 2}, False, marks=pytest.mark.slow),
+        pytest.param(
+            "DeepSpeedZero", 2, {"stage": 3, "persistence_threshold": 0}, True, marks=pytest.mark.slow
+        ),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else str(value),
 )
