@@ -76,12 +76,14 @@ RANKS = {
         "trainer": {**strategy("FSDP")["trainer"], "num_sanity_val_steps": 1}
     },  # leaves parameters gathered
     "tensor": strategy("HybridParallel", tensor=2),
+    "ZeRO 2": strategy("DeepSpeedZero", stage=2),
+    "ZeRO 3": strategy("DeepSpeedZero", stage=3, persistence_threshold=0),
 }
 
 
 # What is measured and undone is RandomRestart's too, whose test takes a tensor-parallel mesh by default.
 @pytest.mark.parametrize(
-    "name", ["FSDP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "tensor"))]
+    "name", ["FSDP", *(pytest.param(name, marks=pytest.mark.slow) for name in RANKS if name != "FSDP")]
 )
 def test_two_ranks_find_one_rate(name):
     parts = (RANKS[name], *CASES["AdamW, a schedule in steps, groups of their own"])
