@@ -22,9 +22,9 @@ from toolkit.selection import Run
 
 NOT_RESTORABLE = dict.fromkeys(
     ("DeepSpeedZero", "DeepSpeedStrategy"),
-    "its trial steps restore the optimizer's state, to which DeepSpeed gives no access: take --trainer.strategy=FSDP",
+    "it measures or draws weights one by one, and DeepSpeed keeps flat partitions of many: take --trainer.strategy=FSDP",
 )
-"""For `@technique(conflicts=...)`: strategies under which the state cannot be restored after trial steps."""
+"""For `@technique(conflicts=...)`: strategies under which weights cannot be measured, or drawn again, in trial steps."""
 
 
 def offloaded(run: Run) -> Iterator[str]:
