@@ -72,8 +72,9 @@ class BatchSizeFinder(Callback):
         yield from memory_limits.compatibility_errors(run, own.arguments.get("memory_limit"))
         yield from compatibility_errors(run)
         strategy = next((item for item in run.selected if item.kind == "strategies"), None)
-        for size in ALONE if strategy is not None else ():
-            if (strategy.arguments.get(size) or 1) > 1:
+        given = strategy.arguments if strategy is not None else {}
+        for size in ALONE:
+            if (given.get(size) or 1) > 1:
                 yield (
                     f"each rank tries steps by itself, and with {size} above 1 what a rank computes depends on what others "
                     f"send: set --trainer.strategy.{size}=1, or data.batch_size by hand"

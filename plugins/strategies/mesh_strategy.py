@@ -263,10 +263,11 @@ class MeshStrategy(ParallelStrategy):
         for root in roots:
             if isinstance(root, FSDPModule):
                 root.reset_iter_state()
-        for module in (each for root in roots for each in root.modules() if isinstance(each, FSDPModule)):
-            module.unshard()  # gradients that were not reduced yet belong to the gathered weights
-            module.zero_grad()
-            module.reshard()
+        for module in dict.fromkeys(each for root in roots for each in root.modules()):
+            if isinstance(module, FSDPModule):
+                module.unshard()  # gradients that were not reduced yet belong to the gathered weights
+                nn.Module.zero_grad(module)
+                module.reshard()
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Context of each step, in addition to that of the precision."""
