@@ -21,6 +21,7 @@ from core.contracts.modules import check_fit
 from core.errors import ConfigError
 from core.language_module import LanguageModule
 from core.training.network_changes import apply_network_changes
+from plugins.checkpoints.remote_copies import shown
 from plugins.cli import preflight
 from plugins.cli.configuration.builder import Builder
 from plugins.cli.configuration.building import (
@@ -259,7 +260,7 @@ class BuiltRun:
         network = f"{self.network_summary}\n" if self.starts else ""  # `check` ends with it
         print(f"{table(self.selected)}\n{network}Run folder: {self.folder}", flush=True)
         if self.request.checkpoint is not None:
-            print(f"From checkpoint: {self.request.checkpoint}", flush=True)
+            print(f"From checkpoint: {shown(self.request.checkpoint)}", flush=True)
             current = {key: value for key, value in self.config.items() if key in SECTIONS}
             for line in differences(self.request.stored, current) if self.request.stored else ():
                 print(f"  {line}", flush=True)
