@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from core.contracts import Network
@@ -48,13 +48,18 @@ def _split(weight: Tensor, mesh: DeviceMesh) -> Tensor:
     )
 
 
-def shard(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
+def shard(network: nn.Module, block: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Shards the experts of a block, besides, over ranks that have the same ones: along a free dimension where that is even."""
     ranks = mesh.size(mesh.ndim - 1)
     stacks = {id(stack) for stack in network.expert_stacks} if isinstance(network, RoutesTokens) else set()
     for module in block.modules():
         if id(module) in stacks:
-            fully_shard(module, mesh=mesh, shard_placement_fn=lambda weight: Shard(_free(weight, ranks)))
+            fully_shard(
+                module,
+                mesh=mesh,
+                shard_placement_fn=lambda weight: Shard(_free(weight, ranks)),
+                mp_policy=policy,
+            )
 
 
 def _free(weight: Tensor, ranks: int) -> int:

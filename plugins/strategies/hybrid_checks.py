@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.errors import ConfigError
-from plugins.strategies import context_parallel, expert_parallel, tensor_parallel
+from plugins.strategies import context_parallel, expert_parallel, mixed_precision, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
 from plugins.strategies.shared_scaler import scales_losses
@@ -36,6 +36,9 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     yield from wrong
     if given["sequence"] not in (1, given["tensor"]):
         yield f"sequence is {given['sequence']}; it is 1, or {given['tensor']} as tensor"
+    yield from mixed_precision.compatibility_errors(run, given)
+    if given["async_tensor"]:
+        yield from _overlap_errors(run, given)
     for name in ("pipeline", "context"):
         if run.command == "predict" and given[name] > 1:
             yield f"{name} is {given[name]}, and {NO_PREDICT}"
@@ -67,6 +70,18 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
         yield from _schedule_errors(run, given, sizes.of(run.world_size))
 
 
+def _overlap_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
+    if given["sequence"] == 1:
+        yield (
+            "async_tensor runs products beside the gathers and scatters of sequence parallelism: set sequence to the size of tensor"
+        )
+    compiler = next((item for item in run.selected if item.name == "Compile"), None)
+    if compiler is None or compiler.arguments.get("backend", "inductor") != "inductor":
+        yield "async_tensor is what torch's compiler makes of them: add Compile with backend inductor (--config techniques/compile)"
+    if run.accelerator != "cuda":
+        yield f"async_tensor needs GPUs that read each other's memory, and this run is on {run.accelerator}: set it to false"
+
+
 def _schedule_errors(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int]) -> Iterator[str]:
     """Yields which batches of a sequence length or batch size schedule cannot be split."""
     tokens = given["context"] * given["sequence"]
@@ -95,6 +110,14 @@ def _pipeline_errors(
     layout = Layout(given["schedule"], given["pipeline"], len(network.blocks))
     microbatches = layout.stages if given["microbatches"] is None else given["microbatches"]
     yield from layout.compatibility_errors(microbatches, run.argument("data.batch_size"))
+    shards = (
+        sizes["data_shard"] * sizes["expert"] * sizes["context"] > 1 and given["schedule"] not in ZERO_BUBBLE
+    )
+    if given["param_format"] not in (None, "fp32") and not shards:
+        yield (
+            f"param_format is {given['param_format']}, and a pipeline without sharded data gathers no weights: set "
+            "--trainer.precision=bf16-mixed in its place"
+        )
     if given["schedule"] in ZERO_BUBBLE and sizes["data_shard"] > 1:
         yield (
             f"schedule {given['schedule']} computes gradients of weights separately from those of inputs, and sharded "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ from plugins.strategies import (
 from plugins.strategies.context_parallel import ContextParallel, Method
 from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.mixed_precision import Format
 from plugins.strategies.pipeline import Pipeline, full_sum
 from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, cut, tied
 from toolkit.positions import explain_position_mixing
@@ -71,6 +72,10 @@ class HybridParallel(MeshStrategy):
         context_method: "ring": keys and values are passed around a ring; "ulysses": all-to-all of tokens and heads.
         schedule: Order in which stages run micro-batches forward and backward.
         microbatches: Micro-batches into which a pipeline splits a batch; None: one for each stage.
+        param_format: As of `FSDP`. A pipeline without sharded data leaves bf16 to autocast.
+        reduce_format: As of `FSDP`, also for the average over `data_replicate`.
+        async_tensor: Whether gathers and scatters of `sequence` run beside the products of matrices that need them, in
+            pieces, as torch's compiler can make it. On GPUs of one machine, with the callback `Compile`.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -95,14 +100,19 @@ class HybridParallel(MeshStrategy):
         context_method: Method = "ring",
         schedule: Schedule = "1F1B",
         microbatches: int | None = None,
+        param_format: Format | None = None,
+        reduce_format: Format | None = None,
+        async_tensor: bool = False,
         timeout_minutes: float = 30.0,
     ) -> None:
-        super().__init__(timeout_minutes)
+        super().__init__(timeout_minutes, param_format, reduce_format)
         if microbatches is not None and microbatches < 1:
             raise ConfigError(f"HybridParallel: microbatches is {microbatches}; it must be at least 1.")
         self.sizes = MeshSizes(data_replicate, data_shard, tensor, context, pipeline, expert)
         self.sequence, self.loss_parallel = sequence > 1, loss_parallel and tensor > 1
         self.context_method, self.schedule, self.microbatches = context_method, schedule, microbatches
+        self.async_tensor = async_tensor
+        self._undo_overlap: Callable[[], None] = lambda: None
         self.context: ContextParallel | None = None
         self.pipeline: Pipeline | None = None
         self._data: DeviceMesh | None = None
@@ -145,6 +155,8 @@ class HybridParallel(MeshStrategy):
         self._parameters = [name for name, _ in module.named_parameters()]
         if self.sizes.tensor > 1:
             tensor_parallel.apply(network, self.mesh["tensor"], self.sequence, self.loss_parallel)
+            if self.async_tensor:
+                self._undo_overlap = tensor_parallel.overlap(self.mesh["tensor"])
         if self.sizes.expert > 1:
             assert isinstance(network, RoutesTokens)
             names = ("expert", "tensor") if self.sizes.tensor > 1 else ("expert",)
@@ -156,6 +168,7 @@ class HybridParallel(MeshStrategy):
             self._cut(module, network, trained.objective)
         else:
             self._shard_parameters([module], network.blocks)
+            self.defer_reduction(module, self.sizes.data_replicate > 1)
         trained.compute_loss = self.compute_loss
 
     def _shard_parameters(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
@@ -165,11 +178,14 @@ class HybridParallel(MeshStrategy):
             mesh = self.mesh["data_replicate", self._shard.mesh_dim_names[0]]
             experts = self.mesh["data_replicate", "data_shard"]
         for block in blocks:
+            self.formats.set_up(block)
+            policy = self.formats.policy(block)
             if self.sizes.expert > 1:
-                expert_parallel.shard(self.language_module.network, block, experts)
-            fully_shard(block, mesh=mesh)
+                expert_parallel.shard(self.language_module.network, block, experts, policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
         for root in roots:
-            fully_shard(root, mesh=mesh, reshard_after_forward=False)
+            policy = self.formats.policy(root)
+            fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
 
     def _cut(self, module: LightningModule, network: Network, objective: Objective) -> None:
         if next(objective.parameters(), None) is not None:
@@ -271,7 +287,7 @@ class HybridParallel(MeshStrategy):
     def _reduced(self, parameters: Sequence[nn.Parameter], found: list[Tensor]) -> list[Tensor]:
         found = [gradients.summed(g, p) for p, g in zip(parameters, found, strict=True)]
         if not self._is_sharded and self.loss_group.size() > 1:
-            gradients.average_(found, self.loss_group)
+            gradients.average_(found, self.loss_group, self.formats.reduced)
         for parameter, gradient in zip(parameters, found, strict=True):
             if id(parameter) in self._tied:
                 dist.all_reduce(tensors.local_shard(gradient), group=self._tied_group)
@@ -338,3 +354,8 @@ class HybridParallel(MeshStrategy):
                 for optimizer, state in zip(self.optimizers, states, strict=True)
             ]
         super().load_optimizer_state_dict({"optimizer_states": states})
+
+    def teardown(self) -> None:
+        """Undoes what the compiler was told."""
+        self._undo_overlap()
+        super().teardown()

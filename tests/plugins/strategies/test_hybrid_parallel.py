@@ -73,6 +73,8 @@ REFUSED = [
     (2, {"pipeline": 2}, {"trainer": {"precision": "16-true"}}, "pipeline above 1 runs backward before the loss"),
     (2, {"pipeline": 2}, {"trainer": {"plugins": ["FP16Mixed"]}}, "pipeline above 1 runs backward before the loss"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["MemoryMonitor"]}}, "which MemoryMonitor does not distinguish"),
+    (2, {"pipeline": 2, "param_format": "bf16"}, {}, "a pipeline without sharded data gathers no weights: set --trainer.precision"),
+    (2, {"tensor": 2, "async_tensor": True}, {}, "add Compile with backend inductor"),
 ]  # fmt: skip
 
 
