@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
 from core.contracts import HasStepContext, RunsAsForward
@@ -192,11 +193,14 @@ class Attempt:
         rows = torch.arange(size) % len(self.batch["input_ids"])
         batch = {name: values[rows] for name, values in self.batch.items()}
         batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-        for number in range(min(self.rows // size, 2)):  # the second finds gradients there
-            with trainer.precision_plugin.train_step_context():
-                loss: Any = run("training_step", batch, number)
-            with strategy.step_context() if isinstance(strategy, HasStepContext) else nullcontext():
-                loss.backward()
+        count = min(self.rows // size, 2)  # the second finds gradients there
+        defers = isinstance(strategy, DropsSteps) and isinstance(strategy, ParallelStrategy)
+        for number in range(count):
+            with strategy.block_backward_sync() if defers and number + 1 < count else nullcontext():
+                with trainer.precision_plugin.train_step_context():
+                    loss: Any = run("training_step", batch, number)
+                with strategy.step_context() if isinstance(strategy, HasStepContext) else nullcontext():
+                    loss.backward()
         self.optimizer.step()
 
 
