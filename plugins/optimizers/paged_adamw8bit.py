@@ -11,7 +11,7 @@ from plugins.optimizers.libraries import not_on_shards
     paper="8-bit optimizers via block-wise quantization, arXiv:2110.02861; bitsandbytes",
     needs=(Package("bitsandbytes>=0.48"),),
     conflicts=not_on_shards(
-        "unified memory is on no device that ranks can gather a checkpoint from", "AdamW8bit"
+        "its unified memory is on no device that ranks can gather a checkpoint from", "AdamW8bit"
     ),
 )
 class PagedAdamW8bit(AdamW8bit):

@@ -76,8 +76,6 @@ RANKS = {
         "trainer": {**strategy("FSDP")["trainer"], "num_sanity_val_steps": 1}
     },  # leaves parameters gathered
     "tensor": strategy("HybridParallel", tensor=2),
-    "ZeRO 2": strategy("DeepSpeedZero", stage=2),
-    "ZeRO 3": strategy("DeepSpeedZero", stage=3, persistence_threshold=0),
 }
 
 

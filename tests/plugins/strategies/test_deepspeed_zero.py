@@ -237,7 +237,7 @@ def test_an_outlier_is_dropped_as_in_one_process(stage):
     more = {"callbacks": [{"class_path": "SkipStep", "init_args": {"window": 2, "sigma": 1e-3}}]}
     sgd = {"model": {"optimizer": {"class_path": "SGD", "init_args": {"lr": 0.5, "momentum": 0.9}}}}
     found, expected = done(zero(stage, more) | sgd, 2), one_process({"trainer": more} | sgd)
-    skipped = [each.record["figures"][str(STEPS)]["skip_step/skipped"] for each in (found, expected)]
+    skipped = [each.checkpoint()["callbacks"]["SkipStep"]["skipped"] for each in (found, expected)]
     assert skipped[0] == skipped[1] > 0
     assert weights_apart(found, expected) < TOLERANCE
 
