@@ -23,11 +23,13 @@ _MESSAGES = re.compile(
 memory is taken past torch's caching allocator, of the CUDA runtime, NCCL and the driver.
 """
 
-GATHERING = dict.fromkeys(
-    ("FSDP", "HybridParallel", "DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"),
-    "ranks gather parameters in forward: one that runs out of memory in the middle of a run would leave the others waiting "
-    "in a collective, which nothing can end for them; BatchSizeFinder finds before the run what fits",
+_WAITING = (
+    "ranks gather parameters in forward: one that runs out of memory in the middle of a run would leave the others waiting in "
+    "a collective, which nothing can end for them"
 )
+GATHERING = dict.fromkeys(
+    ("DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"), _WAITING
+) | dict.fromkeys(("FSDP", "HybridParallel"), f"{_WAITING}; BatchSizeFinder finds before the run what fits")
 """For `@technique(conflicts=...)`: strategies under which one rank that runs out of memory blocks the others."""
 
 TALKING = dict.fromkeys(
