@@ -34,16 +34,19 @@ HYBRID = {"class_path": "HybridParallel", "init_args": {"data_shard": 2, "tensor
 STRATEGIES = {"FSDP": (2, {"class_path": "FSDP"}), "data_shard 2, tensor 2": (4, HYBRID)}
 OPTIMIZERS = sorted(e.name for e in catalog.entries() if e.kind == "optimizers" and e.package == "leyden")
 DEFAULT, CI = {("SGD", "FSDP")}, {("TorchaoAdamW8bit", "FSDP")}
-EIGHT_BITS = dict.fromkeys(("AdamW8bit", "Lion8bit"), 0.1)
-BOUNDS = {"Muon": 2.0**-8, "TorchaoAdamW8bit": 1e-3, **EIGHT_BITS}
-"""Of weights. TorchaoAdamW8bit: where rounding falls to the next code, a moment is 2% off, a step 1e-5. Muon rounds to bfloat16: a gradient's 1e-7 makes that 2^-9 for some numbers, which five iterations make up
+LOSSES = {"SOAP": 1e-3}
+"""Of losses. Of its first eigenbases those of a null space are a matter of rounding, and Adam steps differently in each: weights
+may be far apart. From the same gradients it makes the same steps, see below."""
+EIGHT_BITS = dict.fromkeys(("AdamW8bit", "Lion8bit"), 1e-2)
+BOUNDS = {"Muon": 2.0**-8, "TorchaoAdamW8bit": 1e-3, "SOAP": 1.0, **EIGHT_BITS}
+"""Of weights. AdamW8bit and Lion8bit keep moments in float32 where columns are cut, which one process rounds to 8 bits. TorchaoAdamW8bit: where rounding falls to the next code, a moment is 2% off, a step 1e-5. Muon rounds to bfloat16: a gradient's 1e-7 makes that 2^-9 for some numbers, which five iterations make up
 to 480 times larger where singular values are small; it steps from the same numbers to the same bits, see below."""
 
 
 def overlay(name):
     """Three steps without weights whose gradients are 0 but for rounding, which Adam makes steps of."""
     values = merge({"trainer": {"max_steps": 3}}, deepcopy(LLAMA))
-    if name == "SOAP":  # in its eigenbases most directions have gradients of 0 but for rounding, at first
+    if name == "SOAP":
         merge(values, {"trainer": {"precision": "64-true"}})
     if "8bit" in name:  # whose smaller tensors are not quantised
         merge(values, {"model": {"network": {"init_args": {"n_embd": 128, "n_layer": 1}}}})
@@ -80,7 +83,7 @@ def test_steps_are_those_of_one_process(name, strategy):
     assert found.record["figures"].keys() == expected.record["figures"].keys() == {"1", "2", "3"}
     for step, figures in expected.record["figures"].items():
         assert found.record["figures"][step]["train/loss"] == pytest.approx(
-            figures["train/loss"], rel=TOLERANCE
+            figures["train/loss"], rel=LOSSES.get(name, TOLERANCE)
         )
     assert weights_apart(found, expected) < BOUNDS.get(name, TOLERANCE)
 
