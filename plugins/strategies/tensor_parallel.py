@@ -72,12 +72,6 @@ def compatibility_errors(network: Network, size: int, sequence: bool, vocabulary
     heads = network.attention_heads
     if heads and (odd := next((number for number in heads if number % size), None)):
         yield f"tensor is {size}, which does not divide the {odd} attention heads of {name}"
-    if vocabulary and network.vocab_size % size:
-        fits = network.vocab_size + -network.vocab_size % size
-        yield (
-            f"tensor is {size}, which does not divide the vocabulary of {network.vocab_size}: set "
-            f"--model.network.vocab_size={fits}, or loss_parallel to false"
-        )
     if vocabulary and network.output_weight is None:
         yield f"{name} returns logits by itself: set loss_parallel to false"
 
