@@ -207,14 +207,15 @@ class OptimizerState:
         That is the share of the parameters whose count went back, or whose second moments fell by more than their decay lets
         them: gradients may become small, but the mean of their squares forgets only so fast.
         """
-        counts, squares = dict[int, float](), dict[int, float]()
+        counts, sums = dict[int, float](), dict[int, Tensor]()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 if "step" in state:
                     counts[id(parameter)] = float(state["step"])
                 if isinstance(state.get("exp_avg_sq"), Tensor) and "betas" in group:
-                    squares[id(parameter)] = float(state["exp_avg_sq"].float().sum())
+                    sums[id(parameter)] = state["exp_avg_sq"].float().sum()
+        squares = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
         before, old_counts, old_squares = self._last
         self._last = step, counts, squares
         decays = {
