@@ -6,7 +6,7 @@ alike; rules of one field are in one module. `data_probes` and `network_probes` 
 
 from __future__ import annotations
 
-from toolkit.diagnosis import data, gradients, network, optimization, runs, speed
+from toolkit.diagnosis import data, departures, gradients, network, optimization, runs, speed
 from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.history import History, read_history
 from toolkit.diagnosis.report import read_config, write_findings, write_remedy
@@ -25,6 +25,7 @@ __all__ = [
 ]
 
 RULES: tuple[Rule, ...] = (
+    *departures.RULES,
     *data.RULES,
     *network.RULES,
     *gradients.RULES,

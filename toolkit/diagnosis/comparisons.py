@@ -109,7 +109,7 @@ class Comparisons:
             same = len(now) == len(restored) and all(
                 abs(a - b) <= 1e-3 * max(a, b) for a, b in zip(now, restored, strict=True)
             )
-            found["doctor/state_not_restored"] = 1.0 - same
+            found |= {"doctor/state_not_restored": 1.0 - same, "doctor/resumed": 1.0}
         if batch is not None:
             rates = self.plain.rates(step, self._tokens * max(self.trainer.world_size, 1))
             self._update = UpdateComparison(self.plain, rates)

@@ -51,6 +51,7 @@ class GradientCheck:
         parameters = [parameter for _, parameter in self.named]
         trainer, weight = module.trainer, torch.zeros((), device=module.device)
         sums: list[Tensor] = [torch.zeros_like(parameter) for parameter in parameters]
+        last = sums
         for batch, index in batches:
             # the same random numbers as in the step: dropout drops the same
             seed = mix(module.seed, trainer.current_epoch, index, dp_rank(trainer))
@@ -58,11 +59,14 @@ class GradientCheck:
             with torch.enable_grad(), trainer.precision_plugin.train_step_context():
                 loss, _ = module.objective.loss(module.network, batch)
             found = torch.autograd.grad(loss.total, parameters, allow_unused=True)
-            for one, gradient in zip(sums, found, strict=True):
-                if gradient is not None:
-                    one.add_(gradient)
+            last = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+            torch._foreach_add_(sums, last)
             weight = weight + loss.weight
         weight = module.sum_over_ranks(weight.clone()).clamp(min=1)
+        several = len(batches) > 1
+        self.parts = {"last_batch": last} if several else {}
+        if trainer.world_size > 1:
+            self.parts["own_rank"] = [one.clone() for one in sums]
         self.gradients = [module.sum_over_ranks(one) / weight for one in sums]
         self.before = [parameter.detach().clone() for parameter in parameters]
         self.inner = {id(p) for block in module.network.blocks for p in block.parameters() if p.ndim > 1}
@@ -101,7 +105,16 @@ class GradientCheck:
             result["doctor/update_shrinks"] = statistics.median(
                 one.along for one in inner if math.isfinite(one.ratio)
             )
+        given = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for _, p in self.named]
+        for name, part in self.parts.items():
+            result[f"doctor/gradient_like_{name}"] = _cosine(given, part)
         return result | _of_gradients(compared, norm, self.clip, norm_before_clipping)
+
+
+def _cosine(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    dot = sum(float((a.float() * b.float()).sum()) for a, b in zip(some, others, strict=True))
+    sizes = [math.sqrt(sum(float(one.float().square().sum()) for one in each)) for each in (some, others)]
+    return dot / max(math.prod(sizes), 1e-300)
 
 
 def _compare(found: Tensor, expected: Tensor, after: Tensor, before: Tensor) -> _Compared:

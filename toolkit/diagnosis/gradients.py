@@ -70,6 +70,16 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
     turned = cosine.values < 0.9
     if turned.any():
         worst = float(cosine.values[turned].min())
+        for part, cause, what in (
+            ("last_batch", "batch_too_small", "the last micro-batch"),
+            ("own_rank", "ranks_differ", "this rank"),
+        ):
+            if len(like := case.series(f"doctor/gradient_like_{part}").values) and float(np.median(like)) > 0.995:
+                yield Finding(
+                    cause, cosine.first_step(turned), f"the gradients of a step are those of {what} alone", 0.945,
+                    _advice(case, "Average gradients over all micro-batches and ranks"), without_callbacks(case),
+                )  # fmt: skip
+                return
         yield Finding(
             "stale_gradients", cosine.first_step(turned), f"the gradients of a step point elsewhere than those of its loss "
             f"(cosine {worst:.2f}), as if earlier ones were kept", 0.93,

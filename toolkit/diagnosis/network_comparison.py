@@ -160,46 +160,54 @@ class NetworkComparison:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, taken, strict=True)]
 
     def _backward(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        """Returns how the backward pass of the network differs, of leyden's objective."""
+        """Returns how the backward pass of the network differs, of leyden's objective: over its tensors.
+
+        `backward_lost` is the share of the weights in tensors that get no gradient, `backward_holes` that of single zeros in others.
+        """
         pair = [self._gradients(network, self.objective, batch) for network in (self.live, self.network)]
-        live, own = pair
         trained = [p.requires_grad for p in self.live.parameters()]
-        sizes = [(a.norm(), b.norm(), a.numel()) for a, b, t in zip(live, own, trained, strict=True) if t]
-        whole = torch.stack([b for _, b, _ in sizes]).norm()
-        large = [(float(a / b), n) for a, b, n in sizes if b > 1e-4 * whole]
-        kept = [(a, b) for a, b, t in zip(live, own, trained, strict=True) if t]
-        lost = sum(n for ratio, n in large if ratio == 0) / max(sum(n for _, n in large), 1)
+        both = [(a, b) for a, b, is_trained in zip(*pair, trained, strict=True) if is_trained]
+        whole = torch.stack([b.norm() for _, b in both]).norm() if both else torch.zeros(())
+        large = [(a, b, float(a.norm() / b.norm())) for a, b in both if b.norm() > 1e-4 * whole]
+        kept = [(a, b, ratio) for a, b, ratio in large if ratio > 0]
+        cosines = [float((a * b).sum() / a.norm() / b.norm()) for a, b, _ in kept]
+        size = sum(b.numel() for _, b, _ in large)
+        holes = sum(int(((a == 0) & (b != 0)).sum()) for a, b, _ in kept)
         return {
-            "doctor/backward_apart": _apart(*(torch.cat([one[k].flatten() for one in kept]) for k in (0, 1))),
-            "doctor/backward_least": min((ratio for ratio, _ in large if ratio > 0), default=1.0),
-            "doctor/backward_most": max((ratio for ratio, _ in large), default=1.0),
-            "doctor/backward_lost": lost,
+            "doctor/backward_apart": max((_apart(a, b) for a, b, _ in large), default=0.0),
+            "doctor/backward_least": min((ratio for *_, ratio in kept), default=1.0),
+            "doctor/backward_most": max((ratio for *_, ratio in kept), default=1.0),
+            "doctor/backward_cosine": min(cosines, default=1.0),
+            "doctor/backward_holes": holes / max(sum(b.numel() for _, b, _ in kept), 1),
+            "doctor/backward_lost": sum(b.numel() for _, b, r in large if r == 0) / max(size, 1),
         }
 
     def _objectives(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Returns how the objective differs, on leyden's network.
 
-        The factor between gradients; what is left besides, over all; of that, the share in routers, and whether it pushes logits
-        up (below 0); and which share of the labels that it takes are the next tokens, as its gradient shows them.
+        The factor between gradients, and the share that it does not explain. If there is such a rest: how much gradients of
+        routers differ; whether the difference pushes logits up (below 0); how many tokens have a loss, and which share of the
+        labels that it takes are the next tokens, as its gradient shows them.
         """
         pair = [self._gradients(self.network, one, batch) for one in (self.own_objective, self.objective)]
         given, own = (torch.cat([one.flatten() for one in each]).double() for each in pair)
         factor = float((given @ own) / (own @ own).clamp(min=1e-300))
-        usual = 1.0 if abs(factor - 1) < 0.2 else factor
-        rest = [a.double() - usual * b.double() for a, b in zip(*pair, strict=True)]
-        norm = float(torch.cat([one.flatten() for one in rest]).norm())
-        found = {"doctor/objective_factor": factor, "doctor/objective_apart": norm / max(float(given.norm()), 1e-300)}
-        if found["doctor/objective_apart"] > APART:
-            routers = {id(r.weight) for r in self.network.routers} if isinstance(self.network, RoutesTokens) else ()
-            own_rest = [r for r, p in zip(rest, self.network.parameters(), strict=True) if id(p) in routers]
-            share = float(torch.cat([one.flatten() for one in own_rest]).norm()) if own_rest else 0.0
-            size = [b for b, p in zip(pair[1], self.network.parameters(), strict=True) if id(p) in routers]
-            usual_size = float(torch.cat([one.flatten() for one in size]).norm()) if size else 1.0
-            found["doctor/objective_routers"] = share / max(usual_size, 1e-300)
-            found |= self._on_logits(batch, usual)
+        rest = float((given - factor * own).norm() / given.norm().clamp(min=1e-300))
+        found = {"doctor/objective_factor": factor, "doctor/objective_rest": rest}
+        if rest > APART:
+            routers = (
+                [id(r.weight) for r in self.network.routers] if isinstance(self.network, RoutesTokens) else []
+            )
+            of_routers = [
+                (a - b).norm() / b.norm().clamp(min=1e-30)
+                for a, b, p in zip(*pair, self.network.parameters(), strict=True)
+                if id(p) in routers
+            ]
+            found["doctor/objective_routers"] = float(torch.stack(of_routers).max()) if of_routers else 0.0
+            found |= self._on_logits(batch)
         return found
 
-    def _on_logits(self, batch: Mapping[str, Tensor], factor: float) -> dict[str, float]:
+    def _on_logits(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         slopes, hidden = [], []
         for objective in (self.own_objective, self.objective):
             scale, kept = torch.ones((), device=self.device, requires_grad=True), list[Tensor]()
@@ -219,7 +227,7 @@ class NetworkComparison:
                 handle.remove()
             slopes.append(float(slope))
             hidden.append(gradient)
-        found = {"doctor/objective_slope": slopes[0] - factor * slopes[1]}
+        found = {"doctor/objective_slope": slopes[0] - slopes[1]}
         weight = self.network.output_weight
         if weight is not None and hidden[0].shape[-1] == weight.shape[-1]:
             taken = hidden[0].norm(dim=-1) > 1e-6 * hidden[0].norm(dim=-1).max()

@@ -108,7 +108,7 @@ class Probes:
         module: Any,
         is_fresh: bool,
         config: Mapping[str, Any] | None = None,
-        state: Sequence[float] = (),
+        restored: Sequence[float] = (),
     ) -> dict[str, float]:
         """Returns figures of the data, and of what the network sees; every rank reads the same rows.
 
@@ -117,7 +117,7 @@ class Probes:
             module: Its LanguageModule.
             is_fresh: Whether the run begins; one that is resumed was looked at when it began.
             config: The run's configuration.
-            state: What `kept_state` returned when the checkpoint was written.
+            restored: What `kept_state` returned when the checkpoint was written.
         """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._kept, self._check, self._fixed, self.stepped = [], None, None, False
@@ -145,7 +145,7 @@ class Probes:
         if untrained and whole:
             figures |= network_probes.weights_at_start(module.network)
         self._compared = Comparisons(config or {}, trainer, module, whole)
-        return figures | self._compared.start(untrained, self._position, state, validation, ROWS)
+        return figures | self._compared.start(untrained, self._position, restored, validation, ROWS)
 
     def begin_batch(self, batch: Any) -> None:
         """Counts a micro-batch."""

@@ -1,0 +1,354 @@
+"""Rules about what differs from leyden's own parts: the place of the difference, and its symptom, name the cause.
+
+The figures are those of `comparisons`, of runs that have parts which are not leyden's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.history import Series
+from toolkit.diagnosis.network_comparison import APART, KINDS
+from toolkit.diagnosis.parts import guard_remedy, is_known, network_remedy, packing_remedy, suspects, without_callbacks
+
+BRIEF = 4
+"""Logged steps that a passing fault takes at most."""
+
+FEW = 0.02
+"""A share of labels, tokens or rows that is no chance."""
+
+
+def _found(case: Case, cause: str, since: int, evidence: str, confidence: float) -> Finding:
+    """Returns a finding whose remedy takes the foreign parts out that may be at fault."""
+    advice = f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else "Take leyden's own part"
+    by_data = cause in OF_DATA
+    remedies = [packing_remedy(case), without_callbacks(case), network_remedy(case), _objective_remedy(case)]
+    remedies = remedies if by_data else [*remedies[1:], remedies[0]]
+    remedy = next((one for one in remedies if one), {})
+    return Finding(cause, since, evidence, confidence, advice, remedy)
+
+
+OF_DATA = (
+    "labels_shifted", "few_labels", "mask_leak", "position_ids", "tokenizer_mismatch", "duplicates", "not_shuffled",
+    "validation_leak", "over_fitting", "data_restarted",
+)  # fmt: skip
+
+
+def _objective_remedy(case: Case) -> dict[str, object]:
+    objective = case.option("model.objective")
+    path = str(objective.get("class_path", "")) if isinstance(objective, dict) else ""
+    if is_known(path):
+        return {}
+    wrapped = case.option("model.objective.objective")
+    return {"model": {"objective": wrapped if isinstance(wrapped, dict) else {"class_path": "CausalLM"}}}
+
+
+def _bad(case: Case, name: str, limit: float) -> tuple[Series, bool] | None:
+    """Returns the steps in which a figure is above a limit, and whether it passes: few steps, and not the last ones."""
+    series = case.series(name)
+    bad = series.values > limit
+    if not bad.any():
+        return None
+    at = np.flatnonzero(bad)
+    passes = len(at) <= BRIEF and at[0] > 0 and (len(series) - 1 - at[-1]) >= min(2, len(at))
+    return Series(series.steps[bad], series.values[bad]), bool(passes)
+
+
+def contents(case: Case) -> Iterator[Finding]:
+    """Rows have the tokens that they should have, and other labels, documents or positions."""
+    for where in ("", "validation_"):
+        of = " of validation rows" if where else ""
+        other, missing = (case.worst(f"doctor/{where}rows_labels_{one}", FEW) for one in ("other", "missing"))
+        brief = _bad(case, "doctor/rows_labels_other", FEW)
+        if other and (not missing or other[1] > 0.3 * missing[1]):
+            cause = "spike_by_data" if brief and brief[1] and not where else "labels_shifted"
+            yield _found(case, cause, other[0], f"{other[1]:.0%} of the labels{of} are others than those of the stored tokens", 0.99)
+        elif missing and missing[1] > 0.2:
+            yield _found(case, "few_labels", missing[0], f"{missing[1]:.0%} of the labels{of} are missing", 0.96)
+        joined = case.worst(f"doctor/{where}rows_joined", FEW) or case.worst(f"doctor/{where}rows_parted", FEW)
+        if joined:
+            evidence = f"{joined[1]:.0%} of the boundaries of documents{of} are not where the stored ones are"
+            yield _found(case, "mask_leak", joined[0], evidence, 0.98)
+        if wrong := case.worst(f"doctor/{where}rows_positions", 0.01):
+            evidence = f"{wrong[1]:.0%} of the positions{of} are not those of their documents"
+            yield _found(case, "position_ids", wrong[0], evidence, 0.985)
+
+
+def origin(case: Case) -> Iterator[Finding]:
+    """Rows are others than those that the stored tokens have at this position: where they come from says why."""
+    for where in ("", "validation_"):
+        bad = _bad(case, f"doctor/{where}rows_other", 0.0)
+        if bad is None:
+            continue
+        steps, passes = bad
+        since, count = int(steps.steps[0]), len(steps)
+
+        def usual(name: str, where: str = where) -> float:
+            values = case.series(f"doctor/{where}rows_{name}").values
+            return float(np.median(values)) if len(values) else 0.0
+
+        trained, held_out, before, near = (
+            usual(name) for name in ("in_training", "in_validation", "came_before", "near")
+        )
+        start = f"{float(steps.values.max()):.0%} of the rows{' of validation' if where else ''} of a batch are not those that come at this position"
+        resumed = case.series("doctor/resumed").steps
+        after_resume = len(resumed) > 0 and since >= resumed[0] and case.series("doctor/rows_other").steps[0] < resumed[0]
+        if where:
+            leaks = trained > 0.5
+            evidence = f"{start}; {trained:.0%} of their text is in the training text"
+            yield _found(case, "validation_leak" if leaks else "tokenizer_mismatch", since, evidence, 0.955)
+        elif held_out > max(0.5, trained):
+            yield _found(case, "validation_leak", since, f"{start}: {held_out:.0%} of their text is validation text", 0.955)
+        elif max(trained, held_out) < 0.5:
+            evidence = f"{start}, and {1 - max(trained, held_out):.0%} of their text is not in the stored tokens"
+            finding = _found(case, "spike_by_data" if passes else "tokenizer_mismatch", since, evidence, 0.955)
+            yield _guarded(case, finding) if passes else finding
+        elif after_resume:
+            yield _found(case, "data_restarted", since, f"after the resume {start}", 0.955)
+        elif before > 0.3 and count > 1:
+            yield _found(case, "duplicates", since, f"{start}, and {before:.0%} of these came before", 0.938)
+        elif near > 0.3:
+            yield _found(case, "not_shuffled", since, f"{start}; {near:.0%} of these are next to another of the batch in the text", 0.935)
+
+
+def _guarded(case: Case, finding: Finding) -> Finding:
+    remedy = finding.remedy or guard_remedy(case, finding.since)
+    return Finding(finding.cause, finding.since, finding.evidence, finding.confidence, finding.advice, remedy)
+
+
+def initial_weights(case: Case) -> Iterator[Finding]:
+    """Weights do not begin as the configuration says."""
+    size, center, form = (case.last(f"doctor/initial_{one}") for one in ("size", "center", "form"))
+    if size > 1.5 or center > 0.5 or form > 0.2:
+        yield _found(
+            case, "bad_initialisation", 1, f"before the first step a parameter is {size:.3g} times as large or small as it is configured, "
+            f"with a mean of {center:.2g} deviations", 0.866,
+        )  # fmt: skip
+
+
+def network(case: Case) -> Iterator[Finding]:
+    """A network computes something else than leyden's with the same weights: what that leads to names the cause."""
+    bad = _bad(case, "doctor/forward_apart", APART)
+    if bad is None:
+        return
+    step = int(bad[0].steps[0])
+
+    def at(name: str) -> float:
+        series = case.series(f"doctor/{name}").since(step)
+        return float(series.values[0]) if len(series) else math.nan
+
+    scores = _symptoms(at)
+    if case.worst("doctor/forward_apart", APART) and at("forward_apart_evaluating") <= APART:
+        scores["dropout_too_high"] = (3.0, "only in training")
+    kind = KINDS[int(at("part_kind"))] if at("part_kind") >= 0 else "network"
+    foreign = not is_known(str((case.option("model.network") or {}).get("class_path", "")))
+    if kind == "router" and not foreign:
+        scores.setdefault("dead_experts", (2.0, "routers choose other experts"))
+    if not foreign and not any(score >= 1 for score, _ in scores.values()):
+        scores.setdefault(*DEFAULTS[kind])
+    if not scores:
+        return
+    cause = max(scores, key=lambda name: scores[name][0])
+    score, what = scores[cause]
+    if score >= 1:
+        yield _found(
+            case, cause, step, f"logits differ by {bad[0].values[0]:.2g} from those of leyden's network with the same weights, "
+            f"first in the part {kind}: {what}", 0.8 if foreign else 0.956,
+        )  # fmt: skip
+
+
+DEFAULTS = {
+    "embedding": ("bad_initialisation", (1.0, "embeddings are others")),
+    "attention": ("attention_collapse", (1.0, "attention weighs tokens otherwise")),
+    "mlp": ("dead_units", (1.0, "hidden units are others")),
+    "norm": ("exploding_gradients", (1.0, "hidden states are scaled otherwise")),
+    "router": ("dead_experts", (1.0, "routers choose other experts")),
+    "head": ("logit_growth", (1.0, "logits are others")),
+    "block": ("vanishing_gradients", (1.0, "what blocks are given or hand on is another")),
+    "network": ("logit_growth", (1.0, "logits are others")),
+}
+"""Kind of the part that differs -> the cause where no symptom shows."""
+
+
+def _symptoms(at: object) -> dict[str, tuple[float, str]]:
+    """Returns cause -> how far a figure is from that of leyden's network, 1 at its limit, and what it is."""
+    value = at  # a function of the name of a figure
+    scores: dict[str, tuple[float, str]] = {}
+
+    def times(cause: str, name: str, limit: float, below: bool, what: str) -> None:
+        own, usual = (value(f"{prefix}_{name}") for prefix in ("own", "usual"))  # type: ignore[operator]
+        ratio = max(usual, 1e-30) / max(own, 1e-30) if below else max(own, 1e-30) / max(usual, 1e-30)
+        score = math.log(ratio) / math.log(limit) if ratio > 0 else 0.0
+        if score >= 1 and score > scores.get(cause, (0.0, ""))[0]:
+            scores[cause] = score, f"{what} {own:.2g}, and {usual:.2g} there"
+
+    def more(cause: str, name: str, limit: float, what: str) -> None:
+        own, usual = (value(f"{prefix}_{name}") for prefix in ("own", "usual"))  # type: ignore[operator]
+        if (own - usual) / limit >= 1:
+            scores[cause] = (own - usual) / limit, f"{what} {own:.0%}, and {usual:.0%} there"
+
+    times("attention_collapse", "reach", 1.25, True, "attention depends on tokens with an entropy of")
+    times("attention_collapse", "attention_entropy", 1.25, True, "the entropy of attention is")
+    times("vanishing_gradients", "gain_least", 2.0, True, "the least gain of gradients in a block is")
+    times("exploding_gradients", "gain_most", 2.0, False, "the largest gain of gradients in a block is")
+    times("logit_growth", "logit_deviation", 1.5, False, "logits deviate by")
+    times("dead_block", "block_adds", 4.0, True, "a block adds to what it is given a share of")
+    more("dead_units", "dead_units", 0.1, "hidden units are zero:")
+    more("dead_experts", "experts_unused", 0.1, "experts are not chosen:")
+    for name, cause in (("sees_future", "sees_future"), ("sees_documents", "mask_leak")):
+        if (share := value(f"now_{name}")) > 1e-3:  # type: ignore[operator]
+            scores[cause] = 100.0, f"logits move by {share:.1%} with tokens that they must not see"
+    return scores
+
+
+def backward(case: Case) -> Iterator[Finding]:
+    """Gradients of the network are not those of leyden's, though it computes the same."""
+    bad = _bad(case, "doctor/backward_apart", APART)
+    if bad is None:
+        return
+    step = int(bad[0].steps[0])
+    least, most, cosine, lost, holes = (
+        float(case.series(f"doctor/backward_{one}").since(step).values[0])
+        for one in ("least", "most", "cosine", "lost", "holes")
+    )
+    if lost > 0 and holes < 0.01:
+        cause, what = "frozen_weights", f"{lost:.0%} of the weights get none"
+    elif most > 1.5 and most * least > 1:
+        cause, what = "exploding_gradients", f"a tensor's is {most:.3g} times as large"
+    elif least < 0.67 and holes < 0.05:
+        cause, what = "vanishing_gradients", f"a tensor's is {least:.2g} of that"
+    else:
+        cause, what = "fp16_underflow", f"they are rounded (cosine {cosine:.4f}, {max(holes, lost):.0%} are zero)"
+    yield _found(
+        case, cause, step, f"gradients differ from those of leyden's network, which computes the same: {what}", 0.956
+    )  # fmt: skip
+
+
+def objective(case: Case) -> Iterator[Finding]:
+    """The objective is not leyden's with the same options: a factor, other labels, or another term."""
+    steps, factors, rests = case.together("doctor/objective_factor", "doctor/objective_rest")
+    wrong = (np.abs(factors - 1) > 0.05) | (rests > 0.01)
+    if not wrong.any():
+        return
+    index = int(np.argmax(wrong))
+    step, factor, rest = int(steps[index]), float(factors[index]), float(rests[index])
+
+    def at(name: str, otherwise: float) -> float:
+        values = case.series(f"doctor/objective_{name}").since(step).values
+        return float(values[0]) if len(values) else otherwise
+
+    if rest < 0.05:
+        cause, what = "gradient_scale", f"it is {factor:.3g} times as large"
+    elif at("labelled", 1.0) < 0.8:
+        cause, what = "few_labels", f"{at('labelled', 1.0):.0%} of the labelled tokens have a loss"
+    elif at("next", 1.0) < 0.5:
+        cause, what = "labels_shifted", f"{at('next', 1.0):.0%} of the labels that it takes are the next token"
+    elif at("routers", 0.0) > 3 * rest:
+        cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
+    elif at("slope", 0.0) < 0:
+        cause, what = "logit_growth", "the difference makes logits larger"
+    else:
+        cause, what = "gradient_scale", f"its gradient differs by {rest:.0%}"
+    yield _found(case, cause, step, f"the loss is not that of leyden's objective with the same options: {what}", 0.955)
+
+
+def rates(case: Case) -> Iterator[Finding]:
+    """The learning rate is not that of the configured schedule."""
+    steps, rate, planned = case.together("train/lr", "doctor/plain_rate")
+    known = planned > 0
+    steps, rate, planned = steps[known], rate[known], planned[known]
+    if not len(steps):
+        return
+    ratio = np.maximum(rate, 1e-30) / planned
+    bad = np.abs(np.log(ratio)) > math.log(1.2)
+    if not bad.any():
+        return
+    at = np.flatnonzero(bad)
+    since, resumed = int(steps[at[0]]), case.series("doctor/resumed").steps
+    peak = int(np.argmax(planned))
+    high = ratio[bad].max() > 1 / ratio[bad].min()
+    if len(resumed) and since >= resumed[0] > steps[0]:
+        cause = "schedule_restarted"
+    elif len(at) <= BRIEF and at[0] > 0 and at[-1] < len(steps) - 1 and high:
+        cause = "spike_by_optimizer"
+    elif high and at[-1] <= peak and at[-1] < len(steps) - 1:
+        cause = "no_warmup"
+    elif high:
+        cause = "rate_too_high"
+    elif ratio[-1] < 0.5 and (rate[: peak + 1].max() > 0.5 * planned[: peak + 1].max() or rate[-1] < 0.2 * rate.max()):
+        cause = "schedule_ends_early"
+    elif len(rate) > 2 and rate[-1] > 1.05 * rate[0]:
+        cause = "warmup_too_long"
+    else:
+        cause = "rate_too_low"
+    worst = int(at[np.argmax(np.abs(np.log(ratio[bad])))])
+    yield _found(
+        case, cause, since, f"the rate is {rate[worst]:.3g} in step {steps[worst]}, and {planned[worst]:.3g} as it is configured", 0.932
+    )
+
+
+def updates(case: Case) -> Iterator[Finding]:
+    """A step changes weights otherwise than the configured optimizer does with the same gradients and state."""
+    steps, times, rest, decays = case.together("doctor/update_times", "doctor/update_rest", "doctor/update_decays")
+    if not len(steps):
+        return
+    _, _, rate = case.together("doctor/update_times", "doctor/rate_times")
+    times = times / np.where(rate > 0, rate, 1.0) if len(rate) == len(times) else times
+    foreign = not is_known(str((case.option("model.optimizer") or {}).get("class_path", "")))
+    sure = 0.9 if foreign else 0.933
+    if (decay := case.worst("doctor/decay_more", 0.01)) or (decays > 1e-3).any():
+        since = decay[0] if decay else int(steps[np.argmax(decays > 1e-3)])
+        what = f"{decays.max():.2%} of the weights are taken off in a step" if (decays > 1e-3).any() else f"weight_decay is {decay[1] if decay else 0:.2g} larger"
+        yield _found(case, "weight_decay_too_large", since, f"besides the configured update {what}", sure)
+        return
+    eps, fitted = case.worst("doctor/eps_times", 100), case.worst("doctor/fitted_eps", 1e-7)
+    if eps or fitted:
+        since, value = eps or fitted or (0, 0.0)
+        what = f"the optimizer's eps is {value:.2g} times the configured one" if eps else f"updates are those of an eps of {value:.2g}"
+        yield _found(case, "epsilon_too_large", since, what, sure)
+        return
+    if lost := case.worst("doctor/state_unlike", 0.05):
+        yield _found(
+            case, "optimizer_state_lost", lost[0], f"after a step {lost[1]:.0%} of the optimizer's moments are not what its gradients make of "
+            "those before", sure,
+        )  # fmt: skip
+        return
+    wrong = (np.abs(np.log(np.maximum(times, 1e-30))) > math.log(1.5)) & (rest < 0.3)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        high = times[index] > 1
+        brief = wrong.sum() == 1 and index < len(steps) - 1 and index > 0
+        cause = "spike_by_optimizer" if brief and high else "rate_too_high" if high else "rate_too_low"
+        yield _found(case, cause, int(steps[index]), f"a step changes weights {times[index]:.3g} times as much as it is configured", sure - 0.01)
+
+
+def between(case: Case) -> Iterator[Finding]:
+    """Weights or the optimizer's state change between steps, or there are steps besides those of the loop."""
+    more, validated = case.series("doctor/steps_more"), case.series("val/loss").steps
+    extra = more.values > 0
+    if extra.any():
+        steps = more.steps[extra]
+        at = f"{more.values[extra].max():.0f} optimizer steps are made besides that of step {steps[0]}"
+        if len(validated) and np.isin(steps - 1, validated).all():
+            yield _found(case, "validation_leak", int(steps[0]), f"{at}, behind a validation", 0.95)
+        elif len(steps) <= BRIEF:
+            yield _found(case, "spike_by_optimizer", int(steps[0]), at, 0.95)
+        else:
+            yield _found(case, "rate_too_high", int(steps[0]), at, 0.92)
+        return
+    if lost := case.worst("doctor/state_not_restored", 0.5):
+        yield _found(case, "optimizer_state_lost", lost[0], "the optimizer's state is not that of the checkpoint", 0.94)
+    elif moved := case.worst("doctor/state_moved", 0.05):
+        evidence = f"{moved[1]:.0%} of the optimizer's state is another one than after the step before"
+        yield _found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
+    weights = _bad(case, "doctor/weights_moved", 0.0)
+    if weights is not None and len(validated) and np.isin(weights[0].steps - 1, validated).all():
+        evidence = f"a validation changes {weights[0].values.max():.0%} of the weights"
+        yield _found(case, "average_wrong", int(weights[0].steps[0]), evidence, 0.92)
+
+
+RULES: tuple[Rule, ...] = (contents, origin, initial_weights, network, backward, objective, rates, updates, between)
