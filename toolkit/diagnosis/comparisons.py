@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 
 from toolkit.collectives import WatchCollectives
 from toolkit.diagnosis.case import Case
+from toolkit.diagnosis.gradient_probes import OptimizerState
 from toolkit.diagnosis.history import History
 from toolkit.diagnosis.network_comparison import NetworkComparison
 from toolkit.diagnosis.plain import PlainParts
 from toolkit.diagnosis.row_comparison import RowComparison
 from toolkit.diagnosis.step_comparison import StateBetween, UpdateComparison, state_of
 from toolkit.initial_values import initial_values
+from toolkit.intervals import length, union
 
 __all__ = ["Comparisons"]
 
@@ -37,13 +40,14 @@ class Comparisons:
         self.active = whole and self.plain.compares
         self.rows = RowComparison(self.plain) if self.active else None
         self._between = StateBetween()
+        self._moments = OptimizerState()
         self._update: UpdateComparison | None = None
         self._network: NetworkComparison | None = None
         self._found: dict[str, float] = {}
-        self._waits = _Waits()
+        self._times = _RankTimes()
         self._tokens = 0
         self._first = trainer.global_step
-        self._calls = self._extra = 0
+        self._calls = self._extra = self._depth = 0
         self._handles: list[Any] = []
 
     def start(
@@ -62,6 +66,7 @@ class Comparisons:
             return {}
         optimizer: Any = self.trainer.optimizers[0]
         if isinstance(optimizer, torch.optim.Optimizer):
+            self._handles.append(optimizer.register_step_pre_hook(self._steps))
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
         found = dict[str, float]()
         network = self.plain.network()
@@ -76,8 +81,12 @@ class Comparisons:
         self._restored = list(state)
         return found
 
+    def _steps(self, *_: Any) -> None:
+        self._depth += 1
+
     def _stepped(self, *_: Any) -> None:
-        self._calls += 1
+        self._depth -= 1  # `step` of a class may call that of its base, and each calls the hooks
+        self._calls += not self._depth
 
     def cursor(self) -> Any:
         """Returns where the next batch should begin."""
@@ -91,7 +100,6 @@ class Comparisons:
         """Counts a batch."""
         if self.rows is not None:
             self.rows.count()
-            self._waits.begin()
             self._tokens += batch["input_ids"].numel() if "input_ids" in batch else 0
 
     def before_step(self, batch: Any) -> dict[str, float]:
@@ -118,8 +126,9 @@ class Comparisons:
 
     def after_step(self, batch: Any, is_logged: bool) -> dict[str, float]:
         """Returns the figures of a step; called after each."""
+        ranks = self._of_ranks() if is_logged and self.trainer.world_size > 1 else {}
         if not self.active or self.rows is None:
-            return {}
+            return ranks
         tokens, self._tokens = self._tokens, 0
         found, self._found = self._found, {}
         update, self._update = self._update, None
@@ -135,67 +144,74 @@ class Comparisons:
             found["doctor/steps_more"] = float(extra - self._extra)
             self._extra = extra
             self._between.keep(step, self.module, self.trainer.optimizers[0])
-            found |= self._waits.figures(self.module)
-        self._waits.end(is_logged and self.trainer.world_size > 1)
+            moments = self._moments.figures(self.trainer.optimizers[0], step)
+            found["doctor/moments_lost"] = moments["doctor/state_lost"]
+        return found | ranks
+
+    def _of_ranks(self) -> dict[str, float]:
+        found = self._times.figures(self.module)
+        self._times.begin()
         return found
 
     def pause(self) -> None:
         """Leaves the time until the next batch out."""
-        self._waits.pause()
+        self._times.stop()
 
     def close(self) -> None:
         """Takes its hooks away."""
-        self._waits.pause()
+        self._times.stop()
         for handle in self._handles:
             handle.remove()
 
 
-class _Waits:
-    """How long this rank waits from the end of a batch to the beginning of the next one, and for collectives in that time."""
+class _RankTimes:
+    """How long each rank works by itself, and how long it is in collectives, in the steps behind logged ones: from end to end."""
 
     def __init__(self) -> None:
-        self._ended = self._began = 0.0
-        self._waited = self._collective = 0.0
+        self._began: float | None = None
         self._watch: WatchCollectives | None = None
+        self._own: deque[Tensor] = deque(maxlen=STEPS)
+        self._whole: deque[float] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
-        now = time.monotonic()
-        if self._ended:
-            self._waited += now - self._ended
-        self._began, self._ended = self._began or now, 0.0
-        self._stop()
+        """Begins to watch a step."""
+        self._began, self._watch = time.monotonic(), WatchCollectives.start(time.monotonic)
 
-    def end(self, watch: bool) -> None:
-        self._ended = time.monotonic()
-        if watch:
-            self._watch = WatchCollectives.start(time.monotonic)
-
-    def pause(self) -> None:
-        self._ended = 0.0
-        self._stop()
-
-    def _stop(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            now = time.monotonic()
-            self._collective += sum((one.end or now) - one.begin for one in watch.collectives)
-            watch.stop()
+    def stop(self) -> tuple[float, float] | None:
+        """Ends it; returns seconds of the step, and of collectives in it; None: it was not watched, or was interrupted."""
+        began, watch, now = self._began, self._watch, time.monotonic()
+        self._began = self._watch = None
+        if began is None or watch is None:
+            return None
+        spans = union([(one.begin, one.end or now) for one in watch.collectives])
+        watch.stop()
+        return now - began, length(spans)
 
     def figures(self, module: Any) -> dict[str, float]:
-        """Returns shares of the time since the last logged step: of waiting by rank, and for collectives."""
-        now = time.monotonic()
-        whole = now - self._began if self._began else 0.0
-        own = torch.tensor([self._waited, self._collective, whole], dtype=torch.float64)
-        self._waited = self._collective = 0.0
-        self._began = now
-        if module.trainer.world_size == 1 or whole <= 0:
+        """Ends a step, and returns, of the last ones, how far the slowest rank is behind and the least share of collectives.
+
+        Over the time of these steps: what the slowest rank works longer than the median one; and what a rank is in
+        collectives, of the rank that has to wait least.
+        """
+        found = self.stop()
+        own = torch.tensor([0.0, 0.0] if found is None else found, dtype=torch.float64)
+        every = module.all_gather(own.to(module.device)).view(-1, 2).cpu()
+        if not bool(every[:, 0].all()):
             return {}
-        every = module.all_gather(own.to(module.device)).view(-1, 3).cpu()
-        length = float(every[:, 2].median())
+        self._own.append(every[:, 0] - every[:, 1])
+        self._whole.append(float(every[:, 0].median()))
+        if len(self._own) < STEPS:
+            return {}
+        works, whole = torch.stack([*self._own]), sum(self._whole) - max(self._whole)
+        works = works.sum(0) - works.amax(0)
         return {
-            "time/wait_apart": float(every[:, 0].max() - every[:, 0].min()) / max(length, 1e-9),
-            "time/between_collectives": float(every[:, 1].mean()) / max(length, 1e-9),
+            "time/rank_behind": float(works.max() - works.median()) / whole,
+            "time/collectives_least": max(1 - float(works.max()) / whole, 0.0),
         }
+
+
+STEPS = 12
+"""Watched steps that are judged together; the longest of each rank is left out."""
 
 
 @torch.no_grad()
@@ -203,9 +219,11 @@ def initial_figures(live: nn.Module, own: nn.Module) -> dict[str, float]:
     """Returns how initial weights differ from those of the configuration, of the parameter that differs most.
 
     `doctor/initial_size`: how many times as large or small; `doctor/initial_center`: their mean, in standard deviations;
-    `doctor/initial_form`: the largest difference of their distribution functions, both at the same deviation.
+    `doctor/initial_form`: the largest difference of their distribution functions, both at the same deviation;
+    `doctor/initial_alike`: random parameters that are copies of others.
     """
-    size, center, form = 1.0, 0.0, 0.0
+    size, center, form, alike = 1.0, 0.0, 0.0, 0
+    sums = dict[tuple[Any, ...], int]()
     starts = initial_values(own) or {}
     for (name, given), (_, drawn) in zip(live.named_parameters(), own.named_parameters(), strict=True):
         if not given.is_floating_point() or given.numel() < 16:
@@ -218,10 +236,27 @@ def initial_figures(live: nn.Module, own: nn.Module) -> dict[str, float]:
             continue
         if a.numel() < 256:
             continue
+        key = (given.shape, float(a.double().sum()), float(a.double().abs().sum()))
+        alike += sums.setdefault(key, 0)
+        sums[key] = 1
         size = max(size, rms / usual, usual / max(rms, 1e-30))
+        if given.ndim == 2:
+            loud, expected = (_largest_gain(one.detach().float()) for one in (given, drawn))
+            size = max(size, loud / rms / (expected / usual) / 1.3)
         center = max(center, abs(float(a.mean() - b.mean())) / float(b.std()))
         form = max(form, _form(a / max(rms, 1e-30), b / usual))
-    return {"doctor/initial_size": size, "doctor/initial_center": center, "doctor/initial_form": form}
+    found = {"doctor/initial_size": size, "doctor/initial_center": center, "doctor/initial_form": form}
+    return found | {"doctor/initial_alike": float(alike)}
+
+
+def _largest_gain(matrix: Tensor) -> float:
+    """Returns an estimate of the largest singular value: higher than usual where rows or columns are alike."""
+    vector = torch.ones(matrix.shape[1], device=matrix.device)
+    vector[::2] = -1.0
+    for _ in range(12):
+        vector = matrix.T @ (matrix @ vector)
+        vector = vector / vector.norm().clamp(min=1e-30)
+    return float((matrix @ vector).norm())
 
 
 def _form(one: Tensor, other: Tensor) -> float:

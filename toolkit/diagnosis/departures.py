@@ -70,10 +70,11 @@ def contents(case: Case) -> Iterator[Finding]:
         elif missing and missing[1] > 0.2:
             yield _found(case, "few_labels", missing[0], f"{missing[1]:.0%} of the labels{of} are missing", 0.96)
         joined = case.worst(f"doctor/{where}rows_joined", FEW) or case.worst(f"doctor/{where}rows_parted", FEW)
+        wrong = case.worst(f"doctor/{where}rows_positions", 0.01)
         if joined:
             evidence = f"{joined[1]:.0%} of the boundaries of documents{of} are not where the stored ones are"
-            yield _found(case, "mask_leak", joined[0], evidence, 0.98)
-        if wrong := case.worst(f"doctor/{where}rows_positions", 0.01):
+            yield _found(case, "mask_leak", joined[0], evidence, 0.98 if wrong else 0.988)
+        if wrong:
             evidence = f"{wrong[1]:.0%} of the positions{of} are not those of their documents"
             yield _found(case, "position_ids", wrong[0], evidence, 0.985)
 
@@ -103,6 +104,9 @@ def origin(case: Case) -> Iterator[Finding]:
             yield _found(case, "validation_leak" if leaks else "tokenizer_mismatch", since, evidence, 0.955)
         elif held_out > max(0.5, trained):
             yield _found(case, "validation_leak", since, f"{start}: {held_out:.0%} of their text is validation text", 0.955)
+        elif usual("one_id") > 0.9 and usual("kept") > 0.1:
+            evidence = f"{start}: one token takes the place of {1 - usual('kept'):.0%} of theirs"
+            yield _found(case, "dropout_too_high", since, evidence, 0.957)
         elif max(trained, held_out) < 0.5:
             evidence = f"{start}, and {1 - max(trained, held_out):.0%} of their text is not in the stored tokens"
             finding = _found(case, "spike_by_data" if passes else "tokenizer_mismatch", since, evidence, 0.955)
@@ -111,8 +115,9 @@ def origin(case: Case) -> Iterator[Finding]:
             yield _found(case, "data_restarted", since, f"after the resume {start}", 0.955)
         elif before > 0.3 and count > 1:
             yield _found(case, "duplicates", since, f"{start}, and {before:.0%} of these came before", 0.938)
-        elif near > 0.3:
-            yield _found(case, "not_shuffled", since, f"{start}; {near:.0%} of these are next to another of the batch in the text", 0.935)
+        elif not passes:
+            sure = 0.935 if near > 0.3 else 0.75
+            yield _found(case, "not_shuffled", since, f"{start}; {near:.0%} of these are next to another of the batch in the text", sure)
 
 
 def _guarded(case: Case, finding: Finding) -> Finding:
@@ -122,11 +127,13 @@ def _guarded(case: Case, finding: Finding) -> Finding:
 
 def initial_weights(case: Case) -> Iterator[Finding]:
     """Weights do not begin as the configuration says."""
-    size, center, form = (case.last(f"doctor/initial_{one}") for one in ("size", "center", "form"))
-    if size > 1.5 or center > 0.5 or form > 0.2:
+    size, center, form, alike = (
+        case.last(f"doctor/initial_{one}") for one in ("size", "center", "form", "alike")
+    )
+    if size > 1.5 or center > 0.5 or form > 0.2 or alike > 0:
         yield _found(
             case, "bad_initialisation", 1, f"before the first step a parameter is {size:.3g} times as large or small as it is configured, "
-            f"with a mean of {center:.2g} deviations", 0.866,
+            f"with a mean of {center:.2g} deviations; {alike:.0f} are copies of others", 0.866,
         )  # fmt: skip
 
 
@@ -163,7 +170,7 @@ def network(case: Case) -> Iterator[Finding]:
 
 DEFAULTS = {
     "embedding": ("bad_initialisation", (1.0, "embeddings are others")),
-    "attention": ("attention_collapse", (1.0, "attention weighs tokens otherwise")),
+    "attention": ("position_ids", (1.0, "attention weighs tokens otherwise, as with other positions")),
     "mlp": ("dead_units", (1.0, "hidden units are others")),
     "norm": ("exploding_gradients", (1.0, "hidden states are scaled otherwise")),
     "router": ("dead_experts", (1.0, "routers choose other experts")),
@@ -270,7 +277,7 @@ def rates(case: Case) -> Iterator[Finding]:
     at = np.flatnonzero(bad)
     since, resumed = int(steps[at[0]]), case.series("doctor/resumed").steps
     peak = int(np.argmax(planned))
-    high = ratio[bad].max() > 1 / ratio[bad].min()
+    high = float(np.median(ratio[bad])) > 1
     if len(resumed) and since >= resumed[0] > steps[0]:
         cause = "schedule_restarted"
     elif len(at) <= BRIEF and at[0] > 0 and at[-1] < len(steps) - 1 and high:
@@ -293,16 +300,17 @@ def rates(case: Case) -> Iterator[Finding]:
 
 def updates(case: Case) -> Iterator[Finding]:
     """A step changes weights otherwise than the configured optimizer does with the same gradients and state."""
-    steps, times, rest, decays = case.together("doctor/update_times", "doctor/update_rest", "doctor/update_decays")
+    steps, times, rest = case.together("doctor/update_times", "doctor/update_rest")
     if not len(steps):
         return
     _, _, rate = case.together("doctor/update_times", "doctor/rate_times")
     times = times / np.where(rate > 0, rate, 1.0) if len(rate) == len(times) else times
     foreign = not is_known(str((case.option("model.optimizer") or {}).get("class_path", "")))
     sure = 0.9 if foreign else 0.933
-    if (decay := case.worst("doctor/decay_more", 0.01)) or (decays > 1e-3).any():
-        since = decay[0] if decay else int(steps[np.argmax(decays > 1e-3)])
-        what = f"{decays.max():.2%} of the weights are taken off in a step" if (decays > 1e-3).any() else f"weight_decay is {decay[1] if decay else 0:.2g} larger"
+    decays = case.worst("doctor/update_decays_most", 0.005)
+    if (decay := case.worst("doctor/decay_more", 0.01)) or decays:
+        since = (decay or decays or (0,))[0]
+        what = f"{decays[1]:.2%} of a weight is taken off in a step" if decays else f"weight_decay is {decay[1] if decay else 0:.2g} larger"
         yield _found(case, "weight_decay_too_large", since, f"besides the configured update {what}", sure)
         return
     eps, fitted = case.worst("doctor/eps_times", 100), case.worst("doctor/fitted_eps", 1e-7)
@@ -345,10 +353,29 @@ def between(case: Case) -> Iterator[Finding]:
     elif moved := case.worst("doctor/state_moved", 0.05):
         evidence = f"{moved[1]:.0%} of the optimizer's state is another one than after the step before"
         yield _found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
+    yield from _moved(case, validated)
+
+
+def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
+    """Weights change between steps: over validations, once, or each time, and then which and whether they grow."""
     weights = _bad(case, "doctor/weights_moved", 0.0)
-    if weights is not None and len(validated) and np.isin(weights[0].steps - 1, validated).all():
-        evidence = f"a validation changes {weights[0].values.max():.0%} of the weights"
-        yield _found(case, "average_wrong", int(weights[0].steps[0]), evidence, 0.92)
+    if weights is None:
+        return
+    since, share = int(weights[0].steps[0]), weights[0].values.max()
+    grown = float(np.median(case.series("doctor/weights_grown").since(since).values))
+    of_ends = float(np.median(case.series("doctor/weights_moved_at_ends").since(since).values))
+    start = f"between steps {share:.0%} of the weights change"
+    resumed = case.series("doctor/resumed").steps
+    if len(validated) and np.isin(weights[0].steps - 1, validated).all():
+        yield _found(case, "average_wrong", since, f"a validation changes {share:.0%} of the weights", 0.92)
+    elif len(resumed) and np.isin(weights[0].steps, resumed).all():
+        yield _found(case, "weights_not_restored", since, start, 0.955)
+    elif weights[1]:
+        yield _found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
+    elif grown > 0.002 and of_ends > 0.99:
+        yield _found(case, "logit_growth", since, f"{start}: those of the head or the last norm grow by {grown:.1%}", 0.9)
+    elif abs(grown) < 2e-3 and share > 0.5:
+        yield _found(case, "low_precision_weights", since, f"{start} a little, as if they were rounded", 0.9)
 
 
 RULES: tuple[Rule, ...] = (contents, origin, initial_weights, network, backward, objective, rates, updates, between)

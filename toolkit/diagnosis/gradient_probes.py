@@ -106,9 +106,23 @@ class GradientCheck:
                 one.along for one in inner if math.isfinite(one.ratio)
             )
         given = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for _, p in self.named]
+        result["doctor/gradient_of_weights"] = _of_weights(given, self.gradients, self.before)
         for name, part in self.parts.items():
             result[f"doctor/gradient_like_{name}"] = _cosine(given, part)
         return result | _of_gradients(compared, norm, self.clip, norm_before_clipping)
+
+
+def _of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
+    """Returns the share of the square of what is added to gradients that points along the weights, as a decay in them does."""
+    dot = sum(float((a.float() * b.float()).sum()) for a, b in zip(given, expected, strict=True))
+    own = sum(float(b.float().square().sum()) for b in expected)
+    shares, whole = 0.0, 0.0
+    rests = [a.float() - dot / max(own, 1e-300) * b.float() for a, b in zip(given, expected, strict=True)]
+    for rest, weight in zip(rests, weights, strict=True):
+        if weight.numel() > 1 and weight.ndim > 1:
+            whole += float(rest.square().sum())
+            shares += float((rest * weight.float()).sum()) ** 2 / max(float(weight.float().square().sum()), 1e-300)
+    return shares / whole if whole > 1e-6 * own else 0.0
 
 
 def _cosine(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:

@@ -70,6 +70,13 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
     turned = cosine.values < 0.9
     if turned.any():
         worst = float(cosine.values[turned].min())
+        of_weights = case.series("doctor/gradient_of_weights").since(cosine.first_step(turned)).values
+        if len(of_weights) and float(np.median(of_weights)) > 0.9:
+            yield Finding(
+                "weight_decay_too_large", cosine.first_step(turned), f"a decay of the weights is added to gradients, and turns them (cosine {worst:.2f})",
+                0.945, _advice(case, "Decay weights in the optimizer alone"), without_callbacks(case),
+            )  # fmt: skip
+            return
         for part, cause, what in (
             ("last_batch", "batch_too_small", "the last micro-batch"),
             ("own_rank", "ranks_differ", "this rank"),

@@ -289,6 +289,7 @@ def clip_too_low(case: Case) -> Iterator[Finding]:
 def optimizer_state_lost(case: Case) -> Iterator[Finding]:
     """The optimizer counts fewer steps than the run, or has forgotten gradients faster than it is set to."""
     behind, lost = case.series("doctor/optimizer_steps_behind"), case.worst("doctor/state_lost", 0.05)
+    lost = lost or case.worst("doctor/moments_lost", 0.05)
     bad = behind.values > 0
     if bad.any() or lost:
         evidence = (
@@ -298,7 +299,8 @@ def optimizer_state_lost(case: Case) -> Iterator[Finding]:
         )
         since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
         # once, it is over, and going back before the jump that it led to is what helps
-        once = not bad.any() and int((case.series("doctor/state_lost").values > 0.05).sum()) == 1
+        losses = case.series("doctor/moments_lost" if len(case.series("doctor/moments_lost")) else "doctor/state_lost")
+        once = not bad.any() and int((losses.values > 0.05).sum()) == 1
         yield Finding(
             "optimizer_state_lost", since, evidence, 0.77 if once else 0.93, "Keep the optimizer's state, and load it on a resume",
             without_callbacks(case),

@@ -134,6 +134,10 @@ class RowComparison:
         numbers_of_rows = [zlib.crc32(row.numpy().tobytes()) for row in other]
         again = len(numbers_of_rows) - len(set(numbers_of_rows) - self._seen)
         self._seen |= set(numbers_of_rows)
+        if ids.shape == expected.shape:
+            differ = ids != expected
+            found["doctor/rows_kept"] = 1 - float(differ[differ.any(1)].float().mean())
+            found["doctor/rows_one_id"] = float(ids[differ].bincount().max() / differ.sum())
         found["doctor/rows_came_before"] = again / max(len(numbers_of_rows), 1)
         return found
 

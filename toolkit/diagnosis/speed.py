@@ -73,11 +73,26 @@ def checkpoint_stall(case: Case) -> Iterator[Finding]:
 
 def communication_bound(case: Case) -> Iterator[Finding]:
     """Steps wait for other ranks."""
-    if found := _steadily(case, "time/communication_share", 0.4):
+    watched = len(case.series("time/collectives_least")) > 0  # tells waiting for others from sending
+    if not watched and (found := _steadily(case, "time/communication_share", 0.4)):
         batches = 2 * int(case.number("trainer.accumulate_grad_batches", 1))
         yield Finding(
             "communication_bound", found[0], f"{found[1]:.0%} of the time is spent in collectives that nothing overlaps", 0.72,
             "Send gradients less often: more micro-batches a step", {"trainer": {"accumulate_grad_batches": batches}},
+        )  # fmt: skip
+
+
+def rank_times(case: Case) -> Iterator[Finding]:
+    """One rank works longer than the others, or all are in collectives for long, in steps that were watched from end to end."""
+    if behind := case.worst("time/rank_behind", 0.25):
+        yield Finding(
+            "straggler", behind[0], f"the slowest rank works longer than the median by {behind[1]:.0%} of the time", 0.848,
+            "Let Heartbeat name it", without_callbacks(case) or {"trainer": {"callbacks": {"Heartbeat": {}}}},
+        )  # fmt: skip
+    elif waits := case.worst("time/collectives_least", 0.5):
+        yield Finding(
+            "communication_bound", waits[0], f"every rank is in collectives for {waits[1]:.0%} of the time and more", 0.846,
+            "Send less, or less often", without_callbacks(case),
         )  # fmt: skip
 
 
@@ -106,4 +121,4 @@ def fragmentation(case: Case) -> Iterator[Finding]:
 WINDOW = 6
 """Logged steps of which the median counts: the first one waits for the data to be opened."""
 
-RULES: tuple[Rule, ...] = (data_bound, checkpoint_stall, communication_bound, straggler, fragmentation)
+RULES: tuple[Rule, ...] = (rank_times, data_bound, checkpoint_stall, communication_bound, straggler, fragmentation)

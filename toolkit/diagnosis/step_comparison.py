@@ -190,7 +190,17 @@ class StateBetween:
         kept, self.kept = self.kept, None
         if kept is None or kept[0] != step:
             return {}
-        found = {"doctor/weights_moved": _share(kept[1], weights_of(module))}
+        weights = weights_of(module)
+        found = {"doctor/weights_moved": _share(kept[1], weights)}
+        ratios = [
+            (b / a - 1 if a > 0 else 0.0, index)
+            for index, (a, b) in enumerate(zip(kept[1], weights, strict=False))
+            if _differ(a, b)
+        ]
+        if ratios:
+            ends = _ends(module)
+            found["doctor/weights_grown"] = statistics.median(ratio for ratio, _ in ratios)
+            found["doctor/weights_moved_at_ends"] = sum(ends[index] for _, index in ratios) / len(ratios)
         states = state_of(optimizer)
         return found | {"doctor/state_moved": _share(kept[2], states)}
 
@@ -198,8 +208,18 @@ class StateBetween:
 def _share(before: Sequence[float], after: Sequence[float]) -> float:
     if len(before) != len(after):
         return 1.0 if before else 0.0
-    moved = [abs(a - b) > 1e-6 * max(abs(a), abs(b)) for a, b in zip(before, after, strict=True)]
+    moved = [_differ(a, b) for a, b in zip(before, after, strict=True)]
     return sum(moved) / max(len(moved), 1)
+
+
+def _differ(one: float, other: float) -> bool:
+    return abs(one - other) > 1e-6 * max(abs(one), abs(other))
+
+
+def _ends(module: Any) -> list[bool]:
+    """Returns which of the weights lie outside of the blocks."""
+    inside = {id(p) for block in module.network.blocks for p in block.parameters()}
+    return [id(p) not in inside for p in module.network.parameters() if p.is_floating_point()]
 
 
 def weights_of(module: Any) -> list[float]:
