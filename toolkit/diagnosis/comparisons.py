@@ -120,7 +120,8 @@ class Comparisons:
             found |= {"doctor/state_not_restored": 1.0 - same, "doctor/resumed": 1.0}
         if batch is not None:
             rates = self.plain.rates(step, self._tokens * max(self.trainer.world_size, 1))
-            self._update = UpdateComparison(self.plain, rates)
+            update = UpdateComparison(self.plain, rates)
+            self._update = update if update.is_complete() else None
             self._found = self._network.figures(batch) if self._network is not None else {}
         return found
 
@@ -240,7 +241,7 @@ def initial_figures(live: nn.Module, own: nn.Module) -> dict[str, float]:
         alike += sums.setdefault(key, 0)
         sums[key] = 1
         size = max(size, rms / usual, usual / max(rms, 1e-30))
-        if given.ndim == 2:
+        if given.ndim == 2 and rms > 0:
             loud, expected = (_largest_gain(one.detach().float()) for one in (given, drawn))
             size = max(size, loud / rms / (expected / usual) / 1.3)
         center = max(center, abs(float(a.mean() - b.mean())) / float(b.std()))

@@ -37,6 +37,10 @@ class UpdateComparison:
         self.state = {id(p): copy.deepcopy(dict(self.optimizer.state.get(p, {}))) for p in parameters}
         self.settings = self._settings()
 
+    def is_complete(self) -> bool:
+        """Returns whether the configured groups have all that the optimizer has: not so where weights were frozen since."""
+        return set(self.settings) <= set(self.state)
+
     def _settings(self) -> dict[int, dict[str, Any]]:
         return {
             id(p): {name: value for name, value in group.items() if name != "params"}
