@@ -140,7 +140,9 @@ def test_time_of_a_validation_is_none_of_checkpoints(monkeypatch):
     monkeypatch.setattr(
         "callbacks.training_doctor.log_figures", lambda trainer, values: logged.update(values)
     )
-    monkeypatch.setattr(doctor, "_probes", SimpleNamespace(sizes=lambda *_: []))
+    nothing = dict.fromkeys(("pause", "begin_batch"), lambda *_: None)
+    lists = dict.fromkeys(("sizes", "kept_state"), lambda *_: [])
+    monkeypatch.setattr(doctor, "_probes", SimpleNamespace(**nothing, **lists))
     now[0] = 1.0
     doctor.on_save_checkpoint(runner, None, {})
     now[0] = 2.0

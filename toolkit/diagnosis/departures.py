@@ -11,118 +11,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.history import Series
+from toolkit.diagnosis.foreign import BRIEF, beyond, found
 from toolkit.diagnosis.network_comparison import APART, KINDS
-from toolkit.diagnosis.parts import guard_remedy, is_known, network_remedy, packing_remedy, suspects, without_callbacks
-
-BRIEF = 4
-"""Logged steps that a passing fault takes at most."""
-
-FEW = 0.02
-"""A share of labels, tokens or rows that is no chance."""
-
-
-def _found(case: Case, cause: str, since: int, evidence: str, confidence: float) -> Finding:
-    """Returns a finding whose remedy takes the foreign parts out that may be at fault."""
-    advice = f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else "Take leyden's own part"
-    by_data = cause in OF_DATA
-    remedies = [packing_remedy(case), without_callbacks(case), network_remedy(case), _objective_remedy(case)]
-    remedies = remedies if by_data else [*remedies[1:], remedies[0]]
-    remedy = next((one for one in remedies if one), {})
-    return Finding(cause, since, evidence, confidence, advice, remedy)
-
-
-OF_DATA = (
-    "labels_shifted", "few_labels", "mask_leak", "position_ids", "tokenizer_mismatch", "duplicates", "not_shuffled",
-    "validation_leak", "over_fitting", "data_restarted",
-)  # fmt: skip
-
-
-def _objective_remedy(case: Case) -> dict[str, object]:
-    objective = case.option("model.objective")
-    path = str(objective.get("class_path", "")) if isinstance(objective, dict) else ""
-    if is_known(path):
-        return {}
-    wrapped = case.option("model.objective.objective")
-    return {"model": {"objective": wrapped if isinstance(wrapped, dict) else {"class_path": "CausalLM"}}}
-
-
-def _bad(case: Case, name: str, limit: float) -> tuple[Series, bool] | None:
-    """Returns the steps in which a figure is above a limit, and whether it passes: few steps, and not the last ones."""
-    series = case.series(name)
-    bad = series.values > limit
-    if not bad.any():
-        return None
-    at = np.flatnonzero(bad)
-    passes = len(at) <= BRIEF and at[0] > 0 and (len(series) - 1 - at[-1]) >= min(2, len(at))
-    return Series(series.steps[bad], series.values[bad]), bool(passes)
-
-
-def contents(case: Case) -> Iterator[Finding]:
-    """Rows have the tokens that they should have, and other labels, documents or positions."""
-    for where in ("", "validation_"):
-        of = " of validation rows" if where else ""
-        other, missing = (case.worst(f"doctor/{where}rows_labels_{one}", FEW) for one in ("other", "missing"))
-        brief = _bad(case, "doctor/rows_labels_other", FEW)
-        if other and (not missing or other[1] > 0.3 * missing[1]):
-            cause = "spike_by_data" if brief and brief[1] and not where else "labels_shifted"
-            yield _found(case, cause, other[0], f"{other[1]:.0%} of the labels{of} are others than those of the stored tokens", 0.99)
-        elif missing and missing[1] > 0.2:
-            yield _found(case, "few_labels", missing[0], f"{missing[1]:.0%} of the labels{of} are missing", 0.96)
-        joined = case.worst(f"doctor/{where}rows_joined", FEW) or case.worst(f"doctor/{where}rows_parted", FEW)
-        wrong = case.worst(f"doctor/{where}rows_positions", 0.01)
-        if joined:
-            evidence = f"{joined[1]:.0%} of the boundaries of documents{of} are not where the stored ones are"
-            yield _found(case, "mask_leak", joined[0], evidence, 0.98 if wrong else 0.988)
-        if wrong:
-            evidence = f"{wrong[1]:.0%} of the positions{of} are not those of their documents"
-            yield _found(case, "position_ids", wrong[0], evidence, 0.985)
-
-
-def origin(case: Case) -> Iterator[Finding]:
-    """Rows are others than those that the stored tokens have at this position: where they come from says why."""
-    for where in ("", "validation_"):
-        bad = _bad(case, f"doctor/{where}rows_other", 0.0)
-        if bad is None:
-            continue
-        steps, passes = bad
-        since, count = int(steps.steps[0]), len(steps)
-
-        def usual(name: str, where: str = where) -> float:
-            values = case.series(f"doctor/{where}rows_{name}").values
-            return float(np.median(values)) if len(values) else 0.0
-
-        trained, held_out, before, near = (
-            usual(name) for name in ("in_training", "in_validation", "came_before", "near")
-        )
-        start = f"{float(steps.values.max()):.0%} of the rows{' of validation' if where else ''} of a batch are not those that come at this position"
-        resumed = case.series("doctor/resumed").steps
-        after_resume = len(resumed) > 0 and since >= resumed[0] and case.series("doctor/rows_other").steps[0] < resumed[0]
-        if where:
-            leaks = trained > 0.5
-            evidence = f"{start}; {trained:.0%} of their text is in the training text"
-            yield _found(case, "validation_leak" if leaks else "tokenizer_mismatch", since, evidence, 0.955)
-        elif held_out > max(0.5, trained):
-            yield _found(case, "validation_leak", since, f"{start}: {held_out:.0%} of their text is validation text", 0.955)
-        elif usual("one_id") > 0.9 and usual("kept") > 0.1:
-            evidence = f"{start}: one token takes the place of {1 - usual('kept'):.0%} of theirs"
-            yield _found(case, "dropout_too_high", since, evidence, 0.957)
-        elif max(trained, held_out) < 0.5:
-            evidence = f"{start}, and {1 - max(trained, held_out):.0%} of their text is not in the stored tokens"
-            finding = _found(case, "spike_by_data" if passes else "tokenizer_mismatch", since, evidence, 0.955)
-            yield _guarded(case, finding) if passes else finding
-        elif after_resume:
-            yield _found(case, "data_restarted", since, f"after the resume {start}", 0.955)
-        elif before > 0.3 and count > 1:
-            yield _found(case, "duplicates", since, f"{start}, and {before:.0%} of these came before", 0.938)
-        elif not passes:
-            sure = 0.935 if near > 0.3 else 0.75
-            yield _found(case, "not_shuffled", since, f"{start}; {near:.0%} of these are next to another of the batch in the text", sure)
-
-
-def _guarded(case: Case, finding: Finding) -> Finding:
-    remedy = finding.remedy or guard_remedy(case, finding.since)
-    return Finding(finding.cause, finding.since, finding.evidence, finding.confidence, finding.advice, remedy)
+from toolkit.diagnosis.parts import is_known
 
 
 def initial_weights(case: Case) -> Iterator[Finding]:
@@ -131,7 +22,7 @@ def initial_weights(case: Case) -> Iterator[Finding]:
         case.last(f"doctor/initial_{one}") for one in ("size", "center", "form", "alike")
     )
     if size > 1.5 or center > 0.5 or form > 0.2 or alike > 0:
-        yield _found(
+        yield found(
             case, "bad_initialisation", 1, f"before the first step a parameter is {size:.3g} times as large or small as it is configured, "
             f"with a mean of {center:.2g} deviations; {alike:.0f} are copies of others", 0.866,
         )  # fmt: skip
@@ -139,7 +30,7 @@ def initial_weights(case: Case) -> Iterator[Finding]:
 
 def network(case: Case) -> Iterator[Finding]:
     """A network computes something else than leyden's with the same weights: what that leads to names the cause."""
-    bad = _bad(case, "doctor/forward_apart", APART)
+    bad = beyond(case, "doctor/forward_apart", APART)
     if bad is None:
         return
     step = int(bad[0].steps[0])
@@ -162,7 +53,7 @@ def network(case: Case) -> Iterator[Finding]:
     cause = max(scores, key=lambda name: scores[name][0])
     score, what = scores[cause]
     if score >= 1:
-        yield _found(
+        yield found(
             case, cause, step, f"logits differ by {bad[0].values[0]:.2g} from those of leyden's network with the same weights, "
             f"first in the part {kind}: {what}", 0.8 if foreign else 0.956,
         )  # fmt: skip
@@ -214,7 +105,7 @@ def _symptoms(at: object) -> dict[str, tuple[float, str]]:
 
 def backward(case: Case) -> Iterator[Finding]:
     """Gradients of the network are not those of leyden's, though it computes the same."""
-    bad = _bad(case, "doctor/backward_apart", APART)
+    bad = beyond(case, "doctor/backward_apart", APART)
     if bad is None:
         return
     step = int(bad[0].steps[0])
@@ -229,8 +120,11 @@ def backward(case: Case) -> Iterator[Finding]:
     elif least < 0.67 and holes < 0.05:
         cause, what = "vanishing_gradients", f"a tensor's is {least:.2g} of that"
     else:
-        cause, what = "fp16_underflow", f"they are rounded (cosine {cosine:.4f}, {max(holes, lost):.0%} are zero)"
-    yield _found(
+        cause, what = (
+            "fp16_underflow",
+            f"they are rounded (cosine {cosine:.4f}, {max(holes, lost):.0%} are zero)",
+        )
+    yield found(
         case, cause, step, f"gradients differ from those of leyden's network, which computes the same: {what}", 0.956
     )  # fmt: skip
 
@@ -253,14 +147,19 @@ def objective(case: Case) -> Iterator[Finding]:
     elif at("labelled", 1.0) < 0.8:
         cause, what = "few_labels", f"{at('labelled', 1.0):.0%} of the labelled tokens have a loss"
     elif at("next", 1.0) < 0.5:
-        cause, what = "labels_shifted", f"{at('next', 1.0):.0%} of the labels that it takes are the next token"
+        cause, what = (
+            "labels_shifted",
+            f"{at('next', 1.0):.0%} of the labels that it takes are the next token",
+        )
     elif at("routers", 0.0) > 3 * rest:
         cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
     elif at("slope", 0.0) < 0:
         cause, what = "logit_growth", "the difference makes logits larger"
     else:
         cause, what = "gradient_scale", f"its gradient differs by {rest:.0%}"
-    yield _found(case, cause, step, f"the loss is not that of leyden's objective with the same options: {what}", 0.955)
+    yield found(
+        case, cause, step, f"the loss is not that of leyden's objective with the same options: {what}", 0.955
+    )
 
 
 def rates(case: Case) -> Iterator[Finding]:
@@ -286,15 +185,21 @@ def rates(case: Case) -> Iterator[Finding]:
         cause = "no_warmup"
     elif high:
         cause = "rate_too_high"
-    elif ratio[-1] < 0.5 and (rate[: peak + 1].max() > 0.5 * planned[: peak + 1].max() or rate[-1] < 0.2 * rate.max()):
+    elif ratio[-1] < 0.5 and (
+        rate[: peak + 1].max() > 0.5 * planned[: peak + 1].max() or rate[-1] < 0.2 * rate.max()
+    ):
         cause = "schedule_ends_early"
     elif len(rate) > 2 and rate[-1] > 1.05 * rate[0]:
         cause = "warmup_too_long"
     else:
         cause = "rate_too_low"
     worst = int(at[np.argmax(np.abs(np.log(ratio[bad])))])
-    yield _found(
-        case, cause, since, f"the rate is {rate[worst]:.3g} in step {steps[worst]}, and {planned[worst]:.3g} as it is configured", 0.932
+    yield found(
+        case,
+        cause,
+        since,
+        f"the rate is {rate[worst]:.3g} in step {steps[worst]}, and {planned[worst]:.3g} as it is configured",
+        0.932,
     )
 
 
@@ -310,17 +215,25 @@ def updates(case: Case) -> Iterator[Finding]:
     decays = case.worst("doctor/update_decays_most", 0.005)
     if (decay := case.worst("doctor/decay_more", 0.01)) or decays:
         since = (decay or decays or (0,))[0]
-        what = f"{decays[1]:.2%} of a weight is taken off in a step" if decays else f"weight_decay is {decay[1] if decay else 0:.2g} larger"
-        yield _found(case, "weight_decay_too_large", since, f"besides the configured update {what}", sure)
+        what = (
+            f"{decays[1]:.2%} of a weight is taken off in a step"
+            if decays
+            else f"weight_decay is {decay[1] if decay else 0:.2g} larger"
+        )
+        yield found(case, "weight_decay_too_large", since, f"besides the configured update {what}", sure)
         return
     eps, fitted = case.worst("doctor/eps_times", 100), case.worst("doctor/fitted_eps", 1e-7)
     if eps or fitted:
         since, value = eps or fitted or (0, 0.0)
-        what = f"the optimizer's eps is {value:.2g} times the configured one" if eps else f"updates are those of an eps of {value:.2g}"
-        yield _found(case, "epsilon_too_large", since, what, sure)
+        what = (
+            f"the optimizer's eps is {value:.2g} times the configured one"
+            if eps
+            else f"updates are those of an eps of {value:.2g}"
+        )
+        yield found(case, "epsilon_too_large", since, what, sure)
         return
     if lost := case.worst("doctor/state_unlike", 0.05):
-        yield _found(
+        yield found(
             case, "optimizer_state_lost", lost[0], f"after a step {lost[1]:.0%} of the optimizer's moments are not what its gradients make of "
             "those before", sure,
         )  # fmt: skip
@@ -331,7 +244,13 @@ def updates(case: Case) -> Iterator[Finding]:
         high = times[index] > 1
         brief = wrong.sum() == 1 and index < len(steps) - 1 and index > 0
         cause = "spike_by_optimizer" if brief and high else "rate_too_high" if high else "rate_too_low"
-        yield _found(case, cause, int(steps[index]), f"a step changes weights {times[index]:.3g} times as much as it is configured", sure - 0.01)
+        yield found(
+            case,
+            cause,
+            int(steps[index]),
+            f"a step changes weights {times[index]:.3g} times as much as it is configured",
+            sure - 0.01,
+        )
 
 
 def between(case: Case) -> Iterator[Finding]:
@@ -342,23 +261,25 @@ def between(case: Case) -> Iterator[Finding]:
         steps = more.steps[extra]
         at = f"{more.values[extra].max():.0f} optimizer steps are made besides that of step {steps[0]}"
         if len(validated) and np.isin(steps - 1, validated).all():
-            yield _found(case, "validation_leak", int(steps[0]), f"{at}, behind a validation", 0.95)
+            yield found(case, "validation_leak", int(steps[0]), f"{at}, behind a validation", 0.95)
         elif len(steps) <= BRIEF:
-            yield _found(case, "spike_by_optimizer", int(steps[0]), at, 0.95)
+            yield found(case, "spike_by_optimizer", int(steps[0]), at, 0.95)
         else:
-            yield _found(case, "rate_too_high", int(steps[0]), at, 0.92)
+            yield found(case, "rate_too_high", int(steps[0]), at, 0.92)
         return
     if lost := case.worst("doctor/state_not_restored", 0.5):
-        yield _found(case, "optimizer_state_lost", lost[0], "the optimizer's state is not that of the checkpoint", 0.94)
+        yield found(
+            case, "optimizer_state_lost", lost[0], "the optimizer's state is not that of the checkpoint", 0.94
+        )
     elif moved := case.worst("doctor/state_moved", 0.05):
         evidence = f"{moved[1]:.0%} of the optimizer's state is another one than after the step before"
-        yield _found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
+        yield found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
     yield from _moved(case, validated)
 
 
 def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
     """Weights change between steps: over validations, once, or each time, and then which and whether they grow."""
-    weights = _bad(case, "doctor/weights_moved", 0.0)
+    weights = beyond(case, "doctor/weights_moved", 0.0)
     if weights is None:
         return
     since, share = int(weights[0].steps[0]), weights[0].values.max()
@@ -367,15 +288,21 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
     start = f"between steps {share:.0%} of the weights change"
     resumed = case.series("doctor/resumed").steps
     if len(validated) and np.isin(weights[0].steps - 1, validated).all():
-        yield _found(case, "average_wrong", since, f"a validation changes {share:.0%} of the weights", 0.92)
+        yield found(case, "average_wrong", since, f"a validation changes {share:.0%} of the weights", 0.92)
     elif len(resumed) and np.isin(weights[0].steps, resumed).all():
-        yield _found(case, "weights_not_restored", since, start, 0.955)
+        yield found(case, "weights_not_restored", since, start, 0.955)
     elif weights[1]:
-        yield _found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
+        yield found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
     elif grown > 0.002 and of_ends > 0.99:
-        yield _found(case, "logit_growth", since, f"{start}: those of the head or the last norm grow by {grown:.1%}", 0.9)
+        yield found(
+            case,
+            "logit_growth",
+            since,
+            f"{start}: those of the head or the last norm grow by {grown:.1%}",
+            0.9,
+        )
     elif abs(grown) < 2e-3 and share > 0.5:
-        yield _found(case, "low_precision_weights", since, f"{start} a little, as if they were rounded", 0.9)
+        yield found(case, "low_precision_weights", since, f"{start} a little, as if they were rounded", 0.9)
 
 
-RULES: tuple[Rule, ...] = (contents, origin, initial_weights, network, backward, objective, rates, updates, between)
+RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between)

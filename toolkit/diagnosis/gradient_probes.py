@@ -121,7 +121,9 @@ def _of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Se
     for rest, weight in zip(rests, weights, strict=True):
         if weight.numel() > 1 and weight.ndim > 1:
             whole += float(rest.square().sum())
-            shares += float((rest * weight.float()).sum()) ** 2 / max(float(weight.float().square().sum()), 1e-300)
+            shares += float((rest * weight.float()).sum()) ** 2 / max(
+                float(weight.float().square().sum()), 1e-300
+            )
     return shares / whole if whole > 1e-6 * own else 0.0
 
 

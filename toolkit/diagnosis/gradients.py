@@ -81,7 +81,10 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
             ("last_batch", "batch_too_small", "the last micro-batch"),
             ("own_rank", "ranks_differ", "this rank"),
         ):
-            if len(like := case.series(f"doctor/gradient_like_{part}").values) and float(np.median(like)) > 0.995:
+            if (
+                len(like := case.series(f"doctor/gradient_like_{part}").values)
+                and float(np.median(like)) > 0.995
+            ):
                 yield Finding(
                     cause, cosine.first_step(turned), f"the gradients of a step are those of {what} alone", 0.945,
                     _advice(case, "Average gradients over all micro-batches and ranks"), without_callbacks(case),

@@ -212,7 +212,9 @@ class NetworkComparison:
         for objective in (self.own_objective, self.objective):
             scale, kept = torch.ones((), device=self.device, requires_grad=True), list[Tensor]()
 
-            def scaled(module: Any, inputs: Any, x: Tensor, scale: Tensor = scale, kept: Any = kept) -> Tensor:
+            def scaled(
+                module: Any, inputs: Any, x: Tensor, scale: Tensor = scale, kept: Any = kept
+            ) -> Tensor:
                 kept.append(x * scale)
                 return kept[-1]
 
@@ -233,7 +235,7 @@ class NetworkComparison:
             taken = hidden[0].norm(dim=-1) > 1e-6 * hidden[0].norm(dim=-1).max()
             scores = -(hidden[0].float() @ weight.detach().float().T)
             labels = torch.where(taken, scores.argmax(-1), IGNORED_LABEL)
-            implied = {**batch, "labels": labels}
+            implied: Any = {**batch, "labels": labels}
             counts = data_probes.figures_of(data_probes.label_counts([implied]))
             found["doctor/objective_next"] = counts.get("doctor/labels_next", 0.0)
             found["doctor/objective_labelled"] = float(taken.sum() / (batch["labels"] != IGNORED_LABEL).sum())
@@ -291,7 +293,9 @@ def _kept(value: Any) -> Any:
 
 
 def _values(output: Any) -> Tensor:
-    found: Sequence[Tensor] = [leaf.flatten().float() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    found: Sequence[Tensor] = [
+        leaf.flatten().float() for leaf in tree_leaves(output) if isinstance(leaf, Tensor)
+    ]
     return torch.cat(list(found)) if found else torch.zeros(1)
 
 

@@ -299,7 +299,9 @@ def optimizer_state_lost(case: Case) -> Iterator[Finding]:
         )
         since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
         # once, it is over, and going back before the jump that it led to is what helps
-        losses = case.series("doctor/moments_lost" if len(case.series("doctor/moments_lost")) else "doctor/state_lost")
+        losses = case.series(
+            "doctor/moments_lost" if len(case.series("doctor/moments_lost")) else "doctor/state_lost"
+        )
         once = not bad.any() and int((losses.values > 0.05).sum()) == 1
         yield Finding(
             "optimizer_state_lost", since, evidence, 0.77 if once else 0.93, "Keep the optimizer's state, and load it on a resume",

@@ -115,9 +115,7 @@ class PlainParts:
         rate, live = self.case.number("model.optimizer.lr", 0.0), self.trainer.lr_scheduler_configs
         if rate <= 0 or not live:
             return False
-        groups = [
-            {"params": [nn.Parameter(torch.zeros(1))], "lr": g.get("lr", rate)} for g in self.groups()
-        ]
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": g.get("lr", rate)} for g in self.groups()]
         kind = _registered(type(live[0].scheduler))
         given = self.case.option("model.lr_scheduler")
         self._schedule = self._build(kind, given, torch.optim.SGD(groups, lr=rate))
@@ -174,4 +172,3 @@ def _has_foreign(value: Any) -> bool:
         path = value.get("class_path")
         return (isinstance(path, str) and not is_known(path)) or any(map(_has_foreign, value.values()))
     return isinstance(value, list) and any(map(_has_foreign, value))
-

@@ -126,10 +126,12 @@ class RowComparison:
             name = "training" if split == "train" else split
             found[f"doctor/rows_in_{name}"] = float(hits.mean()) if len(hits) else 0.0
             if split == "train" and len(hits):
-                places = [int(rows[at[(of == row) & hits][0]]) for row in np.unique(of) if ((of == row) & hits).any()]
-                near = [
-                    any(0 < abs(one - two) <= NEAR for two in places) for one in places
+                places = [
+                    int(rows[at[(of == row) & hits][0]])
+                    for row in np.unique(of)
+                    if ((of == row) & hits).any()
                 ]
+                near = [any(0 < abs(one - two) <= NEAR for two in places) for one in places]
                 found["doctor/rows_near"] = sum(near) / max(len(near), 1)
         numbers_of_rows = [zlib.crc32(row.numpy().tobytes()) for row in other]
         again = len(numbers_of_rows) - len(set(numbers_of_rows) - self._seen)
@@ -180,4 +182,3 @@ def _joined(batch: Mapping[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
 def _positions(batch: Mapping[str, Tensor], rows: Tensor, ids: Tensor) -> Tensor:
     given = batch.get("position_ids")
     return torch.arange(ids.shape[1]).expand(int(rows.sum()), -1) if given is None else given[rows]
-

@@ -121,4 +121,11 @@ def fragmentation(case: Case) -> Iterator[Finding]:
 WINDOW = 6
 """Logged steps of which the median counts: the first one waits for the data to be opened."""
 
-RULES: tuple[Rule, ...] = (rank_times, data_bound, checkpoint_stall, communication_bound, straggler, fragmentation)
+RULES: tuple[Rule, ...] = (
+    rank_times,
+    data_bound,
+    checkpoint_stall,
+    communication_bound,
+    straggler,
+    fragmentation,
+)

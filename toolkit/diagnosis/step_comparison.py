@@ -66,7 +66,9 @@ class UpdateComparison:
         if not fits:
             return found
         names = ("times", "decays", "rest")
-        middle = {f"doctor/update_{n}": statistics.median(one[i] for one in fits) for i, n in enumerate(names)}
+        middle = {
+            f"doctor/update_{n}": statistics.median(one[i] for one in fits) for i, n in enumerate(names)
+        }
         found |= middle
         times = [one[0] for one in fits]
         found |= {"doctor/update_times_least": min(times), "doctor/update_times_most": max(times)}
@@ -120,7 +122,9 @@ class UpdateComparison:
                     continue
                 rate = _further(rate, given["lr"], group["lr"])
                 eps = _further(eps, given.get("eps", 1.0), group.get("eps", 1.0))
-                decay = max(decay, float(given.get("weight_decay", 0.0)) - float(group.get("weight_decay", 0.0)))
+                decay = max(
+                    decay, float(given.get("weight_decay", 0.0)) - float(group.get("weight_decay", 0.0))
+                )
         return {"doctor/rate_times": rate, "doctor/eps_times": eps, "doctor/decay_more": decay}
 
     def _epsilon(self, after: Sequence[Tensor]) -> dict[str, float]:
@@ -241,4 +245,3 @@ def state_of(optimizer: Any) -> list[float]:
         if isinstance(value, Tensor) and value.numel() > 1
     ]
     return norms_of(found) if found else []
-
