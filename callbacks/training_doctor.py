@@ -32,7 +32,8 @@ class TrainingDoctor(Callback):
     `doctor/...`. Before the first step: labels against inputs, rows that come again, order, validation text among the
     training text, ids against the tokenizer and the source, weights, and whether logits change with tokens that they must not depend on. In
     the 1st, 2nd, 4th logged step and so on, and every `every_n_steps`: whether the gradients of the step are those of its loss, and whether all
-    weights that have one change. Such a step takes about four times as long. All others cost nothing.
+    weights that have one change. Such a step takes about four times as long. All others cost nothing. Of a run with parts
+    that are not leyden's, rows, network, loss, rate and update are also compared with what leyden's own would do.
 
     Each cause is said once. What to switch on is written to `doctor/remedy-CAUSE.yaml` in the run folder, for
     `--config`. `python -m core doctor RUN` says the same of a finished run. A diagnosis is a hint and no proof:

@@ -53,6 +53,7 @@ def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F
     none = core("doctor", "runs/tiny", "--least_confidence", "1")
     assert (none.code, none.out.startswith("Nothing is wrong")) == (0, True), none.err
     assert (remedy.parent / "findings.jsonl").read_text() == ""  # `watch` shows what the last look found
+    assert not remedy.exists()
     mistaken = core("doctor", "runs/tiny", "--least_confidence", "60")
     assert (mistaken.code, mistaken.out) == (2, "")
     assert "--least_confidence 60 must be from 0 to 1" in mistaken.err

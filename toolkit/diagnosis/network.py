@@ -131,6 +131,25 @@ def attention_collapse(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def monitors(case: Case) -> Iterator[Finding]:
+    """ActivationMonitor sees a hidden layer of zeros; AttentionMonitor an entropy that falls to a part of what it was."""
+    for index, zeros in enumerate(case.blocks("activation", ".mlp/zeros")):
+        if (bad := (zeros.values[:-1] > 0.97) & (zeros.values[1:] > 0.97)).any():
+            yield Finding(
+                "dead_units", zeros.first_step(bad), f"{zeros.values[-1]:.1%} of the hidden values of block {index} are zero", 0.69,
+                _advice(case, "Take activation=gelu_tanh, or a lower rate"), without_callbacks(case),
+            )  # fmt: skip
+            break
+    for index, entropy in enumerate(case.blocks("attention", "/entropy")):
+        low = entropy.values < 0.15 * entropy.values[:1]
+        if (bad := low[:-1] & low[1:]).any():
+            yield Finding(
+                "attention_collapse", entropy.first_step(bad), f"the entropy of attention in block {index} fell from {entropy.values[0]:.2g} to "
+                f"{entropy.values[-1]:.2g} nats", 0.69, _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
+            )  # fmt: skip
+            break
+
+
 def dead_experts(case: Case) -> Iterator[Finding]:
     """Experts get no tokens: before the first step, or for long.
 
@@ -187,6 +206,6 @@ def head_is_copy(case: Case) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    head_is_copy,
+    head_is_copy, monitors,
     sees_future, bad_initialisation, logit_growth, dead_units, attention_collapse, dead_experts,
 )  # fmt: skip
