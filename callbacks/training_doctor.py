@@ -75,6 +75,7 @@ class TrainingDoctor(Callback):
         self._resumed: Any = None
         self._sizes: list[float] = []
         self._state: list[float] = []
+        self._validation: dict[str, float] = {}
         self._next = self._every = 0
         self._began = self._saving = self._saved = 0.0
         self._seen = 0  # steps, when a batch ended last
@@ -184,9 +185,24 @@ class TrainingDoctor(Callback):
             self._next = trainer.global_step + max(1, trainer.global_step // 50)
             self._tell(trainer)
 
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Compares the first batch of a validation."""
+        if not batch_idx and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._validation = self._probes.in_validation(batch)
+
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Takes the figures of the validation."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
+            if self._validation:
+                log_figures(trainer, self._validation)
             self._take(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:

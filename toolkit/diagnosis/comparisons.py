@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +103,10 @@ class Comparisons:
             self.rows.count()
             self._tokens += batch["input_ids"].numel() if "input_ids" in batch else 0
 
+    def in_validation(self, batch: Any) -> dict[str, float]:
+        """Returns figures of the first batch of a validation."""
+        return self.rows.in_validation(batch) if self.rows is not None else {}
+
     def before_step(self, batch: Any) -> dict[str, float]:
         """Returns what has changed since the last step, if that was a logged one, and since a checkpoint.
 
@@ -170,23 +175,25 @@ class _RankTimes:
 
     def __init__(self) -> None:
         self._began: float | None = None
+        self._delayed = 0.0
         self._watch: WatchCollectives | None = None
         self._own: deque[Tensor] = deque(maxlen=STEPS)
         self._whole: deque[float] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
         """Begins to watch a step."""
-        self._began, self._watch = time.monotonic(), WatchCollectives.start(time.monotonic)
+        self._began, self._delayed = time.monotonic(), _queued()
+        self._watch = WatchCollectives.start(time.monotonic)
 
     def stop(self) -> tuple[float, float] | None:
-        """Ends it; returns seconds of the step, and of collectives in it; None: it was not watched, or was interrupted."""
+        """Ends it; returns seconds of the step, without those in which other programs had the core, and of collectives; None: it was not watched, or was interrupted."""
         began, watch, now = self._began, self._watch, time.monotonic()
         self._began = self._watch = None
         if began is None or watch is None:
             return None
         spans = union([(one.begin, one.end or now) for one in watch.collectives])
         watch.stop()
-        return now - began, length(spans)
+        return max(now - began - (_queued() - self._delayed), 0.0), length(spans)
 
     def figures(self, module: Any) -> dict[str, float]:
         """Ends a step, and returns, of the last ones, how far the slowest rank is behind and the least share of collectives.
@@ -199,7 +206,7 @@ class _RankTimes:
         every = module.all_gather(own.to(module.device)).view(-1, 2).cpu()
         if not bool(every[:, 0].all()):
             return {}
-        self._own.append(every[:, 0] - every[:, 1])
+        self._own.append((every[:, 0] - every[:, 1]).clamp(min=0))
         self._whole.append(float(every[:, 0].median()))
         if len(self._own) < STEPS:
             return {}
@@ -209,6 +216,14 @@ class _RankTimes:
             "time/rank_behind": float(works.max() - works.median()) / whole,
             "time/collectives_least": max(1 - float(works.max()) / whole, 0.0),
         }
+
+
+def _queued() -> float:
+    """Returns the seconds that this thread has waited for a core so far; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 STEPS = 12

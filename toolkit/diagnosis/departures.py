@@ -142,7 +142,7 @@ def objective(case: Case) -> Iterator[Finding]:
         values = case.series(f"doctor/objective_{name}").since(step).values
         return float(values[0]) if len(values) else otherwise
 
-    if rest < 0.05:
+    if rest < 0.05 < abs(factor - 1):
         cause, what = "gradient_scale", f"it is {factor:.3g} times as large"
     elif at("labelled", 1.0) < 0.8:
         cause, what = "few_labels", f"{at('labelled', 1.0):.0%} of the labelled tokens have a loss"
@@ -169,30 +169,20 @@ def rates(case: Case) -> Iterator[Finding]:
     steps, rate, planned = steps[known], rate[known], planned[known]
     if not len(steps):
         return
-    ratio = np.maximum(rate, 1e-30) / planned
+    rate = np.maximum(rate, 1e-30)
+    ratio = rate / planned
     bad = np.abs(np.log(ratio)) > math.log(1.2)
     if not bad.any():
         return
     at = np.flatnonzero(bad)
     since, resumed = int(steps[at[0]]), case.series("doctor/resumed").steps
-    peak = int(np.argmax(planned))
     high = float(np.median(ratio[bad])) > 1
     if len(resumed) and since >= resumed[0] > steps[0]:
         cause = "schedule_restarted"
     elif len(at) <= BRIEF and at[0] > 0 and at[-1] < len(steps) - 1 and high:
         cause = "spike_by_optimizer"
-    elif high and at[-1] <= peak and at[-1] < len(steps) - 1:
-        cause = "no_warmup"
-    elif high:
-        cause = "rate_too_high"
-    elif ratio[-1] < 0.5 and (
-        rate[: peak + 1].max() > 0.5 * planned[: peak + 1].max() or rate[-1] < 0.2 * rate.max()
-    ):
-        cause = "schedule_ends_early"
-    elif len(rate) > 2 and rate[-1] > 1.05 * rate[0]:
-        cause = "warmup_too_long"
     else:
-        cause = "rate_too_low"
+        cause = _course(steps, rate, planned, bad)
     worst = int(at[np.argmax(np.abs(np.log(ratio[bad])))])
     yield found(
         case,
@@ -201,6 +191,42 @@ def rates(case: Case) -> Iterator[Finding]:
         f"the rate is {rate[worst]:.3g} in step {steps[worst]}, and {planned[worst]:.3g} as it is configured",
         0.932,
     )
+
+
+def _course(steps: np.ndarray, rate: np.ndarray, planned: np.ndarray, bad: np.ndarray) -> str:
+    """Returns the cause for which a rate takes its course: the planned one later, slower, faster, larger or smaller; or how it drifts.
+
+    Of one that is moved or stretched, few rates differ from those of other steps of the plan.
+    """
+    high = float(np.median(np.log(rate / planned)[bad])) > 0
+    if len(steps) < 6:
+        return "rate_too_high" if high else "rate_too_low"
+    errors = dict[str, float]()
+    for cause, times in (
+        ("no_warmup", [(1.0, float(by)) for by in range(2, len(steps) // 2)]),
+        ("schedule_ends_early", [(by, 0.0) for by in (1.5, 2.0, 3.0, 4.0, 8.0, 16.0)]),
+        ("warmup_too_long", [(1 / by, 0.0) for by in (1.5, 2.0, 3.0, 4.0, 8.0, 16.0)]),
+    ):
+        for scale, shift in times:
+            moved = np.maximum(np.interp(scale * steps + shift, steps, planned), 1e-30)
+            begins = abs(math.log(rate[0] / moved[0])) < 0.1  # also where it is moved to
+            if begins or cause != "no_warmup":
+                error = float(np.median(np.abs(np.log(rate / moved))))
+                errors[cause] = min(errors.get(cause, 9.0), error)
+    best = min(errors, key=lambda one: errors[one], default="")
+    ratio = rate / planned
+    third = max(len(ratio) // 3, 2)
+    start, end = (float(np.median(ratio[chosen])) for chosen in (slice(third), slice(-third, None)))
+    if best and errors[best] < 0.02 and not 0.98 < end / start < 1.02:
+        return best
+    if high:
+        first_alone = np.flatnonzero(bad & (ratio > 1))
+        return (
+            "no_warmup" if len(first_alone) and first_alone[-1] < int(np.argmax(planned)) else "rate_too_high"
+        )
+    if not 0.67 < end / start < 1.5:
+        return "warmup_too_long" if end > start else "schedule_ends_early"
+    return "rate_too_low"
 
 
 def updates(case: Case) -> Iterator[Finding]:
@@ -232,7 +258,24 @@ def updates(case: Case) -> Iterator[Finding]:
         )
         yield found(case, "epsilon_too_large", since, what, sure)
         return
-    if lost := case.worst("doctor/state_unlike", 0.05):
+    yield from _clipping(case)
+    more = case.worst("doctor/state_squares_larger", 0.05)
+    changed = [
+        case.worst(f"doctor/state_{one}", 0.05)
+        for one in ("means_larger", "means_smaller", "squares_smaller")
+    ]
+    if more and not any(changed):
+        yield found(
+            case, "epsilon_too_large", more[0], f"something is added to the means of squared gradients of {more[1]:.0%} of the tensors, as an "
+            "epsilon would be", sure,
+        )  # fmt: skip
+        return
+    if changed[0] and not changed[1] and not changed[2]:
+        yield found(
+            case, "spike_by_optimizer", changed[0][0], "a mean of gradients is larger than its gradients make it", sure - 0.001
+        )  # fmt: skip
+        return
+    if lost := changed[1] or changed[2]:
         yield found(
             case, "optimizer_state_lost", lost[0], f"after a step {lost[1]:.0%} of the optimizer's moments are not what its gradients make of "
             "those before", sure,
@@ -251,6 +294,17 @@ def updates(case: Case) -> Iterator[Finding]:
             f"a step changes weights {times[index]:.3g} times as much as it is configured",
             sure - 0.01,
         )
+
+
+def _clipping(case: Case) -> Iterator[Finding]:
+    low = case.worst("doctor/clipped_times", 0.5, above=False)
+    if (
+        low
+        and not case.worst("doctor/gradient_ratio", 1.5)
+        and not case.worst("doctor/gradient_ratio", 0.67, above=False)
+    ):
+        evidence = f"after clipping gradients have {low[1]:.2g} of the norm that they are to be clipped to"
+        yield found(case, "clip_too_low", low[0], evidence, 0.942)
 
 
 def between(case: Case) -> Iterator[Finding]:

@@ -73,7 +73,7 @@ def logit_growth(case: Case) -> Iterator[Finding]:
         at = int(np.argmax(grows))
         yield Finding(
             "logit_growth", int(spread.steps[at]), f"logits deviate by {before[at]:.3g}, then by {after[at]:.3g} at step "
-            f"{spread.steps[at + 1]}; below 5 is usual", 0.79,
+            f"{spread.steps[at + 1]}; below 5 is usual", 0.775,
             _advice(case, "Keep logits small with a z-loss"),
             without_callbacks(case) or _z_loss(case),
         )  # fmt: skip

@@ -126,6 +126,9 @@ class NetworkComparison:
                     pairs.append([_reach(one[name], args, kwargs) for one in (live, own)])
         if not pairs:
             return {}
+        pairs = [pair for pair in pairs if not any(map(math.isnan, pair))]
+        if not pairs:
+            return {}
         least = min(pairs, key=lambda pair: pair[0] / max(pair[1], 1e-9))
         return {"doctor/own_reach": least[0], "doctor/usual_reach": least[1]}
 
@@ -224,11 +227,11 @@ class NetworkComparison:
                 with torch.enable_grad():
                     loss, _ = objective.loss(self.network, batch)
                     mean = loss.total / loss.weight.clamp(min=1)
-                slope, gradient = torch.autograd.grad(mean, (scale, kept[-1]))
+                slope, *gradients = torch.autograd.grad(mean, (scale, *kept), allow_unused=True)
             finally:
                 handle.remove()
             slopes.append(float(slope))
-            hidden.append(gradient)
+            hidden.append(sum(one for one in gradients if one is not None))
         found = {"doctor/objective_slope": slopes[0] - slopes[1]}
         weight = self.network.output_weight
         if weight is not None and hidden[0].shape[-1] == weight.shape[-1]:
@@ -272,7 +275,7 @@ class _Calls:
 
 
 def _reach(module: nn.Module, args: Any, kwargs: Any) -> float:
-    """Returns the entropy of how much outputs depend on each token before them, over that of equal dependence."""
+    """Returns the entropy of how much outputs depend on each token before them, over that of equal dependence; NaN: on none."""
     x = args[0].detach().requires_grad_(True)
     with torch.enable_grad():
         output = module(x, *args[1:], **kwargs)
@@ -282,6 +285,8 @@ def _reach(module: nn.Module, args: Any, kwargs: Any) -> float:
         for place in {x.shape[1] - 1, x.shape[1] // 2}:
             [gradient] = torch.autograd.grad((output[:, place] * direction).sum(), x, retain_graph=True)
             share = gradient[:, : place + 1].float().norm(dim=-1)
+            if not bool(share.any()):
+                return math.nan
             share = share / share.sum(-1, keepdim=True).clamp(min=1e-30)
             entropy = -torch.xlogy(share, share).sum(-1)
             found.append(float(entropy.mean()) / max(math.log(place + 1), 1e-9))

@@ -156,6 +156,10 @@ class Probes:
         """Returns the figures of a step that is compared, behind its last micro-batch."""
         return self._compared.after_step(batch, is_logged) if self._compared is not None else {}
 
+    def in_validation(self, batch: Any) -> dict[str, float]:
+        """Returns figures of the first batch of a validation, where it is compared."""
+        return self._compared.in_validation(batch) if self._compared is not None else {}
+
     def pause(self) -> None:
         """Leaves the time until the next batch out."""
         if self._compared is not None:

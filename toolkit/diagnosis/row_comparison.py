@@ -87,6 +87,24 @@ class RowComparison:
             found |= self._origin(batch["input_ids"], expected["input_ids"])
         return found
 
+    def in_validation(self, batch: Mapping[str, Any]) -> dict[str, float]:
+        """Returns how the first batch of a validation differs from what should come, under other names."""
+        if self.batches is None:
+            return {}
+        ids = batch.get("input_ids")
+        size, rank, ranks = self.batches.batch_size, self.batches.rank, self.batches.world_size
+        expected = self._read("validation", 1, size, rank, ranks)
+        if ids is None or not expected:
+            return {}
+        own = {name: value.cpu() for name, value in batch.items() if isinstance(value, Tensor)}
+        return self._named("validation", own, expected[0])
+
+    def _named(self, prefix: str, batch: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, float]:
+        found = compare(batch, expected)
+        if found.get("doctor/rows_other", 0.0) > 0:
+            found |= self._origin(batch["input_ids"], expected["input_ids"])
+        return {name.replace("doctor/", f"doctor/{prefix}_"): value for name, value in found.items()}
+
     def of_validation(self, batches: Sequence[Mapping[str, Any]], size: int) -> dict[str, float]:
         """Returns the same of the first validation batches, under other names."""
         expected = self._read("validation", len(batches), size)
@@ -99,9 +117,11 @@ class RowComparison:
             found |= self._origin(batches[worst]["input_ids"], expected[worst]["input_ids"])
         return {name.replace("doctor/", "doctor/validation_"): value for name, value in found.items()}
 
-    def _read(self, split: str, count: int, size: int) -> list[Any]:
+    def _read(self, split: str, count: int, size: int, rank: int = 0, ranks: int = 1) -> list[Any]:
         order = {"pad": True} if split == "validation" else {"shuffle": False}
-        found = self.plain.batches(split, batch_size=size, rank=0, world_size=1, **self._order, **order)
+        found = self.plain.batches(
+            split, batch_size=size, rank=rank, world_size=ranks, **self._order, **order
+        )
         return [] if found is None else [batch for _, batch in islice(found, min(count, len(found)))]
 
     def _origin(self, ids: Tensor, expected: Tensor) -> dict[str, float]:

@@ -84,9 +84,16 @@ def communication_bound(case: Case) -> Iterator[Finding]:
 
 def rank_times(case: Case) -> Iterator[Finding]:
     """One rank works longer than the others, or all are in collectives for long, in steps that were watched from end to end."""
-    if behind := case.worst("time/rank_behind", 0.25):
+    behind = case.series("time/rank_behind")
+    long = (
+        np.convolve(behind.values > 0.2, np.ones(WATCHED), "valid") >= WATCHED
+        if len(behind) >= WATCHED
+        else np.zeros(0)
+    )
+    if long.any():
+        at = int(np.argmax(long)) + WATCHED - 1
         yield Finding(
-            "straggler", behind[0], f"the slowest rank works longer than the median by {behind[1]:.0%} of the time", 0.848,
+            "straggler", int(behind.steps[at]), f"the slowest rank works longer than the median by {behind.values[at]:.0%} of the time", 0.848,
             "Let Heartbeat name it", without_callbacks(case) or {"trainer": {"callbacks": {"Heartbeat": {}}}},
         )  # fmt: skip
     elif waits := case.worst("time/collectives_least", 0.5):
@@ -117,6 +124,9 @@ def fragmentation(case: Case) -> Iterator[Finding]:
             "Set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
         )  # fmt: skip
 
+
+WATCHED = 10
+"""Looks in a row, each over the last dozen watched steps, in which one rank is behind."""
 
 WINDOW = 6
 """Logged steps of which the median counts: the first one waits for the data to be opened."""

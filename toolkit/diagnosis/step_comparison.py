@@ -56,7 +56,7 @@ class UpdateComparison:
         expected = self._stepped()
         if expected is None:
             return {}
-        found = self._of_settings(expected[1])
+        found = self._of_settings(expected[1]) | self._clipped(parameters)
         after = [p.detach() for p in parameters]
         fits = [
             _fit(now, before, then.detach())
@@ -76,6 +76,16 @@ class UpdateComparison:
         if middle["doctor/update_rest"] > 0.2 or middle["doctor/update_times"] < 0.5:
             found |= self._epsilon(after)
         return found | self._of_state(parameters, expected[1])
+
+    def _clipped(self, parameters: Sequence[Tensor]) -> dict[str, float]:
+        """Returns the norm of the gradients that the step was made with, over that to which they are to be clipped."""
+        trainer, module = self.plain.trainer, self.plain.module
+        given = [p.grad for p in parameters if p.grad is not None]
+        if not given or trainer.gradient_clip_algorithm not in (None, "norm"):
+            return {}
+        norm, limit = float(module.gradient_norm(self.optimizer)), trainer.gradient_clip_val
+        expected = min(norm, float(limit)) if limit else norm
+        return {"doctor/clipped_times": float(nn.utils.get_total_norm(given)) / max(expected, 1e-30)}
 
     def _stepped(self, eps: float | None = None) -> tuple[list[nn.Parameter], Any] | None:
         """Returns the parameters after the configured step, and its optimizer."""
@@ -143,19 +153,29 @@ class UpdateComparison:
         return {"doctor/fitted_eps": best[1]} if best[1] else {}
 
     def _of_state(self, parameters: Sequence[Tensor], optimizer: Any) -> dict[str, float]:
-        """Returns the share of the state's tensors that are not as the configured step leaves them."""
-        apart = total = 0
+        """Returns which share of the means of gradients, and of their squares, is larger, or smaller, than the configured step makes it.
+
+        What the step makes of those before it and of its gradients; a mean that only points elsewhere counts as smaller.
+        """
+        total, counts = (
+            0,
+            dict.fromkeys(("means_larger", "means_smaller", "squares_larger", "squares_smaller"), 0),
+        )
         by_source = {id(self._twins[id(twin)]): twin for twin in optimizer.state if id(twin) in self._twins}
         for p in parameters:
             twin = by_source.get(id(p))
             for name, value in (optimizer.state.get(twin, {}) if twin is not None else {}).items():
                 own = self.optimizer.state.get(p, {}).get(name)
-                if isinstance(value, Tensor) and value.numel() > 1:
-                    total += 1
-                    same = isinstance(own, Tensor) and own.shape == value.shape
-                    size = value.float().norm().clamp(min=1e-30)
-                    apart += not same or float((own.float() - value.float()).norm() / size) > 1e-2
-        return {"doctor/state_unlike": apart / total} if total else {}
+                if not isinstance(value, Tensor) or value.numel() == 1:
+                    continue
+                total += 1
+                same = isinstance(own, Tensor) and own.shape == value.shape
+                given, meant = (own.float() if same else torch.zeros_like(value)), value.float()
+                if float((given - meant).norm() / meant.norm().clamp(min=1e-30)) > 1e-2:
+                    what = "squares" if name == "exp_avg_sq" else "means"
+                    larger = float(given.norm()) > 1.005 * float(meant.norm())
+                    counts[f"{what}_{'larger' if larger else 'smaller'}"] += 1
+        return {f"doctor/state_{name}": count / total for name, count in counts.items()} if total else {}
 
 
 def _further(ratio: float, given: float, configured: float) -> float:
