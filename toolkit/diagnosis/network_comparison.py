@@ -231,7 +231,7 @@ class NetworkComparison:
             finally:
                 handle.remove()
             slopes.append(float(slope))
-            hidden.append(sum(one for one in gradients if one is not None))
+            hidden.append(torch.stack([one for one in gradients if one is not None]).sum(0))
         found = {"doctor/objective_slope": slopes[0] - slopes[1]}
         weight = self.network.output_weight
         if weight is not None and hidden[0].shape[-1] == weight.shape[-1]:
