@@ -17,7 +17,7 @@ from toolkit.diagnosis.gradient_probes import OptimizerState
 from toolkit.diagnosis.history import History
 from toolkit.diagnosis.network_comparison import NetworkComparison
 from toolkit.diagnosis.plain import PlainParts
-from toolkit.diagnosis.row_comparison import RowComparison
+from toolkit.diagnosis.row_comparison import RowComparison, read_ms
 from toolkit.diagnosis.step_comparison import StateBetween, UpdateComparison, state_of
 from toolkit.initial_values import initial_values
 from toolkit.intervals import length, union
@@ -79,8 +79,21 @@ class Comparisons:
             self.rows.start(cursor)
             if self.rows.batches is not None:
                 found |= self.rows.of_validation(validation, size)
+                found |= self._read_times()
         self._restored = list(state)
         return found
+
+    def _read_times(self) -> dict[str, float]:
+        """Returns how long a batch takes to read, in the run and with leyden's packing."""
+        assert self.rows is not None
+        data: Any = self.trainer.datamodule
+        loader, order = (
+            data.training_loader,
+            {"shuffle": data.shuffle, "seed": data.seed, "rank": 0, "world_size": 1},
+        )
+        length = loader.batches.sequence_length
+        live = data.packed("train", sequence_length=length, batch_size=data.batch_size, **order)
+        return {"time/read_ms": read_ms(live), "time/plain_read_ms": self.rows.read_ms()}
 
     def _steps(self, *_: Any) -> None:
         self._depth += 1
@@ -179,21 +192,24 @@ class _RankTimes:
         self._watch: WatchCollectives | None = None
         self._own: deque[Tensor] = deque(maxlen=STEPS)
         self._whole: deque[float] = deque(maxlen=STEPS)
+        self._shared: deque[float] = deque(
+            maxlen=STEPS
+        )  # seconds in collectives of the rank that waits least
 
     def begin(self) -> None:
         """Begins to watch a step."""
         self._began, self._delayed = time.monotonic(), _queued()
         self._watch = WatchCollectives.start(time.monotonic)
 
-    def stop(self) -> tuple[float, float] | None:
-        """Ends it; returns seconds of the step, without those in which other programs had the core, and of collectives; None: it was not watched, or was interrupted."""
+    def stop(self) -> tuple[float, float, float] | None:
+        """Ends it; returns seconds of the step, of collectives, and those in which other programs had the core; None: it was not watched, or was interrupted."""
         began, watch, now = self._began, self._watch, time.monotonic()
         self._began = self._watch = None
         if began is None or watch is None:
             return None
         spans = union([(one.begin, one.end or now) for one in watch.collectives])
         watch.stop()
-        return max(now - began - (_queued() - self._delayed), 0.0), length(spans)
+        return now - began, length(spans), _queued() - self._delayed
 
     def figures(self, module: Any) -> dict[str, float]:
         """Ends a step, and returns, of the last ones, how far the slowest rank is behind and the least share of collectives.
@@ -202,11 +218,12 @@ class _RankTimes:
         collectives, of the rank that has to wait least.
         """
         found = self.stop()
-        own = torch.tensor([0.0, 0.0] if found is None else found, dtype=torch.float64)
-        every = module.all_gather(own.to(module.device)).view(-1, 2).cpu()
+        own = torch.tensor([0.0, 0.0, 0.0] if found is None else found, dtype=torch.float64)
+        every = module.all_gather(own.to(module.device)).view(-1, 3).cpu()
         if not bool(every[:, 0].all()):
             return {}
-        self._own.append((every[:, 0] - every[:, 1]).clamp(min=0))
+        self._own.append((every[:, 0] - every[:, 1] - every[:, 2]).clamp(min=0))
+        self._shared.append(float(every[:, 1].min()))
         self._whole.append(float(every[:, 0].median()))
         if len(self._own) < STEPS:
             return {}
@@ -214,7 +231,7 @@ class _RankTimes:
         works = works.sum(0) - works.amax(0)
         return {
             "time/rank_behind": float(works.max() - works.median()) / whole,
-            "time/collectives_least": max(1 - float(works.max()) / whole, 0.0),
+            "time/collectives_least": sum(self._shared) / sum(self._whole),
         }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.contracts import IGNORED_LABEL
+from core.contracts import IGNORED_LABEL, PackedBatches
 from toolkit.diagnosis.data_probes import spans_of
 from toolkit.diagnosis.plain import PlainParts
 
@@ -86,6 +88,19 @@ class RowComparison:
         if found.get("doctor/rows_other", 0.0) > 0:
             found |= self._origin(batch["input_ids"], expected["input_ids"])
         return found
+
+    def read_ms(self) -> float:
+        """Returns how many milliseconds leyden's packing takes to read a batch, the median of a few; NaN: it is not known."""
+        data = self.plain.trainer.datamodule
+        order = {
+            "rank": 0,
+            "world_size": 1,
+            "batch_size": data.batch_size,
+            "shuffle": data.shuffle,
+            **self._order,
+        }
+        batches = self.plain.batches("train", **order)
+        return read_ms(batches) if batches is not None else float("nan")
 
     def in_validation(self, batch: Mapping[str, Any]) -> dict[str, float]:
         """Returns how the first batch of a validation differs from what should come, under other names."""
@@ -162,6 +177,19 @@ class RowComparison:
             found["doctor/rows_one_id"] = float(ids[differ].bincount().max() / differ.sum())
         found["doctor/rows_came_before"] = again / max(len(numbers_of_rows), 1)
         return found
+
+
+def read_ms(batches: PackedBatches) -> float:
+    """Returns how many milliseconds reading a batch takes, the median of `TIMED`."""
+    found, began = list[float](), time.perf_counter()
+    for _ in islice(batches, TIMED):
+        found.append(1e3 * (time.perf_counter() - began))
+        began = time.perf_counter()
+    return statistics.median(found)
+
+
+TIMED = 9
+"""Batches that are read for their time."""
 
 
 def compare(batch: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:

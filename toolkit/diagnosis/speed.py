@@ -32,6 +32,17 @@ def data_bound(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def reading(case: Case) -> Iterator[Finding]:
+    """Batches take many times as long to read as with leyden's packing, and a part of a step that counts."""
+    read, plain, step = (case.last(f"time/{one}_ms") for one in ("read", "plain_read", "step_p50"))
+    share = read * case.number("trainer.accumulate_grad_batches", 1) / max(step, 1e-9)
+    if read > 5 * plain and share > 0.08 and len(case.series("time/step_p50_ms")) >= WINDOW:
+        yield Finding(
+            "data_bound", int(case.series("time/step_p50_ms").steps[WINDOW - 1]), f"a batch takes {read:.2g} ms to read, with leyden's packing {plain:.2g} "
+            f"ms: {share:.0%} of a step", 0.843, "Take leyden's packing", packing_remedy(case) or without_callbacks(case),
+        )  # fmt: skip
+
+
 def _in_all(shares: Series, limit: float) -> tuple[int, float] | None:
     """Returns since when waiting takes more than a share of `LONG` logged steps together, given the share in each of them.
 
@@ -132,6 +143,7 @@ WINDOW = 6
 """Logged steps of which the median counts: the first one waits for the data to be opened."""
 
 RULES: tuple[Rule, ...] = (
+    reading,
     rank_times,
     data_bound,
     checkpoint_stall,
