@@ -10,7 +10,8 @@ from core.contracts import IGNORED_LABEL, TokenSum
 from plugins.objectives.causal_lm import CausalLM
 from tests.support.tiny_training import tiny_gpt, uneven_batches
 from toolkit.diagnosis.comparisons import initial_figures
-from toolkit.diagnosis.network_comparison import KINDS, NetworkComparison
+from toolkit.diagnosis.foreign import KINDS
+from toolkit.diagnosis.network_comparison import NetworkComparison
 from toolkit.diagnosis.row_comparison import compare
 
 

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.foreign import BRIEF, beyond, found
-from toolkit.diagnosis.network_comparison import APART, KINDS
+from toolkit.diagnosis.foreign import APART, BRIEF, KINDS, beyond, found
 from toolkit.diagnosis.parts import is_known
 
 

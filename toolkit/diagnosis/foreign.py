@@ -11,6 +11,12 @@ from toolkit.diagnosis.parts import is_known, network_remedy, packing_remedy, su
 BRIEF = 4
 """Logged steps that a passing fault takes at most."""
 
+KINDS = ("network", "embedding", "attention", "mlp", "norm", "router", "head", "block")
+"""What a part that differs may be; `doctor/part_kind` is its place here."""
+
+APART = 2e-3
+"""Relative difference of what rounding does not explain."""
+
 
 def found(case: Case, cause: str, since: int, evidence: str, confidence: float) -> Finding:
     """Returns a finding whose remedy takes the foreign parts out that may be at fault."""

@@ -16,16 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from core.contracts import IGNORED_LABEL
 from core.training.seeding import seed_generators
-from toolkit.diagnosis import data_probes, network_probes
+from toolkit.diagnosis.data_probes import figures_of, label_counts
+from toolkit.diagnosis.foreign import APART, KINDS
+from toolkit.diagnosis.network_probes import backward_gains, inner_state, visibility
 from toolkit.generation.rows import evaluating
 from toolkit.network_parts import NamesParts
 from toolkit.routing import RoutesTokens
-
-KINDS = ("network", "embedding", "attention", "mlp", "norm", "router", "head", "block")
-"""What a part that differs may be; `doctor/part_kind` is its place here."""
-
-APART = 2e-3
-"""Relative difference of what rounding does not explain."""
 
 SEED = 7
 
@@ -56,15 +52,15 @@ class NetworkComparison:
         apart = max(found.values()) if found else 0.0
         if apart > APART:
             found |= self._place(batch, found["doctor/forward_apart_evaluating"] > APART)
-            seen = network_probes.visibility(self.live, batch)
+            seen = visibility(self.live, batch)
             found |= {name.replace("doctor/", "doctor/now_"): value for name, value in seen.items()}
         elif self.objective is not None:
             found |= self._backward(batch)
         if self.objective is not None:
             found |= self._objectives(batch)
-        usual = network_probes.inner_state(self.network, batch)
-        usual |= network_probes.backward_gains(self.network, batch)
-        own = network_probes.inner_state(self.live, batch) | network_probes.backward_gains(self.live, batch)
+        usual = inner_state(self.network, batch)
+        usual |= backward_gains(self.network, batch)
+        own = inner_state(self.live, batch) | backward_gains(self.live, batch)
         for prefix, values in (("usual", usual), ("own", own)):
             found |= {name.replace("doctor/", f"doctor/{prefix}_"): value for name, value in values.items()}
         return found
@@ -239,7 +235,7 @@ class NetworkComparison:
             scores = -(hidden[0].float() @ weight.detach().float().T)
             labels = torch.where(taken, scores.argmax(-1), IGNORED_LABEL)
             implied: Any = {**batch, "labels": labels}
-            counts = data_probes.figures_of(data_probes.label_counts([implied]))
+            counts = figures_of(label_counts([implied]))
             found["doctor/objective_next"] = counts.get("doctor/labels_next", 0.0)
             found["doctor/objective_labelled"] = float(taken.sum() / (batch["labels"] != IGNORED_LABEL).sum())
         return found
