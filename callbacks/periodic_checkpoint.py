@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,14 @@ from core.contracts import MeasuresStall, WaitsForDisk
 from core.errors import ConfigError
 from core.lightning_compat import is_accumulating, validates_after_batch
 from core.technique import technique
-from toolkit import local_paths
 from toolkit.checkpoint_names import ABANDONED, step_named
+from toolkit.checkpoint_places import Place, place_of, require_uploads
+from toolkit.local_paths import is_url
 
 
 @technique(
     paper="own work: like ModelCheckpoint with monitor='step', and a save of the last step",
+    offers=("writes_to_urls",),
     maturity="stable",
     observer=True,
 )
@@ -31,10 +32,13 @@ class PeriodicCheckpoint(Checkpoint):
     are renamed to `step-00000200.abandoned.ckpt`. Where the checkpoint format measures it, `checkpoint/stall_s` is
     logged: the seconds for which the checkpoint interrupted training.
 
+    With a URL as `dirpath` checkpoints are written into `uploads/` of the run folder, and uploaded while training
+    continues; one that is uploaded is deleted there.
+
     Args:
         every_n_steps: Optimizer steps between checkpoints.
         keep: How many of the newest to keep; -1 keeps all.
-        dirpath: The folder to write to, on this machine.
+        dirpath: The folder to write to, on this machine or on object storage, such as `s3://bucket/runs/first`.
         keep_every_n_steps: Checkpoints at multiples of this many steps are also kept, and never removed.
         keep_best: Whether the one with the lowest `val/loss` is also kept. One is saved after each validation that
             found a lower loss, unless that validation was between the micro-batches of a step.
@@ -45,7 +49,7 @@ class PeriodicCheckpoint(Checkpoint):
 
     Raises:
         ConfigError: If `every_n_steps` or `keep_every_n_steps` < 1, or `keep` is neither -1 nor at least 1;
-            if `dirpath` is a URL, or nothing can be written there.
+            if nothing can be written to `dirpath`, or a new run finds checkpoints of another at that URL.
 
     Example:
         trainer:
@@ -74,7 +78,8 @@ class PeriodicCheckpoint(Checkpoint):
             )
         self.every_n_steps = every_n_steps
         self.keep = keep
-        self.dirpath = local_paths.require_local_path(dirpath, "PeriodicCheckpoint: dirpath")
+        self.dirpath = dirpath
+        self._place: Place = place_of(dirpath)
         self.keep_every_n_steps, self.keep_best = keep_every_n_steps, keep_best
         self.last_model_path = self.best_model_path = ""
         self._best = float("inf")
@@ -87,25 +92,18 @@ class PeriodicCheckpoint(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes the folder from rank 0, which alone knows the run folder."""
         self.dirpath = trainer.strategy.broadcast(self.dirpath)
+        self._place = place_of(self.dirpath)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Does not save again the step that a resumed run starts from."""
         self._io = trainer.strategy.checkpoint_io
         self._saved_step = trainer.global_step
+        if is_url(self.dirpath):
+            require_uploads(self._io, self.dirpath).stage_in(Path(trainer.default_root_dir, "uploads"))
         if trainer.is_global_zero:
-            self._check_place()
+            self._place.check(resumed=bool(trainer.ckpt_path))
             if trainer.ckpt_path:
                 self._set_aside(trainer.global_step)
-
-    def _check_place(self) -> None:
-        """Raises a ConfigError if nothing can be written: at the first checkpoint it would be too late."""
-        folder = Path(self.dirpath).absolute()
-        place = next(path for path in (folder, *folder.parents) if path.exists())
-        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            fault = "is no folder" if not place.is_dir() else "cannot be written"
-            raise ConfigError(
-                f"PeriodicCheckpoint: dirpath is {self.dirpath}, and {place} {fault}. Set another."
-            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -143,6 +141,7 @@ class PeriodicCheckpoint(Checkpoint):
             self._save(trainer, trainer.global_step)
         if isinstance(self._io, WaitsForDisk):
             self._io.wait()
+            self._place.settled()
             self._prune(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -157,67 +156,65 @@ class PeriodicCheckpoint(Checkpoint):
         self._restored = set(self._written)
         if state_dict.get("path"):
             self._best = float(state_dict["best"])
-            self.best_model_path = str(Path(self.dirpath, Path(state_dict["path"]).name))
+            self.best_model_path = str(self._place.path_of(Path(state_dict["path"]).name))
 
     def _go_back(self, step: int) -> None:
         """Training has gone back to a step: later steps will be saved again."""
         self._saved_step = 0
         if isinstance(self._io, WaitsForDisk):
             self._io.wait()
+            self._place.settled()
         if self.best_model_path and (step_named(Path(self.best_model_path)) or 0) > step:
             self._best, self.best_model_path = float("inf"), ""
 
     def _set_aside(self, step: int) -> None:
         """Renames the checkpoints after a step that the run continues from: they belong to a discarded history."""
-        for path in sorted(Path(self.dirpath).glob("step-*.ckpt")):
-            if (step_named(path) or 0) <= step or ABANDONED in path.name:
-                continue
-            number, name = 1, f"{path.stem}{ABANDONED}.ckpt"
-            while path.with_name(name).exists():
-                number += 1
-                name = f"{path.stem}{ABANDONED}-{number}.ckpt"
-            path.rename(path.with_name(name))
-            self._written = [name if old == path.name else old for old in self._written]
+        for old, name in self._place.set_aside(step).items():
+            self._written = [name if written == old else written for written in self._written]
             print(
-                f"{path} is after step {step}, from which the run continues: renamed to {name}.", flush=True
+                f"{self._place.path_of(old)} is after step {step}, from which the run continues: renamed to {name}.",
+                flush=True,
             )
 
     def _save(self, trainer: Trainer, step: int) -> None:
         self._due = False
         path = self.path_of(step)
-        self._written = [*(name for name in self._written if name != path.name), path.name]
-        self._restored.discard(path.name)
+        name = Path(path).name
+        self._written = [*(written for written in self._written if written != name), name]
+        self._restored.discard(name)
         trainer.save_checkpoint(path)
+        self._place.saved(name)
         self._saved_step, self.last_model_path = step, str(path)
         if isinstance(self._io, MeasuresStall):
             for logger in trainer.loggers:
                 logger.log_metrics({"checkpoint/stall_s": self._io.stall_s}, step=step)
         self._prune(trainer)
 
-    def path_of(self, step: int) -> Path:
-        """Returns the path of the checkpoint of a step."""
-        return Path(self.dirpath, f"step-{step:08d}.ckpt")
+    def path_of(self, step: int) -> Path | str:
+        """Returns the path, or the URL, of the checkpoint of a step."""
+        return self._place.path_of(f"step-{step:08d}.ckpt")
 
     def _prune(self, trainer: Trainer) -> None:
         """Removes what need not be kept. A checkpoint that is still being written does not count: one more is kept."""
         if not trainer.is_global_zero or self.keep < 0:
             return
-        paths = (Path(self.dirpath, name) for name in self._written)
-        present = sorted((path for path in paths if path.exists()), key=_order)
+        present = sorted(self._place.present(self._written), key=_order)
         for old in present[: -self.keep]:
-            step, abandoned = step_named(old) or 0, ABANDONED in old.name
+            step, abandoned = step_named(Path(old)) or 0, ABANDONED in old
             for_good = self.keep_every_n_steps and step % self.keep_every_n_steps == 0 and not abandoned
-            if not for_good and old.name != Path(self.best_model_path).name and self._is_mine(old, trainer):
-                trainer.strategy.remove_checkpoint(old)
-                self._written.remove(old.name)
+            if not for_good and old != Path(self.best_model_path).name and self._is_mine(old, trainer):
+                trainer.strategy.remove_checkpoint(self._place.path_of(old))
+                self._written.remove(old)
 
-    def _is_mine(self, path: Path, trainer: Trainer) -> bool:
+    def _is_mine(self, name: str, trainer: Trainer) -> bool:
         """Whether a file that the checkpoint lists as written may be removed: not through a link out of the folder."""
+        if is_url(self.dirpath):
+            return True
         folder, root = Path(self.dirpath), Path(trainer.default_root_dir)
         within = folder.absolute().is_relative_to(root.absolute())
         leads_out = within and not folder.resolve().is_relative_to(root.resolve())
-        return path.name not in self._restored or not leads_out
+        return name not in self._restored or not leads_out
 
 
-def _order(path: Path) -> tuple[bool, int]:
-    return ABANDONED not in path.name, step_named(path) or 0
+def _order(name: str) -> tuple[bool, int]:
+    return ABANDONED not in name, step_named(Path(name)) or 0

@@ -19,6 +19,7 @@ from rich.console import Console
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.contracts import HasUnigramLoss, KnowsCheckpoints
 from core.technique import declaration_of, technique
+from toolkit.local_paths import is_url
 
 PRODUCTS = {
     "loss curve": "loss_curve.png",
@@ -135,7 +136,9 @@ def _loss_lines(trainer: Trainer, pl_module: Any, validated_step: int | None) ->
 
 def _product_lines(trainer: Trainer) -> list[str]:
     folder = Path(trainer.default_root_dir)
-    products = {name: folder / file for name, file in PRODUCTS.items() if (folder / file).exists()}
+    products: dict[str, Path | str] = {
+        name: folder / file for name, file in PRODUCTS.items() if (folder / file).exists()
+    }
     if checkpoint := _checkpoint(trainer):
         products = {"checkpoint": checkpoint, **products}
     for logger in trainer.loggers:
@@ -158,7 +161,10 @@ def _command_lines(trainer: Trainer) -> list[str]:
     return ["Next:", f"  python -m core {what}", f"  {_resume(trainer, checkpoint)} {_longer(trainer)}"]
 
 
-def _resume(trainer: Trainer, checkpoint: Path) -> str:
+def _resume(trainer: Trainer, checkpoint: Path | str) -> str:
+    if isinstance(checkpoint, str):  # a URL, which a checkpoint alone does not have a run write to
+        folder = shlex.quote(checkpoint.rpartition("/")[0])
+        return f"python -m core fit --ckpt_path {folder} --callbacks.PeriodicCheckpoint.dirpath={folder}"
     place = Path(trainer.default_root_dir)
     if place.resolve() not in checkpoint.resolve().parents:  # `dirpath` of PeriodicCheckpoint
         place = checkpoint
@@ -173,17 +179,21 @@ def _longer(trainer: Trainer) -> str:
     return f"--trainer.max_steps {2 * max(steps, trainer.global_step, 1)}"
 
 
-def _checkpoint(trainer: Trainer) -> Path | None:
-    """Returns the newest checkpoint of this run that is still there."""
+def _checkpoint(trainer: Trainer) -> Path | str | None:
+    """Returns the newest checkpoint of this run that is still there: a path, or a URL."""
     callback: Any = trainer.checkpoint_callback
     knows = isinstance(callback, KnowsCheckpoints)
     names = [callback.last_model_path, callback.best_model_path] if knows else []
     names.append(str(trainer.ckpt_path or ""))  # a finished run that was resumed wrote none itself
+    if is_url(names[0]):
+        return str(names[0])
     found = [Path(name) for name in names if name and Path(name).exists()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
 
-def _shown(path: Path) -> str:
-    """Returns the shortest form of a path: relative, if it is below the working directory."""
+def _shown(path: Path | str) -> str:
+    """Returns the shortest form of a path: relative, if it is below the working directory; a URL as it is."""
+    if is_url(str(path)):
+        return str(path)
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

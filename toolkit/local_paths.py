@@ -22,7 +22,8 @@ def require_local_path(path: str, option: str) -> str:
     """
     if is_url(path):
         raise ConfigError(
-            f"{option} is {path}: runs write to folders of this machine, not to URLs yet.\n"
-            "Give a local folder and copy it there (such as `aws s3 sync`), or one where the bucket is mounted."
+            f"{option} is {path}: runs write to folders of this machine, not to URLs yet; checkpoints alone may go there "
+            "(dirpath of\nPeriodicCheckpoint). Give a local folder and copy it (such as `aws s3 sync`), or one where the "
+            "bucket is mounted."
         )
     return path

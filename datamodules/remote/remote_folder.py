@@ -19,9 +19,9 @@ from typing import IO, Any
 import numpy as np
 
 from core.errors import ConfigError
-from datamodules.remote.file_claims import claimed, locked, publish
 from toolkit import manifest_schema
 from toolkit.bounded import MOST_BYTES, open_inside
+from toolkit.file_claims import claimed, locked, publish
 from toolkit.prepared import MANIFEST, SCHEMES, is_edited
 from toolkit.ranks import launched_rank
 from toolkit.sizes import readable

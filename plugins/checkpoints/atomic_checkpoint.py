@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from core import durable
 from core.errors import ConfigError
 from core.technique import technique
 from plugins.checkpoints import sharded, shared_check
+from plugins.checkpoints.background import Background
 from plugins.checkpoints.checkpoint import checked
 from plugins.checkpoints.patience import Patience, no_room
 from plugins.checkpoints.shared_memory import separate
+from plugins.checkpoints.uploads import Staging, folder_of, upload_file
+from toolkit import remote_checkpoints
 from toolkit.checkpoint_names import step_named
-from toolkit.local_paths import require_local_path
+from toolkit.local_paths import is_url, require_local_path
 from toolkit.selection import Run, Selected
 
 
@@ -37,9 +41,12 @@ class AtomicCheckpoint(CheckpointIO):
     remains. If the disk is full, the run prints a message, waits and tries again. Nothing is serialised in memory
     first. Loading accepts tensors and plain values only (`weights_only=True`) and maps the file into memory.
 
+    To a URL such as `s3://bucket/runs/first/step-00000100.ckpt` the file is uploaded while training continues; the next
+    checkpoint waits for that. It exists there once its size and checksum have been written beside it, as the last.
+
     Raises:
-        ConfigError: If the file cannot be written, a signal ends the wait for space on the disk, or the file to load
-            is not complete; if a callback names a URL to write to.
+        ConfigError: If the file cannot be written or uploaded, a signal ends the wait for space on the disk, or the file to
+            load is not complete; if a callback that cannot write to URLs names one.
 
     Example:
         trainer:
@@ -47,10 +54,21 @@ class AtomicCheckpoint(CheckpointIO):
             - class_path: AtomicCheckpoint
     """
 
+    # Not in a constructor, which classes derived from this one may not call.
+    @cached_property
+    def _background(self) -> Background:
+        return Background()
+
+    @cached_property
+    def _staging(self) -> Staging:
+        return Staging()
+
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields callbacks of others that would write to a URL: a local folder `s3:` would be made."""
         for item in run.selected:
+            if "writes_to_urls" in item.declaration.offers:
+                continue
             try:
                 require_local_path(str(item.arguments.get("dirpath")), f"{item.name}: dirpath")
             except ConfigError as error:
@@ -58,7 +76,34 @@ class AtomicCheckpoint(CheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes the checkpoint; called on rank 0."""
-        path, patience = Path(require_local_path(str(path), "The checkpoint's path")), Patience()
+        if not is_url(str(path)):
+            self._write_patiently(checkpoint, Path(path))
+            return
+        folder, key = folder_of(str(path))
+        self.wait()
+        self._write_patiently(checkpoint, staged := self._staging.path_of(key))
+        self._background.submit(upload_file, staged, folder)
+
+    def stage_in(self, folder: Path) -> None:
+        """Says where checkpoints are written before they are uploaded; what a killed run left there is deleted."""
+        self._staging = Staging(folder)
+        self._staging.clear()
+
+    def wait(self) -> None:
+        """Waits for the checkpoint that is being uploaded, if any.
+
+        Raises:
+            ConfigError: If it could not be.
+        """
+        self._background.wait()
+
+    def teardown(self) -> None:
+        """Waits at the end of the run, also after an error."""
+        self._background.close()
+        self._staging.close()
+
+    def _write_patiently(self, checkpoint: dict[str, Any], path: Path) -> None:
+        patience = Patience()
         while True:
             try:
                 self._write(checkpoint, path)
@@ -110,7 +155,8 @@ class AtomicCheckpoint(CheckpointIO):
         Raises:
             ConfigError: On every rank, if one of them found a file damaged.
         """
-        if not sharded.is_sharded(folder := Path(path)):
+        folder = shared_check.provided(Path(path))
+        if not sharded.is_sharded(folder):
             return None
         return sharded.read_without_tensors(shared_check.check(folder))
 
@@ -119,8 +165,11 @@ class AtomicCheckpoint(CheckpointIO):
         sharded.load_tensors(pairs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Deletes a checkpoint."""
-        remove(Path(path))
+        """Deletes a checkpoint; one on object storage after what is being uploaded."""
+        if not is_url(str(path)):
+            remove(Path(path))
+            return
+        self._background.submit_aside(remote_checkpoints.remove, *folder_of(str(path)))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from core.errors import ConfigError
-from plugins.checkpoints import schema, sharded
+from plugins.checkpoints import remote_copies, schema, sharded
 from plugins.checkpoints.shared_check import noted
 from plugins.cli.configuration.class_paths import qualify
 from plugins.cli.configuration.yaml_texts import parse_yaml
@@ -31,7 +31,12 @@ def defect(path: Path, resumes: bool = False) -> str | None:
         path: The checkpoint.
         resumes: Whether a run resumes it: such ranks leave the tensors of a file to :mod:`plugins.checkpoints.shared_check`
             too.
+
+    Raises:
+        ConfigError: If it is on object storage and cannot be read or copied.
     """
+    if damage := remote_copies.provide(path):
+        return damage
     alone = launched_rank() is None
     if sharded.is_sharded(path):
         return sharded.defect(path, sharded.ALL if alone else sharded.NONE)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from core.errors import ConfigError, nearest
-from plugins.checkpoints import sharded
+from plugins.checkpoints import remote_copies, sharded
 from plugins.checkpoints.checkpoint import defect, invalid_content, step_recorded
 from plugins.checkpoints.foreign import is_foreign
 from plugins.cli.configuration.yaml_texts import read_yaml
@@ -69,6 +69,8 @@ def of_folder(folder: Path, since_ns: int = 0, resumes: bool = False) -> Path | 
 
 
 def _saved_ns(path: Path) -> int:
+    if (saved := remote_copies.saved_ns(path)) is not None:
+        return saved
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:  # deleted by its run, which is still training
@@ -76,14 +78,18 @@ def _saved_ns(path: Path) -> int:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, in its `checkpoints`, and in the folders that its config names."""
-    places = dict.fromkeys([folder, folder / "checkpoints", *_recorded_places(folder)])
+    """Returns the checkpoints in a folder, in its `checkpoints`, and in the folders and at the URLs that its config names."""
+    recorded = list(_recorded_places(folder))
+    places = dict.fromkeys([folder, folder / "checkpoints", *(p for p in recorded if isinstance(p, Path))])
     found = [path for place in places if place.is_dir() for path in place.glob("*.ckpt")]
-    return [path for path in found if path.name[0] != "." and (path.is_file() or sharded.is_sharded(path))]
+    here = [path for path in found if path.name[0] != "." and (path.is_file() or sharded.is_sharded(path))]
+    return here + [
+        path for url in recorded if isinstance(url, str) for path in remote_copies.listed(url, folder)
+    ]
 
 
-def _recorded_places(folder: Path) -> Iterator[Path]:
-    """Yields the folders within a run folder to which its callbacks write checkpoints."""
+def _recorded_places(folder: Path) -> Iterator[Path | str]:
+    """Yields the folders within a run folder, and the URLs, to which its callbacks write checkpoints."""
     try:
         trainer = read_yaml(folder / "config.yaml")[0].get("trainer")
     except ConfigError:
@@ -92,6 +98,9 @@ def _recorded_places(folder: Path) -> Iterator[Path]:
     for item in callbacks if isinstance(callbacks, list) else ():
         options = item.get("init_args") if isinstance(item, Mapping) else None
         place = options.get("dirpath") if isinstance(options, Mapping) else None
+        if isinstance(place, str) and local_paths.is_url(place):
+            yield place.replace("${run_folder}", str(folder))
+            continue
         head, placeholder, rest = (
             place.partition("${run_folder}/") if isinstance(place, str) else ("", "", "")
         )
@@ -112,7 +121,10 @@ def _complete(candidates: list[Path], resumes: bool) -> Iterator[Path]:
         order, path = waiting.pop()
         reason = defect(path, resumes) or invalid_content(path)
         if reason is not None:
-            print(f"{path} is skipped: {reason}. Looking for the one before.", file=sys.stderr)
+            print(
+                f"{remote_copies.shown(path)} is skipped: {reason}. Looking for the one before.",
+                file=sys.stderr,
+            )
         elif (step := step_recorded(path)) is not None and step < order[1]:
             waiting.append((_order(path, step), path))
         else:
@@ -150,7 +162,7 @@ def resolve(name: str, root: Path, runs: bool = True, resumes: bool = False) -> 
     """Returns the file that a `--ckpt_path` means: `last`, a file, a run folder or its checkpoints folder (its newest).
 
     Args:
-        name: The value of `--ckpt_path`: a file, a folder, or `last`.
+        name: The value of `--ckpt_path`: a file, a folder, a URL of either, or `last`.
         root: The run's folder, in which `last` is searched.
         runs: Whether `root` may also be a folder of runs, in all of which `last` is searched.
         resumes: As in :func:`plugins.checkpoints.checkpoint.defect`.
@@ -163,9 +175,7 @@ def resolve(name: str, root: Path, runs: bool = True, resumes: bool = False) -> 
         found = runs and not any(map(_files, (root, *_later_runs(root))))
         return of_runs(root, resumes) if found else newest(root, siblings=True, resumes=resumes)
     if local_paths.is_url(name):
-        raise ConfigError(
-            f"--ckpt_path {name}: checkpoints are read from this machine's folders. Download it first."
-        )
+        return _of_url(name, resumes)
     try:
         _refuse_foreign(path)
         if path.is_dir() and not sharded.is_sharded(path):
@@ -173,6 +183,21 @@ def resolve(name: str, root: Path, runs: bool = True, resumes: bool = False) -> 
         return _as_file(path, name, resumes)
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
         raise ConfigError(f"--ckpt_path {name[:200]!r} cannot be read: {error}.") from error
+
+
+def _of_url(url: str, resumes: bool) -> Path:
+    """Returns the copy of a checkpoint on object storage, or of the newest complete one in a folder there."""
+    url = re.sub(r":/+", "://", url, count=1).rstrip("/")  # a Path of it has lost a slash
+    place, _, key = url.rpartition("/") if url.endswith(".ckpt") else (url, "", "")
+    found = remote_copies.listed(place)
+    if path := next(_complete([path for path in found if key in ("", path.name)], resumes), None):
+        return path
+    names = {path.name for path in found}
+    what = f"there is no complete checkpoint{f' {key}' if key else ''} there"
+    raise ConfigError(
+        f"--ckpt_path {url}: {what}.{nearest(key, names - {key}) if key else ''}\nGive the URL of a folder for its newest "
+        f"complete one ({len(names)} there)."
+    )
 
 
 def _refuse_foreign(path: Path) -> None:

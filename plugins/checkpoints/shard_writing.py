@@ -1,4 +1,7 @@
-"""Writes a sharded checkpoint together with the other ranks; the folder is either complete or absent."""
+"""Writes a sharded checkpoint together with the other ranks; the folder is either complete or absent.
+
+On object storage each rank uploads its own files, and deletes them here; the first one uploads the rest, `complete` last.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,9 @@ from core.errors import ConfigError
 from plugins.checkpoints import sharded, sharded_form
 from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
 from plugins.checkpoints.patience import Patience, no_room
+from plugins.checkpoints.uploads import complete, upload
+from toolkit import remote_checkpoints
+from toolkit.object_storage import ObjectFolder
 
 MOST_SMALL = 1024
 """Elements up to which a tensor that several ranks hold is written by the first of them."""
@@ -54,6 +60,7 @@ def write(
     rest: dict[str, Any],
     group: dist.ProcessGroup | None,
     patience: Patience,
+    remote: ObjectFolder | None = None,
 ) -> None:
     """Writes a checkpoint under a temporary name, and renames it once the shards of all ranks are on the disk.
 
@@ -65,6 +72,8 @@ def write(
         rest: The other part that `split` returned; that of the first rank is written.
         group: The ranks that write, each of which calls this; None: only this process.
         patience: Waits for space on the disk.
+        remote: The folder on object storage that the checkpoint is for; `path` is where it is staged then, on a disk
+            that ranks need not share.
 
     Raises:
         ConfigError: On every rank, if one of them could not write.
@@ -72,7 +81,7 @@ def write(
     rank = dist.get_rank(group) if group is not None else 0
     while True:
         try:
-            _attempt(path, tensors, rest, group, rank)
+            _attempt(path, tensors, rest, group, rank, remote)
             break
         except ConfigError as error:
             if not no_room(error):
@@ -96,23 +105,30 @@ def write_alone(
         OSError: If it cannot be written. What `read` raises is raised, too.
     """
     try:
-        _write(path, _temporary(path), tensors, rest, None, 0, read)
+        _write(path, _temporary(path), tensors, rest, None, 0, read, None)
     except CheckpointException as error:
         raise _first(error) from error
 
 
 def _attempt(
-    path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], group: dist.ProcessGroup | None, rank: int
+    path: Path,
+    tensors: dict[str, Tensor],
+    rest: dict[str, Any],
+    group: dist.ProcessGroup | None,
+    rank: int,
+    remote: ObjectFolder | None,
 ) -> None:
     temporary = _temporary(path)
     try:
-        _write(path, temporary, tensors, rest, group, rank, None)
+        _write(path, temporary, tensors, rest, group, rank, None, remote)
     except (Exception, CheckpointException) as error:
         cause = _first(error)
         written = sum(file.stat().st_size for file in temporary.glob("*")) if rank == 0 else 0
-        if rank == 0:
+        if rank == 0 or remote is not None:
             with suppress(OSError):
                 remove(temporary)
+        if remote is not None and isinstance(cause, ConfigError):  # which says what the storage said
+            raise cause from error
         raise failure(path, cause, written) from cause
 
 
@@ -128,11 +144,22 @@ def _write(
     group: dist.ProcessGroup | None,
     rank: int,
     read: Callable[[str], Tensor] | None,
+    remote: ObjectFolder | None,
 ) -> None:
-    order = _by_first(group, rank, lambda: _begin(temporary, rest))
+    order = _by_first(group, rank, lambda: _begin(path, temporary, rest, remote))
     names = _save(temporary, tensors, group, read)
-    parts = _gathered(group, rank, lambda: _own_part(temporary, names, rest, order, rank))
-    _by_first(group, rank, lambda: _finish(path, temporary, rest, parts))
+
+    def own_part() -> dict[str, Any]:
+        part = _own_part(temporary, names, rest, order, rank)
+        if remote is not None:
+            upload(remote, path.name, temporary, sorted(names))
+        return part
+
+    parts = _gathered(group, rank, own_part)
+    _by_first(group, rank, lambda: _finish(path, temporary, rest, parts, remote))
+    if remote is not None and rank > 0:
+        with suppress(OSError):  # of another machine; on the same disk rank 0 has removed it
+            temporary.rmdir()
 
 
 def _by_first(group: dist.ProcessGroup | None, rank: int, action: Callable[[], Any]) -> Any:
@@ -164,11 +191,13 @@ def _gathered(group: dist.ProcessGroup | None, rank: int, action: Callable[[], A
     return outcomes or []
 
 
-def _begin(temporary: Path, rest: dict[str, Any]) -> list[str]:
-    """Makes the folder; returns the names of the first rank's weights, which ranks with the same ones do not send."""
+def _begin(path: Path, temporary: Path, rest: dict[str, Any], remote: ObjectFolder | None) -> list[str]:
+    """Makes the folder, in place of an earlier one on object storage; returns the names of the first rank's weights, which ranks with the same ones do not send."""
     temporary.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(temporary.parent)
     temporary.mkdir()
+    if remote is not None:
+        remote_checkpoints.remove(remote, path.name)
     order: list[str] = rest[sharded_form.ORDER]
     return order
 
@@ -252,32 +281,44 @@ def _own_part(
     }
 
 
-def _finish(path: Path, temporary: Path, rest: dict[str, Any], parts: list[Any]) -> None:
+def _finish(
+    path: Path, temporary: Path, rest: dict[str, Any], parts: list[Any], remote: ObjectFolder | None
+) -> None:
     if error := next((part for part in parts if isinstance(part, Exception)), None):
         raise error
+    _write_state(temporary, rest, parts)
+    files = {name: sums for part in parts for name, sums in part["files"].items()}
+    if remote is None and (missing := sorted(files.keys() - set(os.listdir(temporary)))):
+        raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
+    files |= {name: sharded.checksum(temporary / name) for name in (sharded.STATE, sharded.METADATA)}
+    manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
+    marker = hashlib.sha256(manifest).hexdigest() + "\n"
+    # What the ranks wrote is flushed: each has done it for its own files.
+    durable.write(temporary / sharded.MANIFEST, manifest)
+    if remote is not None:
+        upload(remote, path.name, temporary, [sharded.STATE, sharded.METADATA, sharded.MANIFEST])
+        complete(remote, path.name, {name: sums["bytes"] for name, sums in files.items()}, marker)
+        remove(temporary)
+        return
+    durable.write(temporary / sharded.MARKER, marker)
+    before = set_aside(path)  # an earlier checkpoint of the same step, which the run reached again
+    os.replace(temporary, path)
+    durable.sync(path.parent)
+    remove(before)
+
+
+def _write_state(folder: Path, rest: dict[str, Any], parts: list[Any]) -> None:
+    """Writes what is not in the tensor files, with the small states of all pipeline stages."""
     order = dict.fromkeys([*rest[sharded_form.ORDER], *(name for part in parts for name in part["order"])])
     weights = {name: value for part in parts for name, value in part["weights"].items()}
     rest = {**rest, sharded_form.ORDER: list(order), "state_dict": weights}
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
         optimizer["state"] = {n: v for part in parts for n, v in part["states"][index].items()}
-    with open(
-        temporary / sharded.STATE, "wb"
-    ) as file:  # with a path, torch would not report the system's reason
+    # With a path, torch would not report the system's reason.
+    with open(folder / sharded.STATE, "wb") as file:
         torch.save(rest, file)
         file.flush()
         os.fsync(file.fileno())
-    files = {name: sums for part in parts for name, sums in part["files"].items()}
-    if missing := sorted(files.keys() - set(os.listdir(temporary))):
-        raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
-    files |= {name: sharded.checksum(temporary / name) for name in (sharded.STATE, sharded.METADATA)}
-    manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
-    # What the ranks wrote is flushed: each has done it for its own files.
-    durable.write(temporary / sharded.MANIFEST, manifest)
-    durable.write(temporary / sharded.MARKER, hashlib.sha256(manifest).hexdigest() + "\n")
-    before = set_aside(path)  # an earlier checkpoint of the same step, which the run reached again
-    os.replace(temporary, path)
-    durable.sync(path.parent)
-    remove(before)
 
 
 def _first(error: BaseException) -> Any:

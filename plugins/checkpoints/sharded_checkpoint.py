@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.utils._pytree import tree_map
 
-from core.errors import ConfigError
 from core.technique import technique
 from plugins.checkpoints import sharded_form
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
-from plugins.checkpoints.patience import Patience
 from plugins.checkpoints.shard_writing import write
-from toolkit.local_paths import require_local_path
+from plugins.checkpoints.uploads import folder_of
+from toolkit.local_paths import is_url
 
 LAZY = "TORCH_GLOO_LAZY_INIT"
 
@@ -33,8 +30,8 @@ LAZY = "TORCH_GLOO_LAZY_INIT"
 class ShardedCheckpoint(AtomicCheckpoint):
     """Each rank writes its own shards of a checkpoint into one folder, while training continues.
 
-    A run can resume from it with any strategy on any number of ranks; all ranks need the same disk. A folder is
-    either complete or absent, contains checksums, and is read without running code. `consolidate` converts it to a
+    A run can resume from it with any strategy on any number of ranks; all ranks need the same disk, or a URL of object
+    storage to which each uploads its own. A folder is either complete or absent, contains checksums, and is read without running code. `consolidate` converts it to a
     single file. Under strategies that replicate the model (one process, `DDP`), rank 0 writes.
 
     Args:
@@ -59,14 +56,11 @@ class ShardedCheckpoint(AtomicCheckpoint):
         self.stall_s = 0.0
         self._stalls: list[float] = []
         self._group: dist.ProcessGroup | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: Future[None] | None = None
         self._stager: DefaultStager | None = None
-        self._patience = Patience()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes the checkpoint of a replicated model; called on rank 0."""
-        self._begin(checkpoint, Path(path), None)
+        self._begin(checkpoint, str(path), None)
 
     def connect(self) -> None:
         """Makes a process group for the background thread, whose messages must not mix with those of training.
@@ -86,19 +80,20 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Writes this rank's shards of a checkpoint; called on every rank."""
-        self._begin(checkpoint, Path(path), self._group)
+        self._begin(checkpoint, str(path), self._group)
 
-    def _begin(self, checkpoint: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+    def _begin(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
         start = time.perf_counter()
-        require_local_path(str(path), "The checkpoint's path")
         self.wait()
+        remote, place = None, Path(path)
+        if is_url(path):
+            remote, key = folder_of(path)
+            place = self._staging.path_of(key)
         tensors, rest = sharded_form.split(checkpoint)
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "checkpoint", _set_device, (_device(),))
         if self.asynchronous:
             tensors, rest = self._snapshot(tensors), tree_map(_copied, rest)
         # A thread in both cases: Ctrl-C is raised in the main thread only, not inside torch's writer.
-        self._pending = self._thread.submit(write, path, tensors, rest, group, self._patience)
+        self._background.submit(write, place, tensors, rest, group, self._background.patience, remote)
         if not self.asynchronous:
             self.wait()
         self.stall_s = time.perf_counter() - start
@@ -115,53 +110,14 @@ class ShardedCheckpoint(AtomicCheckpoint):
             copied = self._stager.stage(tensors)
         return dict(copied)
 
-    def wait(self) -> None:
-        """Waits for the checkpoint that is being written, if any.
-
-        Raises:
-            ConfigError: If it could not be written.
-        """
-        pending = self._pending
-        if pending is None:
-            return
-        try:
-            with self._patience.stopped_by_signals():
-                pending.result()
-        finally:
-            if pending.done():
-                self._pending = None
-
     def teardown(self) -> None:
         """Waits at the end of the run, also after an error; prints how long checkpoints blocked training."""
-        failed = sys.exc_info()[1] is not None
-        if failed:
-            self._patience.stop()
-        try:
-            self.wait()
-        except ConfigError as error:
-            if not failed:
-                raise
-            print(error, file=sys.stderr)  # the run ends with another error
-        finally:
-            if self._thread is not None:
-                self._thread.shutdown()
-                self._thread = None
-        self._patience.renew()
+        super().teardown()
         if self._stalls and (not dist.is_initialized() or dist.get_rank() == 0):
             most, total = max(self._stalls) * 1e3, sum(self._stalls) * 1e3
             times = f"{most:,.1f} ms at most, {total:,.1f} ms in all ({len(self._stalls)} written)"
             print(f"Checkpoints interrupted training for {times}.", flush=True)
         self._stalls.clear()
-
-
-def _device() -> int | None:
-    return torch.cuda.current_device() if torch.cuda.is_available() else None
-
-
-def _set_device(device: int | None) -> None:
-    """Gives a thread the device of this rank: torch copies without waiting, and then synchronises the thread's device."""
-    if device is not None:
-        torch.cuda.set_device(device)
 
 
 def _stager() -> DefaultStager:

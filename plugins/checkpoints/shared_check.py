@@ -15,12 +15,23 @@ import torch.distributed as dist
 
 from core import durable
 from core.errors import ConfigError
-from plugins.checkpoints import schema, sharded
+from plugins.checkpoints import remote_copies, schema, sharded
 
 
 def agreed(path: Path) -> Path:
     """Returns the first rank's path, which may have skipped a damaged checkpoint; called on every rank."""
-    return Path(_broadcast(str(path))) if _ranks() > 1 else path
+    return provided(Path(_broadcast(str(path))) if _ranks() > 1 else path)
+
+
+def provided(path: Path) -> Path:
+    """Returns the path of a checkpoint, which is copied to this machine first if it is on object storage.
+
+    Raises:
+        ConfigError: If that fails.
+    """
+    if reason := remote_copies.provide(path):
+        raise ConfigError(f"{remote_copies.shown(path)}: {reason}. Resume from another: --ckpt_path URL.")
+    return path
 
 
 def check(folder: Path) -> sharded.Opened:

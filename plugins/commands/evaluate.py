@@ -44,6 +44,7 @@ def evaluate(arguments: list[str]) -> int:
     options, words = _options(arguments)
     from plugins.checkpoints.checkpoint import step_recorded, stored_config
     from plugins.checkpoints.finding import resolve
+    from plugins.checkpoints.remote_copies import shown
     from plugins.cli.configuration.config_files import compose, find_config
     from toolkit.evaluation_report import write_report
     from toolkit.evaluation_results import (
@@ -68,7 +69,7 @@ def evaluate(arguments: list[str]) -> int:
         found, tokenizer, writes = _measured(evaluations, path, options, words)
     if not writes:
         return 0
-    results = Results(step_recorded(path) or 0, None, digest(tokenizer), str(path), found)
+    results = Results(step_recorded(path) or 0, None, digest(tokenizer), shown(path), found)
     every = results if options.output else completed(results, folder)
     place = write_results(every, folder)
     write_report(folder, every)
@@ -104,8 +105,15 @@ def _options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def _folder(path: Path) -> Path:
     """Returns the folder of evaluations of the run that a checkpoint is of."""
+    from plugins.checkpoints.remote_copies import is_copy, run_of, shown
     from toolkit.evaluation_results import FOLDER
 
+    if (known := run_of(path)) is not None:
+        return known / FOLDER
+    if is_copy(path):
+        raise ConfigError(
+            f"--ckpt_path {shown(path)}: results are written to a folder of this machine: give --output DIR."
+        )
     run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
     return run / FOLDER
 

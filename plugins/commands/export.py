@@ -40,6 +40,7 @@ def export(arguments: list[str]) -> int:
     trusted, arguments = take_option(arguments)
     options = _parser().parse_args(arguments)
     from plugins.checkpoints.finding import resolve
+    from plugins.checkpoints.remote_copies import shown
     from plugins.commands import drift
 
     output = Path(options.output)
@@ -56,7 +57,7 @@ def export(arguments: list[str]) -> int:
             _to_torch(path, output)
         files = list(output.iterdir()) if output.is_dir() else [output]
         size = sum(file.stat().st_size for file in files)
-        print(f"{path} -> {output} ({len(files)} files, {size:,} bytes)")
+        print(f"{shown(path)} -> {output} ({len(files)} files, {size:,} bytes)")
         if options.check:
             print(drift.report(path, output))
     return 0
@@ -65,7 +66,7 @@ def export(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="python -m core export", description=export.__doc__)
     parser.add_argument(
-        "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
+        "--ckpt_path", required=True, help="a checkpoint, a run folder, a URL, or `last` (newest in --root)"
     )
     parser.add_argument(
         "--format", choices=("hf", "gguf", "peft", "torch"), default="hf", help="who reads it"

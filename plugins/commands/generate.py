@@ -60,6 +60,7 @@ def _generate(
     options: argparse.Namespace, prompts: Sequence[tuple[str, str | None]], trusted: tuple[str, ...]
 ) -> int:
     from plugins.checkpoints.finding import resolve
+    from plugins.checkpoints.remote_copies import shown
     from plugins.commands.generate_job import Job, encode, print_text, write_lines
     from plugins.commands.generate_network import adapted, prepare
     from toolkit.generation.single_rows import store_for_single_rows
@@ -85,7 +86,7 @@ def _generate(
     streams = not (options.as_lines or options.num_beams > 1)
     if streams:
         store_for_single_rows(model.network)
-    print(f"# {path}, seed {options.seed}", file=sys.stderr)
+    print(f"# {shown(path)}, seed {options.seed}", file=sys.stderr)
     start = time.perf_counter()
     count = print_text(job) if streams else write_lines(job)
     seconds = time.perf_counter() - start

@@ -14,7 +14,7 @@ FILTERS = ("top_k", "top_p", "min_p")
 def add_model_options(parser: Parser, quantize: bool = True) -> None:
     """Adds which checkpoint is loaded, and how; with weights quantised if a command takes such."""
     parser.add_argument(
-        "--ckpt_path", required=True, help="a checkpoint, a run folder, or `last` (newest in --root)"
+        "--ckpt_path", required=True, help="a checkpoint, a run folder, a URL, or `last` (newest in --root)"
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps")
     parser.add_argument(

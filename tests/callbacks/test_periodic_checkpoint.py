@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -49,8 +50,9 @@ def train(tmp_path, monkeypatch):
         seed_everything(0, verbose=False)
         network = {"vocab_size": 64, "n_layer": 1, "n_head": 1, "n_embd": 8, "max_sequence_length": 16}
         module = LanguageModule(lambda: GPT(**network), CausalLM(), lambda groups: AdamW(groups, lr=0.01))
+        policy = {"dirpath": str(tmp_path / "checkpoints"), **(policy or {})}
         callback, io = (
-            PeriodicCheckpoint(every, keep, str(tmp_path / "checkpoints"), **policy or {}),
+            PeriodicCheckpoint(every, keep, **policy),
             io or Recording(),
         )
         defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "log_every_n_steps": 2}
@@ -176,10 +178,15 @@ def test_a_folder_that_cannot_be_is_refused_before_training(train, tmp_path):
         train(max_steps=2)
 
 
-@pytest.mark.parametrize("place", ["s3://bucket/run", "gs://b", "file:///tmp/x"])
-def test_urls_are_refused(place):
-    with pytest.raises(ConfigError, match="not to URLs yet"):
+@pytest.mark.parametrize("place", ["s4://bucket/run", "gs://", "file:///tmp/x"])
+def test_urls_of_no_object_storage_are_refused(place):
+    with pytest.raises(ConfigError, match=f"PeriodicCheckpoint: dirpath is {place}: "):
         PeriodicCheckpoint(dirpath=place)
+
+
+def test_a_format_that_cannot_upload_is_refused(train):
+    with pytest.raises(ConfigError, match="TorchCheckpointIO writes to folders of this machine only"):
+        train(io=TorchCheckpointIO(), policy={"dirpath": "s3://bucket/run"})
 
 
 def test_a_resumed_run_is_bitwise_the_one_that_went_on(train, tmp_path):

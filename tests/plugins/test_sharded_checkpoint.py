@@ -119,8 +119,8 @@ def test_the_snapshot_is_of_the_step_it_was_asked_at_though_training_goes_on(tmp
     counts = {"steps": [1]}
     step()
     torch.save(state(), tmp_path / "expected.pt")
-    io._thread = ThreadPoolExecutor(1)
-    io._thread.submit(gate.wait)
+    io._background._thread = ThreadPoolExecutor(1)
+    io._background._thread.submit(gate.wait)
     io.save_checkpoint(state(), tmp_path / "step-1.ckpt")
     for _ in range(10):
         step()

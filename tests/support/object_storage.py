@@ -1,9 +1,14 @@
 """A local S3 server (moto), in a process of its own, and prepared folders on it."""
 
+import http.client
 import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
@@ -63,3 +68,61 @@ class Storage:
         """Ends the server."""
         self.process.terminate()
         self.process.wait()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What the storage's own tools look for."""
+        return {
+            "AWS_ENDPOINT_URL": self.url,
+            "AWS_ACCESS_KEY_ID": KEYS["aws_access_key_id"],
+            "AWS_SECRET_ACCESS_KEY": KEYS["aws_secret_access_key"],
+            "AWS_REGION": KEYS["region_name"],
+        }
+
+    def keys(self, prefix: str) -> list[str]:
+        """Returns the names below a prefix."""
+        found = self.client.list_objects_v2(Bucket=self.bucket, Prefix=f"{prefix}/").get("Contents", [])
+        return [item["Key"].removeprefix(f"{prefix}/") for item in found]
+
+
+@contextmanager
+def answering(answer: Callable[[BaseHTTPRequestHandler, bytes], None]) -> Iterator[str]:
+    """Yields the URL of a server that answers every request by a call with its handler and body."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self) -> None:
+            answer(self, self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def passed_on(handler: BaseHTTPRequestHandler, body: bytes, url: str) -> None:
+    """Answers a request as the server at a URL does."""
+    place = url.removeprefix("http://")
+    connection = http.client.HTTPConnection(place, timeout=60)
+    headers = {k: v for k, v in handler.headers.items() if k.lower() not in ("host", "connection")}
+    connection.request(handler.command, handler.path, body, {**headers, "Host": place})
+    found = connection.getresponse()
+    content = found.read()
+    handler.send_response(found.status)
+    for name, value in found.getheaders():
+        if name.lower() not in ("content-length", "transfer-encoding", "connection", "server", "date"):
+            handler.send_header(name, value)
+    length = found.getheader("Content-Length") if handler.command == "HEAD" else str(len(content))
+    handler.send_header("Content-Length", length or "0")
+    handler.end_headers()
+    handler.wfile.write(content)
+    connection.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,11 +131,13 @@ def check(composed: Composed, arguments: list[str], checkpoint: Path) -> None:
         holder[keys[-1]] = value
         if any(last(arguments, name) is not None for name in (option, ".".join(map(str, keys)))):
             continue
+        from plugins.checkpoints.remote_copies import shown
+
         name = _by_name(composed.values, keys) or f"--{option}"
         raise ConfigError(
-            f"{checkpoint}: its stored config sets {option.rpartition('.')[2]} of {_owner(composed.values, keys)} to "
+            f"{shown(checkpoint)}: its stored config sets {option.rpartition('.')[2]} of {_owner(composed.values, keys)} to "
             f"{value}, outside of the run folder.\nA checkpoint alone does not decide where is written. If you want "
-            f"that, write it yourself:\n{name}={value}\nElse give another folder, such as {name}='{PLACEHOLDER}/"
+            f"that, write it yourself:\n{name}={shlex.quote(value)}\nElse give another folder, such as {name}='{PLACEHOLDER}/"
             f"{Path(value).name or 'output'}'."
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from core.errors import ConfigError, nearest
+from plugins.checkpoints import remote_copies
 from plugins.checkpoints.finding import numbered
 from plugins.cli.configuration.stored_paths import PLACEHOLDER
 from plugins.cli.configuration.yaml_texts import Keys
@@ -160,8 +161,10 @@ def of_checkpoint(path: Path) -> Path | None:
     """Returns the run folder of a checkpoint; None if no folder above it has the record of a run.
 
     That is the folder that holds the checkpoint, itself or in `checkpoints`; or one further up, if it has both files
-    of a run's record.
+    of a run's record. One on object storage belongs to the run folder whose configuration names its URL.
     """
+    if (run := remote_copies.run_of(path)) is not None:
+        return run
     absolute = path if path.is_absolute() else path.absolute()
     parents = list(absolute.parents)
     for depth, folder in enumerate(parents[:4]):

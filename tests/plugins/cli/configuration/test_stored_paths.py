@@ -187,10 +187,10 @@ def test_a_strangers_root_is_no_folder_to_write_to(trained, tmp_path):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--callbacks.PeriodicCheckpoint.dirpath=s3://bucket/run"],
+        ["--callbacks.PeriodicCheckpoint.dirpath=ftp://bucket/run"],
         ["--trainer.default_root_dir=s3://bucket/run"],
         ["--trainer.logger=MetricsCSV", "--trainer.logger.save_dir=gs://bucket"],
-        ["--ckpt_path=s3://bucket/run"],
+        ["--ckpt_path=ftp://bucket/run"],
     ],
     ids=" ".join,
 )

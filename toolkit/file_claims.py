@@ -14,6 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+__all__ = ["claimed", "locked", "publish"]
+
 
 @contextmanager
 def claimed(path: Path) -> Iterator[IO[bytes]]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from datamodules.remote.file_claims import claimed, locked, publish
+from toolkit.file_claims import claimed, locked, publish
 
 
 def write(path, content):

@@ -1,0 +1,242 @@
+"""Checkpoints on object storage: complete or absent, read back to the bit, also after kill -9 in the middle of an upload."""
+
+import os
+import signal
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from conformance.runs import free_port, run
+from core.__main__ import main
+from core.errors import ConfigError
+from plugins.checkpoints import finding, remote_copies
+from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
+from plugins.checkpoints.checkpoint import read_checkpoint
+from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
+from tests.conftest import TINY
+from tests.support.object_storage import answering, passed_on
+from tests.support.same_run import same_bits
+from toolkit.checkpoint_places import RemotePlace
+
+CONTENT = {
+    "state_dict": {"w": torch.arange(10.0), "b": torch.ones(2, dtype=torch.bfloat16)},
+    "optimizer_states": [{"state": {0: {"exp_avg": torch.arange(10.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+    "global_step": 7,
+    "pytorch-lightning_version": "2.6.0",
+}
+FORMATS = pytest.mark.parametrize("plugin", [AtomicCheckpoint, ShardedCheckpoint])
+
+
+@pytest.fixture
+def environment(storage, monkeypatch, tmp_path):
+    """What processes find: the storage's credentials, and a cache of their own."""
+    found = {**storage.environment, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    return found
+
+
+@pytest.fixture
+def save(environment, tmp_path):
+    """Writes a checkpoint of a step to a URL; returns its URL."""
+
+    def written(plugin, url, step):
+        io = plugin()
+        io.stage_in(tmp_path / "uploads")
+        io.save_checkpoint({**deepcopy(CONTENT), "global_step": step}, f"{url}/step-{step:08d}.ckpt")
+        io.teardown()
+        assert not (tmp_path / "uploads").exists()
+        return f"{url}/step-{step:08d}.ckpt"
+
+    return written
+
+
+@FORMATS
+def test_it_comes_back_and_what_completes_it_is_written_last(plugin, save, storage):
+    url = save(plugin, f"s3://corpora/{plugin.__name__}", 7)
+    written = [
+        line for line in storage.log.read_text().splitlines() if f"PUT /corpora/{plugin.__name__}/" in line
+    ]
+    assert written[-1].split()[-4].endswith("complete")
+    copy = finding.resolve(url, Path())
+    assert same_bits(read_checkpoint(copy), CONTENT)
+    assert finding.resolve(url.rpartition("/")[0], Path()) == copy
+    assert remote_copies.shown(copy) == url
+
+
+@FORMATS
+def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, capsys):
+    prefix = f"damaged-{plugin.__name__}"
+    url = f"s3://corpora/{prefix}"
+    for step in (1, 2, 3):
+        save(plugin, url, step)
+    newest = sorted(key for key in storage.keys(prefix) if "step-00000003" in key and "complete" not in key)
+    storage.client.delete_object(
+        Bucket="corpora",
+        Key=f"{prefix}/{next(k for k in storage.keys(prefix) if '3.ckpt' in k and 'complete' in k)}",
+    )
+    damaged = next(
+        key for key in storage.keys(prefix) if "step-00000002" in key and key.endswith((".ckpt", "e.pt"))
+    )
+    content = bytearray(storage.read(f"{prefix}/{damaged}"))
+    content[len(content) // 2] ^= 1
+    storage.put(f"{prefix}/{damaged}", bytes(content))
+    assert read_checkpoint(finding.resolve(url, Path()))["global_step"] == 1
+    message = capsys.readouterr().err
+    assert "step-00000002.ckpt is skipped: " in message
+    assert "is damaged (SHA-256)" in message
+    assert "step-00000003" not in message
+    with pytest.raises(ConfigError, match=r"no complete checkpoint step-00000003.ckpt there") as error:
+        finding.resolve(f"{url}/step-00000003.ckpt", Path())
+    assert len(str(error.value).splitlines()) <= 3
+    # The next run deletes what was not completed.
+    RemotePlace(url).check(resumed=True)
+    assert newest
+    assert not [key for key in storage.keys(prefix) if "step-00000003" in key]
+    with pytest.raises(ConfigError, match="holds checkpoints of another run"):
+        RemotePlace(url).check(resumed=False)
+
+
+def test_a_damaged_tensor_file_is_found_when_it_is_read(save, storage):
+    url = save(ShardedCheckpoint, "s3://corpora/tensors", 1)
+    storage.put(
+        "tensors/step-00000001.ckpt/__0_0.distcp",
+        b"x" * len(storage.read("tensors/step-00000001.ckpt/__0_0.distcp")),
+    )
+    with pytest.raises(ConfigError, match=r"__0_0.distcp is damaged"):
+        read_checkpoint(finding.resolve(url, Path()))
+
+
+def test_the_steps_of_a_discarded_history(save, storage):
+    """They are used where there is no other, and replaced by the same step of the new history, which pruning spares."""
+    url = "s3://corpora/history"
+    for step in (1, 2):
+        save(AtomicCheckpoint, url, step)
+    place = RemotePlace(url)
+    place.check(resumed=True)
+    assert place.set_aside(1) == {"step-00000002.ckpt": "step-00000002.abandoned.ckpt"}
+    assert place.present(["step-00000001.ckpt", "step-00000002.abandoned.ckpt"]) != []
+    assert finding.resolve(url, Path()).name == "step-00000001.ckpt"
+    io = AtomicCheckpoint()
+    save(AtomicCheckpoint, url, 2)
+    place.saved("step-00000002.ckpt")
+    assert place.present(["step-00000002.ckpt", "step-00000002.abandoned.ckpt"]) == []
+    io.remove_checkpoint(f"{url}/step-00000002.abandoned.ckpt")
+    io.remove_checkpoint(f"{url}/step-00000001.ckpt")
+    io.teardown()
+    assert storage.keys("history") == ["step-00000002.ckpt", "step-00000002.ckpt.complete"]
+
+
+def test_an_upload_that_fails_leaves_the_file_here(environment, tmp_path):
+    io = AtomicCheckpoint()
+    io.stage_in(tmp_path / "uploads")
+    io.save_checkpoint(CONTENT, "s3://nowhere/run/step-00000007.ckpt")
+    with pytest.raises(ConfigError, match="NoSuchBucket") as error:
+        io.wait()
+    io.teardown()
+    kept = tmp_path / "uploads" / "step-00000007.ckpt"
+    assert str(error.value).splitlines()[-1] == f"The checkpoint is complete here: --ckpt_path {kept}."
+    assert same_bits(read_checkpoint(kept), CONTENT)
+    io.stage_in(tmp_path / "uploads")  # by a run that resumes from it
+    assert kept.exists()
+    io.save_checkpoint(CONTENT, "s3://corpora/later/step-00000008.ckpt")
+    io.teardown()
+    assert not (tmp_path / "uploads").exists()
+
+
+def test_copies_that_nobody_uses_make_room(save, monkeypatch, tmp_path):
+    urls = [save(AtomicCheckpoint, "s3://corpora/room", step) for step in (1, 2)]
+    first = finding.resolve(urls[0], Path())
+    second = finding.resolve(urls[1], Path())
+    assert first.exists()  # this process uses both
+    remote_copies._held.pop(first.parent).close()
+    remote_copies._held.pop(second.parent).close()
+    finding.resolve(urls[1], Path())
+    assert (first.exists(), second.exists()) == (False, True)
+
+
+# -- runs ------------------------------------------------------------------------------------------
+
+
+def written_config(folder, tiny, dirpath=None, **trainer):
+    """Writes the tiny run, whose checkpoints are at `dirpath` or in its folder."""
+    tiny = deepcopy(tiny)
+    tiny["trainer"] |= {"default_root_dir": str(folder), **trainer}
+    if dirpath:
+        tiny["trainer"]["callbacks"][0]["init_args"]["dirpath"] = dirpath
+    path = folder.with_suffix(".yaml")
+    path.write_text(yaml.safe_dump(tiny), encoding="utf-8")
+    return f"--config={path}"
+
+
+@pytest.mark.ci
+def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, tmp_path):
+    """kill -9 as step 4 is about to become complete: the run resumes from step 2, and no bit differs at the end."""
+    here = run(["fit", written_config(tmp_path / "here", TINY)], tmp_path / "here").succeeded("the local run")
+    options = written_config(tmp_path / "there", TINY, "s3://corpora/killed")
+    killed = []
+
+    def answer(handler, body):
+        if handler.command == "PUT" and handler.path.endswith("step-00000004.ckpt.complete") and not killed:
+            killed.append(int((tmp_path / "pid.0").read_text()))
+            os.kill(killed[0], signal.SIGKILL)
+            handler.close_connection = True
+        else:
+            passed_on(handler, body, storage.url)
+
+    progress = f"{{class_path: tests.support.killing.Progress, init_args: {{folder: {tmp_path}}}}}"
+    with answering(answer) as url:
+        slow = [{**environment, "AWS_ENDPOINT_URL": url}]
+        done = run(
+            ["fit", options, f"--trainer.callbacks+={progress}"], tmp_path / "there", environments=slow
+        )
+    assert done.code == -9
+    assert storage.keys("killed") == [
+        "step-00000002.ckpt",
+        "step-00000002.ckpt.complete",
+        "step-00000004.ckpt",
+    ]
+    done = run(["fit", options, "--ckpt_path=last"], tmp_path / "there", environments=[environment])
+    assert (
+        "From checkpoint: s3://corpora/killed/step-00000002.ckpt" in done.succeeded("the resumed run").stdout
+    )
+    names = ("step-00000004.ckpt", "step-00000006.ckpt")
+    assert storage.keys("killed") == [word for name in names for word in (name, f"{name}.complete")]
+    assert not (tmp_path / "there" / "uploads").exists()
+    for name in names:
+        (tmp_path / name).write_bytes(storage.read(f"killed/{name}"))
+        one, other = (read_checkpoint(folder / name) for folder in (tmp_path, here.folder / "checkpoints"))
+        for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+            assert same_bits(one[part], other[part])
+
+
+@pytest.mark.ci
+def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, environment, tmp_path, capsys):
+    sharded = {"strategy": "FSDP", "devices": 2, "plugins": ["ShardedCheckpoint"]}
+    trained = {}
+    for name, dirpath in (("here", None), ("there", "s3://corpora/ranks/checkpoints")):
+        options = written_config(tmp_path / name, TINY, dirpath, **sharded)
+        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+        shared |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "TORCHELASTIC_RUN_ID": "uploads",
+        }
+        places = [environment | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        run(["fit", options], tmp_path / name, ranks=2, environments=places).succeeded(name)
+        trained[name] = name
+    files = {
+        "step-00000006.ckpt/__0_0.distcp",
+        "step-00000006.ckpt/__1_0.distcp",
+        "step-00000006.ckpt/complete",
+    }
+    assert files <= {*storage.keys("ranks/checkpoints")}
+    assert main(["consolidate", "s3://corpora/ranks", str(tmp_path / "there.ckpt")]) == 0
+    assert "step-00000006.ckpt" in capsys.readouterr().out
+    one = read_checkpoint(tmp_path / "there.ckpt")
+    other = read_checkpoint(tmp_path / "here" / "checkpoints" / "step-00000006.ckpt")
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
+        assert same_bits(one[part], other[part])

@@ -1,0 +1,167 @@
+"""Where a run keeps its checkpoints: a folder of this machine, or one on object storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from core.errors import ConfigError
+from toolkit import remote_checkpoints
+from toolkit.checkpoint_names import ABANDONED, step_named
+from toolkit.local_paths import is_url
+from toolkit.object_storage import ObjectFolder
+
+__all__ = ["LocalPlace", "Place", "RemotePlace", "StagesUploads", "place_of", "require_uploads"]
+
+
+@runtime_checkable
+class StagesUploads(Protocol):
+    """A `CheckpointIO` that writes to URLs of object storage."""
+
+    def stage_in(self, folder: Path) -> None:
+        """Says in which folder of this machine checkpoints are written before they are uploaded; called on every rank."""
+
+
+class Place(Protocol):
+    """What `PeriodicCheckpoint` does in the folder of its checkpoints; called on rank 0, but for `path_of`."""
+
+    def path_of(self, name: str) -> Path | str:
+        """Returns the path or URL of a checkpoint."""
+
+    def check(self, resumed: bool) -> None:
+        """Raises a ConfigError if nothing can be written: at the first checkpoint it would be too late."""
+
+    def set_aside(self, step: int) -> dict[str, str]:
+        """Renames the checkpoints after a step, which belong to a discarded history; returns the new names."""
+
+    def saved(self, name: str) -> None:
+        """A checkpoint is being written, and the one before it is complete."""
+
+    def settled(self) -> None:
+        """All checkpoints are complete."""
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Returns which checkpoints are complete."""
+
+
+def place_of(dirpath: str) -> Place:
+    """Returns the place that a path or URL names."""
+    return RemotePlace(dirpath) if is_url(dirpath) else LocalPlace(dirpath)
+
+
+class LocalPlace:
+    """A folder of this machine."""
+
+    def __init__(self, dirpath: str) -> None:
+        self.folder = Path(dirpath)
+
+    def path_of(self, name: str) -> Path:
+        """Returns the path of a checkpoint."""
+        return self.folder / name
+
+    def check(self, resumed: bool) -> None:
+        """Raises a ConfigError if nothing can be written."""
+        folder = self.folder.absolute()
+        place = next(path for path in (folder, *folder.parents) if path.exists())
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            fault = "is no folder" if not place.is_dir() else "cannot be written"
+            raise ConfigError(
+                f"PeriodicCheckpoint: dirpath is {self.folder}, and {place} {fault}. Set another."
+            )
+
+    def set_aside(self, step: int) -> dict[str, str]:
+        """Renames the checkpoints after a step."""
+        renamed = {}
+        for path in sorted(self.folder.glob("step-*.ckpt")):
+            if (step_named(path) or 0) <= step or ABANDONED in path.name:
+                continue
+            number, name = 1, f"{path.stem}{ABANDONED}.ckpt"
+            while path.with_name(name).exists():
+                number += 1
+                name = f"{path.stem}{ABANDONED}-{number}.ckpt"
+            path.rename(path.with_name(name))
+            renamed[path.name] = name
+        return renamed
+
+    def saved(self, name: str) -> None:
+        """Does nothing: the disk knows."""
+
+    def settled(self) -> None:
+        """Does nothing: the disk knows."""
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Returns which checkpoints are complete."""
+        return [name for name in names if self.path_of(name).exists()]
+
+
+class RemotePlace:
+    """A folder on object storage, which one run writes to; it is listed as the run starts."""
+
+    def __init__(self, url: str) -> None:
+        self.folder = ObjectFolder(url, "PeriodicCheckpoint: dirpath")
+        self._complete: set[str] = set()
+        self._pending: str | None = None
+
+    def path_of(self, name: str) -> str:
+        """Returns the URL of a checkpoint."""
+        return f"{self.folder.url}/{name}"
+
+    def check(self, resumed: bool) -> None:
+        """Raises a ConfigError if nothing can be written, or a new run would mix its checkpoints with those of another.
+
+        What a killed run left of an unfinished upload is deleted.
+        """
+        complete, partial = remote_checkpoints.listed(self.folder)
+        if complete and not resumed:
+            raise ConfigError(
+                f"PeriodicCheckpoint: dirpath is {self.folder.url}, which holds checkpoints of another run "
+                f"({complete[-1].name}).\nGo on from there: --ckpt_path {self.folder.url}. Or name another folder, such "
+                "as one with ${run_folder} in its URL."
+            )
+        self.folder.put(".write-test", b"")
+        self.folder.remove([".write-test"])
+        for key in partial:
+            remote_checkpoints.remove(self.folder, key)
+        self._complete = {found.name for found in complete}
+
+    def set_aside(self, step: int) -> dict[str, str]:
+        """Marks the checkpoints after a step."""
+        complete, _ = remote_checkpoints.listed(self.folder)
+        renamed = {
+            found.name: remote_checkpoints.set_aside(found)
+            for found in complete
+            if (step_named(Path(found.key)) or 0) > step and ABANDONED not in found.name
+        }
+        self._complete = {renamed.get(name, name) for name in self._complete}
+        return renamed
+
+    def saved(self, name: str) -> None:
+        """A checkpoint is being uploaded, and the one before it is complete."""
+        self.settled()
+        self._pending = name
+        self._complete -= {name, f"{Path(name).stem}{ABANDONED}.ckpt"}
+
+    def settled(self) -> None:
+        """All uploads are complete."""
+        self._complete |= {self._pending} if self._pending else set()
+        self._pending = None
+
+    def present(self, names: Sequence[str]) -> list[str]:
+        """Returns which checkpoints are complete."""
+        return [name for name in names if name in self._complete]
+
+
+def require_uploads(checkpoint_io: Any, dirpath: str) -> StagesUploads:
+    """Returns the checkpoint format of a run that writes to a URL.
+
+    Raises:
+        ConfigError: If it writes to folders of this machine only.
+    """
+    if isinstance(checkpoint_io, StagesUploads):
+        return checkpoint_io
+    raise ConfigError(
+        f"PeriodicCheckpoint: dirpath is {dirpath}, and {type(checkpoint_io).__name__} writes to folders of this machine "
+        "only.\nSet a folder, or trainer.plugins to AtomicCheckpoint or ShardedCheckpoint."
+    )

@@ -1,0 +1,250 @@
+"""Folders on object storage: S3 and services that speak its protocol, Google Cloud Storage, Azure Blob Storage.
+
+The client is obstore, which comes with litdata. Credentials and endpoints are those of the environment, as the storage's
+own tools find them; a configuration holds none. Nothing here connects before the first call of a method.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import IO, Any
+
+from core.errors import ConfigError
+from toolkit.bounded import MOST_BYTES
+
+__all__ = ["SCHEMES", "ObjectFolder", "StoredObject", "require_storage_url"]
+
+SCHEMES = ("s3", "gs", "azure", "az", "abfs", "abfss")
+RETRIES, RETRY_S = 6, 120
+"""An outage is waited out for so long, for each request."""
+PART_BYTES, PARALLEL = 16 * 2**20, 4
+"""How much of an object a request carries, and how many there are at a time: 64 MiB of memory."""
+MOST_PARTS = 9_000
+"""S3 takes 10,000 for an object."""
+
+_LISTS = {"s3": "aws s3 ls", "gs": "gcloud storage ls"}
+_KEYS = {
+    "s3": "environment (AWS_ACCESS_KEY_ID, AWS_PROFILE...), ~/.aws, or the role of the machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the machine's account",
+    "azure": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY, AZURE_STORAGE_SAS_KEY or a managed identity",
+}
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """What a listing says of an object.
+
+    Attributes:
+        size: Bytes.
+        modified_ns: When it was written, in nanoseconds since 1970, as `st_mtime_ns`.
+        tag: The storage's mark of this content.
+    """
+
+    size: int
+    modified_ns: int
+    tag: str
+
+
+def require_storage_url(url: str, option: str) -> str:
+    """Returns a URL that names a folder on object storage, without slashes at its end.
+
+    Raises:
+        ConfigError: If it has another scheme, or names no bucket.
+    """
+    scheme, _, rest = url.partition("://")
+    if scheme not in SCHEMES:
+        known = ", ".join(f"{name}://" for name in SCHEMES)
+        raise ConfigError(
+            f"{option} is {url}: there is no storage for {scheme}://.\n"
+            f"Give a folder of this machine, or a URL with {known}."
+        )
+    bucket, *parts = rest.split("/")
+    if not bucket or any(part in (".", "..") for part in parts):
+        raise ConfigError(f"{option} is {url}: give bucket and folder, such as {scheme}://bucket/runs/first.")
+    return "/".join([f"{scheme}://{bucket}", *filter(None, parts)])
+
+
+class ObjectFolder:
+    """A folder on object storage: the objects whose names begin with its URL.
+
+    Every method raises a ConfigError that says what to do, after a bounded number of attempts.
+
+    Args:
+        url: Such as `s3://bucket/runs/first`.
+        option: What the URL was given for, for messages.
+    """
+
+    def __init__(self, url: str, option: str = "The URL") -> None:
+        self.url = require_storage_url(url, option)
+
+    @cached_property
+    def _store(self) -> Any:
+        from obstore.store import from_url
+
+        options: dict[str, Any] = {
+            "client_options": {"allow_http": True, "timeout": "5m"},  # of an endpoint that is http:// itself
+            "retry_config": {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+        }
+        if self.url.startswith("s3:"):
+            from obstore.auth.boto3 import Boto3CredentialProvider
+
+            options["credential_provider"] = Boto3CredentialProvider()
+        elif self._family == "azure" and "@" not in self.url and not _account():
+            raise PermissionError("AZURE_STORAGE_ACCOUNT_NAME is not set")
+        elif self._family == "azure" and "@" not in self.url:
+            options["config"] = {"account_name": _account()}
+        return from_url(self.url, **options)
+
+    @property
+    def _family(self) -> str:
+        scheme = self.url.partition(":")[0]
+        return scheme if scheme in ("s3", "gs") else "azure"
+
+    # -- reading ------------------------------------------------------------------------------------
+
+    def level(self) -> tuple[dict[str, StoredObject], list[str]]:
+        """Returns the objects directly in this folder by name, and the names of folders in it."""
+        import obstore
+
+        with self._explaining("read"):
+            found = obstore.list_with_delimiter(self._store)
+        objects = {self._name(item): _stored(item) for item in found["objects"]}
+        return objects, [str(prefix).rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
+
+    def below(self, folder: str) -> dict[str, StoredObject]:
+        """Returns all objects in a folder within this one, by their names there."""
+        import obstore
+
+        with self._explaining("read", folder):
+            batches = list(obstore.list(self._store, prefix=folder))
+        return {item["path"].removeprefix(f"{folder}/"): _stored(item) for batch in batches for item in batch}
+
+    def look_up(self, name: str) -> StoredObject | None:
+        """Returns what the storage says of an object, or None if there is none."""
+        import obstore
+
+        with self._explaining("read", name):
+            try:
+                return _stored(obstore.head(self._store, name))
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return None
+
+    def read(self, name: str, most: int = MOST_BYTES) -> bytes:
+        """Returns the content of a small object.
+
+        Raises:
+            ConfigError: If there is none, or it has more than `most` bytes.
+        """
+        import obstore
+
+        with self._explaining("read", name):
+            found = obstore.get(self._store, name)
+            if found.meta["size"] > most:
+                raise ConfigError(
+                    f"{self.url}/{name} has more than {most:,} bytes: it is not what it should be."
+                )
+            return bytes(found.bytes())
+
+    def fetch(self, name: str, stream: IO[bytes], size: int) -> None:
+        """Writes an object of that many bytes into a file that is open, in parts at the same time."""
+        import obstore
+
+        def part(start: int) -> None:
+            end = min(start + PART_BYTES, size)
+            content = memoryview(obstore.get_range(self._store, name, start=start, end=end))
+            while content:
+                written = os.pwrite(stream.fileno(), content, start)
+                start, content = start + written, content[written:]
+
+        with self._explaining("read", name), ThreadPoolExecutor(PARALLEL) as threads:
+            stream.truncate(size)
+            list(threads.map(part, range(0, size, PART_BYTES)))
+
+    # -- writing ------------------------------------------------------------------------------------
+
+    def put(self, name: str, content: bytes | Path) -> None:
+        """Writes an object, from memory or from a file in parts; it is there whole, or not at all."""
+        import obstore
+
+        size = content.stat().st_size if isinstance(content, Path) else len(content)
+        part = max(PART_BYTES, -(-size // MOST_PARTS))
+        with self._explaining("written", name):
+            obstore.put(self._store, name, content, chunk_size=part, max_concurrency=PARALLEL)
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Deletes objects, also where some are not there."""
+        import obstore
+
+        if not names:
+            return
+        with self._explaining("removed", names[0]):
+            try:
+                obstore.delete(self._store, list(names))
+            except FileNotFoundError as error:  # Google and Azure say so of an object
+                if "NoSuchBucket" in str(error):
+                    raise
+
+    # -- errors -------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _explaining(self, action: str, name: str = "") -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # of a disk of this machine
+                raise
+            raise ConfigError(self._explanation(action, name, error)) from error
+        except Exception as error:
+            if not type(error).__module__.startswith("botocore"):
+                raise
+            raise ConfigError(self._explanation(action, name, error)) from error
+
+    def _explanation(self, action: str, name: str, error: Exception) -> str:
+        said, family = str(error), self._family
+        code = re.search(r"<Code>([^<]{1,80})</Code>", said)
+        reason = code[1] if code else " ".join(said.partition("Debug source")[0].split())[:240]
+        kind = type(error).__name__ + said
+        lister = f"`{_LISTS[family]} {self.url}/`" if family in _LISTS else "`az storage blob list`"
+        if "session.get_credentials" in said:
+            reason = "there are no credentials"
+        if any(
+            word in kind
+            for word in ("redential", "Unauthenticated", "Permission", "AccessKeyId", "Signature")
+        ):
+            hint = f"Credentials come from: {_KEYS[family]}.\nSet them, and try {lister}."
+        elif any(word in said for word in ("NoSuchBucket", "ContainerNotFound", "bucket does not exist")):
+            hint = f"There is no such bucket: make it, or correct the URL. See {lister}."
+        elif isinstance(error, FileNotFoundError):
+            reason, hint = "there is no such object", f"See what there is: {lister}."
+        elif "redirect" in said.lower():
+            hint = "The bucket is in another region: set AWS_REGION."
+        else:
+            hint = (
+                "Check the URL, the network and, for another endpoint than the provider's, AWS_ENDPOINT_URL."
+            )
+        return f"{self.url}{name and '/' + name} cannot be {action}: {reason}.\n{hint}"
+
+    def _name(self, item: Any) -> str:
+        return str(item["path"]).rpartition("/")[2]
+
+
+def _account() -> str | None:
+    return os.environ.get("AZURE_STORAGE_ACCOUNT_NAME") or os.environ.get("AZURE_STORAGE_ACCOUNT")
+
+
+def _stored(item: Any) -> StoredObject:
+    written: datetime = item["last_modified"]
+    seconds = int(written.timestamp())
+    return StoredObject(item["size"], seconds * 10**9 + written.microsecond * 1000, str(item["e_tag"]))
