@@ -62,6 +62,19 @@ def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F
     assert "There is no run folder runs/tin. Did you mean runs/tiny?" in mistaken.err
 
 
+@pytest.mark.ci
+def test_a_part_of_others_is_compared_with_leydens_own(core, tmp_path):  # noqa: F811
+    """A callback that turns the sign of the z-loss: the loss is not that of the configured objective."""
+    item = "{class_path: tests.faults.broken_models.RewardedLogits, init_args: {coefficient: 0.1}}"
+    more = ["--trainer.callbacks+=TrainingDoctor", f"--trainer.callbacks+={item}", "--trust", "tests"]
+    done = core("fit", "--config", "tiny", *more, "--trainer.log_every_n_steps=1")
+    assert done.code == 0, done.err
+    assert "TrainingDoctor: logit growth since step 1 (96%): the loss is not that of leyden's" in done.err
+    remedy = tmp_path / "runs/tiny/doctor/remedy-logit_growth.yaml"
+    taken_out = {"tests.faults.broken_models.RewardedLogits": None}
+    assert yaml.safe_load(remedy.read_text()) == {"trainer": {"callbacks": taken_out}}
+
+
 def examined(tmp_path, *others, **options):
     doctor = TrainingDoctor(every_n_steps=2)
     trained = module(tiny_gpt, optimizer=lambda groups: AdamW(groups, lr=1e-3))

@@ -22,6 +22,10 @@ KEEPING = ("ConvergenceMonitor", "ExponentialMovingAverage", "OOMGuard", "Period
 """Callbacks of leyden that act, and change neither batches, network, gradients nor updates."""
 
 
+ACTING = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks of Lightning that change them."""
+
+
 class PlainParts:
     """Builds parts of a run anew.
 
@@ -157,13 +161,11 @@ def _bare(optimizer: Any) -> Any:
 
 
 def _observes(callback: Any) -> bool:
-    declared = declaration_of(type(callback))
+    declared = declaration_of(type(callback))  # none: it is no technique, such as what the command line adds
     name = type(callback).__name__
-    return (declared is not None and declared.observer) or name in KEEPING or _of_lightning(callback)
-
-
-def _of_lightning(callback: Any) -> bool:
-    return type(callback).__module__.startswith("lightning.")
+    return (
+        (declared is None and name not in ACTING) or bool(declared and declared.observer) or name in KEEPING
+    )
 
 
 def _has_foreign(value: Any) -> bool:
