@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from core.data.token_datamodule import TokenDataModule
 from toolkit.collectives import WatchCollectives
 from toolkit.diagnosis.case import Case
 from toolkit.diagnosis.gradient_probes import OptimizerState
@@ -75,7 +76,8 @@ class Comparisons:
             self._network = NetworkComparison(self.module, network, self.plain.objective())
             if is_fresh and not self.plain.case.option("model.weights"):
                 found |= initial_figures(self.module.network, network)
-        if self.trainer.datamodule.training_loader is not None:
+        data = self.trainer.datamodule
+        if isinstance(data, TokenDataModule) and data.training_loader is not None:
             self.rows.start(cursor)
             if self.rows.batches is not None:
                 found |= self.rows.of_validation(validation, size)
