@@ -8,7 +8,7 @@ from typing import Any
 from core import catalog
 from toolkit.diagnosis.case import Case
 
-OURS = ("core.", "toolkit.", "plugins.", "callbacks.", "datamodules.", "lightning.", "torch.")
+OURS = ("core.", "toolkit.", "conformance.", "plugins.", "callbacks.", "datamodules.", "lightning.", "torch.")
 
 
 def is_known(class_path: str) -> bool:
