@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -194,9 +194,11 @@ class Attempt:
         batch = {name: values[rows] for name, values in self.batch.items()}
         batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
         count = min(self.rows // size, 2)  # the second finds gradients there
-        defers = isinstance(strategy, DropsSteps) and isinstance(strategy, ParallelStrategy)
         for number in range(count):
-            with strategy.block_backward_sync() if defers and number + 1 < count else nullcontext():
+            deferred: AbstractContextManager[None] = nullcontext()
+            if isinstance(strategy, DropsSteps) and isinstance(strategy, ParallelStrategy):
+                deferred = strategy.block_backward_sync() if number + 1 < count else deferred
+            with deferred:
                 with trainer.precision_plugin.train_step_context():
                     loss: Any = run("training_step", batch, number)
                 with strategy.step_context() if isinstance(strategy, HasStepContext) else nullcontext():

@@ -280,7 +280,7 @@ class MeshStrategy(ParallelStrategy):
 
     def drop_step(self) -> None:
         """Drops what forward or backward left that broke off, and all gradients; see `toolkit.lone_ranks.DropsSteps`."""
-        roots = self.further_roots or (self.language_module,)
+        roots: Sequence[nn.Module] = self.further_roots or (self.language_module,)
         for root in roots:
             if isinstance(root, FSDPModule):
                 root.reset_iter_state()
