@@ -20,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -155,12 +156,14 @@ def fit(size: Size, way: dict[str, Any], watch: Watch) -> None:
     fp8 = way["precision"] == "fp8"
     compiled: list[Callback] = [Compile(scope=way["scope"])] if "scope" in way else []
     rows: Any = batches(size, watch.warm_up + watch.steps)
-    Trainer(
-        accelerator="gpu" if watch.on_gpu else "cpu", devices=1, max_steps=len(rows), gradient_clip_val=1.0,
-        precision=None if fp8 else "bf16-mixed", plugins=[Float8()] if fp8 else None, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        log_every_n_steps=10, use_distributed_sampler=False, callbacks=[*compiled, Watched(watch)],
-    ).fit(module, torch.utils.data.DataLoader(rows, batch_size=None))  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        Trainer(
+            accelerator="gpu" if watch.on_gpu else "cpu", devices=1, max_steps=len(rows), gradient_clip_val=1.0,
+            precision=None if fp8 else "bf16-mixed", plugins=[Float8()] if fp8 else None, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            log_every_n_steps=10, use_distributed_sampler=False, callbacks=[*compiled, Watched(watch)],
+            default_root_dir=folder,
+        ).fit(module, torch.utils.data.DataLoader(rows, batch_size=None))  # fmt: skip
 
 
 class HandBlock(nn.Module):
