@@ -118,6 +118,9 @@ class SeesVirtualTokens(Decoder):
             return cache.positions(start, start + ids.shape[1])
         return torch.arange(start, start + ids.shape[1], device=ids.device)
 
+    def _fuses(self, device: torch.device, length: int) -> bool:
+        return False  # masks are padded
+
     def _masks(self, start: int, end: int, document_ids: Any, positions: Tensor, *rest: Any) -> list[Any]:
         count, length = self.virtual.count, end - start
         made: dict[int, Any] = {}

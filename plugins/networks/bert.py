@@ -19,6 +19,7 @@ from plugins.networks.parts.decoder import Decoder, Layer
 from plugins.networks.parts.initialisation import Init
 from plugins.networks.parts.mlp import ACTIVATIONS, MLP
 from plugins.networks.parts.norms import new_norm
+from toolkit.fused_masks import fused_mask
 from toolkit.initial_values import Start
 from toolkit.label_positions import LABEL_POSITIONS
 
@@ -167,7 +168,11 @@ class BERT(Decoder):
         documents = batch.get("document_ids")
         _, length = self._span(batch["input_ids"], documents, None)
         x = self._sum_of_embeddings(batch, length) if hidden is None else hidden
-        mask = None if documents is None else document_mask(documents, documents)
+        mask: Any = None
+        if documents is not None and self._fuses(documents.device, length):
+            mask = fused_mask(length, length, documents.device, (documents, documents), causal=False)
+        elif documents is not None:
+            mask = document_mask(documents, documents)
         for index in blocks:
             x = self.layers[index](x, None, mask, None)
         return self._output(x) if blocks.stop == self.n_layer else x

@@ -11,7 +11,7 @@ from core.errors import ConfigError, nearest
 from core.technique import technique
 from plugins.networks.parts.arguments import check_sizes
 from plugins.networks.parts.block import Block
-from plugins.networks.parts.block_sparse import SparsePattern, sparse_attention
+from plugins.networks.parts.block_sparse import SparsePattern
 from plugins.networks.parts.decoder import Layer
 from plugins.networks.parts.gated_delta_net import GatedDeltaNet
 from plugins.networks.parts.gated_linear_attention import GatedLinearAttention
@@ -133,10 +133,7 @@ class Hybrid(HybridDecoder):
                 return GatedDeltaNet(n_embd, n_head, n_head, key, value, norm_eps)
             if kind == "mamba2":
                 return StateSpace(n_embd, 2 * n_embd // size, size, state_size, 1, norm_eps)
-            attention = self.new_attention(False, 0.0)
-            if patterns.get(kind) is not None:
-                attention.attend = sparse_attention
-            return attention
+            return self.new_attention(False, 0.0)
 
         def new_block(index: int) -> Block:
             mlp = MLP(n_embd, intermediate_size, "silu", False, gated=True)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from core.contracts import Network
 from core.errors import ConfigError
 from plugins.strategies.ring_attention import Ring, ring_attention
+from toolkit.fused_masks import fused_mask, masked_attention, takes_fused_masks
 
 Method = Literal["ring", "ulysses"]
 
@@ -39,6 +40,7 @@ class ContextParallel:
         self.group, self.method = group, method
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.documents: Tensor | None = None
+        self._ring, self._mask = Ring(group), None
 
     def install(self, network: Network) -> None:
         """Makes a network use this attention."""
@@ -64,6 +66,7 @@ class ContextParallel:
         else:
             own = own.chunk(cuts)[self.rank]
         self.documents = batch.get("document_ids")
+        self._ring, self._mask = Ring(self.group, self.documents), self._document_mask()
         parts = {name: value[:, own] for name, value in batch.items() if name != "document_ids"}
         return {"position_ids": own.expand(rows, -1)} | parts
 
@@ -85,14 +88,20 @@ class ContextParallel:
         if mask is not None or not is_causal or dropout:
             raise ConfigError("HybridParallel: context above 1 takes causal attention without dropout.")
         if self.method == "ring":
-            return ring_attention(q, k, v, Ring(self.group, self.documents))
+            return ring_attention(q, k, v, self._ring)
         q, k, v = (_heads_for_tokens(x, self.group) for x in (q, k, v))
-        mask = None
-        if self.documents is not None:
-            same = self.documents[:, None, :, None] == self.documents[:, None, None, :]
-            mask = same.tril()
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=enable_gqa)
+        mask = self._mask
+        y = masked_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=enable_gqa)
         return _tokens_for_heads(y, self.group)
+
+    def _document_mask(self) -> Any:
+        """Returns which tokens see each other, for `ulysses`, once for all layers; None: all before."""
+        ids = self.documents
+        if ids is None or self.method == "ring":
+            return None
+        if takes_fused_masks(ids.device, ids.shape[1]):
+            return fused_mask(ids.shape[1], ids.shape[1], ids.device, (ids, ids))
+        return (ids[:, None, :, None] == ids[:, None, None, :]).tril()
 
 
 def pieces(size: int, method: Method) -> int:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plugins.strategies.tensors import local_shard
+from toolkit.gradient_buckets import average_in_buckets
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
@@ -43,19 +44,9 @@ def summed(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.redistribute(placements=parameter.placements)
 
 
-@torch.no_grad()
-def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Averages gradients over a group, with one message for each data type."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for part in map(local_shard, gradients):
-        kinds.setdefault(part.dtype, []).append(part)
-    for parts in kinds.values():
-        flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
-        sizes = [part.numel() for part in parts]
-        for part, averaged in zip(parts, flat.split(sizes), strict=True):
-            part.copy_(averaged.view_as(part))
+def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
+    """Averages gradients over a group, in messages of a data type; None: their own."""
+    average_in_buckets([local_shard(gradient) for gradient in gradients], group, dtype)
 
 
 @torch.no_grad()

@@ -1,34 +1,39 @@
 """Causal attention over tokens that are sharded over ranks; keys and values are passed around a ring.
 
-Blockwise and exact, as in Ring Attention (arXiv:2310.01889). Each rank has a chunk from the head and one from the tail
-of a sequence, which balances the work (Striped Attention, arXiv:2311.09431, balances it in another way). Written as
-matrix products of one chunk by one chunk, the same on CPU and GPU; only one such block is kept.
+Exact, as in Ring Attention (arXiv:2310.01889): outputs of blocks are merged by their log-sum-exps, and no scores are
+written out, so that a rank needs memory for its own tokens and for those that arrive. Each rank has a chunk from
+the head and one from the tail of a sequence, which balances the work (Striped Attention, arXiv:2311.09431, balances it in
+another way): all blocks but the first have half the queries or half the keys. While a block is computed, the next keys
+and values arrive, and in backward the gradients of the last ones, too.
 
 Shapes: as in `context_parallel`; a chunk has c = t / 2 tokens.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from plugins.strategies.ring_kernels import Block, Kernel, kernel_for
+
 
 @dataclass(frozen=True)
 class Ring:
-    """The ranks of a ring.
+    """The ranks of a ring, for one batch.
 
     Attributes:
         documents: Document of each token, (B, T); None: one document per row.
+        kernel: What computes blocks; None: what `kernel_for` finds.
     """
 
     group: dist.ProcessGroup
     documents: Tensor | None = None
+    kernel: Kernel | None = None
+    _blocks: dict[int, Block] = field(default_factory=dict, init=False)
 
     @property
     def ranks(self) -> int:
@@ -51,32 +56,23 @@ class Ring:
         ]
         return arriving, dist.batch_isend_irecv(operations)
 
-    def blocks(self, source: int, size: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-        """Yields the blocks of attention: rows of this rank, columns of another, and a mask if not all are seen.
+    def block(self, step: int, q: Tensor) -> Block:
+        """Returns what queries (B, H, t, D) of this rank see of the keys that came `step` ranks; layers share it."""
+        if step not in self._blocks:
+            source, tokens = (self.rank - step) % self.ranks, q.shape[2]
+            rows = slice(tokens // 2 if source > self.rank else 0, tokens)
+            columns = slice(0, tokens // 2 if source < self.rank else tokens)
+            documents = None
+            if self.documents is not None:
+                documents = self._own(self.rank)[:, rows], self._own(source)[:, columns]
+            self._blocks[step] = Block(rows, columns, source == self.rank, q.device, documents)
+        return self._blocks[step]
 
-        Args:
-            source: The rank of keys and values.
-            size: Tokens per chunk.
-        """
-        mine, theirs = ((rank, 2 * self.ranks - 1 - rank) for rank in (self.rank, source))
-        for i, to in enumerate(mine):
-            for j, of in enumerate(theirs):
-                if of <= to:
-                    rows, columns = slice(i * size, (i + 1) * size), slice(j * size, (j + 1) * size)
-                    yield rows, columns, self._mask(to, of, size)
-
-    def _mask(self, to: int, of: int, size: int) -> Tensor | None:
-        mask = None
-        if self.documents is not None:
-            queries, keys = (self.documents[:, chunk * size : (chunk + 1) * size] for chunk in (to, of))
-            mask = (queries[:, :, None] == keys[:, None, :])[:, None, None]  # (B, 1, 1, c, c)
-        if to == of:
-            seen = torch.ones(size, size, dtype=torch.bool, device=self._device()).tril()
-            mask = seen if mask is None else mask & seen
-        return mask
-
-    def _device(self) -> Any:
-        return None if self.documents is None else self.documents.device
+    def _own(self, rank: int) -> Tensor:
+        """Returns the documents (B, t) of a rank's tokens."""
+        assert self.documents is not None
+        chunks = self.documents.chunk(2 * self.ranks, dim=1)
+        return torch.cat((chunks[rank], chunks[-1 - rank]), dim=1)
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
@@ -88,67 +84,63 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False), torch.device(q.device):
-            queries, kv = _grouped(q, k.shape[1]), torch.stack((k, v)).contiguous()
-            out = torch.zeros_like(queries)
-            lse = torch.full(queries.shape[:-1], -math.inf)
+        with torch.autocast(q.device.type, enabled=False):
+            kernel = ring.kernel or kernel_for(q, k, v, ring.documents is not None)
+            kv = torch.stack((k, v))
             for step in range(ring.ranks):
-                arriving, waits = ring.start(kv) if step + 1 < ring.ranks else (kv, [])
-                source = (ring.rank - step) % ring.ranks
-                for rows, columns, mask in ring.blocks(source, q.shape[2] // 2):
-                    keys, values = (x[:, :, None, columns].float() for x in kv)
-                    scores = _scores(queries[..., rows, :], keys, mask)
-                    block = scores.logsumexp(-1)
-                    total = torch.logaddexp(lse[..., rows], block)
-                    keep = _exp(lse[..., rows] - total)
-                    weights = _exp(scores - total[..., None])
-                    out[..., rows, :] = out[..., rows, :] * keep[..., None] + weights @ values
-                    lse[..., rows] = total
-                for wait in waits:
-                    wait.wait()
+                arriving, works = ring.start(kv) if step + 1 < ring.ranks else (kv, [])
+                block = ring.block(step, q)
+                keys, values = kv[..., block.columns, :]
+                found = kernel.attend(q[:, :, block.rows], keys, values, block)
+                if step == 0:
+                    out, lse = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in found)
+                else:
+                    _merge(out[:, :, block.rows], lse[:, :, block.rows], *found)
+                _wait(works)
                 kv = arriving
-        ctx.ring = ring
+            out = out.to(q.dtype)
+        ctx.ring, ctx.kernel = ring, kernel
         ctx.save_for_backward(q, k, v, out, lse)
-        return out.flatten(1, 2).to(q.dtype)
+        return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        ring = ctx.ring
-        with torch.autocast(q.device.type, enabled=False), torch.device(q.device):
-            queries, upstream = _grouped(q, k.shape[1]), _grouped(gradient, k.shape[1])
-            scale, delta = q.shape[-1] ** -0.5, (upstream * out).sum(-1, keepdim=True)
-            d_queries = torch.zeros_like(queries)
-            travelling = torch.stack((k, v)).float()
-            travelling = torch.cat((travelling, torch.zeros_like(travelling)))  # k, v and their gradients
+        ring: Ring = ctx.ring
+        works: list[Any] = []
+        with torch.autocast(q.device.type, enabled=False):
+            kv = torch.stack((k, v))
+            d_queries = torch.zeros_like(q, dtype=lse.dtype)
+            sums = torch.zeros_like(
+                kv, dtype=lse.dtype
+            )  # gradients of keys and values, which travel with them
             for step in range(ring.ranks):
-                keys, values, d_keys, d_values = travelling
-                for rows, columns, mask in ring.blocks((ring.rank - step) % ring.ranks, q.shape[2] // 2):
-                    one, other = keys[:, :, None, columns], values[:, :, None, columns]
-                    weights = _exp(_scores(queries[..., rows, :], one, mask) - lse[..., rows, None])
-                    above = upstream[..., rows, :]
-                    d_values[:, :, columns] += (weights.mT @ above).sum(2)
-                    d_scores = weights * (above @ other.mT - delta[..., rows, :]) * scale
-                    d_queries[..., rows, :] += d_scores @ one
-                    d_keys[:, :, columns] += (d_scores.mT @ queries[..., rows, :]).sum(2)
-                arriving, waits = ring.start(travelling)
-                for wait in waits:
-                    wait.wait()
-                travelling = arriving
-            d_keys, d_values = travelling[2:]
-        return d_queries.flatten(1, 2).to(q.dtype), d_keys.to(k.dtype), d_values.to(v.dtype), None
+                arriving, coming = ring.start(kv) if step + 1 < ring.ranks else (kv, [])
+                block = ring.block(step, q)
+                own = q[:, :, block.rows], *kv[..., block.columns, :]
+                whole = out[:, :, block.rows], lse[:, :, block.rows]
+                found = ctx.kernel.gradients(gradient[:, :, block.rows], *own, *whole, block)
+                d_queries[:, :, block.rows] += found[0]
+                _wait(works)  # for what the ranks before this one have added
+                sums[0, :, :, block.columns] += found[1]
+                sums[1, :, :, block.columns] += found[2]
+                sums, works = ring.start(sums)
+                _wait(coming)
+                kv = arriving
+            _wait(works)
+        return d_queries.to(q.dtype), sums[0].to(k.dtype), sums[1].to(v.dtype), None
 
 
-def _grouped(x: Tensor, heads: int) -> Tensor:
-    """(B, H, t, D) -> (B, G, H / G, t, D) in float32."""
-    return x.unflatten(1, (heads, -1)).float()
+def _merge(out: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> None:
+    """Adds the attention to further keys, (B, H, T, D) with log-sum-exps (B, H, T), in place.
+
+    No log-sum-exp of `lse` is -inf: each query sees itself, in the first block.
+    """
+    total = torch.logaddexp(lse, more_lse)
+    out.mul_((lse - total).exp_()[..., None]).add_(more * (more_lse - total).exp_()[..., None])
+    lse.copy_(total)
 
 
-def _scores(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-    scores = queries @ keys.mT * queries.shape[-1] ** -0.5
-    return scores if mask is None else scores.masked_fill(~mask, -math.inf)
-
-
-def _exp(x: Tensor) -> Tensor:
-    """exp, and 0 for the difference of two infinities: a block in which a query attends to nothing."""
-    return x.exp().nan_to_num(nan=0.0)
+def _wait(works: list[Any]) -> None:
+    for work in works:
+        work.wait()

@@ -99,7 +99,7 @@ def fragmentation(case: Case) -> Iterator[Finding]:
     if found := _steadily(case, "memory/fragmentation", 0.4):
         yield Finding(
             "fragmentation", found[0], f"{found[1]:.0%} of the reserved memory is free in pieces", 0.71,
-            "Set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+            "Take PYTORCH_ALLOC_CONF out of the environment, or add expandable_segments:True to it",
         )  # fmt: skip
 
 

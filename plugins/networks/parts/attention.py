@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
 from plugins.networks.parts.norms import soft_cap
 from plugins.networks.parts.positions import rotate
+from toolkit.fused_masks import fused_attention, fused_mask, masked_attention
 
 Cache = KVCache | SlidingKVCache
 
@@ -28,7 +29,8 @@ def attention_mask(
     window: int | None = None,
     visible: Tensor | None = None,
     prefix: Tensor | None = None,
-) -> Tensor | None:
+    fused: bool = False,
+) -> Any:
     """Returns which of the keys [first, end) each query in [start, end) attends to, as booleans ([B, 1,] T, keys).
 
     Returns None where no mask is needed: with as many keys as queries, or a single query.
@@ -42,6 +44,7 @@ def attention_mask(
             key is that of token max(0, start - window + 1), as in `SlidingKVCache`; without one it is token 0.
         visible: Which tokens are no padding in front of a row, (B, tokens); None: all. Padding sees itself.
         prefix: Which tokens see each other in both directions, (B, T), without a cache; None: none do.
+        fused: Whether FlexAttention's mask is returned, where there is neither cache nor padding nor prefix.
     """
     within = window is None or end <= window
     first = 0 if window is None else max(0, start - window + 1)
@@ -51,6 +54,9 @@ def attention_mask(
         and (end - start == 1 or (start == 0 and within and visible is None))
     ):
         return None if visible is None else visible[:, None, None, first:end]
+    if fused and prefix is None and visible is None:
+        documents = None if document_ids is None else (document_ids, document_ids)
+        return fused_mask(end, end, device, documents, window=None if within else window)
     mask = torch.ones(end - start, end - first, dtype=torch.bool, device=device).tril(start - first)
     if window is not None and not within:
         mask = mask.triu(start - first - window + 1)
@@ -73,7 +79,7 @@ def capped_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor | None = None,
+    mask: Any = None,
     dropout: float = 0.0,
     is_causal: bool = False,
     enable_gqa: bool = False,
@@ -83,8 +89,11 @@ def capped_attention(
 ) -> Tensor:
     """Attends as `F.scaled_dot_product_attention`, with scores kept within (-cap, cap); as in Gemma 2, arXiv:2408.00118.
 
-    Written out, with all scores (B, H, T, T) in memory: no fused kernel of torch caps them.
+    With a mask of FlexAttention it is that; else written out, with all scores (B, H, T, T) in memory.
     """
+    if mask is not None and not isinstance(mask, Tensor):
+        found: Tensor = fused_attention(q, k, v, mask, scale, cap)
+        return found
     if enable_gqa:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = soft_cap(q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale), cap)
@@ -136,7 +145,7 @@ class Attention(nn.Module):
         self.head_dim, self.dropout, self.qk_norm = head_dim or n_embd // n_head, dropout, qk_norm
         self.query_scale, self.soft_cap = query_scale, soft_cap
         self.attend: Callable[..., Tensor] = (
-            partial(capped_attention, cap=soft_cap) if soft_cap else F.scaled_dot_product_attention
+            partial(capped_attention, cap=soft_cap) if soft_cap else masked_attention
         )
         self.q_proj = nn.Linear(n_embd, n_head * self.head_dim, bias)
         self.k_proj = nn.Linear(n_embd, n_kv_head * self.head_dim, bias)
@@ -155,7 +164,7 @@ class Attention(nn.Module):
         self,
         x: Tensor,
         rope: Tensor | None,
-        mask: Tensor | None,
+        mask: Any,
         cache: Cache | None,
         source: Tensor | None = None,
     ) -> Tensor:
@@ -164,7 +173,7 @@ class Attention(nn.Module):
         Args:
             x: What queries are made of.
             rope: Sines and cosines.
-            mask: Which keys a query sees, or numbers to add to the scores.
+            mask: Which keys a query sees, as booleans or FlexAttention's, or numbers to add to the scores.
             cache: Keys and values of earlier tokens.
             source: What keys and values are made of, (B, S, C); None: x.
         """

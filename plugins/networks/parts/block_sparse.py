@@ -6,12 +6,10 @@ Shapes: B sequences, T queries, S keys.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 
 @dataclass(frozen=True)
@@ -71,27 +69,3 @@ class SparsePattern:
         return create_block_mask(
             visible, several if several > 1 else None, None, length, length, device=str(positions.device)
         )
-
-
-@cache
-def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return torch.compile(flex_attention)
-
-
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Any = None,
-    dropout: float = 0.0,
-    is_causal: bool = False,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Attends as `F.scaled_dot_product_attention`; where the mask is FlexAttention's, with FlexAttention."""
-    if mask is None or isinstance(mask, Tensor):
-        return scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal=is_causal, enable_gqa=enable_gqa
-        )
-    return _flex()(q, k, v, block_mask=mask, enable_gqa=enable_gqa)

@@ -23,6 +23,7 @@ from plugins.networks.parts.latent_attention import LatentAttention
 from plugins.networks.parts.norms import GemmaRMSNorm, soft_cap
 from plugins.networks.parts.padded_cache import PaddedCache
 from plugins.networks.parts.positions import Rope
+from toolkit.fused_masks import masked_attention, takes_fused_masks
 from toolkit.initial_values import Start, draw, normal
 from toolkit.prefixes import PREFIX
 
@@ -129,6 +130,8 @@ class Decoder(Network):
             self._add_modules(new_block, new_norm, tie_embeddings, dropout)
         self._matmul_weights = [self._count_weights(block) for block in self.layers]
         self._head_weights = self.vocab_size * self.n_embd
+        self._has_own_attention = True
+        self._has_attention_dropout = any(one.dropout for one in self._attentions)
         if device.type != "meta":
             self.to_empty(device=device)
             self.init_weights()
@@ -242,12 +245,21 @@ class Decoder(Network):
         prefix: Tensor | None,
         cached: bool,
     ) -> list[Any]:
-        """Returns for each block what it is given as a mask; the arguments are those of :func:`attention_mask`."""
+        """Returns for each block what it is given as a mask; the arguments are those of :func:`attention_mask`.
+
+        Where `_fuses` says so, masks of documents and windows are FlexAttention's.
+        """
+        device, fused = positions.device, not cached and self._fuses(positions.device, end)
         masks = {
-            window: attention_mask(start, end, document_ids, positions.device, window, visible, prefix)
+            window: attention_mask(start, end, document_ids, device, window, visible, prefix, fused)
             for window in dict.fromkeys(self.windows)
         }
         return [masks[window] for window in self.windows]
+
+    def _fuses(self, device: torch.device, length: int) -> bool:
+        """Whether blocks take masks of `toolkit.fused_masks`, which have no dropout, without a cache."""
+        dropout = self.training and self._has_attention_dropout
+        return self._has_own_attention and not dropout and takes_fused_masks(device, length)
 
     def _span(
         self, input_ids: Tensor, document_ids: Tensor | None, cache: list[Cache] | None
@@ -359,13 +371,17 @@ class Decoder(Network):
         return len(self._attentions) >= self.n_layer and all(window is None for window in self.windows)
 
     def replace_attention(self, attention: Callable[..., Tensor]) -> bool:
-        """Replaces the attention function of every block; False with a window, a cap, a scale or latents, which it could not keep."""
+        """Replaces the attention function of every block; False with a window, a cap, a scale or latents, which it could not keep.
+
+        Another function than torch's is given masks of booleans alone; torch's brings the network's own back.
+        """
         found = self._attentions
         if any(window is not None for window in self.windows) or not all(one.is_plain for one in found):
             return False
+        self._has_own_attention = attention is nn.functional.scaled_dot_product_attention
         for module in found:
             if isinstance(module, Attention):
-                module.attend = attention
+                module.attend = masked_attention if self._has_own_attention else attention
         return True
 
     def select_rows(self, arguments: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...] | None:

@@ -76,20 +76,21 @@ class HybridDecoder(Decoder):
         prefix: Tensor | None,
         cached: bool,
     ) -> list[Any]:
-        """Returns segments for recurrent blocks, masks for the others; on CUDA those of patterns are FlexAttention's."""
+        """Returns segments for recurrent blocks, masks for the others: FlexAttention's where `_fuses` says so."""
         made: dict[Any, Any] = {}
         found = []
+        device, fused = positions.device, not cached and self._fuses(positions.device, end)
         for index in range(self.n_layer):
             window, pattern = self.windows[index], self.patterns[index]
             key = "segments" if self.recurrent[index] else (window, pattern)
             if key not in made:
                 if self.recurrent[index]:
                     made[key] = segment_ids(start, end, document_ids, visible)
-                elif pattern is not None and positions.is_cuda and not cached:
+                elif pattern is not None and fused:
                     made[key] = pattern.blocks(positions, document_ids)
                 elif pattern is None or window is not None:
                     made[key] = attention_mask(
-                        start, end, document_ids, positions.device, window, visible, prefix
+                        start, end, document_ids, device, window, visible, prefix, fused
                     )
                 else:
                     made[key] = _dense(pattern, start, end, document_ids, positions, visible)

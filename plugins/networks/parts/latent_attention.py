@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from core.training.shards import local_tensors
 from plugins.networks.parts.attention import Cache
 from plugins.networks.parts.positions import rotate
+from toolkit.fused_masks import masked_attention
 
 
 class LatentAttention(nn.Module):
@@ -79,9 +80,9 @@ class LatentAttention(nn.Module):
         self.shared_key = nn.Identity()  # where tensor parallelism adds up the gradients of all heads
         self.q_lora_rank = q_lora_rank
         self.soft_cap: float | None = None
-        self.attend: Callable[..., Tensor] = F.scaled_dot_product_attention
+        self.attend: Callable[..., Tensor] = masked_attention
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: Cache | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Any, cache: Cache | None) -> Tensor:
         """Maps x (B, T, C) to (B, T, C), with rotary positions, and mask and cache where they are not None."""
         q = self.q_proj(x) if self.q_lora_rank is None else self.q_b_proj(self.q_a_norm(self.q_a_proj(x)))
         # -1: under tensor parallelism a projection only has the heads of this rank.
@@ -115,7 +116,7 @@ class LatentAttention(nn.Module):
         q_rope: Tensor,
         latent: Tensor,
         key: Tensor,
-        mask: Tensor | None,
+        mask: Any,
         options: dict[str, Any],
     ) -> Tensor:
         """Returns (B, H, T, V) from keys and values of each head."""
@@ -130,7 +131,7 @@ class LatentAttention(nn.Module):
         q_rope: Tensor,
         latent: Tensor,
         key: Tensor,
-        mask: Tensor | None,
+        mask: Any,
         options: dict[str, Any],
     ) -> Tensor:
         """As :meth:`_expanded`; scores q (W c) are (q W) c for latents c, and outputs sum_j p_j (U c_j) are U sum_j p_j c_j."""

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import BlockMask
 
+from plugins.networks.bert import BERT
+from plugins.networks.deepseek_v3 import DeepSeekV3
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.gpt import GPT
 from plugins.networks.hybrid import Hybrid
@@ -16,6 +19,7 @@ from plugins.networks.qwen2 import Qwen2
 from plugins.networks.qwen3 import Qwen3
 from tests.support.found_on_ranks import found_on_ranks
 from tests.support.reference_models import blocks_of, both, hidden_states, lively, renamed, tokens
+from tests.support.small_networks import LATENT
 
 SMALL = {
     "vocab_size": 61,
@@ -144,6 +148,78 @@ def test_documents_of_a_row_are_computed_as_alone(name):
         alone = [network({"input_ids": ids}) for ids in tokens().split(lengths, dim=1)]
     # tables of positions are of float32, and sines of one position are the same in both
     assert max(apart(one, other) for one, other in zip(together, alone, strict=True)) < 1e-6
+
+
+FUSED = {
+    "Qwen3": (Qwen3, {**SMALL, "sliding_window": 70, "max_window_layers": 1}),
+    "Gemma3": (Gemma3, {**GEMMA, "sliding_window": 70}),
+    "DeepSeekV3": (DeepSeekV3, LATENT),
+    "BERT": (BERT, {"vocab_size": 61, "n_layer": 2, "n_head": 4, "n_embd": 32, "intermediate_size": 48}),
+    "Hybrid": (Hybrid, {**SMALL, "mixers": ["attention", "gated_delta_net", "block_sparse"], "sliding_window": 70}),
+}  # fmt: skip
+
+
+def documents_of(lengths):
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).expand(2, -1)
+    places = torch.cat([torch.arange(length) for length in lengths]).expand(2, -1)
+    return {"input_ids": tokens(length=sum(lengths)), "document_ids": ids, "position_ids": places}
+
+
+def computed(network, batch):
+    """Returns hidden states, and gradients of the weights that they come from."""
+    network.zero_grad()
+    hidden = network(batch)
+    hidden.square().mean().backward()
+    return [hidden.detach(), *(p.grad.clone() for p in network.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_masks_of_flex_attention_are_those_of_booleans(name, monkeypatch):
+    """On CUDA they are FlexAttention's; here their attention is written out."""
+    network_class, arguments = FUSED[name]
+    network = lively(network_class(**{**arguments, "max_sequence_length": 256})).double()
+    batch, lengths = documents_of((20, 1, 129, 30)), (20, 1, 129, 30)
+    found, masks = [], []
+    network.blocks[-1].register_forward_pre_hook(lambda block, given: masks.append(given[2]))
+    for fused in (False, True):
+        monkeypatch.setattr("plugins.networks.parts.decoder.takes_fused_masks", lambda *_, on=fused: on)
+        found.append(computed(network, batch))
+        assert isinstance(masks[-1], BlockMask) == fused
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-13, rtol=1e-11)
+    with torch.no_grad():
+        for one, ids in zip(found[1][0].split(lengths, 1), batch["input_ids"].split(lengths, 1), strict=True):
+            assert apart(one, network({"input_ids": ids})) < 1e-6  # tables of positions are of float32
+
+
+def test_dropout_of_attention_and_functions_of_others_have_masks_of_booleans(monkeypatch):
+    monkeypatch.setattr("plugins.networks.parts.decoder.takes_fused_masks", lambda *_: True)
+    network, place = GPT(**{**GPT2, "attention_dropout": 0.1}), (torch.device("cpu"), 50)
+    assert network.eval()._fuses(*place)
+    assert not network.train()._fuses(*place)
+    assert network.eval().replace_attention(lambda q, k, v, *rest, **options: v)
+    assert not network._fuses(*place)
+    network.replace_attention(torch.nn.functional.scaled_dot_product_attention)
+    assert network._fuses(*place)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FUSED)
+def test_flex_attention_gives_the_gradients_of_booleans_and_waits_for_nothing(name):
+    network_class, arguments = FUSED[name]
+    network = lively(network_class(**{**arguments, "n_embd": 64, "max_sequence_length": 256}))
+    batch, found = documents_of((20, 1, 129, 30)), []
+    for device in ("cpu", "cuda", "cuda"):
+        network, batch = network.to(device), {key: value.to(device) for key, value in batch.items()}
+        if len(found) == 2 and name != "DeepSeekV3":  # experts count their tokens
+            torch.cuda.set_sync_debug_mode("error")  # the kernels are compiled
+        try:
+            gradients = computed(network, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append([one.cpu() for one in gradients])
+    for one, other in zip(found[0], found[2], strict=True):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-3)  # TF32 is off; other order of sums
 
 
 WINDOWS = [name for name, (_, arguments) in CASES.items() if arguments.get("sliding_window")]

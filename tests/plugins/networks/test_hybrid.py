@@ -11,10 +11,11 @@ from core.errors import ConfigError
 from plugins.networks.hybrid import Hybrid, Mixer
 from plugins.networks.mamba2 import Mamba2
 from plugins.networks.olmo_hybrid import OLMoHybrid
-from plugins.networks.parts.block_sparse import SparsePattern, sparse_attention
+from plugins.networks.parts.block_sparse import SparsePattern
 from plugins.networks.parts.gated_linear_attention import GatedLinearAttention
 from plugins.networks.parts.recurrent_mixer import StateCache
 from tests.support.reference_models import lively, tokens
+from toolkit.fused_masks import masked_attention
 from toolkit.generation.beam_search import beam_search
 
 ALL = [
@@ -165,7 +166,7 @@ def test_flex_attention_computes_what_the_mask_does():
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 24, 16) for heads in (4, 2, 2))
     mask = pattern.dense(POSITIONS, POSITIONS, ids[:, None, :, None] == ids[:, None, None, :])
-    expected = sparse_attention(q, k, v, mask, enable_gqa=True)
+    expected = masked_attention(q, k, v, mask, enable_gqa=True)
     for row, positions, own in ((slice(2), POSITIONS, ids), (1, torch.arange(24), None)):
         found = flex_attention(q, k, v, block_mask=pattern.blocks(positions, own), enable_gqa=True)
         torch.testing.assert_close(found[row], expected[row], atol=1e-6, rtol=1e-5)
