@@ -17,6 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Li
 def mapped():
     """Large allocations are mapped: room in the heap, which runs of other tests may have left, would not count."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    memory_limits.give_back()  # the heap's end is taken first, however large it is
 
 
 @pytest.mark.parametrize(
