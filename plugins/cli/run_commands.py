@@ -78,8 +78,14 @@ def started(make: Callable[[], Any]) -> int:
 
 
 def _started(cli: Any) -> int:
-    from plugins.cli.configuration.mistakes import explain_lightning_error
+    from lightning.pytorch.accelerators import CPUAccelerator
 
+    from plugins.cli.configuration.mistakes import explain_lightning_error
+    from plugins.cli.runs.kept_memory import keep_memory
+
+    limited = any(getattr(each, "memory_limit", None) for each in cli.trainer.callbacks)
+    if isinstance(cli.trainer.accelerator, CPUAccelerator) and not limited:
+        keep_memory()
     try:
         cli.start()
     except Exception as error:

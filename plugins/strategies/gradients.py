@@ -15,7 +15,7 @@ from toolkit.gradient_buckets import average_in_buckets
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of the squares of full gradients, a 0-d float32 tensor; called on every rank.
+    """Returns the sum of the squares of full gradients, 0-d, in float32 or, of float64, in float64; called on every rank.
 
     Communicates once for each set of ranks over which gradients are sharded, not once for each gradient.
     """
@@ -28,7 +28,8 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
         by_mesh.setdefault(where, []).append(local_shard(gradient))
     total: Tensor | None = None
     for (mesh, dims), parts in by_mesh.items():
-        squares = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
+        dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+        squares = torch.stack(torch._foreach_norm(parts, 2, dtype)).square().sum()
         for dim in dims:
             assert mesh is not None
             dist.all_reduce(squares, group=mesh.get_group(dim))

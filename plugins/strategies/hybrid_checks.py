@@ -11,15 +11,12 @@ import torch
 from core.errors import ConfigError
 from plugins.strategies import context_parallel, expert_parallel, mixed_precision, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
-from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
-from plugins.strategies.shared_scaler import scales_losses
+from plugins.strategies.pipeline_stages import Layout, is_beyond_gloo
 from toolkit.batch_shapes import shapes_of
 
 if TYPE_CHECKING:
     from core.contracts import Network
     from toolkit.selection import Run
-
-NO_SCALER = "pipeline above 1 runs backward before the loss can be scaled, which fp16 needs: take bf16"
 
 NO_PREDICT = "predict takes pipeline 1 and context 1, which can read the same checkpoint"
 
@@ -46,9 +43,7 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     if network is None:  # building it later in the run reports the error
         return
     if given["expert"] > 1:
-        yield from expert_parallel.compatibility_errors(
-            network, given["expert"], given["context"], given["schedule"], given["pipeline"]
-        )
+        yield from expert_parallel.compatibility_errors(network, given["expert"], given["context"])
     if given["tensor"] > 1:
         split = given["sequence"] > 1, given["loss_parallel"]
         yield from tensor_parallel.compatibility_errors(network, given["tensor"], *split)
@@ -110,18 +105,13 @@ def _pipeline_errors(
     layout = Layout(given["schedule"], given["pipeline"], len(network.blocks))
     microbatches = layout.stages if given["microbatches"] is None else given["microbatches"]
     yield from layout.compatibility_errors(microbatches, run.argument("data.batch_size"))
-    shards = (
-        sizes["data_shard"] * sizes["expert"] * sizes["context"] > 1 and given["schedule"] not in ZERO_BUBBLE
-    )
-    if given["param_format"] not in (None, "fp32") and not shards:
+    if (
+        given["param_format"] not in (None, "fp32")
+        and not sizes["data_shard"] * sizes["expert"] * sizes["context"] > 1
+    ):
         yield (
             f"param_format is {given['param_format']}, and a pipeline without sharded data gathers no weights: set "
             "--trainer.precision=bf16-mixed in its place"
-        )
-    if given["schedule"] in ZERO_BUBBLE and sizes["data_shard"] > 1:
-        yield (
-            f"schedule {given['schedule']} computes gradients of weights separately from those of inputs, and sharded "
-            "data parallelism loses some of them: take data_replicate for data_shard, or Interleaved1F1B"
         )
     if run.accelerator == "cpu" and is_beyond_gloo(given["schedule"]):
         yield (
@@ -133,8 +123,6 @@ def _pipeline_errors(
             "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
             "not distinguish: leave it out (--callbacks.-MemoryMonitor)"
         )
-    if scales_losses(run) or str(run.argument("trainer.precision")) == "16-true":
-        yield NO_SCALER
 
 
 def check_stages(network: Network, layout: Layout, pipeline: int) -> None:

@@ -284,6 +284,18 @@ class MeshStrategy(ParallelStrategy):
                 module.set_reshard_after_forward(self.frees_blocks, recurse=False)
                 module.reshard()
 
+    def drop_step(self) -> None:
+        """Drops what forward or backward left that broke off, and all gradients; see `toolkit.lone_ranks.DropsSteps`."""
+        roots: Sequence[nn.Module] = self.further_roots or (self.language_module,)
+        for root in roots:
+            if isinstance(root, FSDPModule):
+                root.reset_iter_state()
+        for module in dict.fromkeys(each for root in roots for each in root.modules()):
+            if isinstance(module, FSDPModule):
+                module.unshard()  # gradients that were not reduced yet belong to the gathered weights
+                nn.Module.zero_grad(module)
+                module.reshard()
+
     def step_context(self) -> AbstractContextManager[Any]:
         """Context of each step, in addition to that of the precision."""
         return nullcontext()

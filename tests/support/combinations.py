@@ -186,6 +186,27 @@ COMBINATIONS = [
     ),
     Combination(
         "HybridParallel",
+        "data_shard 2, pipeline 2, InterleavedZeroBubble",
+        4,
+        pipeline("InterleavedZeroBubble"),
+        FOUR_BLOCKS,
+    ),
+    Combination(
+        "HybridParallel",
+        "data_shard 2, pipeline 2, ZBVZeroBubble",
+        4,
+        pipeline("ZBVZeroBubble"),
+        FOUR_BLOCKS,
+    ),
+    Combination(
+        "HybridParallel",
+        "data_shard 2, pipeline 2, DualPipeV",
+        4,
+        pipeline("DualPipeV"),
+        DEEP_LLAMA,
+    ),
+    Combination(
+        "HybridParallel",
         "data_replicate 2, pipeline 2, ZBVZeroBubble",
         4,
         pipeline("ZBVZeroBubble", data_replicate=2),

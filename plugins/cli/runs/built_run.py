@@ -36,6 +36,7 @@ from plugins.cli.configuration.class_check import check_classes
 from plugins.cli.configuration.parsing import Parsed, as_text
 from plugins.cli.configuration.request import SECTIONS, Request, differences
 from plugins.cli.configuration.trust import trusting
+from plugins.cli.lean_imports import optimizers_without_compiler
 from plugins.cli.runs import (
     claims,
     cuda_memory,
@@ -259,7 +260,7 @@ class BuiltRun:
         trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         share = f", {trained:,} of them trained ({trained / parameters:.2%})" if trained < parameters else ""
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters{share}"
-        with self._building():
+        with self._building(), optimizers_without_compiler():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:
                 self.model.build_lr_scheduler(optimizer)

@@ -23,7 +23,9 @@ from toolkit.checkpoint_places import RemotePlace
 
 CONTENT = {
     "state_dict": {"w": torch.arange(10.0), "b": torch.ones(2, dtype=torch.bfloat16)},
-    "optimizer_states": [{"state": {0: {"exp_avg": torch.arange(10.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+    "optimizer_states": [
+        {"state": {0: {"exp_avg": torch.arange(10.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    ],
     "global_step": 7,
     "pytorch-lightning_version": "2.6.0",
 }
