@@ -48,7 +48,7 @@ class Probes:
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
-        self.stepped = self._is_whole = False
+        self.stepped = self._is_whole = self._compares = False
         self._kept: list[tuple[Any, int]] = []
         self._fixed: Any = None
         self._plain = self._coarse = 0.0
@@ -196,17 +196,18 @@ class Probes:
                 return data_probes.figures_of(counts) | self._source.figures(frequencies)
         return data_probes.figures_of(counts)
 
-    def keep(self, batch: Any, index: int) -> None:
-        """Keeps a micro-batch of a step that is examined."""
+    def keep(self, batch: Any, index: int, compares: bool) -> None:
+        """Keeps a micro-batch of a step that is examined, and where it can be, compared with leyden's own parts."""
         self._kept.append((batch, index))
+        self._compares = compares
 
     def between(self, module: Any) -> dict[str, float]:
         """Returns what happened to the weights since the last examined step, in the step after it; else nothing."""
         norms, self._norms = self._norms, []
         found = between_steps(module, norms) if norms else {}
         if self._compared is not None:
-            few = first_tokens(self._kept[0][0]) if self._kept and _has_labels(self._kept[0][0]) else None
-            found |= self._compared.before_step(few)
+            first: Any = self._kept[0][0] if self._kept and self._compares else {}
+            found |= self._compared.before_step(first_tokens(first) if _has_labels(first) else None)
         return found
 
     def before_step(self, trainer: Trainer, module: Any) -> None:
