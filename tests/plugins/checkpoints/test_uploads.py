@@ -23,7 +23,9 @@ from toolkit.checkpoint_places import RemotePlace
 
 CONTENT = {
     "state_dict": {"w": torch.arange(10.0), "b": torch.ones(2, dtype=torch.bfloat16)},
-    "optimizer_states": [{"state": {0: {"exp_avg": torch.arange(10.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}],
+    "optimizer_states": [
+        {"state": {0: {"exp_avg": torch.arange(10.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    ],
     "global_step": 7,
     "pytorch-lightning_version": "2.6.0",
 }
@@ -65,6 +67,7 @@ def test_it_comes_back_and_what_completes_it_is_written_last(plugin, save, stora
     assert same_bits(read_checkpoint(copy), CONTENT)
     assert finding.resolve(url.rpartition("/")[0], Path()) == copy
     assert remote_copies.shown(copy) == url
+    assert remote_copies.here(Path("/cache/of/another/machine", *copy.parts[-2:])) == copy
 
 
 @FORMATS
@@ -81,6 +84,7 @@ def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, c
     damaged = next(
         key for key in storage.keys(prefix) if "step-00000002" in key and key.endswith((".ckpt", "e.pt"))
     )
+    storage.put(f"{prefix}/step-00000003.ckpt.partial", b"")  # as an upload that was interrupted leaves it
     content = bytearray(storage.read(f"{prefix}/{damaged}"))
     content[len(content) // 2] ^= 1
     storage.put(f"{prefix}/{damaged}", bytes(content))
@@ -98,6 +102,27 @@ def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, c
     assert not [key for key in storage.keys(prefix) if "step-00000003" in key]
     with pytest.raises(ConfigError, match="holds checkpoints of another run"):
         RemotePlace(url).check(resumed=False)
+
+
+def test_what_somebody_copied_there_is_left_alone(environment, storage):
+    """Such as a run's local checkpoints, by `aws s3 sync`: no run may take them for its unfinished uploads."""
+    url = "s3://corpora/by-hand"
+    storage.put("by-hand/step-00000001.ckpt", b"all that there is")
+    RemotePlace(url).check(resumed=True)
+    with pytest.raises(ConfigError, match=r"checkpoints of another run \(step-00000001.ckpt\)"):
+        RemotePlace(url).check(resumed=False)
+    with pytest.raises(ConfigError, match="copied there without complete"):
+        finding.resolve(f"{url}/step-00000001.ckpt", Path())
+    assert storage.keys("by-hand") == ["step-00000001.ckpt"]
+
+
+def test_a_wrong_name_beside_a_run_connects_to_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_copies, "ObjectFolder", None)
+    (tmp_path / "run").mkdir()
+    written = {"trainer": {"callbacks": [{"init_args": {"dirpath": "s3://nowhere/run"}}]}}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+    with pytest.raises(ConfigError, match="rum"):
+        finding.resolve(str(tmp_path / "rum"), Path())
 
 
 def test_a_damaged_tensor_file_is_found_when_it_is_read(save, storage):
@@ -198,6 +223,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
         "step-00000002.ckpt",
         "step-00000002.ckpt.complete",
         "step-00000004.ckpt",
+        "step-00000004.ckpt.partial",
     ]
     done = run(["fit", options, "--ckpt_path=last"], tmp_path / "there", environments=[environment])
     assert (
