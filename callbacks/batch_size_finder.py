@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 
+from core.contracts import HasStepContext, RunsAsForward
 from core.errors import ConfigError
 from core.lightning_compat import forget_loader
 from core.technique import technique
 from core.training.loop_state import convert_batch_counts
 from toolkit import memory_limits
+from toolkit.lone_ranks import DropsSteps, WithoutOthers
 from toolkit.trials import compatibility_errors, restored_after, say, training_batches
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
 
+ALONE = ("pipeline", "context", "expert")
+"""Sizes of a strategy's mesh with which a rank cannot try a step by itself."""
+
 
 @technique(
     paper="doubling and bisection as in Lightning's BatchSizeFinder, over the divisors of the batch",
     owns=("batch_size",),
-    conflicts=memory_limits.GATHERING
+    conflicts=memory_limits.TALKING
     | {"GradientAccumulationScheduler": "both would decide how many micro-batches a step takes"},
     before=("LRFinder", "RandomRestart"),
 )
@@ -37,8 +44,9 @@ class BatchSizeFinder(Callback):
     so is a resumed one. A try is a step on full rows: forward, backward and update, with the optimizer's state. One
     that runs out of memory ends there, and its memory is freed. Afterwards everything is restored.
 
-    On several ranks (DDP) each tries without communication; then all agree on what fits everywhere. So no rank waits
-    for one that ran out of memory. Validation uses micro-batches of the same size.
+    On several ranks each tries without communication; then all agree on what fits everywhere. So no rank waits
+    for one that ran out of memory. Under `FSDP` and `HybridParallel` a try takes the memory of gathered weights and reduced
+    gradients, and each rank fills it by itself. Validation uses micro-batches of the same size.
 
     Args:
         memory_limit: On a CPU: bytes that a step may take beyond what the process holds when the search begins.
@@ -64,6 +72,14 @@ class BatchSizeFinder(Callback):
         """Yields what it cannot try or limit."""
         yield from memory_limits.compatibility_errors(run, own.arguments.get("memory_limit"))
         yield from compatibility_errors(run)
+        strategy = next((item for item in run.selected if item.kind == "strategies"), None)
+        given = strategy.arguments if strategy is not None else {}
+        for size in ALONE:
+            if (given.get(size) or 1) > 1:
+                yield (
+                    f"each rank tries steps by itself, and with {size} above 1 what a rank computes depends on what others "
+                    f"send: set --trainer.strategy.{size}=1, or data.batch_size by hand"
+                )
         if run.argument("trainer.strategy.static_graph"):
             yield "DDP would record its first trial step as the static graph: set --trainer.strategy.static_graph=false"
 
@@ -149,25 +165,44 @@ class Attempt:
 
     def _fits(self, size: int) -> bool:
         self.optimizer.zero_grad()
-        try:
-            with memory_limits.limited(self.limit):
-                self._step(size)
-        except Exception as error:
-            if not memory_limits.is_out_of_memory(error):
-                raise
-            return False
-        return True
+        strategy = self.trainer.strategy
+        drops = strategy if isinstance(strategy, DropsSteps) else None
+        with WithoutOthers() if drops else nullcontext():
+            try:
+                with memory_limits.limited(self.limit):
+                    self._step(size)
+            except Exception as error:
+                if not memory_limits.is_out_of_memory(error):
+                    raise
+            else:
+                return True
+            memory_limits.give_back()
+            if drops is not None:
+                drops.drop_step()
+        return False
 
     def _step(self, size: int) -> None:
         """Takes a step without talking to other ranks: past DDP's forward, its hooks do nothing."""
-        trainer, module = self.trainer, self.trainer.lightning_module
+        trainer, module, strategy = self.trainer, self.trainer.lightning_module, self.trainer.strategy
+
+        def run(name: str, *args: Any) -> Any:
+            if isinstance(strategy, RunsAsForward):
+                return strategy.run_as_forward(name, *args)
+            return getattr(module, name)(*args)
+
         rows = torch.arange(size) % len(self.batch["input_ids"])
         batch = {name: values[rows] for name, values in self.batch.items()}
         batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-        for number in range(min(self.rows // size, 2)):  # the second finds gradients there
-            with trainer.precision_plugin.train_step_context():
-                loss: Any = module.training_step(batch, number)
-            loss.backward()
+        count = min(self.rows // size, 2)  # the second finds gradients there
+        for number in range(count):
+            deferred: AbstractContextManager[None] = nullcontext()
+            if isinstance(strategy, DropsSteps) and isinstance(strategy, ParallelStrategy):
+                deferred = strategy.block_backward_sync() if number + 1 < count else deferred
+            with deferred:
+                with trainer.precision_plugin.train_step_context():
+                    loss: Any = run("training_step", batch, number)
+                with strategy.step_context() if isinstance(strategy, HasStepContext) else nullcontext():
+                    loss.backward()
         self.optimizer.step()
 
 

@@ -90,7 +90,9 @@ class GradientNoiseScale(Callback):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that a step of one row has no parts."""
+        """Yields that a step of one row, or in a pipeline, has no parts."""
+        if any((item.arguments.get("pipeline") or 1) > 1 for item in run.selected):
+            yield "a pipeline computes all micro-batches of a step at once: set pipeline to 1, or leave it out"
         rows, batches = run.argument("data.batch_size"), run.argument("trainer.accumulate_grad_batches")
         rows = rows * batches if isinstance(rows, int) and isinstance(batches, int) else 2
         if rows < 2:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from lightning.pytorch import Trainer
@@ -15,10 +15,6 @@ from core.contracts import HasUnigramLoss
 from core.errors import ConfigError
 from core.technique import technique
 from toolkit import pictures
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 MAX_POINTS = 4000
 """When the training curve has as many points, every second one is dropped."""
@@ -144,8 +140,8 @@ class LossCurve(Callback):
 
 def draw(
     training: Points, validation: Points, unigram: float | None, title: str, unit: str = "nats/token"
-) -> Figure:
-    """Draws the curves.
+) -> Any:  # jsonargparse would import matplotlib for the name of a figure, in each run
+    """Draws the curves; returns the figure.
 
     Args:
         training: The training loss.
@@ -203,7 +199,7 @@ def _that_count(points: Points) -> np.ndarray:
     return array[counts(array[:, 0])]
 
 
-def _add_steps(axes: Axes, steps: np.ndarray, tokens: np.ndarray) -> None:
+def _add_steps(axes: Any, steps: np.ndarray, tokens: np.ndarray) -> None:
     """Adds an upper axis in optimizer steps where every step had about as many tokens."""
     from matplotlib.ticker import LogLocator
 

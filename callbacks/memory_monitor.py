@@ -101,8 +101,8 @@ class MemoryMonitor(Callback):
 
     Where figures are logged, on CUDA, the allocator of rank 0's device is shown as it is then: `memory/allocated_mib` of tensors,
     `memory/reserved_mib` of the device, and `memory/fragmentation`, the share of the reserved memory that is free within blocks
-    which are partly in use, so that it can be neither given back nor used for a large tensor. If it grows, set
-    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True.
+    which are partly in use, so that it can be neither given back nor used for a large tensor. A run lets
+    these blocks grow (expandable_segments), unless PYTORCH_ALLOC_CONF is set in the environment.
 
     A monitored step takes several times as long. All others cost nothing.
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
@@ -19,6 +18,7 @@ from core.technique import technique
 from core.training.seeding import mix
 from core.training.shards import gradients
 from toolkit import memory_limits
+from toolkit.gradient_buckets import average_in_buckets
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -125,7 +125,7 @@ class OOMGuard(Callback):
             memory_limits.give_back()
             todo = self._step
         if trainer.world_size > 1 and not is_accumulating(trainer):
-            _average(gradients(optimizer), trainer.world_size)
+            average_in_buckets(gradients(optimizer))
         return ClosureResult(loss)
 
     def _attempt(self, trainer: Trainer, optimizer: Any, todo: list[tuple[Any, int]]) -> Tensor | None:
@@ -181,10 +181,3 @@ def split(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:
     names, values = zip(*batch.items(), strict=True)
     cut = zip(*(torch.tensor_split(value, parts) for value in values), strict=True)
     return [dict(zip(names, part, strict=True)) for part in cut]
-
-
-def _average(tensors: list[Tensor], ranks: int) -> None:
-    torch._foreach_div_(tensors, ranks)
-    works: list[Any] = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
-    for work in works:
-        work.wait()

@@ -292,6 +292,14 @@ def _sharded_errors(run: Run, micro_batches: int) -> Iterator[str]:
     names = {item.name for item in run.selected}
     if "FSDP" not in names:
         return
+    precision, format = run.argument("trainer.precision"), run.argument("trainer.strategy.param_format")
+    if format is None and (
+        str(precision) in ("bf16", "bf16-mixed") or names & {"Float8", "TransformerEngine"}
+    ):
+        yield (
+            "FSDP would gather weights, and add gradients, in bf16, which one process and DDP keep in float32: set "
+            "--trainer.strategy.param_format=fp32"
+        )
     if "TorchaoAdamW8bit" in names:
         yield "TorchaoAdamW8bit quantises blocks of a shard, which depend on the number of ranks: take AdamW, or DDP"
     if "SkipStep" in names and run.accelerator == "cpu" and run.world_size > 1:

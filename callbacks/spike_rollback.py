@@ -28,6 +28,7 @@ from core.lightning_compat import (
 from core.technique import technique
 from toolkit.outliers import OutlierWindow
 from toolkit.snapshot_ring import SnapshotRing
+from toolkit.trials import offloaded
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -42,7 +43,6 @@ NONE = (math.inf, 0.0, 0.0, math.inf, math.inf)
     conflicts={
         "SkipStep": "both react to the same outliers, one by dropping the update, the other by going back",
         "NonFiniteGuard": "it ends the run at the first loss that is not finite, where SpikeRollback goes back",
-        "DeepSpeedZero": "DeepSpeed steps the optimizer by itself, and keeps weights where snapshots do not see them",
     },
     # Callbacks that log see the spike; callbacks that decide about the next step see the step gone back to.
     after=("Heartbeat", "LossCurve", "MemoryMonitor", "ProgressBar", "TextSamples", "Throughput"),
@@ -137,7 +137,8 @@ class SpikeRollback(Callback):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that the data cannot be skipped."""
+        """Yields that the data cannot be skipped, or the state cannot be restored."""
+        yield from offloaded(run)
         for item in run.selected:
             if item.key == "data" and not issubclass(item.target, SkipsBatches):
                 yield f"it skips batches, which {item.name} cannot: set --data=PretrainDataModule or MixtureDataModule"

@@ -32,7 +32,8 @@ class TrainingDoctor(Callback):
     `doctor/...`. Before the first step: labels against inputs, rows that come again, order, validation text among the
     training text, ids against the tokenizer and the source, weights, and whether logits change with tokens that they must not depend on. In
     the 1st, 2nd, 4th logged step and so on, and every `every_n_steps`: whether the gradients of the step are those of its loss, and whether all
-    weights that have one change. Such a step takes about four times as long. All others cost nothing.
+    weights that have one change. Such a step takes about four times as long. All others cost nothing. Of a run with parts
+    that are not leyden's, rows, network, loss, rate and update are also compared with what leyden's own would do.
 
     Each cause is said once. What to switch on is written to `doctor/remedy-CAUSE.yaml` in the run folder, for
     `--config`. `python -m core doctor RUN` says the same of a finished run. A diagnosis is a hint and no proof:
@@ -73,8 +74,11 @@ class TrainingDoctor(Callback):
         self._examining = self._resumes = self._saves = False
         self._resumed: Any = None
         self._sizes: list[float] = []
+        self._state: list[float] = []
+        self._validation: dict[str, float] = {}
         self._next = self._every = 0
         self._began = self._saving = self._saved = 0.0
+        self._seen = 0  # steps, when a batch ended last
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the figures so far, and which causes were said."""
@@ -93,18 +97,22 @@ class TrainingDoctor(Callback):
         self._every = self.every_n_steps // trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._fresh = dict(trainer.callback_metrics)
         is_fresh = not self.history.names()
-        self._start = self._probes.start(trainer, pl_module, is_fresh)
-        self._resumes = not is_fresh
+        state = [] if is_fresh else self._state
+        self._start = self._probes.start(trainer, pl_module, is_fresh, self._config, state)
+        self._resumes, self._seen = not is_fresh, trainer.global_step
         self._began, self._saving, self._saved = time.monotonic(), 0.0, 0.0
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Starts the clock of a checkpoint that is written in training; keeps sizes of the weights in it."""
         self._saving = self._saving or time.monotonic()
+        self._probes.pause()
         checkpoint["training_doctor_weights"] = self._probes.sizes(trainer, pl_module)
+        checkpoint["training_doctor_state"] = self._probes.kept_state()
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Takes the sizes of its weights."""
+        """Takes the sizes of its weights, and of the optimizer's state."""
         self._sizes = list(checkpoint.get("training_doctor_weights", ()))
+        self._state = list(checkpoint.get("training_doctor_state", ()))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batches of a step that is examined."""
@@ -114,6 +122,7 @@ class TrainingDoctor(Callback):
             self._resumes, self._resumed = False, batch
             if (lost := self._probes.not_restored(trainer, pl_module, self._sizes)) > 0:
                 log_figures(trainer, {"doctor/not_restored": lost})
+        self._probes.begin_batch(batch)
         logged, rest = divmod(trainer.global_step + 1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if not rest and self._is_due(logged):
             self._probes.keep(batch, batch_idx)
@@ -121,6 +130,7 @@ class TrainingDoctor(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Stops the clock of a checkpoint that was written before the validation."""
+        self._probes.pause()
         self._saves = self._stop_clock()
 
     def _stop_clock(self) -> bool:
@@ -157,6 +167,10 @@ class TrainingDoctor(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs what was measured, and looks at what was logged."""
+        stepped = trainer.global_step != self._seen
+        if stepped and (compared := self._probes.end_batch(batch, pl_module.logging_step)):
+            log_figures(trainer, compared)
+        self._seen = trainer.global_step
         if self._examining and self._probes.stepped:
             self._examining = False
             log_figures(trainer, self._probes.after_step(trainer, pl_module) | self._start)
@@ -171,13 +185,29 @@ class TrainingDoctor(Callback):
             self._next = trainer.global_step + max(1, trainer.global_step // 50)
             self._tell(trainer)
 
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Compares the first batch of a validation."""
+        if not batch_idx and not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._validation = self._probes.in_validation(batch)
+
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Takes the figures of the validation."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
+            if self._validation:
+                log_figures(trainer, self._validation)
             self._take(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the finished run."""
+        self._probes.close()
         self._take(trainer)
         self._tell(trainer)
 

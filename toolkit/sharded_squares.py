@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.training.shards import local_tensors
+from toolkit.shards import gradient_like
 
 __all__ = ["ShardedSquares"]
 
@@ -51,7 +52,8 @@ class ShardedSquares:
 
     def gradients(self) -> list[Tensor | None]:
         """Returns this rank's shards of the gradients, in the order of the weights."""
-        return [_gradient(parameter) for parameter in self._parameters]
+        found = [gradient_like(parameter) for parameter in self._parameters]
+        return [None if gradient is None else local_tensors([gradient])[0] for gradient in found]
 
     def sums(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Returns this rank's part of the sum of squares of each group, (groups,); None counts as zeros.
@@ -68,16 +70,6 @@ class ShardedSquares:
             index = torch.tensor([index for index, _ in there], device=squares.device)
             squares[index] = torch.stack(norms).to(squares).square()
         return self._shares @ squares
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor | None:
-    gradient: Any = parameter.grad
-    if gradient is None:
-        return None
-    placements = getattr(parameter, "placements", None)
-    if placements is not None and gradient.placements != placements:  # partial sums
-        gradient = gradient.redistribute(placements=placements)
-    return local_tensors([gradient])[0]
 
 
 def _agree(groups: list[str], elements: dict[str, tuple[int, int]]) -> tuple[list[str], dict[str, float]]:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GathersNetworks", "ReadsItself", "copy_to_shard", "is_sharded"]
+__all__ = ["GathersNetworks", "ReadsItself", "copy_to_shard", "gradient_like", "is_sharded"]
 
 
 @runtime_checkable
@@ -34,6 +34,15 @@ class ReadsItself(Protocol):
 def is_sharded(tensors: Sequence[Tensor]) -> bool:
     """Returns whether any of the tensors is sharded over ranks."""
     return torch.distributed.is_initialized() and any(hasattr(tensor, "to_local") for tensor in tensors)
+
+
+def gradient_like(parameter: Any) -> Any:
+    """Returns the gradient of a parameter, sharded as the parameter: ranks may have partial sums of it."""
+    gradient = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    if gradient is None or placements is None or gradient.placements == placements:
+        return gradient
+    return gradient.redistribute(placements=placements)
 
 
 def copy_to_shard(target: Tensor, value: Tensor | ReadsItself) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -12,6 +12,18 @@ from torch import Tensor
 
 from core.technique import declaration_of
 from core.training.shards import local_tensors, reshard
+
+
+@runtime_checkable
+class HoldsWeights(Protocol):
+    """A strategy that steps tensors of its own, such as flat shards of many weights, in place of the parameters."""
+
+    def held_weights(self) -> list[Tensor]:
+        """Returns those of this rank, of which the optimizer has states; no copies."""
+
+    def weights_restored(self) -> None:
+        """Copies them to the network, after they were written; called on every rank."""
+
 
 Snapshot = dict[str, Any]
 """Numbers, strings, lists, mappings and tensors on the host: `torch.load(weights_only=True)` reads it."""
@@ -35,7 +47,7 @@ def take_snapshot(trainer: Trainer) -> Snapshot:
         {
             "step": trainer.global_step,
             "tensors": tensors(trainer),
-            "optimizers": [_optimizer_state(optimizer) for optimizer in trainer.optimizers],
+            "optimizers": [_optimizer_state(trainer, optimizer) for optimizer in trainer.optimizers],
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
             "callbacks": {name: callback.state_dict() for name, callback in _callbacks(trainer)},
@@ -61,8 +73,10 @@ def put_back(trainer: Trainer, snapshot: Snapshot) -> None:
         for tensor, value in zip(tensors(trainer), snapshot["tensors"], strict=True):
             tensor.copy_(value, non_blocking=True)
     for optimizer, state in zip(trainer.optimizers, snapshot["optimizers"], strict=True):
-        _put_back_optimizer(optimizer, state)
+        _put_back_optimizer(trainer, optimizer, state)
         optimizer.zero_grad()
+    if isinstance(trainer.strategy, HoldsWeights):
+        trainer.strategy.weights_restored()
     for config, state in zip(trainer.lr_scheduler_configs, snapshot["schedules"], strict=True):
         config.scheduler.load_state_dict(deepcopy(state))
     trainer.precision_plugin.load_state_dict(deepcopy(snapshot["precision"]))
@@ -79,6 +93,9 @@ def put_back(trainer: Trainer, snapshot: Snapshot) -> None:
 def tensors(trainer: Trainer) -> list[Tensor]:
     """Returns what this rank holds of parameters and buffers; no copies."""
     module = trainer.lightning_module
+    if isinstance(trainer.strategy, HoldsWeights):
+        frozen = (parameter.detach() for parameter in module.parameters() if not parameter.requires_grad)
+        return [*trainer.strategy.held_weights(), *frozen, *(buffer.detach() for buffer in module.buffers())]
     reshard(module)
     return local_tensors(tensor.detach() for tensor in (*module.parameters(), *module.buffers()))
 
@@ -104,23 +121,25 @@ def _progress(trainer: Trainer) -> Any:
     return trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress
 
 
-def _parameters(optimizer: Any) -> list[Tensor]:
+def _parameters(trainer: Trainer, optimizer: Any) -> list[Tensor]:
+    if isinstance(trainer.strategy, HoldsWeights):
+        return trainer.strategy.held_weights()
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _optimizer_state(optimizer: Any) -> dict[str, Any]:
+def _optimizer_state(trainer: Trainer, optimizer: Any) -> dict[str, Any]:
     """Returns an optimizer's state by the numbers of its parameters, and the settings of its groups."""
-    state = [optimizer.state.get(parameter, {}) for parameter in _parameters(optimizer)]
+    state = [optimizer.state.get(parameter, {}) for parameter in _parameters(trainer, optimizer)]
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     return {"state": state, "groups": groups}
 
 
-def _put_back_optimizer(optimizer: Any, saved: dict[str, Any]) -> None:
+def _put_back_optimizer(trainer: Trainer, optimizer: Any, saved: dict[str, Any]) -> None:
     for group, own in zip(optimizer.param_groups, saved["groups"], strict=True):
         for name in group.keys() - own.keys() - {"params"}:  # some count their steps there, from the first on
             del group[name]
         group.update(deepcopy(own))
-    for parameter, state in zip(_parameters(optimizer), saved["state"], strict=True):
+    for parameter, state in zip(_parameters(trainer, optimizer), saved["state"], strict=True):
         if not state:  # it had made no step yet
             optimizer.state.pop(parameter, None)
             continue

@@ -22,9 +22,19 @@ from toolkit.selection import Run
 
 NOT_RESTORABLE = dict.fromkeys(
     ("DeepSpeedZero", "DeepSpeedStrategy"),
-    "its trial steps restore the optimizer's state, to which DeepSpeed gives no access: take --trainer.strategy=FSDP",
+    "it measures or draws weights one by one, and DeepSpeed keeps flat partitions of many: take --trainer.strategy=FSDP",
 )
-"""For `@technique(conflicts=...)`: strategies under which the state cannot be restored after trial steps."""
+"""For `@technique(conflicts=...)`: strategies under which weights cannot be measured, or drawn again, in trial steps."""
+
+
+def offloaded(run: Run) -> Iterator[str]:
+    """Yields, for a technique's `preflight`, what `DeepSpeedZero` keeps where snapshots do not see it."""
+    for name in ("offload_optimizer", "offload_parameters"):
+        if run.argument(f"trainer.strategy.{name}") == "nvme":
+            yield f"it copies the optimizer's state, which {name} nvme keeps on disk: set --trainer.strategy.{name}=cpu"
+    strategies = [item.name for item in run.selected if item.kind == "strategies"]
+    if "DeepSpeedZero" in strategies and str(run.argument("trainer.precision")) in ("16", "16-mixed"):
+        yield "it cannot restore DeepSpeed's loss scale: set --trainer.precision=bf16-mixed"
 
 
 def say(trainer: Trainer, who: object, text: str) -> None:

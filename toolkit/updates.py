@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-__all__ = ["drop_update", "drops_updates"]
+__all__ = ["DropsUpdates", "drop_update", "drops_updates"]
+
+
+@runtime_checkable
+class DropsUpdates(Protocol):
+    """An optimizer that drops updates by means of its own."""
+
+    def drop_update(self, drop: Tensor) -> None:
+        """Leaves out the update of this step if `drop` (0-d, boolean, on the device) of any call in it is true."""
 
 
 def drops_updates(optimizer: Optimizer) -> bool:
@@ -16,12 +24,17 @@ def drops_updates(optimizer: Optimizer) -> bool:
 
     torch's fused kernels do so where the optimizer's `found_inf` is 1: made for fp16 gradients that overflow.
     """
+    if isinstance(optimizer, DropsUpdates):
+        return True
     known = isinstance(optimizer, Adam | SGD | Adagrad)  # AdamW is an Adam
     return known and all(group.get("fused") for group in optimizer.param_groups)
 
 
 def drop_update(optimizer: Optimizer, drop: Tensor) -> None:
     """Leaves out the next update if `drop` (0-d, boolean, on the device) of any call since the last one is true."""
+    if isinstance(optimizer, DropsUpdates):
+        optimizer.drop_update(drop)
+        return
     known, drop = vars(optimizer), _beside_weights(optimizer, drop.float())
     if "_drops_updates" not in known:
         hooks = optimizer.register_step_pre_hook(_repeat_drop), optimizer.register_step_post_hook(_keep_next)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from core import __version__, catalog
 from core.errors import ConfigError
 from plugins.cli.error_messages import report
-from plugins.cli.lean_imports import defer_torchmetrics
+from plugins.cli.lean_imports import defer_compiler_and_plots, defer_torchmetrics
 
 
 def main(words: Sequence[str]) -> int:
@@ -53,6 +53,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"leyden {__version__}")
         return 0
     defer_torchmetrics()
+    defer_compiler_and_plots()
     command = catalog.find(words[0], "commands").load()
     return command(words[1:]) or 0
 

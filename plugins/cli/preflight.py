@@ -45,6 +45,7 @@ def check(run: Run, *faults: str) -> None:
         _needs,
         _processes,
         _numbers,
+        _pickled,
         _replaced,
         _conflicts,
         _duplicates,
@@ -125,6 +126,19 @@ def _numbers(run: Run) -> Iterator[str]:
         yield (
             f"{f'{place}: ' if place else ''}trainer.val_check_interval is {every}, not a number of optimizer steps from "
             "1 upwards: to train without validation, set --trainer.limit_val_batches=0"
+        )
+
+
+def _pickled(run: Run) -> Iterator[str]:
+    """Yields that a strategy starts its ranks by pickling a trainer, or from a notebook."""
+    word, method = run.argument("trainer.strategy"), run.argument("trainer.strategy.start_method")
+    way = re.search("_(spawn|fork|notebook)(?=_|$)", word) if isinstance(word, str) else None
+    if way or method in ("spawn", "fork", "forkserver"):
+        place = run.place("trainer.strategy")
+        yield (
+            f"{f'{place}: ' if place else ''}trainer.strategy {word if way else f'with start_method {method}'} starts ranks as "
+            "copies of this process, to which a run of the command line cannot be sent: set --trainer.strategy=ddp, which "
+            "starts each rank as a command"
         )
 
 

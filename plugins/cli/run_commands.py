@@ -78,8 +78,13 @@ def started(make: Callable[[], Any]) -> int:
 
 
 def _started(cli: Any) -> int:
-    from plugins.cli.configuration.mistakes import explain_lightning_error
+    from lightning.pytorch.accelerators import CPUAccelerator
 
+    from plugins.cli.configuration.mistakes import explain_lightning_error
+    from plugins.cli.runs.kept_memory import keep_memory
+
+    if isinstance(cli.trainer.accelerator, CPUAccelerator):
+        keep_memory()
     try:
         cli.start()
     except Exception as error:

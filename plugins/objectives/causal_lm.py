@@ -13,9 +13,12 @@ from torch import Tensor
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
 from core.technique import technique
-from plugins.objectives.chunked import in_chunks
+from core.training.shards import full_tensor
+from plugins.objectives.chunked import ChunkTokens, check_chunk_tokens, sums_over_positions
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from toolkit.selection import Run, Selected
 
 SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
@@ -42,10 +45,10 @@ class CausalLM(Objective):
             optimizer's decoupled weight decay, its gradient passes through the optimizer's moments.
             Needs full weights on each rank: not with `FSDP`, `HybridParallel` and stage 3 of `DeepSpeedZero`.
         chunk_tokens: Positions whose logits are computed at a time, so that memory does not grow with B T V; None: all.
-            For networks that return hidden states.
+            "auto": all, up to 512 MiB of logits in float32 or 1,024 positions (on CUDA 4,096); beyond that as many at a time.
 
     Raises:
-        ConfigError: If a value is out of range, or if `chunk_tokens` is set and the network computes logits itself.
+        ConfigError: If a value is out of range.
 
     Example:
         model:
@@ -59,7 +62,7 @@ class CausalLM(Objective):
         label_smoothing: float = 0.0,
         z_loss: float = 0.0,
         l2: float = 0.0,
-        chunk_tokens: int | None = None,
+        chunk_tokens: ChunkTokens = "auto",
     ) -> None:
         super().__init__()
         for name, value, most in (
@@ -71,8 +74,7 @@ class CausalLM(Objective):
                 raise ConfigError(
                     f"CausalLM takes {name} from 0 {'to 1' if most == 1 else 'upwards'}, not {value}."
                 )
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise ConfigError(f"CausalLM takes chunk_tokens from 1 upwards or none, not {chunk_tokens}.")
+        check_chunk_tokens("CausalLM", chunk_tokens)
         self.label_smoothing, self.z_loss, self.l2 = label_smoothing, z_loss, l2
         self.chunk_tokens = chunk_tokens
 
@@ -105,16 +107,8 @@ class CausalLM(Objective):
         tokens = (labels != IGNORED_LABEL).sum()
         hidden = network(batch)
         smoothing, z_loss = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
-
-        def parts(logits: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy(logits.float(), labels, smoothing, z_loss)
-
-        if self.chunk_tokens is None:
-            sums = parts(network.logits(hidden).flatten(0, 1), labels.flatten())
-        else:
-            sums = in_chunks(
-                parts, hidden.flatten(0, 1), output_weight(network), labels.flatten(), self.chunk_tokens
-            )
+        parts = partial(cross_entropy, smoothing=smoothing, z_loss=z_loss)
+        sums = sums_over_positions(parts, network, hidden, labels, self.chunk_tokens)
         total, plain, squares = sums.unbind()
         figures = {}
         if self.training and (smoothing or z_loss or self.l2):
@@ -126,36 +120,39 @@ class CausalLM(Objective):
         return TokenSum(total, tokens), figures
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, z_loss: float) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
     """Returns three sums over the positions with a label: loss, plain cross-entropy and (log Z)^2, shape (3,).
 
     Args:
-        logits: (N, V), float32 or wider.
+        logits: (N, V); converted to float32.
         labels: (N,).
         smoothing: Fraction of the target that is distributed over all tokens.
         z_loss: Coefficient of (log Z)^2.
     """
-    summed = partial(F.cross_entropy, logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
-    total = summed(label_smoothing=smoothing)
-    plain, squares = total, torch.zeros_like(total)
-    if smoothing:
-        with torch.no_grad():
-            plain = summed()
-    if z_loss:
-        squares = logits.logsumexp(-1).square().masked_fill(labels == IGNORED_LABEL, 0.0).sum()
-        total = total + z_loss * squares
+    logits = logits.float()
+    plain = full_tensor(F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum"))
+    total, squares = plain, torch.zeros_like(plain)
+    if smoothing or z_loss:
+        labelled, log_z = labels != IGNORED_LABEL, _log_denominator(logits)
+        if smoothing:
+            others = log_z - full_tensor(logits.sum(-1)) / logits.shape[-1]
+            total = (1 - smoothing) * plain + smoothing * others.where(labelled, 0.0).sum()
+        if z_loss:
+            squares = log_z.square().where(labelled, 0.0).sum()
+            total = total + z_loss * squares
     return torch.stack((total, plain, squares))
 
 
-def output_weight(network: Network) -> Tensor:
-    """Returns the weight that logits are computed with, a chunk at a time; ConfigError if the network computes them itself."""
-    weight = network.output_weight
-    if weight is None or type(network).logits is not Network.logits:
-        raise ConfigError(
-            f"{type(network).__name__} computes its logits by itself: it cannot do so in chunks. "
-            "Leave out --model.objective.chunk_tokens."
-        )
-    return weight
+def _log_denominator(logits: Tensor) -> Tensor:
+    """Returns log Z of each position, (N,); of logits that are sharded along the vocabulary without gathering them."""
+    if not hasattr(logits, "full_tensor"):
+        return logits.logsumexp(-1)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    most = full_tensor(logits.detach().amax(-1))
+    mesh: DeviceMesh = logits.device_mesh  # type: ignore[attr-defined]
+    replicated = DTensor.from_local(most[:, None], mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return full_tensor((logits - replicated).exp().sum(-1)).log() + most
 
 
 def _sum_of_squares(network: Network) -> Tensor:

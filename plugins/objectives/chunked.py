@@ -1,69 +1,185 @@
-"""A loss whose logits are computed for one chunk of positions at a time."""
+"""Sums over positions whose logits are computed for one chunk of positions at a time, where all of them would be large."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from core.contracts import Network
+from core.errors import ConfigError
+from core.training.shards import full_tensor
 
 Parts = Callable[[Tensor, Tensor], Tensor]
 """(logits (n, V), labels (n,)) -> sums (P,); the first one is differentiated."""
 
+ChunkTokens = int | Literal["auto"] | None
 
-def in_chunks(parts: Parts, hidden: Tensor, weight: Tensor, labels: Tensor, size: int) -> Tensor:
-    """Returns `parts(hidden @ weight.T, labels)` without holding all logits in memory.
+LOGITS_BYTES = 2**29
+LEAST = 1024
+LEAST_CUDA = 4096
+"""Positions of a chunk: the gradient of the weight is read and written once for each, which with fewer takes over 10% of
+the time of the products on an H100."""
+
+MULTIPLE = 64
+"""Kernels are given a weight with a multiple of this many rows: with 50,257 they cannot load 16 bytes at a time."""
+
+
+def check_chunk_tokens(owner: str, chunk_tokens: ChunkTokens) -> None:
+    """Raises a ConfigError, which names the objective, if the setting is not one."""
+    if not (chunk_tokens in (None, "auto") or (isinstance(chunk_tokens, int) and chunk_tokens >= 1)):
+        raise ConfigError(f"{owner} takes chunk_tokens auto, from 1 upwards or null, not {chunk_tokens}.")
+
+
+def sums_over_positions(
+    parts: Parts, network: Network, hidden: Tensor, labels: Tensor, chunk_tokens: ChunkTokens = "auto"
+) -> Tensor:
+    """Returns `parts` of the logits and labels of all positions, (P,).
 
     Args:
         parts: Computes sums over positions.
-        hidden: Hidden states, (N, C).
-        weight: Output weight, (V, C).
-        labels: Labels, (N,).
+        network: Whose `logits` are used.
+        hidden: What the network returned, (B, T, C).
+        labels: Or what stands for them, (B, T).
+        chunk_tokens: Positions whose logits are computed at a time; None: all. "auto": as many as have logits of 512 MiB in
+            float32, and at least 1,024, on CUDA 4,096.
+    """
+    rows, labels = hidden.flatten(0, 1), labels.flatten()
+    size = chosen_size(network.vocab_size, rows) if chunk_tokens == "auto" else chunk_tokens
+    if size is None or (chunk_tokens == "auto" and len(rows) <= size):
+        return parts(network.logits(hidden).flatten(0, 1), labels)
+    chunks = max(-(-len(rows) // size), 1)
+    return in_chunks(parts, network, rows, labels, -(-len(rows) // chunks))
+
+
+def chosen_size(vocab_size: int, rows: Tensor) -> int:
+    """Returns how many positions "auto" computes at a time."""
+    return max(LOGITS_BYTES // (4 * vocab_size), LEAST_CUDA if rows.is_cuda else LEAST)
+
+
+def in_chunks(parts: Parts, network: Network, rows: Tensor, labels: Tensor, size: int) -> Tensor:
+    """Returns `parts(network.logits(rows), labels)` without holding all logits in memory.
+
+    Args:
+        parts: Computes sums over positions.
+        network: Whose `logits` are used.
+        rows: What the network returned, (N, C).
+        labels: (N,).
         size: Positions per chunk.
     """
-    return _Chunks.apply(hidden, weight, parts, labels, size)
+    weight = network.output_weight
+    plain = weight is not None and _is_plain(network, weight)
+    if not torch.is_grad_enabled():  # of which the function below knows nothing
+        rows, weight = rows.detach(), None if weight is None else weight.detach()
+    if plain:
+        return _Chunks.apply(parts, None, labels, size, rows, weight)
+    return _Chunks.apply(
+        parts, network.logits, labels, size, rows, *weights_of(network.logits(rows[:1].detach()))
+    )
+
+
+def _is_plain(network: Network, weight: Tensor) -> bool:
+    """Returns whether logits are products with the weight, and nothing else; strategies may replace the method."""
+    own = getattr(network.logits, "__func__", None) is not Network.logits
+    return not own and type(weight) in (Tensor, nn.Parameter)
+
+
+def weights_of(output: Tensor) -> list[Tensor]:
+    """Returns the leaves with gradients that a tensor was computed from, each once."""
+    found, open_nodes, seen = [], [output.grad_fn], set()
+    while open_nodes:
+        node: Any = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        open_nodes += [following for following, _ in node.next_functions]
+        if hasattr(node, "variable"):  # of the nodes that accumulate gradients
+            found.append(node.variable)
+    return found
 
 
 class _Chunks(torch.autograd.Function):
     """Computes the gradient of each chunk in forward, while its logits exist; backward only scales it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, parts: Parts, labels: Tensor, size: int) -> Tensor:
-        wanted = ctx.needs_input_grad[:2]
+    def forward(
+        ctx: Any,
+        parts: Parts,
+        logits: Callable[[Tensor], Tensor] | None,
+        labels: Tensor,
+        size: int,
+        rows: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        wanted = ctx.needs_input_grad[4:]
+        used = list(weights)
+        if logits is None:
+            used, logits = _kernel(weights[0])
+        used = [weight for weight, want in zip(used, wanted[1:], strict=True) if want]
         # Gradients are summed over many chunks: at least in float32.
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        by_hidden = torch.empty_like(hidden) if wanted[0] else None
-        by_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+        by_rows = torch.empty_like(rows) if wanted[0] else None
+        by_used = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in used]
         sums: Tensor | None = None
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
+        for start in range(0, max(len(rows), 1), size):
+            chunk = slice(start, start + size)
             with torch.set_grad_enabled(any(wanted)):
-                inputs = [
-                    hidden[rows].detach().requires_grad_(wanted[0]),
-                    weight.detach().requires_grad_(wanted[1]),
-                ]
-                found = parts(F.linear(*inputs), labels[rows])
+                inputs = rows[chunk].detach().requires_grad_(wanted[0])
+                found = full_tensor(parts(logits(inputs), labels[chunk]))
                 loss = found[0]
             if any(wanted):
-                differentiated = [value for value in inputs if value.requires_grad]
-                gradients = list(torch.autograd.grad(loss, differentiated))
-                if by_weight is not None:
-                    by_weight += gradients.pop()
-                if by_hidden is not None:
-                    by_hidden[rows] = gradients.pop()
+                gradients = list(torch.autograd.grad(loss, [*used, *([inputs] if wanted[0] else [])]))
+                if by_rows is not None:
+                    by_rows[chunk] = gradients.pop()
+                for total, gradient in zip(by_used, gradients, strict=True):
+                    total += gradient
             sums = found.detach() if sums is None else sums + found.detach()
-        ctx.save_for_backward(by_hidden, by_weight)
-        ctx.dtype = weight.dtype
-        return torch.zeros(3, device=hidden.device) if sums is None else sums
+        ctx.save_for_backward(by_rows, *by_used)
+        ctx.wanted, ctx.weights = wanted, [(weight.dtype, weight.shape) for weight in weights]
+        assert sums is not None
+        return sums
 
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
-        by_hidden, by_weight = ctx.saved_tensors
+        by_rows, *by_used = ctx.saved_tensors
         scale = outputs[0][0]
-        scaled = (
-            (None if by_hidden is None else by_hidden * scale.to(by_hidden.dtype)),
-            (None if by_weight is None else (by_weight * scale).to(ctx.dtype)),
-        )
-        return *scaled, None, None, None
+        scaled = [None if by_rows is None else by_rows * scale.to(by_rows.dtype)]
+        for (dtype, shape), want in zip(ctx.weights, ctx.wanted[1:], strict=True):
+            total = by_used.pop(0) if want else None
+            if total is not None and total.shape != shape:  # rows were padded
+                total = total[: shape[0]]
+            scaled.append(None if total is None else (total * scale).to(dtype))
+        return None, None, None, None, *scaled
+
+
+def _kernel(weight: Tensor) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
+    """Returns the weight as kernels like it, as a leaf, and logits (n, V) with it: in autocast's data type, rows padded.
+
+    Once for all chunks. Under autocast it takes the place of a copy that is made anyway.
+    """
+    vocab_size, kind = len(weight), weight.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    kernel = weight.detach().to(dtype)
+    if vocab_size % MULTIPLE:
+        kernel = weight.new_zeros((vocab_size + -vocab_size % MULTIPLE, *weight.shape[1:]), dtype=dtype)
+        kernel[:vocab_size] = weight.detach()
+    kernel.requires_grad_(weight.requires_grad)
+    return [kernel], lambda rows: _Columns.apply(F.linear(rows, kernel), vocab_size)
+
+
+class _Columns(torch.autograd.Function):
+    """The first columns, in float32 or wider: one pass over memory forward and one backward, where slicing takes three."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
+        ctx.shape, ctx.dtype, ctx.columns = x.shape, x.dtype, columns
+        return x[:, :columns].to(torch.promote_types(x.dtype, torch.float32)).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        found = gradients[0].new_empty(ctx.shape, dtype=ctx.dtype)
+        found[:, : ctx.columns] = gradients[0]
+        found[:, ctx.columns :] = 0
+        return found, None

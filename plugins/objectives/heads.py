@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from core.contracts import Network
 from core.errors import ConfigError
+from plugins.objectives.chunked import weights_of
 
 STD = 0.02
 """Standard deviation of new weights; transformers' `initializer_range`."""
@@ -88,19 +89,9 @@ def new_head(
     return Head(weight.shape[1], outputs, dropout, pooler, bias, device=weight.device, dtype=weight.dtype)
 
 
-def _of_logits_alone(network: Network, weight: Tensor) -> list[nn.Parameter]:
+def _of_logits_alone(network: Network, weight: Tensor) -> list[Tensor]:
     """Returns the parameters that turn hidden states into logits, without those of embeddings, which are used before."""
     embedded = {id(m.weight) for m in network.modules() if isinstance(m, nn.Embedding)}
     with torch.enable_grad():
         logits = network.logits(weight.new_zeros(1, 1, weight.shape[1]))
-    found, open_nodes, seen = [], [logits.grad_fn], set()
-    while open_nodes:
-        node: Any = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        open_nodes += [following for following, _ in node.next_functions]
-        parameter = getattr(node, "variable", None)  # of the nodes that accumulate gradients
-        if parameter is not None and id(parameter) not in embedded:
-            found.append(parameter)
-    return found
+    return [weight for weight in weights_of(logits) if id(weight) not in embedded]

@@ -9,6 +9,7 @@ from torch import Tensor
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.technique import Feature, technique
 from plugins.objectives.causal_lm import cross_entropy
+from plugins.objectives.chunked import sums_over_positions
 from toolkit.label_positions import at_labels
 
 
@@ -22,7 +23,7 @@ class MaskedLM(Objective):
 
     The label of a position is the token that was there, and -100 where none was chosen: `MaskedDataModule` makes such
     batches, and says in them which positions have a label: logits are computed for these alone, (B, M, V), with M a few more than
-    a row has labels, and converted to float32. A network that guesses by the frequency of tokens has about the
+    a row has labels, and converted to float32; where they are large, for some positions at a time. A network that guesses by the frequency of tokens has about the
     loss that `RunSummary` prints as that of frequencies.
 
     Example:
@@ -43,6 +44,5 @@ class MaskedLM(Objective):
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of label tokens."""
         hidden, labels = at_labels(network(batch), batch)
-        logits = network.logits(hidden).flatten(0, 1)
-        total = cross_entropy(logits.float(), labels.flatten(), 0.0, 0.0)[0]
-        return TokenSum(total, (labels != IGNORED_LABEL).sum()), {}
+        sums = sums_over_positions(cross_entropy, network, hidden, labels)
+        return TokenSum(sums[0], (labels != IGNORED_LABEL).sum()), {}

@@ -58,11 +58,8 @@ class _Given:
     Its parameters are those of the part that made the states: a penalty on weights counts each of them once.
     """
 
-    logits = Network.logits
-
     def __init__(self, network: Network, hidden: Tensor, part: nn.Module) -> None:
         self._network, self._hidden, self.parameters = network, hidden, part.parameters
-        vars(self)["logits"] = network.logits  # a strategy may have replaced it
 
     def __call__(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
         return self._hidden

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
 from core.technique import Feature, technique
 from plugins.objectives.causal_lm import cross_entropy
+from plugins.objectives.chunked import sums_over_positions
 
 
 @technique(
@@ -20,7 +22,8 @@ from plugins.objectives.causal_lm import cross_entropy
 class SpanCorruption(Objective):
     """Cross-entropy of the target's tokens, in nats: sentinels, the spans that they stand for, and the end.
 
-    `SpanCorruptionDataModule` makes the targets. Logits (B, S, V) are converted to float32 first.
+    `SpanCorruptionDataModule` makes the targets. Logits (B, S, V) are converted to float32 first; where they are
+    large, they are computed for some positions at a time.
 
     Args:
         z_loss: Coefficient of the mean square of log Z, the logarithm of the softmax's denominator; T5's training had 1e-4.
@@ -56,11 +59,11 @@ class SpanCorruption(Objective):
 
     def loss(self, network: Network, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the summed loss with the number of label tokens, and its terms where there is a z-loss."""
-        labels = batch["labels"].flatten()
+        labels = batch["labels"]
         tokens = (labels != IGNORED_LABEL).sum()
         z_loss = self.z_loss if self.training else 0.0
-        logits = network.logits(network(batch)).flatten(0, 1)
-        total, plain, squares = cross_entropy(logits.float(), labels, 0.0, z_loss).unbind()
+        parts = partial(cross_entropy, z_loss=z_loss)
+        total, plain, squares = sums_over_positions(parts, network, network(batch), labels).unbind()
         if not z_loss:
             return TokenSum(total, tokens), {}
         figures = {

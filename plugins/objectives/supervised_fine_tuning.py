@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
 from core.technique import Feature, technique
-from plugins.objectives.causal_lm import output_weight
-from plugins.objectives.chunked import in_chunks
+from core.training.shards import full_tensor
+from plugins.objectives.chunked import ChunkTokens, check_chunk_tokens, sums_over_positions
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -42,11 +42,10 @@ class SupervisedFineTuning(Objective):
         weigh: What weighs the same: "token", "answer", a run of labels within a record, or "conversation", a record.
         noise: alpha of NEFTune: in training, embeddings get uniform noise within alpha / sqrt(L C), of a record of L tokens and C
             features; 5 in the paper, 0: none. It is drawn from torch's generator, which is seeded for each micro-batch.
-        chunk_tokens: Positions whose logits are computed at a time, so that memory does not grow with B T V; None: all.
+        chunk_tokens: Positions whose logits are computed at a time, as in `CausalLM`; None: all.
 
     Raises:
-        ConfigError: If a value is out of range, the network does not give out its embeddings, or `chunk_tokens` is set and the
-            network computes logits itself.
+        ConfigError: If a value is out of range, or the network does not give out its embeddings.
 
     Example:
         model:
@@ -66,17 +65,14 @@ class SupervisedFineTuning(Objective):
         self,
         weigh: Literal["token", "answer", "conversation"] = "token",
         noise: float = 0.0,
-        chunk_tokens: int | None = None,
+        chunk_tokens: ChunkTokens = "auto",
     ) -> None:
         super().__init__()
         if weigh not in WEIGHTS:
             raise ConfigError(f"SupervisedFineTuning takes weigh={', '.join(WEIGHTS)}, not {weigh!r}.")
         if not 0 <= noise < float("inf"):
             raise ConfigError(f"SupervisedFineTuning takes noise from 0 upwards, not {noise}.")
-        if chunk_tokens is not None and chunk_tokens < 1:
-            raise ConfigError(
-                f"SupervisedFineTuning takes chunk_tokens from 1 upwards or none, not {chunk_tokens}."
-            )
+        check_chunk_tokens("SupervisedFineTuning", chunk_tokens)
         self.weigh, self.noise, self.chunk_tokens = weigh, noise, chunk_tokens
 
     @classmethod
@@ -102,17 +98,15 @@ class SupervisedFineTuning(Objective):
 
         def parts(logits: Tensor, places: Tensor) -> Tensor:
             logits, wanted = logits.float(), labels[places]
-            losses = F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORED_LABEL)
+            losses = full_tensor(
+                F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORED_LABEL)
+            )
             weighted = losses if weights is None else losses * weights[places]
-            right = (logits.detach().argmax(-1) == wanted).to(losses)
+            right = (full_tensor(logits.detach()).argmax(-1) == wanted).to(losses)
             return torch.stack((weighted.sum(), losses.detach().sum(), right.sum()))
 
-        places = torch.arange(len(labels), device=labels.device)
-        if self.chunk_tokens is None:
-            sums = parts(network.logits(hidden).flatten(0, 1), places)
-        else:
-            weight = output_weight(network)
-            sums = in_chunks(parts, hidden.flatten(0, 1), weight, places, self.chunk_tokens)
+        places = torch.arange(len(labels), device=labels.device).view_as(batch["labels"])
+        sums = sums_over_positions(parts, network, hidden, places, self.chunk_tokens)
         total, plain, right = sums.unbind()
         figures = {
             "accuracy": TokenSum(right.detach(), tokens),

@@ -5,18 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from core.technique import Package, technique
-from plugins.optimizers.libraries import library, not_on_shards, unwrapped
+from plugins.optimizers.block_shards import StepsShards
+from plugins.optimizers.libraries import library, unwrapped
 
 
 @technique(
     paper="8-bit optimizers via block-wise quantization, arXiv:2110.02861; bitsandbytes",
     needs=(Package("bitsandbytes>=0.48"),),
-    conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "TorchaoAdamW8bit or AdamW"),
 )
-class AdamW8bit(library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
+class AdamW8bit(StepsShards, library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
     """AdamW whose two moments are stored in 8 bits each, in blocks of 256 with one scale each.
 
     State: about 2 bytes per parameter of a tensor of 4,096 or more elements; 8 bytes in smaller ones.
+    Of sharded weights each rank steps its shard, with the same blocks; where shards are not made of whole blocks (rows of
+    all ranks alike, a multiple of 256 elements on each; never the columns that tensor parallelism cuts), 8 bytes.
 
     Args:
         params: Parameters or parameter groups.
@@ -49,4 +51,5 @@ class AdamW8bit(library("bitsandbytes").optim.AdamW8bit):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict; each tensor of a parameter has its own name."""
-        return unwrapped(super().state_dict())
+        found = unwrapped(super().state_dict())
+        return {**found, "state": self.sharded_states(found["state"])}

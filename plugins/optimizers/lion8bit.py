@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from core.technique import Package, technique
-from plugins.optimizers.libraries import library, not_on_shards, unwrapped
+from plugins.optimizers.block_shards import StepsShards
+from plugins.optimizers.libraries import library, unwrapped
 
 
 @technique(
     paper="Lion, arXiv:2302.06675, algorithm 2, with the states of arXiv:2110.02861; bitsandbytes",
     needs=(Package("bitsandbytes>=0.48"),),
-    conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "Lion"),
 )
-class Lion8bit(library("bitsandbytes").optim.Lion8bit):  # type: ignore[misc]
+class Lion8bit(StepsShards, library("bitsandbytes").optim.Lion8bit):  # type: ignore[misc]
     """Lion whose momentum is stored in 8 bits, in blocks of 256 with one scale each.
 
     State: about 1 byte per parameter of a tensor of 4,096 or more elements; 4 bytes in smaller ones.
+    Of sharded weights each rank steps its shard, with the same blocks; 4 bytes where shards are not made of whole blocks.
 
     Args:
         params: Parameters or parameter groups.
@@ -42,4 +43,5 @@ class Lion8bit(library("bitsandbytes").optim.Lion8bit):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict; each tensor of a parameter has its own name."""
-        return unwrapped(super().state_dict())
+        found = unwrapped(super().state_dict())
+        return {**found, "state": self.sharded_states(found["state"])}

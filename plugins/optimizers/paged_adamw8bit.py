@@ -10,7 +10,9 @@ from plugins.optimizers.libraries import not_on_shards
 @technique(
     paper="8-bit optimizers via block-wise quantization, arXiv:2110.02861; bitsandbytes",
     needs=(Package("bitsandbytes>=0.48"),),
-    conflicts=not_on_shards("bitsandbytes' kernels read plain tensors", "TorchaoAdamW8bit or AdamW"),
+    conflicts=not_on_shards(
+        "its unified memory is on no device that ranks can gather a checkpoint from", "AdamW8bit"
+    ),
 )
 class PagedAdamW8bit(AdamW8bit):
     """AdamW8bit with its state in unified memory: on CUDA it moves to the host when the device is full.

@@ -8,7 +8,9 @@ from torch import Tensor
 
 from core.technique import Package, technique
 from plugins.optimizers.half_precision import ChecksEps
-from plugins.optimizers.libraries import library, not_on_shards
+from plugins.optimizers.libraries import library
+from plugins.optimizers.whole_matrices import placed_like, step_whole
+from toolkit.shards import is_sharded
 
 LISTS = ("GG", "Q")
 """Parts of a parameter's state that pytorch_optimizer keeps as lists, with one matrix (or nothing) per dimension."""
@@ -17,13 +19,15 @@ LISTS = ("GG", "Q")
 @technique(
     paper="SOAP, arXiv:2409.11321, algorithm 3; pytorch_optimizer",
     needs=(Package("pytorch_optimizer>=4", extra="optimizers"),),
-    conflicts=not_on_shards("its eigenbases need full matrices", "Muon or AdamW"),
 )
 class SOAP(ChecksEps, library("pytorch_optimizer").SOAP):  # type: ignore[misc]
     """Adam in the eigenbasis of the averaged products of a matrix's gradients with themselves.
 
     State: 8 bytes per float32 parameter, and for an (m, n) matrix 8 (m^2 + n^2) bytes in addition. The first step
     only computes the basis and changes no weight. The weight decay is decoupled.
+
+    State of weights that are sharded over ranks is sharded, too. For its step a matrix is gathered with its state, one
+    at a time, and every rank computes it as a single process does.
 
     Args:
         params: Parameters or parameter groups.
@@ -61,6 +65,12 @@ class SOAP(ChecksEps, library("pytorch_optimizer").SOAP):  # type: ignore[misc]
             max_precondition_dim=max_precondition_dim,
         )
 
+    def step(self, closure: Any = None) -> Any:
+        """Performs a step; sharded parameters are gathered one by one."""
+        if is_sharded([parameter for group in self.param_groups for parameter in group["params"]]):
+            return step_whole(self, super().step, closure)
+        return super().step(closure)
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict with each matrix under its own name: GG_0, GG_1, Q_0, Q_1."""
         state = super().state_dict()
@@ -72,7 +82,7 @@ class SOAP(ChecksEps, library("pytorch_optimizer").SOAP):  # type: ignore[misc]
         for parameter, own in self.state.items():
             for name in LISTS:
                 found = [own.pop(f"{name}_{index}", []) for index in range(parameter.ndim)]
-                own[name] = found
+                own[name] = placed_like(parameter, found)
 
 
 def _flat(own: dict[str, Any]) -> dict[str, Any]:

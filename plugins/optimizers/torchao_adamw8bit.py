@@ -18,7 +18,7 @@ from plugins.optimizers.libraries import library
 _states = library("torchao.optim.subclass_8bit", "torchao")
 OptimState8bit, get_qmap_signed = _states.OptimState8bit, _states.get_qmap_signed
 get_qmap_unsigned = _states.get_qmap_unsigned
-NO_BLOCKS = "moments are quantised in blocks of rows, which only FSDP keeps together: take AdamW with sharded weights, or FSDP"
+NO_BLOCKS = "moments are quantised in blocks of rows, which only FSDP keeps together: take AdamW8bit with sharded weights, or FSDP"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BLOCK = 256
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
 
 CONFLICTS = {
-    "SkipStep": "DeepSpeed steps the optimizer by itself, and drops a step whose norm is not finite: "
-    "take GradientClip, method adaptive",
     "NonFiniteGuard": "it runs a step again outside of DeepSpeed's engine, which drops a step whose "
     "gradient norm is not finite by itself",
 }

@@ -7,6 +7,7 @@ import math
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -112,6 +113,7 @@ class EngineOptimizer(Optimizer):
         self.engine, self.zero, self.stage = engine, engine.optimizer, stage
         self.defaults = self.zero.optimizer.defaults
         self.factor: Tensor | None = None
+        self._dropped: Tensor | None = None
         self._listeners: OrderedDict[int, Callable[..., None]] = OrderedDict()
 
     def register_step_post_hook(self, hook: Callable[..., None]) -> RemovableHandle:
@@ -131,6 +133,10 @@ class EngineOptimizer(Optimizer):
         """The states of the run's optimizer, by flat partition."""
         return self.zero.optimizer.state
 
+    def drop_update(self, drop: Tensor) -> None:
+        """Leaves out the update of this step if the flag, 0-d, of any call is true; see `toolkit.updates.DropsUpdates`."""
+        self._dropped = drop if self._dropped is None else self._dropped | drop
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: DeepSpeed frees gradients after each step."""
 
@@ -145,14 +151,27 @@ class EngineOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]  # Lightning always gives one
         """Runs the closure (forward, backward, hooks); then DeepSpeed unscales and clips gradients, and steps."""
-        self.factor = None
+        self.factor = self._dropped = None
         result = closure()
         zero = self.zero
         if self.factor is not None:
             factor = float(self.factor)
             zero.override_loss_scale(zero.loss_scale / factor if factor else math.inf)
-        self.engine.step()
+        dropped = self._dropped is not None and bool(self._dropped)
+        with self._without_norm() if dropped else nullcontext():
+            self.engine.step()
         zero.custom_loss_scaler = False
         for hook in list(self._listeners.values()):
             hook(self, (), {})
         return result
+
+    @contextmanager
+    def _without_norm(self) -> Iterator[None]:
+        """Lets DeepSpeed find a norm that is not finite, whereupon it frees the gradients and steps nothing."""
+        name = "scaled_global_norm" if self.stage < 3 else "_get_norm_groups"
+        infinite = torch.tensor(math.inf)
+        setattr(self.zero, name, lambda *_, **__: infinite if self.stage < 3 else [infinite])
+        try:
+            yield
+        finally:
+            delattr(self.zero, name)

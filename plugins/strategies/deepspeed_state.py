@@ -124,6 +124,11 @@ def _parts(zero: Any, stage: int) -> list[tuple[dict[str, Any], Tensor, list[Any
     return list(zip(owners, zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True))
 
 
+def flat_weights(zero: Any, stage: int) -> list[Tensor]:
+    """Returns this rank's flat partitions of the weights in float32, which the optimizer steps; no copies."""
+    return [flat for _, flat, _ in _parts(zero, stage)]
+
+
 @torch.no_grad()
 def full_states(
     zero: Any, stage: int, numbers: Mapping[int, int], keep: Callable[[Any], bool]

@@ -245,6 +245,16 @@ class DeepSpeedZero(MeshStrategy):
         """Makes the step scale gradients to a norm of at most `clip`."""
         self.zero.clip_grad = float(clip or 0.0)
 
+    # -- snapshots --------------------------------------------------------------------------------
+
+    def held_weights(self) -> list[Tensor]:
+        """Returns this rank's flat partitions of the weights; see `toolkit.snapshots.HoldsWeights`."""
+        return deepspeed_state.flat_weights(self.zero, self.stage)
+
+    def weights_restored(self) -> None:
+        """Copies the partitions to the network; called on every rank."""
+        deepspeed_state.copy_weights_to_network(self.zero, self.stage)
+
     # -- checkpoints ------------------------------------------------------------------------------
 
     @cached_property

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from core.contracts import Network
-from plugins.strategies.pipeline_stages import ZERO_BUBBLE
 from toolkit.routing import RoutesTokens, count_experts
 
 
@@ -48,13 +47,16 @@ def _split(weight: Tensor, mesh: DeviceMesh) -> Tensor:
     )
 
 
-def shard(network: nn.Module, block: nn.Module, mesh: DeviceMesh) -> None:
-    """Shards the experts of a block, besides, over ranks that have the same ones: along a free dimension where that is even."""
+def stacks(network: nn.Module, block: nn.Module) -> list[nn.Module]:
+    """Returns the experts of a block, whose tokens they are sent."""
+    own = {id(stack) for stack in network.expert_stacks} if isinstance(network, RoutesTokens) else set()
+    return [module for module in block.modules() if id(module) in own]
+
+
+def shard(stack: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
+    """Shards experts, besides, over ranks that have the same ones: along a free dimension where that is even."""
     ranks = mesh.size(mesh.ndim - 1)
-    stacks = {id(stack) for stack in network.expert_stacks} if isinstance(network, RoutesTokens) else set()
-    for module in block.modules():
-        if id(module) in stacks:
-            fully_shard(module, mesh=mesh, shard_placement_fn=lambda weight: Shard(_free(weight, ranks)))
+    fully_shard(stack, mesh=mesh, shard_placement_fn=lambda weight: Shard(_free(weight, ranks)), **options)
 
 
 def _free(weight: Tensor, ranks: int) -> int:
@@ -119,9 +121,7 @@ def _all_to_all(x: Tensor, sent: list[int], taken: list[int], group: dist.Proces
     return found
 
 
-def compatibility_errors(
-    network: Network, size: int, context: int, schedule: str, pipeline: int
-) -> Iterator[str]:
+def compatibility_errors(network: Network, size: int, context: int) -> Iterator[str]:
     """Yields why the experts of a network cannot be sharded over `size` ranks."""
     if not isinstance(network, RoutesTokens):
         yield f"expert is {size}, and {type(network).__name__} has no experts: set it to 1"
@@ -131,8 +131,3 @@ def compatibility_errors(
         yield f"expert is {size}, which does not divide the {experts} experts of {type(network).__name__}"
     if context > 1:
         yield f"expert is {size} and context {context}: set one of them to 1, and take data_shard for it"
-    if pipeline > 1 and schedule in ZERO_BUBBLE:
-        yield (
-            f"schedule {schedule} computes gradients of weights separately from those of inputs, and sharded experts "
-            "lose some of them: take Interleaved1F1B"
-        )

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
 from core.contracts import Network
@@ -26,16 +19,14 @@ from core.errors import ConfigError
 from core.lightning_compat import destroy_process_group
 from core.technique import technique
 from core.training import shards
+from plugins.strategies import mixed_precision
 from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.mixed_precision import Format
 from plugins.strategies.ordered_reduce_scatter import OrderedReduceScatter
-from plugins.strategies.shared_scaler import scales_losses
 from toolkit.ordered_sums import Turn, norm_of_full
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
-
-Format = Literal["fp32", "bf16", "fp16"]
-FORMATS = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @technique(
@@ -50,14 +41,15 @@ class FSDP(MeshStrategy):
 
     Args:
         stage: 3 frees a block's gathered parameters after forward and gathers them again for backward; 2 keeps
-            them: less communication, more memory.
+            them, over all micro-batches of a step: less communication, more memory.
         replicas: Number of copies of the model: parameters are sharded within each copy, gradients averaged over
             all (hybrid sharding). A divisor of the number of ranks, usually the number of machines.
         offload: Whether parameters, gradients and optimizer states are kept in CPU memory, where the optimizer
             steps; a block is copied to the device just before it is used.
-        param_format: Data type in which blocks are gathered and computed; None: that of the parameters. "fp16" needs
-            a precision with a loss scaler.
-        reduce_format: Data type in which gradients are averaged; None: that in which they were computed.
+        param_format: Data type in which weights are gathered and blocks computed; None: bf16 under the precision
+            bf16-mixed, else that of the parameters. "fp16" needs a precision with a loss scaler.
+        reduce_format: Data type in which gradients are averaged; None: that in which they were computed. Sums over the
+            micro-batches of a step are in float32 with each of them.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -78,37 +70,20 @@ class FSDP(MeshStrategy):
         reduce_format: Format | None = None,
         timeout_minutes: float = 30.0,
     ) -> None:
-        super().__init__(timeout_minutes)
+        super().__init__(timeout_minutes, param_format, reduce_format)
         if replicas < 1:
             raise ConfigError(f"FSDP: replicas is {replicas}; it must be at least 1.")
         self.stage, self.replicas, self.offload = stage, replicas, offload
         self._turn: Turn | None = None
-        self.format = FORMATS[param_format]
-        # Inputs are cast by `_cast_hidden`, not here: tables of rotary positions would lose too much in two bytes.
-        # Without a reduce_dtype torch takes param_dtype, or float32, by its version.
-        self.policy = MixedPrecisionPolicy(
-            param_dtype=self.format,
-            reduce_dtype=FORMATS[reduce_format] or self.format,
-            cast_forward_inputs=False,
-        )
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields an error if `replicas` does not divide the ranks, or if gradients in fp16 are not scaled."""
-        if own.arguments.get("param_format") == "fp16" and not scales_losses(run):
-            yield (
-                "param_format is fp16, in which small gradients become zero unless the loss is scaled: add "
-                "--trainer.precision=16-mixed, or take bf16"
-            )
+        yield from mixed_precision.compatibility_errors(run, own.arguments)
         replicas = own.arguments.get("replicas", 1)
         if replicas > 0 and run.world_size % replicas:
             fits = [number for number in range(1, run.world_size + 1) if run.world_size % number == 0]
             yield f"replicas is {replicas}, which does not divide {run.world_size} ranks; {fits} do"
-
-    @property
-    def compute_dtype(self) -> torch.dtype | None:
-        """The data type of matrix products; None: that of the precision."""
-        return self.format
 
     def connect_mesh(self) -> None:
         """Makes a mesh of replicas x ranks per replica."""
@@ -146,7 +121,6 @@ class FSDP(MeshStrategy):
         cuda = self.root_device.type == "cuda"
         options: dict[str, Any] = {
             "mesh": self.mesh if self.replicas > 1 else self.mesh["data_shard"],
-            "mp_policy": self.policy,
             "offload_policy": CPUOffloadPolicy(pin_memory=cuda) if self.offload else OffloadPolicy(),
         }
         trained = self.language_module
@@ -154,11 +128,12 @@ class FSDP(MeshStrategy):
             part for part in trained.objective.modules() if isinstance(part, Network)
         ]  # such as a reference
         for block in [block for network in (trained.network, *kept) for block in network.blocks]:
-            fully_shard(block, reshard_after_forward=self.frees_blocks, **options)
-            if self.format is not None:
-                block.register_forward_pre_hook(partial(_cast_hidden, self.format))
+            self.formats.set_up(block)
+            policy = self.formats.policy(block)
+            fully_shard(block, reshard_after_forward=self.frees_blocks, mp_policy=policy, **options)
         # Head and loss use its parameters after forward.
-        fully_shard(module, reshard_after_forward=False, **options)
+        fully_shard(module, reshard_after_forward=False, mp_policy=self.formats.policy(module), **options)
+        self.defer_reduction(module, self.replicas > 1)
 
     def sum_in_order(self, turn: Turn) -> None:
         """Adds the ranks' gradients one after the other; see :class:`toolkit.ordered_sums.SumsInOrder`."""
@@ -174,7 +149,3 @@ class FSDP(MeshStrategy):
         if self._turn is None:
             return super().gradient_norm(optimizer)
         return norm_of_full(shards.gradients(optimizer))
-
-
-def _cast_hidden(format: torch.dtype, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return inputs[0].to(format), *inputs[1:]

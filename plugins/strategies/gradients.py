@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from plugins.strategies.tensors import local_shard
+from toolkit.gradient_buckets import average_in_buckets
 
 
 def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
-    """Returns the sum of the squares of full gradients, a 0-d float32 tensor; called on every rank.
+    """Returns the sum of the squares of full gradients, 0-d, in float32 or, of float64, in float64; called on every rank.
 
     Communicates once for each set of ranks over which gradients are sharded, not once for each gradient.
     """
@@ -27,7 +28,8 @@ def squared_norm(gradients: Iterable[Tensor]) -> Tensor:
         by_mesh.setdefault(where, []).append(local_shard(gradient))
     total: Tensor | None = None
     for (mesh, dims), parts in by_mesh.items():
-        squares = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).square().sum()
+        dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+        squares = torch.stack(torch._foreach_norm(parts, 2, dtype)).square().sum()
         for dim in dims:
             assert mesh is not None
             dist.all_reduce(squares, group=mesh.get_group(dim))
@@ -43,19 +45,9 @@ def summed(gradient: Tensor, parameter: Tensor) -> Tensor:
     return gradient.redistribute(placements=parameter.placements)
 
 
-@torch.no_grad()
-def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Averages gradients over a group, with one message for each data type."""
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for part in map(local_shard, gradients):
-        kinds.setdefault(part.dtype, []).append(part)
-    for parts in kinds.values():
-        flat = torch.cat([part.flatten() for part in parts])
-        dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
-        sizes = [part.numel() for part in parts]
-        for part, averaged in zip(parts, flat.split(sizes), strict=True):
-            part.copy_(averaged.view_as(part))
+def average_(gradients: Sequence[Tensor], group: dist.ProcessGroup, dtype: torch.dtype | None = None) -> None:
+    """Averages gradients over a group, in messages of a data type; None: their own."""
+    average_in_buckets([local_shard(gradient) for gradient in gradients], group, dtype)
 
 
 @torch.no_grad()

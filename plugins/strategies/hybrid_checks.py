@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from core.errors import ConfigError
-from plugins.strategies import context_parallel, expert_parallel, tensor_parallel
+from plugins.strategies import context_parallel, expert_parallel, mixed_precision, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
-from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, is_beyond_gloo
-from plugins.strategies.shared_scaler import scales_losses
+from plugins.strategies.pipeline_stages import Layout, is_beyond_gloo
 from toolkit.batch_shapes import shapes_of
 
 if TYPE_CHECKING:
     from core.contracts import Network
     from toolkit.selection import Run
-
-NO_SCALER = "pipeline above 1 runs backward before the loss can be scaled, which fp16 needs: take bf16"
 
 NO_PREDICT = "predict takes pipeline 1 and context 1, which can read the same checkpoint"
 
@@ -36,6 +33,9 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     yield from wrong
     if given["sequence"] not in (1, given["tensor"]):
         yield f"sequence is {given['sequence']}; it is 1, or {given['tensor']} as tensor"
+    yield from mixed_precision.compatibility_errors(run, given)
+    if given["async_tensor"]:
+        yield from _overlap_errors(run, given)
     for name in ("pipeline", "context"):
         if run.command == "predict" and given[name] > 1:
             yield f"{name} is {given[name]}, and {NO_PREDICT}"
@@ -43,9 +43,7 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     if network is None:  # building it later in the run reports the error
         return
     if given["expert"] > 1:
-        yield from expert_parallel.compatibility_errors(
-            network, given["expert"], given["context"], given["schedule"], given["pipeline"]
-        )
+        yield from expert_parallel.compatibility_errors(network, given["expert"], given["context"])
     if given["tensor"] > 1:
         split = given["sequence"] > 1, given["loss_parallel"]
         yield from tensor_parallel.compatibility_errors(network, given["tensor"], *split)
@@ -65,6 +63,18 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
         yield from _pipeline_errors(run, given, network, sizes.of(run.world_size))
     if run.command == "fit":
         yield from _schedule_errors(run, given, sizes.of(run.world_size))
+
+
+def _overlap_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
+    if given["sequence"] == 1:
+        yield (
+            "async_tensor runs products beside the gathers and scatters of sequence parallelism: set sequence to the size of tensor"
+        )
+    compiler = next((item for item in run.selected if item.name == "Compile"), None)
+    if compiler is None or compiler.arguments.get("backend", "inductor") != "inductor":
+        yield "async_tensor is what torch's compiler makes of them: add Compile with backend inductor (--config techniques/compile)"
+    if run.accelerator != "cuda":
+        yield f"async_tensor needs GPUs that read each other's memory, and this run is on {run.accelerator}: set it to false"
 
 
 def _schedule_errors(run: Run, given: Mapping[str, Any], mesh: Mapping[str, int]) -> Iterator[str]:
@@ -95,10 +105,13 @@ def _pipeline_errors(
     layout = Layout(given["schedule"], given["pipeline"], len(network.blocks))
     microbatches = layout.stages if given["microbatches"] is None else given["microbatches"]
     yield from layout.compatibility_errors(microbatches, run.argument("data.batch_size"))
-    if given["schedule"] in ZERO_BUBBLE and sizes["data_shard"] > 1:
+    if (
+        given["param_format"] not in (None, "fp32")
+        and not sizes["data_shard"] * sizes["expert"] * sizes["context"] > 1
+    ):
         yield (
-            f"schedule {given['schedule']} computes gradients of weights separately from those of inputs, and sharded "
-            "data parallelism loses some of them: take data_replicate for data_shard, or Interleaved1F1B"
+            f"param_format is {given['param_format']}, and a pipeline without sharded data gathers no weights: set "
+            "--trainer.precision=bf16-mixed in its place"
         )
     if run.accelerator == "cpu" and is_beyond_gloo(given["schedule"]):
         yield (
@@ -110,8 +123,6 @@ def _pipeline_errors(
             "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
             "not distinguish: leave it out (--callbacks.-MemoryMonitor)"
         )
-    if scales_losses(run) or str(run.argument("trainer.precision")) == "16-true":
-        yield NO_SCALER
 
 
 def check_stages(network: Network, layout: Layout, pipeline: int) -> None:

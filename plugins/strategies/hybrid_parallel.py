@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
@@ -31,8 +32,10 @@ from plugins.strategies import (
 from plugins.strategies.context_parallel import ContextParallel, Method
 from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
+from plugins.strategies.mixed_precision import Format
 from plugins.strategies.pipeline import Pipeline, full_sum
-from plugins.strategies.pipeline_stages import ZERO_BUBBLE, Layout, cut, tied
+from plugins.strategies.pipeline_stages import Layout, Stage, cut, tied
+from plugins.strategies.stage_shards import StageShards
 from toolkit.positions import explain_position_mixing
 from toolkit.routing import RoutesTokens
 
@@ -70,7 +73,12 @@ class HybridParallel(MeshStrategy):
         loss_parallel: Whether the head is sharded along the vocabulary, so that no rank has all logits.
         context_method: "ring": keys and values are passed around a ring; "ulysses": all-to-all of tokens and heads.
         schedule: Order in which stages run micro-batches forward and backward.
-        microbatches: Micro-batches into which a pipeline splits a batch; None: one for each stage.
+        microbatches: Micro-batches into which a pipeline splits a batch; None: one for each stage. Those of all batches of a step
+            go through one schedule, with the last batch. GPipe, which keeps the activations of all, takes a batch at a time.
+        param_format: As of `FSDP`. A pipeline without sharded data leaves bf16 to autocast.
+        reduce_format: As of `FSDP`, also for the average over `data_replicate`.
+        async_tensor: Whether gathers and scatters of `sequence` run beside the products of matrices that need them, in
+            pieces, as torch's compiler can make it. On GPUs of one machine, with the callback `Compile`.
 
     Raises:
         ConfigError: If a number is out of range.
@@ -95,14 +103,19 @@ class HybridParallel(MeshStrategy):
         context_method: Method = "ring",
         schedule: Schedule = "1F1B",
         microbatches: int | None = None,
+        param_format: Format | None = None,
+        reduce_format: Format | None = None,
+        async_tensor: bool = False,
         timeout_minutes: float = 30.0,
     ) -> None:
-        super().__init__(timeout_minutes)
+        super().__init__(timeout_minutes, param_format, reduce_format)
         if microbatches is not None and microbatches < 1:
             raise ConfigError(f"HybridParallel: microbatches is {microbatches}; it must be at least 1.")
         self.sizes = MeshSizes(data_replicate, data_shard, tensor, context, pipeline, expert)
         self.sequence, self.loss_parallel = sequence > 1, loss_parallel and tensor > 1
         self.context_method, self.schedule, self.microbatches = context_method, schedule, microbatches
+        self.async_tensor = async_tensor
+        self._undo_overlap: Callable[[], None] = lambda: None
         self.context: ContextParallel | None = None
         self.pipeline: Pipeline | None = None
         self._data: DeviceMesh | None = None
@@ -145,6 +158,8 @@ class HybridParallel(MeshStrategy):
         self._parameters = [name for name, _ in module.named_parameters()]
         if self.sizes.tensor > 1:
             tensor_parallel.apply(network, self.mesh["tensor"], self.sequence, self.loss_parallel)
+            if self.async_tensor:
+                self._undo_overlap = tensor_parallel.overlap(self.mesh["tensor"])
         if self.sizes.expert > 1:
             assert isinstance(network, RoutesTokens)
             names = ("expert", "tensor") if self.sizes.tensor > 1 else ("expert",)
@@ -155,21 +170,31 @@ class HybridParallel(MeshStrategy):
         if self.sizes.pipeline > 1:
             self._cut(module, network, trained.objective)
         else:
-            self._shard_parameters([module], network.blocks)
+            self._shard_parameters(module, network)
+            self.defer_reduction(module, self.sizes.data_replicate > 1)
         trained.compute_loss = self.compute_loss
 
-    def _shard_parameters(self, roots: Sequence[nn.Module], blocks: Sequence[nn.Module]) -> None:
-        mesh, experts = self._shard, self.mesh["data_shard"]
-        if self.sizes.data_replicate > 1:
-            assert self._shard.mesh_dim_names is not None
-            mesh = self.mesh["data_replicate", self._shard.mesh_dim_names[0]]
-            experts = self.mesh["data_replicate", "data_shard"]
-        for block in blocks:
+    def _shard_parameters(self, module: nn.Module, network: Network) -> None:
+        mesh, experts = self._shard_meshes()
+        for block in network.blocks:
+            self.formats.set_up(block)
+            policy = self.formats.policy(block)
             if self.sizes.expert > 1:
-                expert_parallel.shard(self.language_module.network, block, experts)
-            fully_shard(block, mesh=mesh)
-        for root in roots:
-            fully_shard(root, mesh=mesh, reshard_after_forward=False)
+                for stack in expert_parallel.stacks(network, block):
+                    expert_parallel.shard(stack, experts, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        policy = self.formats.policy(module)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
+
+    def _shard_meshes(self) -> tuple[DeviceMesh, DeviceMesh]:
+        """Returns the ranks over which weights are sharded, and those of experts; over replicas gradients are averaged."""
+        if self.sizes.data_replicate == 1:
+            return self._shard, self.mesh["data_shard"]
+        assert self._shard.mesh_dim_names is not None
+        return (
+            self.mesh["data_replicate", self._shard.mesh_dim_names[0]],
+            self.mesh["data_replicate", "data_shard"],
+        )
 
     def _cut(self, module: LightningModule, network: Network, objective: Objective) -> None:
         if next(objective.parameters(), None) is not None:
@@ -184,14 +209,37 @@ class HybridParallel(MeshStrategy):
         self._counts_tied = here == first
         self._tied_group = pair_group(self.mesh, first, last) if self._tied_names else None
         stages = cut(network, layout, here)
-        self._is_sharded = self._shard.size() > 1 and self.schedule not in ZERO_BUBBLE
-        if self._is_sharded:
-            blocks = [network.blocks[index] for stage in stages.values() for index in stage.span]
-            self._shard_parameters(list(stages.values()), blocks)
+        shards = self._shard_stages(network, stages) if self._shard.size() > 1 else None
         microbatches = self.microbatches or layout.stages
-        options = (microbatches, self._stages, self.root_device, self._reduced)
+        options = (microbatches, self._stages, self.root_device, self._reduced, shards)
         self.pipeline = Pipeline(network, objective, stages, layout, *options)
-        self.further_roots = list(stages.values())
+
+    def _shard_stages(self, network: Network, stages: Mapping[int, Stage]) -> StageShards:
+        mesh, experts = self._shard_meshes()
+        blocks = {id(network.blocks[index]) for stage in stages.values() for index in stage.span}
+        parts = dict.fromkeys(part for stage in stages.values() for part in stage.parts)
+        held: list[nn.Module] = []
+        for part in parts:
+            if id(part) not in blocks:
+                held.append(part)
+                continue
+            self.formats.set_up(part)
+            policy = self.formats.policy(part)
+            inner = (
+                [StageShards(stack) for stack in expert_parallel.stacks(network, part)]
+                if self.sizes.expert > 1
+                else []
+            )
+            for stack in inner:
+                expert_parallel.shard(stack, experts, reshard_after_forward=False, mp_policy=policy)
+            held.append(StageShards(part, *inner))
+            own = {parameter for stack in inner for parameter in stack.parameters()}
+            options: Any = {"reshard_after_forward": False, "mp_policy": policy, "ignored_params": own}
+            fully_shard(held[-1], mesh=mesh, **options)
+        root = StageShards(*held)
+        fully_shard(root, mesh=mesh, reshard_after_forward=False, mp_policy=self.formats.policy(root))
+        self.further_roots, self.frees_blocks = [root], False
+        return root
 
     @contextmanager
     def gathered(self, network: Any) -> Iterator[None]:
@@ -219,10 +267,17 @@ class HybridParallel(MeshStrategy):
         if self.pipeline is not None:
             if self.context is not None and self.context.documents is not None:
                 raise ConfigError("HybridParallel: document_ids take pipeline 1 or context 1.")
-            return self.pipeline.loss(batch)
+            with nullcontext() if torch.is_grad_enabled() else super().gathered(self.pipeline.network):
+                return self.pipeline.loss(batch)
         module = self.language_module
         loss, metrics = module.objective.loss(module.network, batch)
         return full_sum(loss), {name: full_sum(value) for name, value in metrics.items()}
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context of the batches of a step before the last one: a pipeline computes them with the last one."""
+        with super().block_backward_sync(), self.pipeline.keeping() if self.pipeline else nullcontext():
+            yield
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Context in which the cross-entropy takes logits that are sharded along the vocabulary."""
@@ -249,7 +304,7 @@ class HybridParallel(MeshStrategy):
         if self.pipeline is None:
             return
         if isinstance(self.precision_plugin, ScalesLosses) and self.precision_plugin.scaler is not None:
-            raise ConfigError(f"HybridParallel: {hybrid_checks.NO_SCALER}.")
+            self.pipeline.scale = self.precision_plugin.scaler.scale
         named = dict(self.language_module.named_parameters())
         self.pipeline.parameters = [p for p in named.values() if p.requires_grad]
         self._tied = {id(named[name]) for name in self._tied_names if name in named}
@@ -269,9 +324,10 @@ class HybridParallel(MeshStrategy):
             )
 
     def _reduced(self, parameters: Sequence[nn.Parameter], found: list[Tensor]) -> list[Tensor]:
+        assert self.pipeline is not None
         found = [gradients.summed(g, p) for p, g in zip(parameters, found, strict=True)]
-        if not self._is_sharded and self.loss_group.size() > 1:
-            gradients.average_(found, self.loss_group)
+        if self.pipeline.shards is None and self.loss_group.size() > 1:
+            gradients.average_(found, self.loss_group, self.formats.reduced)
         for parameter, gradient in zip(parameters, found, strict=True):
             if id(parameter) in self._tied:
                 dist.all_reduce(tensors.local_shard(gradient), group=self._tied_group)
@@ -338,3 +394,8 @@ class HybridParallel(MeshStrategy):
                 for optimizer, state in zip(self.optimizers, states, strict=True)
             ]
         super().load_optimizer_state_dict({"optimizer_states": states})
+
+    def teardown(self) -> None:
+        """Undoes what the compiler was told."""
+        self._undo_overlap()
+        super().teardown()

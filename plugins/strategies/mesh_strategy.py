@@ -27,7 +27,9 @@ from core.errors import ConfigError
 from core.training import shards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.strategies import gradients, initial_shards, tensors
+from plugins.strategies.deferred_reduction import DeferredReduction
 from plugins.strategies.initial_shards import InitialShards, Stored
+from plugins.strategies.mixed_precision import FORMATS, Format, Formats
 from plugins.strategies.shared_scaler import SharedScaler
 from toolkit.initial_values import Start, new_seed
 
@@ -43,17 +45,26 @@ class MeshStrategy(ParallelStrategy):
 
     Args:
         timeout_minutes: Minutes that a rank waits for the others before it raises an error.
+        param_format: See :class:`Formats`.
+        reduce_format: See there.
 
     Attributes:
+        formats: Data types of gathered weights and reduced gradients; set in `setup`.
         mesh: The mesh of ranks; set once the processes are connected.
         starts: Name in the module -> how it begins; empty: rank 0 has the values.
         loss_group: The ranks that have different tokens: losses are summed over them, gradients averaged.
     """
 
+    formats: Formats
     mesh: DeviceMesh
     loss_group: dist.ProcessGroup
 
-    def __init__(self, timeout_minutes: float) -> None:
+    def __init__(
+        self,
+        timeout_minutes: float,
+        param_format: Format | None = None,
+        reduce_format: Format | None = None,
+    ) -> None:
         if not timeout_minutes > 0:
             raise ConfigError(
                 f"{type(self).__name__}: timeout_minutes is {timeout_minutes}; it must be above 0."
@@ -62,6 +73,8 @@ class MeshStrategy(ParallelStrategy):
         self.timeout = timedelta(minutes=timeout_minutes)
         self.num_nodes = 1
         self.starts: dict[str, Start | Stored] = {}
+        self._formats = param_format, reduce_format
+        self._deferred: DeferredReduction | None = None
 
     @abstractmethod
     def connect_mesh(self) -> None:
@@ -189,14 +202,22 @@ class MeshStrategy(ParallelStrategy):
         seed = self._common_seed() if self.starts else 0
         initial = InitialShards(full, self.starts, seed, stored, self.root_device)
         tensors.to_meta(module)
+        self.formats = Formats(self.precision_plugin, *self._formats)
         self.parallelize(module)
         self.fill(module, initial)
         lightning_compat.set_device(module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
+            if self._deferred is not None:
+                self._deferred.follow(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_compat.optimizers_to_device(self.optimizers, self.parameter_device)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        """The data type of matrix products; None: that of the precision."""
+        return FORMATS[self._formats[0]] if self._formats[0] else None
 
     def fill(self, module: nn.Module, initial: InitialShards) -> None:
         """Allocates memory for a module on the meta device, whose tensors may be sharded, and fills it."""
@@ -257,6 +278,18 @@ class MeshStrategy(ParallelStrategy):
                 module.set_reshard_after_forward(self.frees_blocks, recurse=False)
                 module.reshard()
 
+    def drop_step(self) -> None:
+        """Drops what forward or backward left that broke off, and all gradients; see `toolkit.lone_ranks.DropsSteps`."""
+        roots: Sequence[nn.Module] = self.further_roots or (self.language_module,)
+        for root in roots:
+            if isinstance(root, FSDPModule):
+                root.reset_iter_state()
+        for module in dict.fromkeys(each for root in roots for each in root.modules()):
+            if isinstance(module, FSDPModule):
+                module.unshard()  # gradients that were not reduced yet belong to the gathered weights
+                nn.Module.zero_grad(module)
+                module.reshard()
+
     def step_context(self) -> AbstractContextManager[Any]:
         """Context of each step, in addition to that of the precision."""
         return nullcontext()
@@ -287,6 +320,16 @@ class MeshStrategy(ParallelStrategy):
             return self.run_as_forward("predict_step", *args, **kwargs)
 
     # -- gradients --------------------------------------------------------------------------------
+
+    def defer_reduction(self, module: nn.Module, replicated: bool) -> None:
+        """Reduces gradients over replicas once a step from now on; called by `parallelize` once the module is sharded."""
+        self._deferred = DeferredReduction(module, self.frees_blocks, replicated)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Context of a micro-batch that others of its step follow."""
+        with self._deferred.accumulating() if self._deferred else nullcontext():
+            yield
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the norm of the gradients of the full model, 0-d, on this rank's device."""

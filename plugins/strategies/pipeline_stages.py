@@ -13,8 +13,6 @@ from core.contracts import Network
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-"""Schedules that compute gradients of inputs and of weights separately, which FSDP's hooks do not support."""
 
 
 def is_beyond_gloo(schedule: str) -> bool:
@@ -56,14 +54,24 @@ class Layout:
         start = stage * each + min(stage, more)
         return range(start, start + each + (stage < more))
 
+    def rounds(self, microbatches: int) -> int:
+        """Returns what the number of micro-batches is a multiple of: looped schedules go around as often."""
+        return max(1, microbatches // self.ranks) if self.schedule in LOOPED else 1
+
+    def takes(self, microbatches: int) -> bool:
+        """Returns whether so many micro-batches of several batches can go through one schedule.
+
+        Not with GPipe, which keeps the activations of all of them.
+        """
+        return self.schedule != "GPipe" and microbatches % self.rounds(microbatches) == 0
+
     def compatibility_errors(self, microbatches: int, rows: int | None) -> Iterator[str]:
         """Yields why the layout does not fit the blocks, micro-batches or rows of a batch."""
         if self.stages > self.blocks:
             yield f"pipeline is {self.ranks}, which makes {self.stages} stages of {self.schedule} for {self.blocks} blocks"
-        rounds = max(1, microbatches // self.ranks)
         if self.schedule in ("1F1B", "DualPipeV") and microbatches < self.stages:
             yield f"microbatches is {microbatches}; {self.schedule} takes at least one for each of {self.stages} stages"
-        elif self.schedule in LOOPED and microbatches % rounds:
+        elif microbatches % (rounds := self.rounds(microbatches)):
             yield f"microbatches is {microbatches}; {self.schedule} takes a multiple of {rounds}, its rounds"
         if rows and rows % microbatches:
             yield f"microbatches is {microbatches}, which does not divide data.batch_size {rows}"

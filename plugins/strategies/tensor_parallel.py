@@ -38,6 +38,26 @@ def apply(network: Network, mesh: DeviceMesh, sequence: bool, vocabulary: bool) 
             parameter.requires_grad_(False)
 
 
+def overlap(mesh: DeviceMesh) -> Callable[[], None]:
+    """Lets the compiler run products of matrices and the messages beside them in pieces, at the same time.
+
+    It is torch's asynchronous tensor parallelism: in compiled code gathers before products and scatters behind them become
+    one operator each, which reads the pieces of other ranks from their memory.
+
+    Args:
+        mesh: The ranks of one tensor-parallel group, on GPUs of one machine.
+
+    Returns:
+        What undoes it.
+    """
+    from torch._inductor import config
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(mesh.get_group().group_name)
+    before, config._micro_pipeline_tp = config._micro_pipeline_tp, True
+    return partial(setattr, config, "_micro_pipeline_tp", before)
+
+
 def plan_of(network: Network, sequence: bool) -> dict[str, list[ParallelStyle]]:
     """Returns the network's plan with each of its values as a list."""
     plan = network.sequence_parallel_plan() if sequence else network.tensor_parallel_plan()
@@ -52,12 +72,6 @@ def compatibility_errors(network: Network, size: int, sequence: bool, vocabulary
     heads = network.attention_heads
     if heads and (odd := next((number for number in heads if number % size), None)):
         yield f"tensor is {size}, which does not divide the {odd} attention heads of {name}"
-    if vocabulary and network.vocab_size % size:
-        fits = network.vocab_size + -network.vocab_size % size
-        yield (
-            f"tensor is {size}, which does not divide the vocabulary of {network.vocab_size}: set "
-            f"--model.network.vocab_size={fits}, or loss_parallel to false"
-        )
     if vocabulary and network.output_weight is None:
         yield f"{name} returns logits by itself: set loss_parallel to false"
 

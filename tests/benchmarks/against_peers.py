@@ -10,6 +10,9 @@ litgpt is installed without its dependencies into an environment in FOLDER, on t
 The ratio of a side is its time over leyden's in the same round, the median over rounds: above 1, leyden is faster. A round in
 which other programs took more than `--other-load` of the cores is dropped. With `--cpu`, CPU seconds are compared, for machines
 that are never quiet.
+
+How long each round took is said on stderr; a round of 1.1M takes one to two minutes, the first also compiles. `--sizes`,
+`--precisions` and `--sides` choose parts.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ SIZES = {
 }
 SIDES = ("leyden", "leyden compiled", "litgpt", "transformers", "by hand", "by hand compiled")
 ROWS, LENGTH = 8, 128
+WARM_UP = 25
+"""Steps that are not measured: what is done once is in them, such as compilation, or the CPU's peak that leyden measures at step 20."""
 
 COMMON = '''
 import json, os, resource, sys, time, torch
@@ -95,12 +100,14 @@ from callbacks.progress_bar import ProgressBar
 from callbacks.run_summary import RunSummary
 from callbacks.throughput import Throughput
 from core.language_module import LanguageModule
+from plugins.cli.runs.kept_memory import keep_memory
 from plugins.cli.runs.no_profiler import NoProfiler
 from plugins.loggers.metrics_csv import MetricsCSV
 from plugins.networks.llama import Llama
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
 from plugins.schedules.warmup_cosine import WarmupCosine
+keep_memory()  # as `fit` does
 module = LanguageModule(lambda: Llama(max_sequence_length=128, tie_embeddings=False, **size), CausalLM(), lambda groups: AdamW(groups),
                         lambda optimizer: WarmupCosine(optimizer, warmup_steps=5))
 more = []
@@ -273,8 +280,9 @@ def _round(
     for side in options.sides:
         folder = options.out / side.replace(" ", "-")
         folder.mkdir(exist_ok=True)
-        values = [SIZES[name], 10, options.steps, str(folder.resolve()), int(precision == "bf16")]
+        values = [SIZES[name], WARM_UP, options.steps, str(folder.resolve()), int(precision == "bf16")]
         found[side] = measured(side, values, pythons.get(side, sys.executable), options.threads)[options.cpu]
+    print(f"{name} {precision}: a round of {time.monotonic() - before[2]:.0f} s", file=sys.stderr, flush=True)
     return found if options.cpu or others_load(before) <= options.other_load else {}
 
 

@@ -81,7 +81,7 @@ RANKS = {
 
 # What is measured and undone is RandomRestart's too, whose test takes a tensor-parallel mesh by default.
 @pytest.mark.parametrize(
-    "name", ["FSDP", *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "tensor"))]
+    "name", ["FSDP", *(pytest.param(name, marks=pytest.mark.slow) for name in RANKS if name != "FSDP")]
 )
 def test_two_ranks_find_one_rate(name):
     parts = (RANKS[name], *CASES["AdamW, a schedule in steps, groups of their own"])

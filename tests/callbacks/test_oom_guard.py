@@ -107,7 +107,7 @@ def test_the_limit_is_in_bytes():
     ("parts", "said"),
     [
         ([callback("OOMGuard")], "memory_limit is needed on a CPU"),
-        ([squeezed(), strategy("HybridParallel")], "would leave the others waiting until a timeout"),
+        ([squeezed(), strategy("HybridParallel")], "BatchSizeFinder finds before the run what fits"),
         ([squeezed(), strategy("DDP", compression="bf16")], "--trainer.strategy.compression=none"),
         (
             [squeezed(), {"trainer": {"strategy": "ddp_find_unused_parameters_true"}}],

@@ -128,12 +128,16 @@ def test_other_ranks_go_on_with_the_same_bits(before, now):
     [
         ("DDP", {"compression": "bf16"}, "--trainer.strategy.compression=none"),
         ("FSDP", {"param_format": "bf16"}, "--trainer.strategy.reduce_format=fp32"),
+        ("FSDP", {}, "--trainer.strategy.param_format=fp32"),
         ("HybridParallel", {}, "take DDP or FSDP"),
     ],
 )
 def test_what_would_have_other_bits_is_refused_before_the_run(strategy, arguments, said):
     chosen = overlay(1, "auto")
-    chosen["trainer"]["strategy"] = {"class_path": strategy, "init_args": arguments}
+    chosen["trainer"] |= {
+        "strategy": {"class_path": strategy, "init_args": arguments},
+        "precision": "bf16-mixed",
+    }
     done = fit(chosen, 1, "--trainer.devices=9", "--callbacks.RankInvariance.micro_batches=8")
     assert done.code == 2
     assert said in done.error_text

@@ -53,12 +53,26 @@ def test_it_says_what_is_wrong_and_writes_what_to_do(core, tmp_path):  # noqa: F
     none = core("doctor", "runs/tiny", "--least_confidence", "1")
     assert (none.code, none.out.startswith("Nothing is wrong")) == (0, True), none.err
     assert (remedy.parent / "findings.jsonl").read_text() == ""  # `watch` shows what the last look found
+    assert not remedy.exists()
     mistaken = core("doctor", "runs/tiny", "--least_confidence", "60")
     assert (mistaken.code, mistaken.out) == (2, "")
     assert "--least_confidence 60 must be from 0 to 1" in mistaken.err
     mistaken = core("doctor", "runs/tin")
     assert (mistaken.code, mistaken.out) == (2, "")
     assert "There is no run folder runs/tin. Did you mean runs/tiny?" in mistaken.err
+
+
+@pytest.mark.ci
+def test_a_part_of_others_is_compared_with_leydens_own(core, tmp_path):  # noqa: F811
+    """A callback that turns the sign of the z-loss: the loss is not that of the configured objective."""
+    item = "{class_path: tests.faults.broken_models.RewardedLogits, init_args: {coefficient: 0.1}}"
+    more = ["--trainer.callbacks+=TrainingDoctor", f"--trainer.callbacks+={item}", "--trust", "tests"]
+    done = core("fit", "--config", "tiny", *more, "--trainer.log_every_n_steps=1")
+    assert done.code == 0, done.err
+    assert "TrainingDoctor: logit growth since step 1 (96%): the loss is not that of leyden's" in done.err
+    remedy = tmp_path / "runs/tiny/doctor/remedy-logit_growth.yaml"
+    taken_out = {"tests.faults.broken_models.RewardedLogits": None}
+    assert yaml.safe_load(remedy.read_text()) == {"trainer": {"callbacks": taken_out}}
 
 
 def examined(tmp_path, *others, **options):
@@ -140,7 +154,9 @@ def test_time_of_a_validation_is_none_of_checkpoints(monkeypatch):
     monkeypatch.setattr(
         "callbacks.training_doctor.log_figures", lambda trainer, values: logged.update(values)
     )
-    monkeypatch.setattr(doctor, "_probes", SimpleNamespace(sizes=lambda *_: []))
+    nothing = dict.fromkeys(("pause", "begin_batch"), lambda *_: None)
+    lists = dict.fromkeys(("sizes", "kept_state"), lambda *_: [])
+    monkeypatch.setattr(doctor, "_probes", SimpleNamespace(**nothing, **lists))
     now[0] = 1.0
     doctor.on_save_checkpoint(runner, None, {})
     now[0] = 2.0

@@ -94,11 +94,19 @@ def test_latent_attention_is_spread_over_its_heads(sequence):
     assert_same(fit(mixture(sizes, LATENT), 4), one_process(mixture(network=LATENT)))
 
 
-@pytest.mark.ci
-def test_experts_are_spread_over_stages_as_well():
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("1F1B", marks=pytest.mark.slow),
+        pytest.param("InterleavedZeroBubble", marks=pytest.mark.ci),
+    ],
+)
+def test_experts_are_spread_over_stages_as_well(schedule):
     plain = {"class_path": "CausalLM"}
-    found = fit(mixture({"expert": 2, "pipeline": 2}, objective=plain), 4)
-    assert_same(found, one_process(mixture(objective=plain)))
+    network = {"class_path": "Mixtral", "init_args": NETWORK["init_args"] | {"n_layer": 4}}
+    sizes = {"expert": 2, "pipeline": 2, "schedule": schedule}
+    found = fit(mixture(sizes, objective=plain, network=network), 4)
+    assert_same(found, one_process(mixture(objective=plain, network=network)))
 
 
 @pytest.mark.ci
@@ -188,7 +196,6 @@ def test_resumed_it_is_bitwise_the_same(plugin):
 REFUSED = [
     ({"network": {**NETWORK, "init_args": NETWORK["init_args"] | {"n_experts": 3}}}, {}, "which does not divide the 3 experts of Mixtral"),
     ({}, {"context": 2}, "expert is 2 and context 2: set one of them to 1"),
-    ({"objective": {"class_path": "CausalLM"}}, {"pipeline": 2, "schedule": "InterleavedZeroBubble"}, "sharded experts lose some"),
     ({}, {"pipeline": 2}, "BalancedRouting sees the routers of the last stage only"),
 ]  # fmt: skip
 

@@ -27,7 +27,7 @@ def trained(schedule, ranks, accumulated, micro_batch, strategy="DDP"):
         "strategy": strategy if ranks > 1 else "auto",
         "callbacks": [{"class_path": "SequenceLengthSchedule", "init_args": schedule}],
     }
-    name = "-".join(re.findall(r"\w+", f"{schedule} {ranks} {accumulated}"))
+    name = "-".join(re.findall(r"\w+", f"{schedule} {ranks} {accumulated} {strategy}"))
     overlay = {
         "trainer": trainer,
         "data": {"class_path": "tests.support.tokens.StoredTokens", "init_args": data | {"vocab_size": 64}},
@@ -59,3 +59,10 @@ def test_every_layout_of_a_batch_has_the_same_curve(schedule):
         found = trained(schedule, ranks, accumulated, ROWS // ranks // accumulated)
         assert found[0] == tokens, (ranks, accumulated)
         assert found[1] == pytest.approx(losses, rel=TOLERANCE), (ranks, accumulated)
+    if (
+        schedule.get("growth") == "doubling"
+    ):  # other schedules make batches that do not divide into micro-batches
+        stages = {"class_path": "HybridParallel", "init_args": {"pipeline": 2}}
+        found = trained(schedule, 2, 2, ROWS // 2, stages)
+        assert found[0] == tokens
+        assert found[1] == pytest.approx(losses, rel=TOLERANCE)

@@ -7,6 +7,7 @@
     python -m tests.faults run --out FOLDER --half unseen        # further faults, also over two ranks and of resumed runs
     python -m tests.faults run --out FOLDER --half second-unseen
     python -m tests.faults run --out FOLDER --half third-unseen
+    python -m tests.faults run --out FOLDER --half harmless       # clean runs with parts of others
     python -m tests.faults run --out FOLDER --half clean --recipes gpt-2-ranks gpt-resumed
 
 What a run has recorded is kept: a stopped kit goes on where it was, and rules are judged again without a run.
@@ -28,13 +29,20 @@ import yaml
 from tests.faults import report
 from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS, Fault
+from tests.faults.harmless import HARMLESS
 from tests.faults.recipes import RECIPES, VARIANTS, recipe
 from tests.faults.running import composed, train
 from tests.faults.second_unseen import SECOND_UNSEEN
 from tests.faults.third_unseen import THIRD_UNSEEN
 from tests.faults.unseen import UNSEEN
 
-SETS = {"blind": BLIND, "unseen": UNSEEN, "second-unseen": SECOND_UNSEEN, "third-unseen": THIRD_UNSEEN}
+SETS = {
+    "blind": BLIND,
+    "unseen": UNSEEN,
+    "second-unseen": SECOND_UNSEEN,
+    "third-unseen": THIRD_UNSEEN,
+    "harmless": HARMLESS,
+}
 """Faults beside those of the catalogue."""
 
 

@@ -3,11 +3,14 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 from core.errors import ConfigError
 from plugins.cli.selection import describe
 from plugins.networks.gpt import GPT
-from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives import chunked
+from plugins.objectives.causal_lm import CausalLM, cross_entropy
+from plugins.objectives.chunked import in_chunks
 from plugins.strategies.ddp import DDP
 from plugins.strategies.deepspeed_zero import DeepSpeedZero
 from plugins.strategies.fsdp import FSDP
@@ -214,18 +217,97 @@ def test_chunks_under_autocast_accumulate_in_float32(network, batch):
         assert error < 2**-6, name  # a few roundings to bfloat16
 
 
-def test_chunks_of_a_network_with_logits_of_its_own_are_refused(batch):
-    class Capped(GPT):
-        def logits(self, hidden):
-            return super().logits(hidden).tanh()
+class Capped(GPT):
+    """Logits of its own, with a parameter of their own."""
 
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.cap = torch.nn.Parameter(torch.tensor(3.0))
+
+    def logits(self, hidden):
+        return self.cap * (super().logits(hidden) / self.cap).tanh()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_chunks_of_logits_of_its_own_give_the_gradients_of_all_their_weights(frozen, batch):
+    torch.manual_seed(0)
     network = Capped(vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, max_sequence_length=T)
-    with pytest.raises(ConfigError, match="it cannot do so in chunks"):
-        CausalLM(chunk_tokens=4).loss(network, batch)
+    network.cap.requires_grad_(not frozen)
+    found = []
+    for chunk_tokens in (None, 4):
+        network.zero_grad()
+        CausalLM(chunk_tokens=chunk_tokens).loss(network, batch)[0].mean.backward()
+        found.append({name: p.grad.clone() for name, p in network.named_parameters() if p.requires_grad})
+    assert ("cap" in found[1]) == (not frozen)
+    for name, expected in found[0].items():  # sums of float32 in another order
+        torch.testing.assert_close(found[1][name], expected, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_auto_computes_large_logits_in_equal_chunks_and_small_ones_at_once(network, batch, monkeypatch):
+    calls = []
+
+    def counted(parts, network, rows, labels, size):
+        calls.append(size)
+        return in_chunks(parts, network, rows, labels, size)
+
+    monkeypatch.setattr(chunked, "in_chunks", counted)
+    whole, auto = (CausalLM(chunk_tokens=n).loss(network, batch)[0].total for n in (None, "auto"))
+    assert (calls, auto.item()) == ([], whole.item())
+    monkeypatch.setattr(chunked, "LEAST", 10)
+    monkeypatch.setattr(chunked, "LOGITS_BYTES", 4 * VOCAB * 16)
+    large = CausalLM().loss(network, batch)[0].total
+    assert calls == [12]  # 36 positions in chunks of at most 16
+    torch.testing.assert_close(large, whole, rtol=1e-6, atol=0)
+    CausalLM(chunk_tokens=None).loss(network, batch)
+    CausalLM(chunk_tokens=18).loss(network, batch)
+    assert calls == [12, 18]
+
+
+def test_without_gradients_chunks_only_compute_the_logits():
+    """Counted, of 2 N V C operations; kernels are given a vocabulary padded to 64."""
+    torch.manual_seed(0)
+    network = GPT(vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=16, max_sequence_length=T)
+    hidden, labels = torch.randn(B, T, 16), torch.randint(VOCAB, (B, T))
+    counts = {}
+    for trained in (False, True):
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(trained):
+            states = hidden.clone().requires_grad_(trained)
+            sums = chunked.sums_over_positions(cross_entropy, network, states, labels, 9)
+        assert sums.requires_grad == trained
+        counts[trained] = counter.get_total_flops()
+    assert counts == {False: 2 * B * T * 64 * 16, True: 3 * 2 * B * T * 64 * 16}
+
+
+@pytest.mark.gpu
+def test_on_cuda_large_logits_take_the_memory_of_a_chunk():
+    """All logits of 16,384 positions take 3.3 GB in float32, and the loss three times as much."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        network = GPT(vocab_size=50257, n_layer=1, n_head=2, n_embd=64, max_sequence_length=1024)
+    tokens = torch.randint(50257, (16, 1025), device="cuda")
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    found = {}
+    for chunk_tokens in (None, "auto"):
+        torch.cuda.reset_peak_memory_stats()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = CausalLM(chunk_tokens=chunk_tokens).loss(network, batch)[0].mean
+        found[chunk_tokens] = gradients(loss, network)["embed_tokens.weight"], loss.item()
+        peak = torch.cuda.max_memory_allocated()
+    assert peak < 2**32
+    assert found["auto"][1] == pytest.approx(found[None][1], rel=1e-5)
+    error = (found["auto"][0] - found[None][0]).norm() / found[None][0].norm()
+    assert error < 2**-6  # a few roundings to bfloat16
 
 
 @pytest.mark.parametrize(
-    "options", [{"label_smoothing": 1.1}, {"z_loss": -1.0}, {"l2": float("nan")}, {"chunk_tokens": 0}]
+    "options",
+    [
+        {"label_smoothing": 1.1},
+        {"z_loss": -1.0},
+        {"l2": float("nan")},
+        {"chunk_tokens": 0},
+        {"chunk_tokens": "all"},
+    ],
 )
 def test_values_out_of_range_are_refused(options):
     with pytest.raises(ConfigError, match=next(iter(options))):

@@ -105,12 +105,21 @@ def test_mistakes_are_refused():
         SupervisedFineTuning("row")
     with pytest.raises(ConfigError, match="noise from 0 upwards"):
         SupervisedFineTuning(noise=-1.0)
-    with pytest.raises(ConfigError, match="chunk_tokens from 1 upwards"):
+    with pytest.raises(ConfigError, match="chunk_tokens auto, from 1 upwards"):
         SupervisedFineTuning(chunk_tokens=0)
+
+
+def test_a_network_that_returns_logits_has_the_same_loss_in_chunks():
     capped = Gemma3(**DENSE, head_dim=8, sliding_window=4, global_every=2, final_soft_cap=30.0)
     ids = torch.arange(10)[None]
-    with pytest.raises(ConfigError, match="computes its logits by itself"):
-        SupervisedFineTuning(chunk_tokens=3).loss(capped, {"input_ids": ids, "labels": ids})
+    found = []
+    for chunk in (None, 3):
+        capped.zero_grad()
+        loss = SupervisedFineTuning(chunk_tokens=chunk).loss(capped, {"input_ids": ids, "labels": ids})[0]
+        loss.mean.backward()
+        found.append([loss.total.detach(), *(p.grad.clone() for p in capped.parameters())])
+    for one, other in zip(*found, strict=True):  # sums of ten float32 in another order
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
 
 def test_data_whose_labels_are_all_tokens_are_refused(tmp_path):

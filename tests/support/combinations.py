@@ -63,6 +63,15 @@ LLAMA = {
 }
 DEEP_LLAMA = merge(deepcopy(LLAMA), FOUR_BLOCKS)
 POST_NORM = {"model": {"network": {"init_args": {"norm_position": "post"}}}}
+IN_CHUNKS = {
+    "model": {
+        "network": {"init_args": {"vocab_size": 65}},  # which two ranks share unevenly
+        "objective": {
+            "class_path": "CausalLM",
+            "init_args": {"chunk_tokens": 7, "label_smoothing": 0.1, "z_loss": 1e-3},
+        },
+    }
+}
 DOCUMENTS = {"data": {"init_args": {"documents": True}}}
 ULYSSES = {"context": 2, "context_method": "ulysses"}
 
@@ -136,7 +145,7 @@ COMBINATIONS = [
     Combination("HybridParallel", "tensor 2, full head", 2, {"tensor": 2, "loss_parallel": False}),
     Combination("HybridParallel", "tensor 2", 2, {"tensor": 2}),
     Combination("HybridParallel", "tensor 2, untied rotary Llama", 2, {"tensor": 2}, LLAMA),
-    Combination("HybridParallel", "tensor 2, sequence 2", 2, {"tensor": 2, "sequence": 2}),
+    Combination("HybridParallel", "tensor 2, sequence 2", 2, {"tensor": 2, "sequence": 2}, IN_CHUNKS),
     Combination(
         "HybridParallel",
         "tensor 2, sequence 2, norms last",
@@ -154,7 +163,7 @@ COMBINATIONS = [
     ),
     Combination("HybridParallel", "data_replicate 2, data_shard 2", 4, {"data_replicate": 2}),
     Combination("HybridParallel", "tensor 4", 4, {"tensor": 4}),
-    Combination("HybridParallel", "pipeline 2, 1F1B", 2, {"pipeline": 2}),
+    Combination("HybridParallel", "pipeline 2, 1F1B", 2, {"pipeline": 2}, IN_CHUNKS),
     Combination("HybridParallel", "pipeline 2, GPipe, 4 micro-batches", 2, pipeline("GPipe", 4)),
     Combination("HybridParallel", "pipeline 2, Interleaved1F1B", 2, pipeline("Interleaved1F1B"), DEEP_LLAMA),
     Combination(
@@ -174,6 +183,27 @@ COMBINATIONS = [
         4,
         pipeline("Interleaved1F1B"),
         FOUR_BLOCKS,
+    ),
+    Combination(
+        "HybridParallel",
+        "data_shard 2, pipeline 2, InterleavedZeroBubble",
+        4,
+        pipeline("InterleavedZeroBubble"),
+        FOUR_BLOCKS,
+    ),
+    Combination(
+        "HybridParallel",
+        "data_shard 2, pipeline 2, ZBVZeroBubble",
+        4,
+        pipeline("ZBVZeroBubble"),
+        FOUR_BLOCKS,
+    ),
+    Combination(
+        "HybridParallel",
+        "data_shard 2, pipeline 2, DualPipeV",
+        4,
+        pipeline("DualPipeV"),
+        DEEP_LLAMA,
     ),
     Combination(
         "HybridParallel",

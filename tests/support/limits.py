@@ -23,26 +23,31 @@ class _Activation(torch.autograd.Function):
     """The identity, which keeps memory for backward as an activation does."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x.new_empty(len(x) * BYTES_PER_ROW, dtype=torch.uint8))
+    def forward(ctx: Any, x: torch.Tensor, row: int) -> torch.Tensor:
+        ctx.save_for_backward(x.new_empty(len(x) * row, dtype=torch.uint8))
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
 
 
 class Counted(Callback):
-    """Makes each row need 10 MB, mapped: room in the heap, which earlier tensors have left, would not count."""
+    """Makes each row need 10 MB, mapped: room in the heap, which earlier tensors have left, would not count.
 
-    def __init__(self) -> None:
+    Args:
+        row: Bytes in place of 10 MB, where the first step takes many by itself.
+    """
+
+    def __init__(self, row: int = BYTES_PER_ROW) -> None:
+        self.row = row
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Adds what each row needs, where there is a backward."""
 
         def keep(network: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> Any:
-            return _Activation.apply(logits) if logits.requires_grad else logits
+            return _Activation.apply(logits, self.row) if logits.requires_grad else logits
 
         pl_module.network.register_forward_hook(keep)
 
@@ -53,10 +58,11 @@ class Less(Counted):
     Args:
         rank: Which.
         limit: Bytes beyond what it has.
+        row: Bytes that a row needs.
     """
 
-    def __init__(self, rank: int, limit: int) -> None:
-        super().__init__()
+    def __init__(self, rank: int, limit: int, row: int = BYTES_PER_ROW) -> None:
+        super().__init__(row)
         self.rank, self.limit = rank, limit
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

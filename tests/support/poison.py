@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from core.training.loss_ranks import scale_gradients
 from core.training.shards import gradients, local_tensors
 
 
@@ -34,5 +35,9 @@ class Poison(Callback):
                 batch[name].random_(0, pl_module.network.vocab_size, generator=random)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if self.bad and self.gradient != 1.0:
-            torch._foreach_mul_(local_tensors(gradients(optimizer)), self.gradient)
+        if not self.bad or self.gradient == 1.0:
+            return
+        if found := local_tensors(gradients(optimizer)):
+            torch._foreach_mul_(found, self.gradient)
+        else:  # DeepSpeed has them, and multiplies them as it steps
+            scale_gradients(trainer, optimizer, torch.tensor(self.gradient))

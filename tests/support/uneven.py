@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -41,11 +41,14 @@ class UnevenData(LightningDataModule):
         rows: Rows of a global batch.
         batches: Global batches of an epoch.
         documents: Whether each row holds several documents, of other lengths in each row.
+        lengths: Tokens of a row, in turn for the batches; up to 16.
     """
 
-    def __init__(self, rows: int = 8, batches: int = 12, documents: bool = False) -> None:
+    def __init__(
+        self, rows: int = 8, batches: int = 12, documents: bool = False, lengths: Sequence[int] = (16,)
+    ) -> None:
         super().__init__()
-        self.rows, self.batches, self.documents = rows, batches, documents
+        self.rows, self.batches, self.documents, self.lengths = rows, batches, documents, lengths
 
     def _loader(self, seed: int) -> Resumable:
         generator = torch.Generator().manual_seed(seed)
@@ -63,7 +66,13 @@ class UnevenData(LightningDataModule):
             | ({"document_ids": documents[own]} if self.documents else {})
             for ids, wanted, documents in zip(tokens, labels, document_ids, strict=True)
         ]
-        return Resumable(batches)
+        many = len(self.lengths)
+        return Resumable(
+            [
+                {name: value[:, : self.lengths[number % many]] for name, value in batch.items()}
+                for number, batch in enumerate(batches)
+            ]
+        )
 
     def train_dataloader(self) -> Resumable:
         return self._loader(0)

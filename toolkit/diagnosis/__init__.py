@@ -1,12 +1,14 @@
 """Diagnosis of a run from its figures and its configuration: causes, evidence, remedies.
 
 `diagnose` goes through all rules. A rule is a function of a `Case` alone, so that a live run and a finished one are judged
-alike; rules of one field are in one module. `data_probes` and `network_probes` measure what no figure of training shows.
+alike; rules of one field are in one module. `data_probes`, `network_probes` and `gradient_probes` measure what no figure of
+training shows. `comparisons` compares a run that has parts of others with what leyden's own would do: `departures` and
+`row_departures` judge that.
 """
 
 from __future__ import annotations
 
-from toolkit.diagnosis import data, gradients, network, optimization, runs, speed
+from toolkit.diagnosis import data, departures, gradients, network, optimization, row_departures, runs, speed
 from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.history import History, read_history
 from toolkit.diagnosis.report import read_config, write_findings, write_remedy
@@ -25,6 +27,8 @@ __all__ = [
 ]
 
 RULES: tuple[Rule, ...] = (
+    *departures.RULES,
+    *row_departures.RULES,
     *data.RULES,
     *network.RULES,
     *gradients.RULES,

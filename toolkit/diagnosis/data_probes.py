@@ -60,7 +60,7 @@ def figures_of(counts: Counts) -> dict[str, float]:
 
 def repeated_rows(batches: Sequence[Batch]) -> Counts:
     """Counts the rows of which nearly all spans of tokens are in earlier rows: copies, also where they are cut elsewhere."""
-    numbers, rows = _spans(batches)
+    numbers, rows = spans_of(batches)
     if not len(numbers):
         return {}
     _, first, which = np.unique(numbers, return_index=True, return_inverse=True)
@@ -126,8 +126,8 @@ def seen_spans(validation: Sequence[Batch], training: Sequence[Batch], share_rea
     fold = len(training) - max(1, len(training) // 4)
     if fold < 1 or not validation:
         return {}
-    known, _ = _spans(training[:fold])
-    others, spans = _spans(training[fold:])[0], _spans(validation)[0]
+    known, _ = spans_of(training[:fold])
+    others, spans = spans_of(training[fold:])[0], spans_of(validation)[0]
     if not len(others) or not len(spans):  # rows shorter than a span
         return {}
     usual, seen = (float(np.isin(found, known).mean()) for found in (others, spans))
@@ -135,7 +135,7 @@ def seen_spans(validation: Sequence[Batch], training: Sequence[Batch], share_rea
     return {"doctor/validation_seen": (max(seen - usual, 0.0) / min(of_all, 1.0) * len(spans), len(spans))}
 
 
-def _spans(batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
+def spans_of(batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
     """Returns a 64-bit number for each span of tokens that is no padding, and which row it is of."""
     random = np.random.default_rng(0).integers(1, 2**63, SPAN, dtype=np.uint64)
     found, of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]

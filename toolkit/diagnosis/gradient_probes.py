@@ -51,6 +51,7 @@ class GradientCheck:
         parameters = [parameter for _, parameter in self.named]
         trainer, weight = module.trainer, torch.zeros((), device=module.device)
         sums: list[Tensor] = [torch.zeros_like(parameter) for parameter in parameters]
+        last = sums
         for batch, index in batches:
             # the same random numbers as in the step: dropout drops the same
             seed = mix(module.seed, trainer.current_epoch, index, dp_rank(trainer))
@@ -58,11 +59,14 @@ class GradientCheck:
             with torch.enable_grad(), trainer.precision_plugin.train_step_context():
                 loss, _ = module.objective.loss(module.network, batch)
             found = torch.autograd.grad(loss.total, parameters, allow_unused=True)
-            for one, gradient in zip(sums, found, strict=True):
-                if gradient is not None:
-                    one.add_(gradient)
+            last = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found, strict=True)]
+            torch._foreach_add_(sums, last)
             weight = weight + loss.weight
         weight = module.sum_over_ranks(weight.clone()).clamp(min=1)
+        several = len(batches) > 1
+        self.parts = {"last_batch": last} if several else {}
+        if trainer.world_size > 1:
+            self.parts["own_rank"] = [one.clone() for one in sums]
         self.gradients = [module.sum_over_ranks(one) / weight for one in sums]
         self.before = [parameter.detach().clone() for parameter in parameters]
         self.inner = {id(p) for block in module.network.blocks for p in block.parameters() if p.ndim > 1}
@@ -101,7 +105,34 @@ class GradientCheck:
             result["doctor/update_shrinks"] = statistics.median(
                 one.along for one in inner if math.isfinite(one.ratio)
             )
-        return result | _of_gradients(compared, norm, self.clip, norm_before_clipping)
+        result |= _of_gradients(compared, norm, self.clip, norm_before_clipping)
+        if result.get("doctor/gradient_cosine", 1.0) < 0.9:  # what else they are like
+            given = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for _, p in self.named]
+            result["doctor/gradient_of_weights"] = _of_weights(given, self.gradients, self.before)
+            for name, part in self.parts.items():
+                result[f"doctor/gradient_like_{name}"] = _cosine(given, part)
+        return result
+
+
+def _of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
+    """Returns the share of the square of what is added to gradients that points along the weights, as a decay in them does."""
+    dot = sum(float((a.float() * b.float()).sum()) for a, b in zip(given, expected, strict=True))
+    own = sum(float(b.float().square().sum()) for b in expected)
+    shares, whole = 0.0, 0.0
+    rests = [a.float() - dot / max(own, 1e-300) * b.float() for a, b in zip(given, expected, strict=True)]
+    for rest, weight in zip(rests, weights, strict=True):
+        if weight.numel() > 1 and weight.ndim > 1:
+            whole += float(rest.square().sum())
+            shares += float((rest * weight.float()).sum()) ** 2 / max(
+                float(weight.float().square().sum()), 1e-300
+            )
+    return shares / whole if whole > 1e-6 * own else 0.0
+
+
+def _cosine(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    dot = sum(float((a.float() * b.float()).sum()) for a, b in zip(some, others, strict=True))
+    sizes = [math.sqrt(sum(float(one.float().square().sum()) for one in each)) for each in (some, others)]
+    return dot / max(math.prod(sizes), 1e-300)
 
 
 def _compare(found: Tensor, expected: Tensor, after: Tensor, before: Tensor) -> _Compared:
@@ -207,14 +238,15 @@ class OptimizerState:
         That is the share of the parameters whose count went back, or whose second moments fell by more than their decay lets
         them: gradients may become small, but the mean of their squares forgets only so fast.
         """
-        counts, squares = dict[int, float](), dict[int, float]()
+        counts, sums = dict[int, float](), dict[int, Tensor]()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 state = optimizer.state.get(parameter, {})
                 if "step" in state:
                     counts[id(parameter)] = float(state["step"])
                 if isinstance(state.get("exp_avg_sq"), Tensor) and "betas" in group:
-                    squares[id(parameter)] = float(state["exp_avg_sq"].float().sum())
+                    sums[id(parameter)] = state["exp_avg_sq"].float().sum()
+        squares = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
         before, old_counts, old_squares = self._last
         self._last = step, counts, squares
         decays = {

@@ -70,6 +70,26 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
     turned = cosine.values < 0.9
     if turned.any():
         worst = float(cosine.values[turned].min())
+        of_weights = case.series("doctor/gradient_of_weights").since(cosine.first_step(turned)).values
+        if len(of_weights) and float(np.median(of_weights)) > 0.9:
+            yield Finding(
+                "weight_decay_too_large", cosine.first_step(turned), f"a decay of the weights is added to gradients, and turns them (cosine {worst:.2f})",
+                0.945, _advice(case, "Decay weights in the optimizer alone"), without_callbacks(case),
+            )  # fmt: skip
+            return
+        for part, cause, what in (
+            ("last_batch", "batch_too_small", "the last micro-batch"),
+            ("own_rank", "ranks_differ", "this rank"),
+        ):
+            if (
+                len(like := case.series(f"doctor/gradient_like_{part}").values)
+                and float(np.median(like)) > 0.995
+            ):
+                yield Finding(
+                    cause, cosine.first_step(turned), f"the gradients of a step are those of {what} alone", 0.945,
+                    _advice(case, "Average gradients over all micro-batches and ranks"), without_callbacks(case),
+                )  # fmt: skip
+                return
         yield Finding(
             "stale_gradients", cosine.first_step(turned), f"the gradients of a step point elsewhere than those of its loss "
             f"(cosine {worst:.2f}), as if earlier ones were kept", 0.93,
@@ -148,9 +168,12 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
     steps, share, rate = case.together("doctor/weights_unchanged", "train/lr")
     tensors = case.series("doctor/tensors_unchanged")
     many = np.isin(steps, tensors.steps[tensors.values > 0.1])  # norms and biases are few weights
-    steps, share, bad = (one[rate > 0] for one in (steps, share, (share > 0.02) | many))
+    moves = rate > 1e-4 * rate.max(initial=0.0)  # else updates are below the precision of the weights
+    steps, share, bad = (one[moves] for one in (steps, share, (share > 0.02) | many))
     both = np.flatnonzero(bad[:-1] & bad[1:])
-    if back := case.worst("doctor/restored_outside", 0.05):
+    restored = case.series("doctor/restored_outside")
+    back = case.worst("doctor/restored_outside", 0.05 if (restored.values > 0.01).sum() < 2 else 0.01)
+    if back:
         yield Finding(
             "weights_not_updated", back[0], f"after a step {back[1]:.0%} of the tensors get back the values that they had before it",
             0.94, _advice(case, "Look for what writes weights"), without_callbacks(case),

@@ -73,7 +73,7 @@ def logit_growth(case: Case) -> Iterator[Finding]:
         at = int(np.argmax(grows))
         yield Finding(
             "logit_growth", int(spread.steps[at]), f"logits deviate by {before[at]:.3g}, then by {after[at]:.3g} at step "
-            f"{spread.steps[at + 1]}; below 5 is usual", 0.79,
+            f"{spread.steps[at + 1]}; below 5 is usual", 0.775,
             _advice(case, "Keep logits small with a z-loss"),
             without_callbacks(case) or _z_loss(case),
         )  # fmt: skip
@@ -129,6 +129,25 @@ def attention_collapse(case: Case) -> Iterator[Finding]:
             f"{when}the entropy of attention weights in a block is {value:.0%} of that of equal ones", 0.87 if when else 0.7,
             _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
         )  # fmt: skip
+
+
+def monitors(case: Case) -> Iterator[Finding]:
+    """ActivationMonitor sees a hidden layer of zeros; AttentionMonitor an entropy that falls to a part of what it was."""
+    for index, zeros in enumerate(case.blocks("activation", ".mlp/zeros")):
+        if (bad := (zeros.values[:-1] > 0.97) & (zeros.values[1:] > 0.97)).any():
+            yield Finding(
+                "dead_units", zeros.first_step(bad), f"{zeros.values[-1]:.1%} of the hidden values of block {index} are zero", 0.69,
+                _advice(case, "Take activation=gelu_tanh, or a lower rate"), without_callbacks(case),
+            )  # fmt: skip
+            break
+    for index, entropy in enumerate(case.blocks("attention", "/entropy")):
+        low = entropy.values < 0.15 * entropy.values[:1]
+        if (bad := low[:-1] & low[1:]).any():
+            yield Finding(
+                "attention_collapse", entropy.first_step(bad), f"the entropy of attention in block {index} fell from {entropy.values[0]:.2g} to "
+                f"{entropy.values[-1]:.2g} nats", 0.69, _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
+            )  # fmt: skip
+            break
 
 
 def dead_experts(case: Case) -> Iterator[Finding]:
@@ -187,6 +206,6 @@ def head_is_copy(case: Case) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    head_is_copy,
+    head_is_copy, monitors,
     sees_future, bad_initialisation, logit_growth, dead_units, attention_collapse, dead_experts,
 )  # fmt: skip

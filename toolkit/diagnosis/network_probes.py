@@ -64,17 +64,22 @@ def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     """Returns figures of logits, attention, hidden units and experts on a batch.
 
     `doctor/logit_deviation` over the vocabulary and `doctor/max_logit`; `doctor/attention_entropy`, of the block where it is
-    least, over that of equal weights; `doctor/dead_units`, the share of hidden units that are next to 0 for all tokens in the
+    least, over that of equal weights; `doctor/block_adds`, how large what a block adds is beside its input, of the one where it is least; `doctor/dead_units`, the share of hidden units that are next to 0 for all tokens in the
     block where most are; `doctor/experts_unused`, the share that no token chooses in the layer where most are, given
     `TOKENS_PER_EXPERT` choices for each.
     """
     zeros: list[Tensor] = []
+    added: list[Tensor] = []
     readers = network.parts_by_kind().get(MLP_READERS, ()) if isinstance(network, NamesParts) else ()
     handles = [
         reader.register_forward_pre_hook(
             lambda _, inputs: zeros.append(_dead(inputs[0].flatten(0, -2).abs()))
         )
         for reader in readers
+    ]
+    handles += [
+        block.register_forward_hook(lambda _, inputs, output: added.append(_added(inputs[0], _first(output))))
+        for block in network.blocks
     ]
     try:
         with (
@@ -92,6 +97,8 @@ def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     }
     if attention.found:
         found["doctor/attention_entropy"] = float(torch.stack(attention.found).min())
+    if added:
+        found["doctor/block_adds"] = float(torch.stack(added).min())
     if zeros:
         found["doctor/dead_units"] = float(torch.stack(zeros).max())
     if routings and routings[0].experts.numel() >= TOKENS_PER_EXPERT * (count := count_experts(network)):
@@ -112,6 +119,11 @@ def routings_of(network: Any) -> Iterator[list[Routing]]:
 
 TOKENS_PER_EXPERT = 16
 """Of as many tokens for each, a router that has not been trained sends some to each expert."""
+
+
+def _added(before: Tensor, after: Tensor) -> Tensor:
+    """Returns how large what a block adds is beside what it was given."""
+    return (after.float() - before.float()).norm() / before.float().norm().clamp(min=1e-30)
 
 
 def _dead(units: Tensor) -> Tensor:
@@ -253,6 +265,8 @@ class _AttentionEntropy(TorchFunctionMode):
             visible = visible.tril()
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             visible = visible & attn_mask
+        elif attn_mask is not None:
+            scores, visible = scores + attn_mask.float(), visible & (attn_mask > -torch.inf)
         weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
         entropy = -torch.xlogy(weights, weights).sum(-1)
         most = visible.sum(-1).clamp(min=1).log().expand_as(entropy)

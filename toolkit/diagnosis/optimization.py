@@ -84,6 +84,13 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         return
     unwarmed = _warmup(case) < min(0.03 * case.max_steps, 5)
+    rates, given = case.series("train/lr"), case.number("model.optimizer.lr", math.inf)
+    if len(rates) and (over := rates.values > 3 * given).any():
+        first, falls = rates.first_step(over), int(np.argmax(rates.values)) == 0
+        yield Finding(
+            "no_warmup" if falls else "rate_too_high", first, f"the rate is {rates.values.max():.3g}, and {given:g} is set", 0.805,
+            "Take a schedule whose highest rate is that of the optimizer", without_callbacks(case) or {"model": _schedule(case, 0.12)},
+        )  # fmt: skip
     # Adam's first updates move every weight by the rate: without a warm-up, half as much does harm
     wild = ~(ratio.values < np.where((ratio.steps <= 2) & unwarmed, WILD / 2, WILD))
     if not wild.any() or case.last("doctor/frozen") > 0:  # adapters begin at zero
@@ -195,7 +202,8 @@ def warmup_too_long(case: Case) -> Iterator[Finding]:
     given, highest = case.number("model.optimizer.lr", 0.0), float(rate.values.max())
     late = rate.steps[-1] > 0.4 * steps
     still = late and bool((np.diff(rate.values) > 0).all())
-    stuck = late and given / 50 < highest < 0.5 * given
+    grows = rate.values[-1] > 1.05 * float(np.median(rate.up_to(rate.steps[-1] / 4).values))
+    stuck = late and grows and given / 50 < highest < 0.5 * given
     if still or stuck or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
         evidence = f"the rate rises for {max(warmup, rate.steps[-1]):.0f} of {steps:.0f} steps"
         yield Finding(
@@ -289,6 +297,7 @@ def clip_too_low(case: Case) -> Iterator[Finding]:
 def optimizer_state_lost(case: Case) -> Iterator[Finding]:
     """The optimizer counts fewer steps than the run, or has forgotten gradients faster than it is set to."""
     behind, lost = case.series("doctor/optimizer_steps_behind"), case.worst("doctor/state_lost", 0.05)
+    lost = lost or case.worst("doctor/moments_lost", 0.05)
     bad = behind.values > 0
     if bad.any() or lost:
         evidence = (
@@ -298,7 +307,10 @@ def optimizer_state_lost(case: Case) -> Iterator[Finding]:
         )
         since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
         # once, it is over, and going back before the jump that it led to is what helps
-        once = not bad.any() and int((case.series("doctor/state_lost").values > 0.05).sum()) == 1
+        losses = case.series(
+            "doctor/moments_lost" if len(case.series("doctor/moments_lost")) else "doctor/state_lost"
+        )
+        once = not bad.any() and int((losses.values > 0.05).sum()) == 1
         yield Finding(
             "optimizer_state_lost", since, evidence, 0.77 if once else 0.93, "Keep the optimizer's state, and load it on a resume",
             without_callbacks(case),

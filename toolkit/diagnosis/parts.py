@@ -8,7 +8,7 @@ from typing import Any
 from core import catalog
 from toolkit.diagnosis.case import Case
 
-OURS = ("core.", "toolkit.", "plugins.", "callbacks.", "datamodules.", "lightning.", "torch.")
+OURS = ("core.", "toolkit.", "conformance.", "plugins.", "callbacks.", "datamodules.", "lightning.", "torch.")
 
 
 def is_known(class_path: str) -> bool:
@@ -21,11 +21,11 @@ def packing_remedy(case: Case) -> dict[str, Any]:
     packing = case.option("data.packing")
     if not isinstance(packing, Mapping) or is_known(str(packing.get("class_path", ""))):
         return {}
-    inner = _inner(packing)
-    if inner is None:
+    found = inner(packing)
+    if found is None:
         documents = case.last("doctor/documents_per_row") > 1
-        inner = {"class_path": "Concatenate", "init_args": {"mask_documents": True} if documents else {}}
-    return {"data": {"init_args": {"packing": inner}}}
+        found = {"class_path": "Concatenate", "init_args": {"mask_documents": True} if documents else {}}
+    return {"data": {"init_args": {"packing": found}}}
 
 
 def network_remedy(case: Case) -> dict[str, Any]:
@@ -84,8 +84,9 @@ def guard_remedy(case: Case, step: int, goes_back: bool = False) -> dict[str, An
     return {"trainer": {"callbacks": {"SpikeRollback": options}}}
 
 
-def _inner(part: Mapping[str, Any]) -> dict[str, Any] | None:
+def inner(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the part of leyden's that a foreign one wraps, as it is configured; None: it wraps none."""
     for value in (part.get("init_args") or {}).values():
         if isinstance(value, Mapping) and "class_path" in value:
-            return dict(value) if is_known(str(value["class_path"])) else _inner(value)
+            return dict(value) if is_known(str(value["class_path"])) else inner(value)
     return None

@@ -14,6 +14,7 @@ from core.contracts import Batch, HasTokenizer, MarksEndOfText, PackedBatches
 from core.data.token_datamodule import TokenDataModule
 from core.pretrain_datamodule import PretrainDataModule
 from toolkit.diagnosis import data_probes, network_probes
+from toolkit.diagnosis.comparisons import Comparisons
 from toolkit.diagnosis.data_probes import SeenRows
 from toolkit.diagnosis.gradient_probes import (
     GradientCheck,
@@ -56,16 +57,20 @@ class Probes:
         self.rows = SeenRows()
         self._source: data_probes.SourceFrequencies | None = None
         self._norms: list[list[float]] = []
+        self._compared: Comparisons | None = None
+        self._position: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what the next examined step goes on from."""
         rows = [self.rows.begin, *self.rows.numbers]
-        return {"rows": rows, "norms": [list(each) for each in self._norms]}
+        state = {"rows": rows, "norms": [list(each) for each in self._norms]}
+        return state | {"position": self._compared.cursor() if self._compared is not None else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a saved state."""
         self.rows.begin, *self.rows.numbers = state["rows"]
         self._norms = [list(each) for each in state["norms"]]
+        self._position = state.get("position")
 
     def sizes(self, trainer: Trainer, module: Any) -> list[float]:
         """Returns the norms of the weights; nothing where no process has them."""
@@ -93,18 +98,32 @@ class Probes:
         rate = optimizer.param_groups[0]["lr"]
         return anew or bool(rates and rates[-1] > 0 and abs(rate / rates[-1] - 1) > 0.3)
 
-    def start(self, trainer: Trainer, module: Any, is_fresh: bool) -> dict[str, float]:
+    def kept_state(self) -> list[float]:
+        """Returns numbers of what the optimizer keeps, for a checkpoint; nothing where it is not compared."""
+        return self._compared.state() if self._compared is not None else []
+
+    def start(
+        self,
+        trainer: Trainer,
+        module: Any,
+        is_fresh: bool,
+        config: Mapping[str, Any] | None = None,
+        restored: Sequence[float] = (),
+    ) -> dict[str, float]:
         """Returns figures of the data, and of what the network sees; every rank reads the same rows.
 
         Args:
             trainer: The trainer.
             module: Its LanguageModule.
             is_fresh: Whether the run begins; one that is resumed was looked at when it began.
+            config: The run's configuration.
+            restored: What `kept_state` returned when the checkpoint was written.
         """
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._kept, self._check, self._fixed, self.stepped = [], None, None, False
         self._state = OptimizerState()
         whole, figures = type(trainer.strategy).__name__ in WHOLE, dict[str, float]()
+        validation: list[Batch] = []
         self._is_whole = whole
         examines = whole and module.network.output_weight is not None
         if isinstance(data, TokenDataModule) and data.training_loader is not None and self.batches:
@@ -125,7 +144,31 @@ class Probes:
             figures |= {name.replace("doctor/", "doctor/initial_"): value for name, value in state.items()}
         if untrained and whole:
             figures |= network_probes.weights_at_start(module.network)
-        return figures
+        self._compared = Comparisons(config or {}, trainer, module, whole)
+        return figures | self._compared.start(untrained, self._position, restored, validation, ROWS)
+
+    def begin_batch(self, batch: Any) -> None:
+        """Counts a micro-batch."""
+        if self._compared is not None:
+            self._compared.begin_batch(batch)
+
+    def end_batch(self, batch: Any, is_logged: bool) -> dict[str, float]:
+        """Returns the figures of a step that is compared, behind its last micro-batch."""
+        return self._compared.after_step(batch, is_logged) if self._compared is not None else {}
+
+    def in_validation(self, batch: Any) -> dict[str, float]:
+        """Returns figures of the first batch of a validation, where it is compared."""
+        return self._compared.in_validation(batch) if self._compared is not None else {}
+
+    def pause(self) -> None:
+        """Leaves the time until the next batch out."""
+        if self._compared is not None:
+            self._compared.pause()
+
+    def close(self) -> None:
+        """Takes hooks away."""
+        if self._compared is not None:
+            self._compared.close()
 
     def _count(self, length: int) -> int:
         """Returns how many batches of training rows of so many tokens are read."""
@@ -160,7 +203,11 @@ class Probes:
     def between(self, module: Any) -> dict[str, float]:
         """Returns what happened to the weights since the last examined step, in the step after it; else nothing."""
         norms, self._norms = self._norms, []
-        return between_steps(module, norms) if norms else {}
+        found = between_steps(module, norms) if norms else {}
+        if self._compared is not None:
+            few = first_tokens(self._kept[0][0]) if self._kept and _has_labels(self._kept[0][0]) else None
+            found |= self._compared.before_step(few)
+        return found
 
     def before_step(self, trainer: Trainer, module: Any) -> None:
         """Computes the gradients of the kept micro-batches again."""

@@ -49,10 +49,13 @@ def write_remedy(finding: Finding, folder: Path) -> Path:
 
 
 def write_findings(findings: Sequence[Finding], folder: Path) -> None:
-    """Replaces `doctor/findings.jsonl` of a run folder, which `watch` shows: a JSON object for each finding."""
+    """Replaces `doctor/findings.jsonl` of a run folder, which `watch` shows: a JSON object for each finding. Remedies of others are removed."""
     path = folder / "doctor" / "findings.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     keys = ("cause", "since", "confidence", "evidence", "advice")
+    for remedy in path.parent.glob("remedy-*.yaml"):  # of causes that an earlier look found
+        if remedy.stem.removeprefix("remedy-") not in {one.cause for one in findings}:
+            remedy.unlink()
     durable.write(
         path, "".join(json.dumps({key: getattr(one, key) for key in keys}) + "\n" for one in findings)
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.parts import suspects, without_callbacks
 
@@ -61,14 +63,18 @@ def average_lags(case: Case) -> Iterator[Finding]:
     count = min(len(average), len(val))
     if count < 2 or not len(first) or not first[0] > val.values[-1] + 0.2:
         return
-    behind = (average.values[-2:] - val.values[-2:]) / (first[0] - val.values[-2:])
-    if (behind > 0.5).all():
+    behind = (average.values[-count:] - val.values[-count:]) / np.maximum(first[0] - val.values[-count:], 0.2)
+    late = (behind[:-1] > BEHIND) & (behind[1:] > BEHIND)
+    if late.any():
         yield Finding(
-            "average_wrong", int(average.steps[-2]), f"val/ema_loss is {average.values[-1]:.3g}, val/loss {val.values[-1]:.3g}: the average "
+            "average_wrong", int(average.steps[-count:][int(np.argmax(late))]), f"val/ema_loss is {average.values[-1]:.3g}, val/loss {val.values[-1]:.3g}: the average "
             "has not followed the weights", 0.88, "Take a smaller decay, such as 1 - 10 / steps",
             without_callbacks(case) or {"trainer": {"callbacks": {"ExponentialMovingAverage": {"decay": 0.99}}}},
         )  # fmt: skip
 
+
+BEHIND = 0.3
+"""Share of what the loss has fallen that an average may lack in two validations in a row; one of the last tenth of a run lacks less."""
 
 RULES: tuple[Rule, ...] = (
     ranks_apart,

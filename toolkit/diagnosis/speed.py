@@ -32,6 +32,17 @@ def data_bound(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def reading(case: Case) -> Iterator[Finding]:
+    """Batches take many times as long to read as with leyden's packing, and a part of a step that counts."""
+    read, plain, step = (case.last(f"time/{one}_ms") for one in ("read", "plain_read", "step_p50"))
+    share = read * case.number("trainer.accumulate_grad_batches", 1) / max(step, 1e-9)
+    if read > 5 * plain and share > 0.08 and len(case.series("time/step_p50_ms")) >= WINDOW:
+        yield Finding(
+            "data_bound", int(case.series("time/step_p50_ms").steps[WINDOW - 1]), f"a batch takes {read:.2g} ms to read, with leyden's packing {plain:.2g} "
+            f"ms: {share:.0%} of a step", 0.843, "Take leyden's packing", packing_remedy(case) or without_callbacks(case),
+        )  # fmt: skip
+
+
 def _in_all(shares: Series, limit: float) -> tuple[int, float] | None:
     """Returns since when waiting takes more than a share of `LONG` logged steps together, given the share in each of them.
 
@@ -73,11 +84,33 @@ def checkpoint_stall(case: Case) -> Iterator[Finding]:
 
 def communication_bound(case: Case) -> Iterator[Finding]:
     """Steps wait for other ranks."""
-    if found := _steadily(case, "time/communication_share", 0.4):
+    watched = len(case.series("time/collectives_least")) > 0  # tells waiting for others from sending
+    if not watched and (found := _steadily(case, "time/communication_share", 0.4)):
         batches = 2 * int(case.number("trainer.accumulate_grad_batches", 1))
         yield Finding(
             "communication_bound", found[0], f"{found[1]:.0%} of the time is spent in collectives that nothing overlaps", 0.72,
             "Send gradients less often: more micro-batches a step", {"trainer": {"accumulate_grad_batches": batches}},
+        )  # fmt: skip
+
+
+def rank_times(case: Case) -> Iterator[Finding]:
+    """One rank works longer than the others, or all are in collectives for long, in steps that were watched from end to end."""
+    behind = case.series("time/rank_behind")
+    long = (
+        np.convolve(behind.values > 0.2, np.ones(WATCHED), "valid") >= WATCHED
+        if len(behind) >= WATCHED
+        else np.zeros(0)
+    )
+    if long.any():
+        at = int(np.argmax(long)) + WATCHED - 1
+        yield Finding(
+            "straggler", int(behind.steps[at]), f"the slowest rank works longer than the median by {behind.values[at]:.0%} of the time", 0.848,
+            "Let Heartbeat name it", without_callbacks(case) or {"trainer": {"callbacks": {"Heartbeat": {}}}},
+        )  # fmt: skip
+    elif waits := case.worst("time/collectives_least", 0.5):
+        yield Finding(
+            "communication_bound", waits[0], f"every rank is in collectives for {waits[1]:.0%} of the time and more", 0.846,
+            "Send less, or less often", without_callbacks(case),
         )  # fmt: skip
 
 
@@ -99,11 +132,22 @@ def fragmentation(case: Case) -> Iterator[Finding]:
     if found := _steadily(case, "memory/fragmentation", 0.4):
         yield Finding(
             "fragmentation", found[0], f"{found[1]:.0%} of the reserved memory is free in pieces", 0.71,
-            "Set PYTORCH_ALLOC_CONF=expandable_segments:True in the environment",
+            "Take PYTORCH_ALLOC_CONF out of the environment, or add expandable_segments:True to it",
         )  # fmt: skip
 
+
+WATCHED = 10
+"""Looks in a row, each over the last dozen watched steps, in which one rank is behind."""
 
 WINDOW = 6
 """Logged steps of which the median counts: the first one waits for the data to be opened."""
 
-RULES: tuple[Rule, ...] = (data_bound, checkpoint_stall, communication_bound, straggler, fragmentation)
+RULES: tuple[Rule, ...] = (
+    reading,
+    rank_times,
+    data_bound,
+    checkpoint_stall,
+    communication_bound,
+    straggler,
+    fragmentation,
+)

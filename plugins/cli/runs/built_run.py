@@ -36,7 +36,16 @@ from plugins.cli.configuration.class_check import check_classes
 from plugins.cli.configuration.parsing import Parsed, as_text
 from plugins.cli.configuration.request import SECTIONS, Request, differences
 from plugins.cli.configuration.trust import trusting
-from plugins.cli.runs import claims, gathered_checkpoints, launchers, lost_ranks, restarts, run_folder
+from plugins.cli.lean_imports import optimizers_without_compiler
+from plugins.cli.runs import (
+    claims,
+    cuda_memory,
+    gathered_checkpoints,
+    launchers,
+    lost_ranks,
+    restarts,
+    run_folder,
+)
 from plugins.cli.runs.checkpoint_errors import raise_if_from_checkpoint
 from plugins.cli.runs.network_draft import NetworkDraft
 from plugins.cli.runs.no_profiler import NoProfiler
@@ -158,7 +167,10 @@ class BuiltRun:
         faults = (
             () if offline else launchers.faults(hardware.cluster_environment, devices, nodes, self.selected)
         )
-        preflight.check(run(selected, hardware.accelerator.name(), devices, devices * nodes), *faults)
+        accelerator = hardware.accelerator.name()
+        preflight.check(run(selected, accelerator, devices, devices * nodes), *faults)
+        if self.starts and accelerator == "cuda":
+            cuda_memory.let_segments_grow()
 
     def _choose_folder(self, root: Path) -> Path:
         first, job = launched_rank() in (None, 0), self.request.job
@@ -248,7 +260,7 @@ class BuiltRun:
         trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         share = f", {trained:,} of them trained ({trained / parameters:.2%})" if trained < parameters else ""
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters{share}"
-        with self._building():
+        with self._building(), optimizers_without_compiler():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:
                 self.model.build_lr_scheduler(optimizer)

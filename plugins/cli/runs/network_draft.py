@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import Strategy
+from torch.overrides import TorchFunctionMode
 
 from core.contracts import ChangesNetwork, Network
 
@@ -33,7 +35,7 @@ class NetworkDraft:
 
     def __init__(self, build: Callable[[], Network], trainer: Trainer) -> None:
         self._build = build
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             self.network: Network | None = build()
         declares = vars(type(self.network)).get("deferred_init", False)  # not inherited
         self._is_final = declares and not _takes_part(trainer)
@@ -48,6 +50,16 @@ class NetworkDraft:
             network.to_empty(device=device)
             network.init_weights()
         return network
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves out `torch.nn.init`: there is nothing to fill, and on the meta device torch loads its compiler to do so."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def _takes_part(trainer: Trainer) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from plugins.networks.parts.attention import Attention
 from plugins.networks.parts.latent_attention import LatentAttention
+from plugins.networks.parts.mlp import MLP
 from plugins.networks.parts.moe import Experts
 
 if TYPE_CHECKING:
@@ -35,7 +37,35 @@ def tensor_parallel(network: nn.Module) -> dict[str, Any]:
             plan[f"{name}.shared_key"] = _summed()
         elif isinstance(module, Experts):
             plan[name] = _split_experts()
+        if isinstance(module, Attention | MLP):
+            plan[name] = _shared_input(split=False)
     return plan
+
+
+def _shared_input(split: bool) -> Any:
+    """Gives the projections of a module one DTensor: their gradients are added up before ranks exchange them, once for all.
+
+    Args:
+        split: Whether tokens are sharded outside of the module, and gathered for it.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class SharedInput(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+                x, device = inputs[0], inputs[0].device.type
+                if torch.is_autocast_enabled(device):  # as the projections would, but before it is sent
+                    x = x.to(torch.get_autocast_dtype(device))
+                given = [Shard(1)] if split else [Replicate()]
+                x = DTensor.from_local(x, device_mesh, given, run_check=False)
+                return x.redistribute(placements=[Replicate()]), *inputs[1:]
+
+            module.register_forward_pre_hook(before)
+            return module
+
+    return SharedInput()
 
 
 def _split_experts() -> Any:
@@ -124,7 +154,9 @@ def sequence_parallel(network: Decoder) -> dict[str, Any]:
     plan: dict[str, Any] = tensor_parallel(network)
     plan |= {n: RowwiseParallel(output_layouts=split) for n in plan if n.endswith(("o_proj", "down_proj"))}
     for name, block in network.layers.named_children():
-        plan |= {f"layers.{name}.attention": gathered(4), f"layers.{name}.mlp": gathered(1)}
+        for part, inputs in {"attention": 4, "mlp": 1}.items():
+            shares = isinstance(getattr(block, part, None), Attention | MLP)
+            plan[f"layers.{name}.{part}"] = _shared_input(split=True) if shares else gathered(inputs)
         for norm in NORMS:
             if hasattr(block, norm):
                 plan[f"layers.{name}.{norm}"] = SequenceParallel(use_local_output=True)

@@ -47,3 +47,38 @@ assert isinstance(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])["Me
 def test_torchmetrics_loads_itself_when_it_is_used(use):
     done = subprocess.run([sys.executable, "-c", use], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+CHECK = """
+import sys
+from core.__main__ import main
+assert main(["check", "--config=quickstart"]) == 0
+assert not {"torch._dynamo", "matplotlib", "transformers", "torchvision"} & set(sys.modules)
+
+import torch
+from lightning.fabric.wrappers import OptimizedModule, _unwrap_compiled
+module = torch.nn.Linear(1, 1)
+assert not isinstance(module, OptimizedModule) and _unwrap_compiled(module) == (module, None)
+compiled = torch.compile(module)
+assert isinstance(compiled, OptimizedModule) and _unwrap_compiled(compiled)[0] is module
+import torch._dynamo.config
+assert torch._dynamo.OptimizedModule is type(compiled) and torch._dynamo.config is sys.modules["torch._dynamo.config"]
+
+from torchmetrics import MeanMetric, MetricCollection
+metric = MeanMetric()
+metric.update(1.0)
+figure, axes = metric.plot()
+both = MetricCollection({"a": MeanMetric(), "b": MeanMetric()})
+both.update(1.0)
+assert both.plot(ax=axes, together=True)[1] is axes
+try:
+    both.plot(ax="no axes", together=True)
+except ValueError:
+    print("refused")
+"""
+
+
+def test_check_needs_neither_compiler_nor_plots_and_both_load_when_they_are_used(tmp_path):
+    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("refused\n")

@@ -52,6 +52,19 @@ def test_of_two_plugins_for_the_same_thing_one_is_to_be_kept(kind, one):
     assert preflight.check(Run(pair[:1])) is None
 
 
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "ddp_spawn",
+        "ddp_notebook_find_unused_parameters_true",
+        {"class_path": "lightning.pytorch.strategies.DDPStrategy", "init_args": {"start_method": "fork"}},
+    ],
+)
+def test_ranks_that_would_be_copies_of_this_process_are_refused(strategy):
+    [_, line] = problems(config={"trainer": {"strategy": strategy}})
+    assert "set --trainer.strategy=ddp" in line
+
+
 # -- needs, versions, processes ----------------------------------------------------------------------
 
 

@@ -231,6 +231,17 @@ def test_steps_whose_gradients_are_not_finite_change_nothing(more, init_args):
     assert [math.isinf(norm) for norm in norms] == [False] * SAVED + [True] * (STEPS - SAVED)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_outlier_is_dropped_as_in_one_process(stage):
+    more = {"callbacks": [{"class_path": "SkipStep", "init_args": {"window": 2, "sigma": 1e-3}}]}
+    sgd = {"model": {"optimizer": {"class_path": "SGD", "init_args": {"lr": 0.5, "momentum": 0.9}}}}
+    found, expected = done(zero(stage, more) | sgd, 2), one_process({"trainer": more} | sgd)
+    skipped = [each.checkpoint()["callbacks"]["SkipStep"]["skipped"] for each in (found, expected)]
+    assert skipped[0] == skipped[1] > 0
+    assert weights_apart(found, expected) < TOLERANCE
+
+
 @pytest.mark.slow  # a minute of compiling
 def test_deepspeeds_own_adam_steps_where_it_is_named():
     from deepspeed.ops.op_builder import CPUAdamBuilder
@@ -285,10 +296,10 @@ REFUSED = [
         ],
     ),
     (
-        zero(3, {"gradient_clip_algorithm": "value", "callbacks": ["SkipStep", "ExponentialMovingAverage"]}),
+        zero(3, {"gradient_clip_algorithm": "value", "callbacks": ["WeightMonitor", "ExponentialMovingAverage"]}),
         ADAM,
         [
-            "DeepSpeed steps the optimizer by itself",
+            "its gradients are flat shards of many weights",
             "trainer.gradient_clip_algorithm value clips single values of gradients",
             "averages full weights in float32, which the network only has in stages 1 and 2",
         ],

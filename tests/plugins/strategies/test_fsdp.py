@@ -22,6 +22,7 @@ from tests.support.same_run import (
     same_bits,
     weights_apart,
 )
+from tests.support.sent import sent
 from tests.support.shapes import shapes
 
 ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
@@ -83,16 +84,36 @@ def test_validate_computes_what_the_run_did(whole, sizes):
     assert float(re.search(r"val/loss\D+([\d.]+)", done.stdout)[1]) == pytest.approx(expected, rel=1e-6)
 
 
+SCALER = {
+    "class_path": "lightning.pytorch.plugins.MixedPrecision",
+    "init_args": {"precision": "16-mixed", "device": "cpu"},
+}
+TWO_BYTES = {
+    "bf16": ("FSDP", {}, {"precision": "bf16-mixed"}),
+    "bf16, tokens sharded": ("HybridParallel", {"tensor": 2, "sequence": 2}, {"precision": "bf16-mixed"}),
+    "fp16": (
+        "FSDP",
+        {"param_format": "fp16", "reduce_format": "fp32"},
+        {"plugins": ["AtomicCheckpoint", SCALER]},
+    ),
+}
+
+
 @pytest.mark.ci
-@pytest.mark.parametrize("format", ["bf16", "fp16"])
+@pytest.mark.parametrize("format", TWO_BYTES)
 def test_blocks_in_two_bytes_round_as_they_should(format):
-    scaler = {"class_path": "lightning.pytorch.plugins.MixedPrecision"}
-    scaler["init_args"] = {"precision": "16-mixed", "device": "cpu"}
-    plugins = {"plugins": ["AtomicCheckpoint", scaler]} if format == "fp16" else {}
-    strategy = {"class_path": "FSDP", "init_args": {"param_format": format, "reduce_format": "fp32"}}
-    apart = differences(fit({"trainer": {"strategy": strategy} | plugins}, 2), one_process({}))
-    limit = {"bf16": 2**-6, "fp16": 2**-9}[format]  # some units in the last place, of 2^-9 and 2^-12
+    name, arguments, precision = TWO_BYTES[format]
+    strategy = {"class_path": name, "init_args": arguments}
+    noting = {"callbacks": ["tests.support.sent.SentInAStep"]}
+    done = fit({"trainer": {"strategy": strategy} | precision | noting}, 2)
+    apart = differences(done, one_process({}))
+    limit = 2**-9 if format == "fp16" else 2**-6  # some units in the last place, of 2^-12 and 2^-9
     assert limit / 100 < apart["gradient norm"] < limit, apart
+    wide = {key for key in sent(done.stdout) if not key.endswith("float16")}
+    # fp16's gradients as they were asked for; sums over a vocabulary that is split
+    assert wide == {"FSDP": set(), "HybridParallel": {"all_reduce float32"}}[name] | (
+        {"reduce_scatter float32"} if format == "fp16" else set()
+    )
 
 
 SCALED = {"FSDP": {}, "HybridParallel": {"tensor": 2}}
@@ -157,10 +178,3 @@ def test_what_a_network_saves_beside_its_weights_is_refused():
 def test_what_is_offloaded_can_be_summed_too(offload, device, backend, monkeypatch):
     monkeypatch.setattr(FSDP, "root_device", torch.device(device))
     assert FSDP(offload=offload).process_group_backend == backend
-
-
-@pytest.mark.parametrize(("given", "expected"), [({}, None), ({"param_format": "bf16"}, torch.bfloat16),
-                         ({"param_format": "bf16", "reduce_format": "fp32"}, torch.float32)])  # fmt: skip
-def test_gradients_are_averaged_in_one_data_type_with_every_version_of_torch(given, expected):
-    """Without a data type torch took that of the parameters before 2.15, and takes float32 since."""
-    assert FSDP(**given).policy.reduce_dtype is expected

@@ -49,12 +49,6 @@ REFUSED = [
     (4, {"pipeline": 4, "schedule": "ZBVZeroBubble"}, {}, "makes 8 stages of ZBVZeroBubble for 2 blocks"),
     (2, {"pipeline": 2, "microbatches": 1}, {}, "microbatches is 1; 1F1B takes at least one for each of 2"),
     (2, {"pipeline": 2, "microbatches": 3}, TOY, "microbatches is 3, which does not divide data.batch_size 4"),
-    (
-        4,
-        {"pipeline": 2, "schedule": "DualPipeV"},
-        {},
-        "schedule DualPipeV computes gradients of weights separately from those of inputs",
-    ),
     (2, {"context": 2}, TOY, "context is 2; ring takes a multiple of 4 tokens, and data.sequence_length is 14"),
     (2, {"context": 2}, {"model": {"network": {"init_args": {"dropout": 0.1}}}}, "context is 2, which takes attention without"),
     (2, {"context": 2}, {"model": {"network": {"init_args": {"attention_dropout": 0.1}}}}, "set model.network.attention_dropout to 0"),
@@ -70,9 +64,10 @@ REFUSED = [
     (8, {"context": 8, "context_method": "ulysses"}, {}, "does not divide the 4 attention heads of GPT: take"),
     (2, {"tensor": 2, "sequence": 2, "context": 1}, {"data": TOY["data"] | {"init_args": {"sequence_length": 15}}},
      "sequence is 2, which does not divide the 15 tokens"),
-    (2, {"pipeline": 2}, {"trainer": {"precision": "16-true"}}, "pipeline above 1 runs backward before the loss"),
-    (2, {"pipeline": 2}, {"trainer": {"plugins": ["FP16Mixed"]}}, "pipeline above 1 runs backward before the loss"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["MemoryMonitor"]}}, "which MemoryMonitor does not distinguish"),
+    (2, {"pipeline": 2, "param_format": "bf16"}, {}, "a pipeline without sharded data gathers no weights: set --trainer.precision"),
+    (2, {"tensor": 2, "async_tensor": True}, {}, "add Compile with backend inductor"),
+    (2, {"pipeline": 2}, {"trainer": {"callbacks": ["GradientNoiseScale"]}}, "computes all micro-batches of a step at once"),
 ]  # fmt: skip
 
 

@@ -1,0 +1,361 @@
+"""Rules about what differs from leyden's own parts: the place of the difference, and its symptom, name the cause.
+
+The figures are those of `comparisons`, of runs that have parts which are not leyden's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.foreign import APART, BRIEF, KINDS, beyond, found
+from toolkit.diagnosis.parts import is_known
+
+
+def initial_weights(case: Case) -> Iterator[Finding]:
+    """Weights do not begin as the configuration says."""
+    size, center, form, alike = (
+        case.last(f"doctor/initial_{one}") for one in ("size", "center", "form", "alike")
+    )
+    if size > 1.5 or center > 0.5 or form > 0.2 or alike > 0:
+        yield found(
+            case, "bad_initialisation", 1, f"before the first step a parameter is {size:.3g} times as large or small as it is configured, "
+            f"with a mean of {center:.2g} deviations; {alike:.0f} are copies of others", 0.866,
+        )  # fmt: skip
+
+
+def network(case: Case) -> Iterator[Finding]:
+    """A network computes something else than leyden's with the same weights: what that leads to names the cause."""
+    bad = beyond(case, "doctor/forward_apart", APART)
+    if bad is None:
+        return
+    step = int(bad[0].steps[0])
+
+    def at(name: str) -> float:
+        series = case.series(f"doctor/{name}").since(step)
+        return float(series.values[0]) if len(series) else math.nan
+
+    scores = _symptoms(at)
+    if case.worst("doctor/forward_apart", APART) and at("forward_apart_evaluating") <= APART:
+        scores["dropout_too_high"] = (3.0, "only in training")
+    kind = KINDS[int(at("part_kind"))] if at("part_kind") >= 0 else "network"
+    foreign = not is_known(str((case.option("model.network") or {}).get("class_path", "")))
+    if kind == "router" and not foreign:
+        scores.setdefault("dead_experts", (2.0, "routers choose other experts"))
+    if not foreign and not any(score >= 1 for score, _ in scores.values()):
+        scores.setdefault(*DEFAULTS[kind])
+    if not scores:
+        return
+    cause = max(scores, key=lambda name: scores[name][0])
+    score, what = scores[cause]
+    if score >= 1:
+        yield found(
+            case, cause, step, f"logits differ by {bad[0].values[0]:.2g} from those of leyden's network with the same weights, "
+            f"first in the part {kind}: {what}", 0.8 if foreign else 0.956,
+        )  # fmt: skip
+
+
+DEFAULTS = {
+    "embedding": ("bad_initialisation", (1.0, "embeddings are others")),
+    "attention": ("position_ids", (1.0, "attention weighs tokens otherwise, as with other positions")),
+    "mlp": ("dead_units", (1.0, "hidden units are others")),
+    "norm": ("exploding_gradients", (1.0, "hidden states are scaled otherwise")),
+    "router": ("dead_experts", (1.0, "routers choose other experts")),
+    "head": ("logit_growth", (1.0, "logits are others")),
+    "block": ("vanishing_gradients", (1.0, "what blocks are given or hand on is another")),
+    "network": ("logit_growth", (1.0, "logits are others")),
+}
+"""Kind of the part that differs -> the cause where no symptom shows."""
+
+
+def _symptoms(at: object) -> dict[str, tuple[float, str]]:
+    """Returns cause -> how far a figure is from that of leyden's network, 1 at its limit, and what it is."""
+    value = at  # a function of the name of a figure
+    scores: dict[str, tuple[float, str]] = {}
+
+    def times(cause: str, name: str, limit: float, below: bool, what: str) -> None:
+        own, usual = (value(f"{prefix}_{name}") for prefix in ("own", "usual"))  # type: ignore[operator]
+        ratio = max(usual, 1e-30) / max(own, 1e-30) if below else max(own, 1e-30) / max(usual, 1e-30)
+        score = math.log(ratio) / math.log(limit) if ratio > 0 else 0.0
+        if score >= 1 and score > scores.get(cause, (0.0, ""))[0]:
+            scores[cause] = score, f"{what} {own:.2g}, and {usual:.2g} there"
+
+    def more(cause: str, name: str, limit: float, what: str) -> None:
+        own, usual = (value(f"{prefix}_{name}") for prefix in ("own", "usual"))  # type: ignore[operator]
+        if (own - usual) / limit >= 1:
+            scores[cause] = (own - usual) / limit, f"{what} {own:.0%}, and {usual:.0%} there"
+
+    times("attention_collapse", "reach", 1.25, True, "attention depends on tokens with an entropy of")
+    times("attention_collapse", "attention_entropy", 1.25, True, "the entropy of attention is")
+    times("vanishing_gradients", "gain_least", 2.0, True, "the least gain of gradients in a block is")
+    times("exploding_gradients", "gain_most", 2.0, False, "the largest gain of gradients in a block is")
+    times("logit_growth", "logit_deviation", 1.5, False, "logits deviate by")
+    times("dead_block", "block_adds", 4.0, True, "a block adds to what it is given a share of")
+    more("dead_units", "dead_units", 0.1, "hidden units are zero:")
+    more("dead_experts", "experts_unused", 0.1, "experts are not chosen:")
+    for name, cause in (("sees_future", "sees_future"), ("sees_documents", "mask_leak")):
+        if (share := value(f"now_{name}")) > 1e-3:  # type: ignore[operator]
+            scores[cause] = 100.0, f"logits move by {share:.1%} with tokens that they must not see"
+    return scores
+
+
+def backward(case: Case) -> Iterator[Finding]:
+    """Gradients of the network are not those of leyden's, though it computes the same."""
+    bad = beyond(case, "doctor/backward_apart", APART)
+    if bad is None:
+        return
+    step = int(bad[0].steps[0])
+    least, most, cosine, lost, holes = (
+        float(case.series(f"doctor/backward_{one}").since(step).values[0])
+        for one in ("least", "most", "cosine", "lost", "holes")
+    )
+    if lost > 0 and holes < 0.01:
+        cause, what = "frozen_weights", f"{lost:.0%} of the weights get none"
+    elif most > 1.5 and most * least > 1:
+        cause, what = "exploding_gradients", f"a tensor's is {most:.3g} times as large"
+    elif least < 0.67 and holes < 0.05:
+        cause, what = "vanishing_gradients", f"a tensor's is {least:.2g} of that"
+    else:
+        cause, what = (
+            "fp16_underflow",
+            f"they are rounded (cosine {cosine:.4f}, {max(holes, lost):.0%} are zero)",
+        )
+    yield found(
+        case, cause, step, f"gradients differ from those of leyden's network, which computes the same: {what}", 0.956
+    )  # fmt: skip
+
+
+def objective(case: Case) -> Iterator[Finding]:
+    """The objective is not leyden's with the same options: a factor, other labels, or another term."""
+    steps, factors, rests = case.together("doctor/objective_factor", "doctor/objective_rest")
+    wrong = (np.abs(factors - 1) > 0.05) | (rests > 0.01)
+    if not wrong.any():
+        return
+    index = int(np.argmax(wrong))
+    step, factor, rest = int(steps[index]), float(factors[index]), float(rests[index])
+
+    def at(name: str, otherwise: float) -> float:
+        values = case.series(f"doctor/objective_{name}").since(step).values
+        return float(values[0]) if len(values) else otherwise
+
+    if rest < 0.05 < abs(factor - 1):
+        cause, what = "gradient_scale", f"it is {factor:.3g} times as large"
+    elif at("labelled", 1.0) < 0.8:
+        cause, what = "few_labels", f"{at('labelled', 1.0):.0%} of the labelled tokens have a loss"
+    elif at("next", 1.0) < 0.5:
+        cause, what = (
+            "labels_shifted",
+            f"{at('next', 1.0):.0%} of the labels that it takes are the next token",
+        )
+    elif at("routers", 0.0) > 3 * rest:
+        cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
+    elif at("slope", 0.0) < 0:
+        cause, what = "logit_growth", "the difference makes logits larger"
+    else:
+        cause, what = "gradient_scale", f"its gradient differs by {rest:.0%}"
+    yield found(
+        case, cause, step, f"the loss is not that of leyden's objective with the same options: {what}", 0.955
+    )
+
+
+def rates(case: Case) -> Iterator[Finding]:
+    """The learning rate is not that of the configured schedule."""
+    steps, rate, planned = case.together("train/lr", "doctor/plain_rate")
+    known = planned > 0
+    steps, rate, planned = steps[known], rate[known], planned[known]
+    if not len(steps):
+        return
+    rate = np.maximum(rate, 1e-30)
+    ratio = rate / planned
+    bad = np.abs(np.log(ratio)) > math.log(1.2)
+    if not bad.any():
+        return
+    at = np.flatnonzero(bad)
+    since, resumed = int(steps[at[0]]), case.series("doctor/resumed").steps
+    high = float(np.median(ratio[bad])) > 1
+    if len(resumed) and since >= resumed[0] > steps[0]:
+        cause = "schedule_restarted"
+    elif len(at) <= BRIEF and at[0] > 0 and at[-1] < len(steps) - 1 and high:
+        cause = "spike_by_optimizer"
+    else:
+        cause = _course(steps, rate, planned, bad)
+    worst = int(at[np.argmax(np.abs(np.log(ratio[bad])))])
+    yield found(
+        case,
+        cause,
+        since,
+        f"the rate is {rate[worst]:.3g} in step {steps[worst]}, and {planned[worst]:.3g} as it is configured",
+        0.932,
+    )
+
+
+def _course(steps: np.ndarray, rate: np.ndarray, planned: np.ndarray, bad: np.ndarray) -> str:
+    """Returns the cause for which a rate takes its course: the planned one later, slower, faster, larger or smaller; or how it drifts.
+
+    Of one that is moved or stretched, few rates differ from those of other steps of the plan.
+    """
+    high = float(np.median(np.log(rate / planned)[bad])) > 0
+    if len(steps) < 6:
+        return "rate_too_high" if high else "rate_too_low"
+    errors = dict[str, float]()
+    for cause, times in (
+        ("no_warmup", [(1.0, float(by)) for by in range(2, len(steps) // 2)]),
+        ("schedule_ends_early", [(by, 0.0) for by in (1.5, 2.0, 3.0, 4.0, 8.0, 16.0)]),
+        ("warmup_too_long", [(1 / by, 0.0) for by in (1.5, 2.0, 3.0, 4.0, 8.0, 16.0)]),
+    ):
+        for scale, shift in times:
+            moved = np.maximum(np.interp(scale * steps + shift, steps, planned), 1e-30)
+            begins = abs(math.log(rate[0] / moved[0])) < 0.1  # also where it is moved to
+            if begins or cause != "no_warmup":
+                error = float(np.median(np.abs(np.log(rate / moved))))
+                errors[cause] = min(errors.get(cause, 9.0), error)
+    best = min(errors, key=lambda one: errors[one], default="")
+    ratio = rate / planned
+    third = max(len(ratio) // 3, 2)
+    start, end = (float(np.median(ratio[chosen])) for chosen in (slice(third), slice(-third, None)))
+    if best and errors[best] < 0.02 and not 0.98 < end / start < 1.02:
+        return best
+    if high:
+        first_alone = np.flatnonzero(bad & (ratio > 1))
+        return (
+            "no_warmup" if len(first_alone) and first_alone[-1] < int(np.argmax(planned)) else "rate_too_high"
+        )
+    if not 0.67 < end / start < 1.5:
+        return "warmup_too_long" if end > start else "schedule_ends_early"
+    return "rate_too_low"
+
+
+def updates(case: Case) -> Iterator[Finding]:
+    """A step changes weights otherwise than the configured optimizer does with the same gradients and state."""
+    steps, times, rest = case.together("doctor/update_times", "doctor/update_rest")
+    if not len(steps):
+        return
+    _, _, rate = case.together("doctor/update_times", "doctor/rate_times")
+    times = times / np.where(rate > 0, rate, 1.0) if len(rate) == len(times) else times
+    foreign = not is_known(str((case.option("model.optimizer") or {}).get("class_path", "")))
+    sure = 0.9 if foreign else 0.933
+    decays = case.worst("doctor/update_decays_most", 0.005)
+    if (decay := case.worst("doctor/decay_more", 0.01)) or decays:
+        since = (decay or decays or (0,))[0]
+        what = (
+            f"{decays[1]:.2%} of a weight is taken off in a step"
+            if decays
+            else f"weight_decay is {decay[1] if decay else 0:.2g} larger"
+        )
+        yield found(case, "weight_decay_too_large", since, f"besides the configured update {what}", sure)
+        return
+    eps, fitted = case.worst("doctor/eps_times", 100), case.worst("doctor/fitted_eps", 1e-7)
+    if eps or fitted:
+        since, value = eps or fitted or (0, 0.0)
+        what = (
+            f"the optimizer's eps is {value:.2g} times the configured one"
+            if eps
+            else f"updates are those of an eps of {value:.2g}"
+        )
+        yield found(case, "epsilon_too_large", since, what, sure)
+        return
+    yield from _clipping(case)
+    more = case.worst("doctor/state_squares_larger", 0.05)
+    changed = [
+        case.worst(f"doctor/state_{one}", 0.05)
+        for one in ("means_larger", "means_smaller", "squares_smaller")
+    ]
+    if more and not any(changed):
+        yield found(
+            case, "epsilon_too_large", more[0], f"something is added to the means of squared gradients of {more[1]:.0%} of the tensors, as an "
+            "epsilon would be", sure,
+        )  # fmt: skip
+        return
+    if changed[0] and not changed[1] and not changed[2]:
+        yield found(
+            case, "spike_by_optimizer", changed[0][0], "a mean of gradients is larger than its gradients make it", sure - 0.001
+        )  # fmt: skip
+        return
+    if lost := changed[1] or changed[2]:
+        yield found(
+            case, "optimizer_state_lost", lost[0], f"after a step {lost[1]:.0%} of the optimizer's moments are not what its gradients make of "
+            "those before", sure,
+        )  # fmt: skip
+        return
+    wrong = (np.abs(np.log(np.maximum(times, 1e-30))) > math.log(1.5)) & (rest < 0.3)
+    if wrong.any():
+        index = int(np.argmax(wrong))
+        high = times[index] > 1
+        brief = wrong.sum() == 1 and index < len(steps) - 1 and index > 0
+        cause = "spike_by_optimizer" if brief and high else "rate_too_high" if high else "rate_too_low"
+        yield found(
+            case,
+            cause,
+            int(steps[index]),
+            f"a step changes weights {times[index]:.3g} times as much as it is configured",
+            sure - 0.01,
+        )
+
+
+def _clipping(case: Case) -> Iterator[Finding]:
+    low = case.worst("doctor/clipped_times", 0.5, above=False)
+    if (
+        low
+        and not case.worst("doctor/gradient_ratio", 1.5)
+        and not case.worst("doctor/gradient_ratio", 0.67, above=False)
+    ):
+        evidence = f"after clipping gradients have {low[1]:.2g} of the norm that they are to be clipped to"
+        yield found(case, "clip_too_low", low[0], evidence, 0.942)
+
+
+def between(case: Case) -> Iterator[Finding]:
+    """Weights or the optimizer's state change between steps, or there are steps besides those of the loop."""
+    more, validated = case.series("doctor/steps_more"), case.series("val/loss").steps
+    extra = more.values > 0
+    if extra.any():
+        steps = more.steps[extra]
+        at = f"{more.values[extra].max():.0f} optimizer steps are made besides that of step {steps[0]}"
+        if len(validated) and np.isin(steps - 1, validated).all():
+            yield found(case, "validation_leak", int(steps[0]), f"{at}, behind a validation", 0.95)
+        elif len(steps) <= BRIEF:
+            yield found(case, "spike_by_optimizer", int(steps[0]), at, 0.95)
+        else:
+            yield found(case, "rate_too_high", int(steps[0]), at, 0.92)
+        return
+    if lost := case.worst("doctor/state_not_restored", 0.5):
+        yield found(
+            case, "optimizer_state_lost", lost[0], "the optimizer's state is not that of the checkpoint", 0.94
+        )
+    elif moved := case.worst("doctor/state_moved", 0.05):
+        evidence = f"{moved[1]:.0%} of the optimizer's state is another one than after the step before"
+        yield found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
+    yield from _moved(case, validated)
+
+
+def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
+    """Weights change between steps: over validations, once, or each time, and then which and whether they grow."""
+    weights = beyond(case, "doctor/weights_moved", 0.0)
+    if weights is None:
+        return
+    since, share = int(weights[0].steps[0]), weights[0].values.max()
+    grown = float(np.median(case.series("doctor/weights_grown").since(since).values))
+    of_ends = float(np.median(case.series("doctor/weights_moved_at_ends").since(since).values))
+    start = f"between steps {share:.0%} of the weights change"
+    resumed = case.series("doctor/resumed").steps
+    if len(validated) and np.isin(weights[0].steps - 1, validated).all():
+        yield found(case, "average_wrong", since, f"a validation changes {share:.0%} of the weights", 0.92)
+    elif len(resumed) and np.isin(weights[0].steps, resumed).all():
+        yield found(case, "weights_not_restored", since, start, 0.955)
+    elif weights[1]:
+        yield found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
+    elif grown > 0.002 and of_ends > 0.99:
+        yield found(
+            case,
+            "logit_growth",
+            since,
+            f"{start}: those of the head or the last norm grow by {grown:.1%}",
+            0.9,
+        )
+    elif abs(grown) < 2e-3 and share > 0.5:
+        yield found(case, "low_precision_weights", since, f"{start} a little, as if they were rounded", 0.9)
+
+
+RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between)

@@ -1,0 +1,176 @@
+"""The parts of a run as its configuration describes them, of leyden's own classes alone: what the run is compared with."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from core import catalog
+from core.contracts import ChangesNetwork, PackedBatches, Schedule
+from core.errors import ConfigError
+from core.technique import declaration_of
+from core.training.parameter_groups import parameter_groups
+from toolkit.diagnosis.case import Case
+from toolkit.diagnosis.parts import OURS, inner, is_known
+
+KEEPING = ("ConvergenceMonitor", "ExponentialMovingAverage", "OOMGuard", "PeriodicCheckpoint")
+"""Callbacks of leyden that act, and change neither batches, network, gradients nor updates."""
+
+
+ACTING = ("GradientAccumulationScheduler", "StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks of Lightning that change them."""
+
+
+class PlainParts:
+    """Builds parts of a run anew.
+
+    Of a part that is not leyden's, in its place: the class that it derives from, or the part that it wraps. What cannot be built
+    is None, and is not compared.
+
+    Args:
+        case: The run's configuration.
+        trainer: Its trainer.
+        module: Its LanguageModule.
+    """
+
+    def __init__(self, case: Case, trainer: Any, module: Any) -> None:
+        self.case, self.trainer, self.module = case, trainer, module
+        others = [one for one in trainer.callbacks if type(one).__module__.startswith(OURS)]
+        acts = [one for one in others if not _observes(one)]
+        changed = isinstance(trainer.precision_plugin, ChangesNetwork)
+        self.compares = bool(case.config) and not acts and not changed and _has_foreign(case.config)
+        self._rates: list[list[float]] = []
+        self._schedule: Any = None
+
+    def network(self) -> Any:
+        """Returns a new network, with initial values of its own; the run's random numbers stay as they are."""
+        live = self.module.network
+        found = self._build(_registered(type(live)), self.case.option("model.network"))
+        if found is None:
+            return None
+        for part in self.module.objective.modules():
+            if isinstance(part, ChangesNetwork):
+                part.change_network(found)
+        alike = [(name, p.shape) for name, p in found.named_parameters()]
+        if alike != [(name, p.shape) for name, p in live.named_parameters()]:
+            return None
+        first = next(live.parameters())
+        return found.to(device=first.device, dtype=first.dtype)
+
+    def objective(self) -> Any:
+        """Returns a new objective."""
+        live = self.module.objective
+        value = self.case.option("model.objective")
+        found = self._build(_registered(type(live)), value)
+        if found is None and isinstance(value, Mapping) and (wrapped := inner(value)) is not None:
+            found = self._build(None, wrapped)
+        return None if found is None else found.to(self.module.device).train()
+
+    def packing(self) -> Any:
+        """Returns a new packing."""
+        value = self.case.option("data.packing")
+        if isinstance(value, Mapping) and not is_known(str(value.get("class_path", ""))):
+            value = inner(value)
+        return self._build(None, value) if value is not None else None
+
+    def batches(self, split: str, **order: Any) -> PackedBatches | None:
+        """Returns the batches of a split as leyden's own packing makes them."""
+        data: Any = copy.copy(self.trainer.datamodule)
+        if (packing := self.packing()) is None or not hasattr(data, "packing"):
+            return None
+        data.packing = packing
+        found: PackedBatches = data.packed(split, **order)
+        return found
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Returns the groups of parameters with their settings, as configured."""
+        module = self.module
+        return parameter_groups(module, module.decay_embeddings, module.parameter_options)
+
+    def optimizer(self, groups: Sequence[Mapping[str, Any]]) -> Any:
+        """Returns a new optimizer over some groups."""
+        kind = _registered(type(_bare(self.trainer.optimizers[0])))
+        return self._build(kind, self.case.option("model.optimizer"), groups)
+
+    def rates(self, step: int, tokens: int) -> list[float] | None:
+        """Returns the learning rate of each configured group in a step; None: it is not known.
+
+        Args:
+            step: The number of steps before it.
+            tokens: Of a step, of all ranks.
+        """
+        if self._schedule is None and not self._begin_rates():
+            return None
+        while len(self._rates) <= step:
+            if isinstance(self._schedule, Schedule):
+                self._schedule.begin_step(tokens)
+            self._rates.append([group["lr"] for group in self._schedule.optimizer.param_groups])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # no optimizer steps here
+                self._schedule.step()
+        return self._rates[step]
+
+    def _begin_rates(self) -> bool:
+        rate, live = self.case.number("model.optimizer.lr", 0.0), self.trainer.lr_scheduler_configs
+        if rate <= 0 or not live:
+            return False
+        groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": g.get("lr", rate)} for g in self.groups()]
+        kind = _registered(type(live[0].scheduler))
+        given = self.case.option("model.lr_scheduler")
+        self._schedule = self._build(kind, given, torch.optim.SGD(groups, lr=rate))
+        if isinstance(self._schedule, Schedule):
+            self._schedule.bind(int(self.trainer.estimated_stepping_batches))
+        return self._schedule is not None
+
+    def _build(self, kind: Any, value: Any, *first: Any) -> Any:
+        """Returns an instance of a class, or of the one that is named, with configured arguments; None: it cannot be built."""
+        given = dict(value) if isinstance(value, Mapping) else {"class_path": value}
+        try:
+            kind = kind or catalog.find(str(given["class_path"])).load()
+            arguments = {name: _plain(one) for name, one in (given.get("init_args") or {}).items()}
+            with torch.random.fork_rng():
+                return kind(*first, **arguments)
+        except (ConfigError, TypeError):  # it takes what leyden's class does not, or is none
+            return None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping) and "class_path" in value:
+        kind = catalog.find(str(value["class_path"])).load()
+        return kind(**{name: _plain(one) for name, one in (value.get("init_args") or {}).items()})
+    return value
+
+
+def _registered(kind: type) -> Any:
+    """Returns the nearest class of leyden or torch that a class is or derives from; None: there is none."""
+    for one in kind.__mro__:
+        path = f"{one.__module__}.{one.__qualname__}"
+        base = one.__name__ in ("Optimizer", "LRScheduler")
+        if catalog.by_class_path(path) or (path.startswith("torch.optim.") and not base):
+            return one
+    return None
+
+
+def _bare(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _observes(callback: Any) -> bool:
+    declared = declaration_of(type(callback))  # none: it is no technique, such as what the command line adds
+    name = type(callback).__name__
+    return (
+        (declared is None and name not in ACTING) or bool(declared and declared.observer) or name in KEEPING
+    )
+
+
+def _has_foreign(value: Any) -> bool:
+    """Returns whether a configuration names a class that is not leyden's, Lightning's or torch's."""
+    if isinstance(value, Mapping):
+        path = value.get("class_path")
+        return (isinstance(path, str) and not is_known(path)) or any(map(_has_foreign, value.values()))
+    return isinstance(value, list) and any(map(_has_foreign, value))
