@@ -103,7 +103,7 @@ def _recorded_places(folder: Path) -> Iterator[Path | str]:
         options = item.get("init_args") if isinstance(item, Mapping) else None
         place = options.get("dirpath") if isinstance(options, Mapping) else None
         if isinstance(place, str) and local_paths.is_url(place):
-            yield place.replace("${run_folder}", str(folder))
+            yield place.replace("${run_folder}", local_paths.in_url(folder))
             continue
         head, placeholder, rest = (
             place.partition("${run_folder}/") if isinstance(place, str) else ("", "", "")

@@ -16,6 +16,7 @@ from plugins.checkpoints import finding, remote_copies
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
+from plugins.cli.runs.run_folder import fill_in
 from tests.conftest import TINY
 from tests.support.object_storage import answering, passed_on
 from tests.support.same_run import same_bits
@@ -123,6 +124,18 @@ def test_a_wrong_name_beside_a_run_connects_to_nothing(tmp_path, monkeypatch):
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
     with pytest.raises(ConfigError, match="rum"):
         finding.resolve(str(tmp_path / "rum"), Path())
+
+
+def test_a_run_folder_in_a_url_is_the_same_by_its_absolute_path(tmp_path, monkeypatch):
+    """Otherwise a run that is resumed by it would look for its checkpoints, and write them, elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    run_folder, url = tmp_path / "runs" / "first", "s3://bucket/${run_folder}/checkpoints"
+    run_folder.mkdir(parents=True)
+    written = {"trainer": {"callbacks": [{"init_args": {"dirpath": url}}]}}
+    (run_folder / "config.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+    for folder in (Path("runs/first"), run_folder):
+        assert fill_in(url, folder) == "s3://bucket/runs/first/checkpoints"
+        assert list(finding._recorded_places(folder)) == ["s3://bucket/runs/first/checkpoints"]
 
 
 def test_a_damaged_tensor_file_is_found_when_it_is_read(save, storage):
