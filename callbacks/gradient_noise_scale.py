@@ -55,7 +55,8 @@ class GradientNoiseScale(Callback):
     Logged in every `every_n_steps`th optimizer step, once both averages are positive: `noise_scale/tokens`, and
     `noise_scale/batch_ratio`, over the label tokens of the step. Tokens of a row are not independent: the figure counts tokens
     of rows as long as those of the run. Under `FSDP` and `HybridParallel` gradients are averaged over the ranks in each
-    micro-batch, and the parts are those of all ranks. A measured step with micro-batches takes memory for one more copy
+    micro-batch, and the parts are those of all ranks; in a measured step over replicas, too, which other steps leave to the
+    last micro-batch: its sums are rounded in another order. A measured step with micro-batches takes memory for one more copy
     of the rank's gradients. All other steps cost nothing.
 
     Args:
@@ -143,6 +144,14 @@ class GradientNoiseScale(Callback):
         self._parts, self._last = [], None
         if trainer.accumulate_grad_batches == 1 and not self._sharded:
             self._measure_halves(trainer, pl_module, batch)
+
+    def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
+        """Lets FSDP sum a micro-batch that is measured over replicas at once, which it leaves to the last of a step."""
+        if self._parts is not None and self._sharded:
+            from torch.distributed.fsdp import FSDPModule
+
+            if isinstance(pl_module, FSDPModule):
+                pl_module.set_requires_all_reduce(True)
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Measures what a micro-batch added to the gradients."""

@@ -15,6 +15,9 @@ from core.training.shards import local_tensors
 
 __all__ = ["AttendsThroughFunction", "add_statistics", "listen_to", "spaced"]
 
+MOST = 2**24
+"""Logits, 64 MiB of them, that are computed at once; those of one query and all heads always are."""
+
 
 @runtime_checkable
 class AttendsThroughFunction(Protocol):
@@ -89,22 +92,32 @@ def add_statistics(
         queries: How many; all where there are fewer.
     """
     q, k = local_tensors((q, k))
-    some = spaced(q.shape[2], queries)
-    places, keys = torch.arange(q.shape[2], device=q.device)[some], torch.arange(k.shape[2], device=q.device)
     wide = torch.promote_types(q.dtype, torch.float32)
-    for row in range(len(q)):  # the logits of all rows at once could be more than there is memory for
-        some_k = k[row].to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=0)
-        logits = q[row, :, some].to(wide) @ some_k.mT * scale
-        if cap is not None:
-            logits = cap * torch.tanh(logits / cap)
-        if is_causal:
-            logits = logits.masked_fill(keys > places[:, None], -torch.inf)
-        logits = _masked(logits, mask, row, some, places, keys)
-        log_weights = logits.log_softmax(-1)
-        terms = log_weights.exp() * log_weights.masked_fill(log_weights == -torch.inf, 0)
-        sums[0] -= terms.sum(dtype=sums.dtype)
-        sums[1] += terms[..., 0].numel()
-        torch.maximum(largest, logits.max(), out=largest)
+    some, keys = range(q.shape[2])[spaced(q.shape[2], queries)], torch.arange(k.shape[2], device=q.device)
+    at_once = max(MOST // (q.shape[1] * len(keys)), 1)
+    for row in range(len(q)):
+        row_k = k[row].to(wide)
+        for begin in range(0, len(some), at_once):
+            part = some[begin : begin + at_once]
+            chosen = slice(part.start, part.stop, part.step)
+            logits = _logits(q[row, :, chosen].to(wide), row_k) * scale
+            if cap is not None:
+                logits = cap * torch.tanh(logits / cap)
+            places = torch.arange(part.start, part.stop, part.step, device=q.device)
+            if is_causal:
+                logits = logits.masked_fill(keys > places[:, None], -torch.inf)
+            logits = _masked(logits, mask, row, chosen, places, keys)
+            log_weights = logits.log_softmax(-1)
+            terms = log_weights.exp() * log_weights.masked_fill(log_weights == -torch.inf, 0)
+            sums[0] -= terms.sum(dtype=sums.dtype)
+            sums[1] += terms[..., 0].numel()
+            torch.maximum(largest, logits.max(), out=largest)
+
+
+def _logits(q: Tensor, k: Tensor) -> Tensor:
+    """Returns the products (H, T, S) of queries (H, T, D) and keys (G, S, D), without a copy of the keys for each head."""
+    heads, length, size = q.shape
+    return (q.reshape(len(k), -1, size) @ k.mT).view(heads, length, -1)
 
 
 def _masked(logits: Tensor, mask: Any, row: int, some: slice, places: Tensor, keys: Tensor) -> Tensor:

@@ -44,11 +44,13 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for found in kinds.values():
         bucket: list[Tensor] = []
+        size = 0
         for tensor in found:
-            if bucket and sum(one.nbytes for one in bucket) + tensor.nbytes > BUCKET_BYTES:
+            if bucket and size + tensor.nbytes > BUCKET_BYTES:
                 yield bucket
-                bucket = []
+                bucket, size = [], 0
             bucket.append(tensor)
+            size += tensor.nbytes
         yield bucket
 
 

@@ -49,7 +49,8 @@ class BestFit(Packing):
 
     Documents in a row are separate: attention and positions restart with each (`document_ids`, `position_ids`), and
     the last token of a document has no label. 2,048 documents at a time are packed together. The share of padding is
-    printed when training starts.
+    printed when training starts. Each rank packs the lengths of the global batch, about 3 ms for a million tokens, and reads
+    the tokens of its own rows.
 
     Example:
         data:

@@ -83,7 +83,8 @@ def _started(cli: Any) -> int:
     from plugins.cli.configuration.mistakes import explain_lightning_error
     from plugins.cli.runs.kept_memory import keep_memory
 
-    if isinstance(cli.trainer.accelerator, CPUAccelerator):
+    limited = any(getattr(each, "memory_limit", None) for each in cli.trainer.callbacks)
+    if isinstance(cli.trainer.accelerator, CPUAccelerator) and not limited:
         keep_memory()
     try:
         cli.start()

@@ -1,4 +1,4 @@
-"""The command `launch`: one run on a cluster, from a template for torchrun, SLURM or Kubernetes."""
+"""The command `launch`: one run on a cluster, or a sweep of them, from a template for torchrun, SLURM or Kubernetes."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from core.technique import technique
 from plugins.cli.configuration.arguments import last, without
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.config_files import configs_folder
+from plugins.commands.launch_sweep import Trial, script, trials
 from plugins.commands.plugins_terminal import write
 
 SUBMIT = {"torchrun": ["bash"], "slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}
@@ -88,19 +89,26 @@ def launch(arguments: list[str]) -> int:
     text = _text(template)
     kind = _kind(template, text)
     _check_options(options, kind, text, template.name)
-    script = fill_template(text, _values(options, command, kind), str(template))
+    found: list[Trial] = []
+    if options.sweep:
+        command, found = trials(Path(options.sweep), command, f"{options.nodes} x {options.devices}")
+    filled = fill_template(text, _values(options, command, kind) | _array(found), str(template))
     if not options.no_check:
-        _check_run(options, command)
+        for trial in found or [Trial([], Path())]:
+            _check_run(options, [*command, *trial.words])
     if options.dry_run:
-        print(script, end="")
+        print(filled, end="")
         return 0
-    if options.nodes > 1 and ENDPOINT in script and "RDZV_ENDPOINT" not in os.environ:
+    if options.nodes > 1 and ENDPOINT in filled and "RDZV_ENDPOINT" not in os.environ:
         raise ConfigError(
             f"launch: {options.nodes} machines need a rendezvous: give --rdzv-endpoint=HOST:PORT, one of them and "
             "a free port, here and on each of the others.\nWithout it each would train the full run by itself."
         )
     path = Path(options.output or f"{options.name}{template.with_suffix('').suffix}")
-    write(path, script)
+    write(path, filled)
+    if found:
+        together = shlex.quote(str(found[0].folder.parent))
+        print(f"{len(found)} runs. When they are done: python -m core compare {together}/*")
     return _submit(kind, path)
 
 
@@ -120,6 +128,9 @@ def _parser() -> Parser:
     parser.add_argument("--account", help="SLURM: who is charged")
     parser.add_argument("--image", help="Kubernetes: the container (leyden:latest)")
     parser.add_argument("--volume", help="Kubernetes: the shared volume (workspace)")
+    parser.add_argument(
+        "--sweep", metavar="FILE", help="SLURM: YAML of options and their values, a run for each"
+    )
     parser.add_argument("--output", metavar="FILE", help="where the script goes (default: after --name)")
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     parser.add_argument("--no-check", action="store_true", help="do not check the command here")
@@ -224,6 +235,8 @@ def _check_options(options: argparse.Namespace, kind: str, text: str, template: 
             f"{{{{{place}}}}}" in text for place in names
         ):
             raise ConfigError(f"launch: {option} would have no effect: {template} has no {{{{{name}}}}}.")
+    if options.sweep and "{{trials}}" not in text:
+        raise ConfigError(f"launch: --sweep is a job array of SLURM, and {template} has no {{{{trials}}}}.")
     if (options.least_nodes or 1) > options.nodes:
         raise ConfigError(f"launch: --least-nodes is {options.least_nodes}, --nodes only {options.nodes}.")
     # a PyTorchJob's name begins that of its pods, which is a label of RFC 1035
@@ -275,6 +288,13 @@ def _values(options: argparse.Namespace, command: list[str], kind: str) -> dict[
         "command": shlex.join(words),
         "command_as_list": as_container_arguments(words),
     }
+
+
+def _array(found: list[Trial]) -> dict[str, str | None]:
+    """Returns the values of the names that make a script an array of trials, or leave the lines of one out."""
+    if not found:
+        return {"array": None, "trials": None, "trial": ""}
+    return {"array": f"0-{len(found) - 1}", "trials": script(found), "trial": ' "${trial[@]}"'}
 
 
 def as_container_arguments(words: list[str]) -> str:

@@ -227,7 +227,8 @@ class T5(Network):
         x = self.dropout(self.embed_tokens(ids))
         for block in self.encoder_layers:
             x = block(x, None, mask, None)
-        return self.dropout(self.encoder_norm(x))
+        # Under CUDA's autocast norms return float32, which blocks that compute in bf16 without it cannot multiply.
+        return self.dropout(self.encoder_norm(x).to(x.dtype))
 
     def _shifted(self, ids: Tensor, documents: Tensor | None) -> Tensor:
         """Returns tokens one place later in their document, behind the id that the decoder begins with."""

@@ -52,7 +52,7 @@ def sums_over_positions(
     if size is None or (chunk_tokens == "auto" and len(rows) <= size):
         return parts(network.logits(hidden).flatten(0, 1), labels)
     chunks = max(-(-len(rows) // size), 1)
-    return in_chunks(parts, network, rows, labels, -(-len(rows) // chunks))
+    return in_chunks(parts, network, rows, labels, max(-(-len(rows) // chunks), 1))
 
 
 def chosen_size(vocab_size: int, rows: Tensor) -> int:
@@ -145,13 +145,18 @@ class _Chunks(torch.autograd.Function):
     def backward(ctx: Any, *outputs: Tensor) -> tuple[Tensor | None, ...]:
         by_rows, *by_used = ctx.saved_tensors
         scale = outputs[0][0]
-        scaled = [None if by_rows is None else by_rows * scale.to(by_rows.dtype)]
+        scaled = [None if by_rows is None else _times(by_rows, scale)]
         for (dtype, shape), want in zip(ctx.weights, ctx.wanted[1:], strict=True):
             total = by_used.pop(0) if want else None
             if total is not None and total.shape != shape:  # rows were padded
                 total = total[: shape[0]]
             scaled.append(None if total is None else (total * scale).to(dtype))
         return None, None, None, None, *scaled
+
+
+def _times(x: Tensor, scale: Tensor) -> Tensor:
+    """Returns x times a float32 number, rounded once: in the data type of x the number would be rounded first, for all alike."""
+    return torch.mul(x, scale.reshape(1), out=torch.empty_like(x))
 
 
 def _kernel(weight: Tensor) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:

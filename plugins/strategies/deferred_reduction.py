@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from core.errors import ConfigError
+
 
 class DeferredReduction:
     """Leaves all-reduces of gradients over replicas, and gathers of weights that are kept anyway, to once a step.
@@ -28,7 +30,7 @@ class DeferredReduction:
     def __init__(self, root: nn.Module, frees: bool, replicated: bool) -> None:
         self._sharded = [part for part in root.modules() if isinstance(part, FSDPModule)]
         self._kept = self._sharded[:1] if frees else self._sharded
-        self._replicated = replicated
+        self._replicated, self._deferring = replicated, False
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -40,7 +42,16 @@ class DeferredReduction:
             self._defer(False)
         self._widen()
 
+    def check(self) -> None:
+        """Raises a ConfigError if gradients are left behind the last backward of a step; called behind each."""
+        if not self._deferring and any(group._partial_reduce_output is not None for group in self._groups()):
+            raise ConfigError(
+                "Some of the network's blocks have gradients in other micro-batches of a step, and none in its last one, with which "
+                "replicas reduce theirs.\nSet replicas (of HybridParallel: data_replicate) or accumulate_grad_batches to 1."
+            )
+
     def _defer(self, deferred: bool) -> None:
+        self._deferring = deferred
         for part in self._kept:
             part.set_reshard_after_backward(not deferred, recurse=False)
         for part in self._sharded if self._replicated else ():

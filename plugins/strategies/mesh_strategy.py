@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -208,16 +209,21 @@ class MeshStrategy(ParallelStrategy):
         lightning_compat.set_device(module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
-            if self._deferred is not None:
-                self._deferred.follow(self.optimizers)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             lightning_compat.optimizers_to_device(self.optimizers, self.parameter_device)
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Builds the optimizer; techniques that find a learning rate build it again."""
+        super().setup_optimizers(trainer)
+        if self._deferred is not None:
+            self._deferred.follow(self.optimizers)
+
     @property
     def compute_dtype(self) -> torch.dtype | None:
         """The data type of matrix products; None: that of the precision."""
-        return FORMATS[self._formats[0]] if self._formats[0] else None
+        params, autocasts = self._formats[0], isinstance(self.precision_plugin, MixedPrecision)
+        return FORMATS[params] if params and not autocasts else None
 
     def fill(self, module: nn.Module, initial: InitialShards) -> None:
         """Allocates memory for a module on the meta device, whose tensors may be sharded, and fills it."""
@@ -330,6 +336,11 @@ class MeshStrategy(ParallelStrategy):
         """Context of a micro-batch that others of its step follow."""
         with self._deferred.accumulating() if self._deferred else nullcontext():
             yield
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Raises a ConfigError if gradients of the step were not reduced over replicas."""
+        if self._deferred is not None:
+            self._deferred.check()
 
     def gradient_norm(self, optimizer: Optimizer) -> Tensor:
         """Returns the norm of the gradients of the full model, 0-d, on this rank's device."""

@@ -70,9 +70,10 @@ def _without_autocast(forward: Callable[..., Any], hidden: Tensor, *inputs: Any,
 
 
 def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
-    """Yields an error if gradients are computed in fp16 and not scaled; `given` are the strategy's arguments."""
-    if given.get("param_format") == "fp16" and not scales_losses(run):
+    """Yields an error if gradients are computed or sent in fp16 and not scaled; `given` are the strategy's arguments."""
+    name = next((name for name in ("param_format", "reduce_format") if given.get(name) == "fp16"), None)
+    if name is not None and not scales_losses(run):
         yield (
-            "param_format is fp16, in which small gradients become zero unless the loss is scaled: add "
+            f"{name} is fp16, in which small gradients become zero unless the loss is scaled: add "
             "--trainer.precision=16-mixed, or take bf16"
         )

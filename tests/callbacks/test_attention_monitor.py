@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from callbacks.activation_checkpointing import ActivationCheckpointing
 from callbacks.attention_monitor import AttentionMonitor
@@ -11,6 +12,7 @@ from plugins.networks.gemma3 import Gemma3
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_batches
+from toolkit import attention_scores
 from toolkit.attention_scores import add_statistics, spaced
 
 B, H, G, T, D = 2, 4, 2, 12, 8
@@ -40,9 +42,11 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("most", [attention_scores.MOST, 5 * H * T, 1])
 @pytest.mark.parametrize("queries", [T, 4])
 @pytest.mark.parametrize("name", CASES)
-def test_statistics_are_those_of_dense_attention(name, queries):
+def test_statistics_are_those_of_dense_attention(name, queries, most, monkeypatch):
+    monkeypatch.setattr(attention_scores, "MOST", most)
     mask, causal, cap, seen, bias = CASES[name]
     generator = torch.Generator().manual_seed(0)
     q, k = (3 * torch.randn(B, heads, T, D, generator=generator) for heads in (H, G))
@@ -53,6 +57,27 @@ def test_statistics_are_those_of_dense_attention(name, queries):
     # float32: rounding of products of 8 terms of up to 70
     assert float(sums[0]) == pytest.approx(float(entropies.sum()), rel=2e-6)
     assert float(largest) == pytest.approx(float(logits.max()), rel=1e-6)
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the number of elements of the largest tensor that is made."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        self.elements = max(self.elements, made.numel() if isinstance(made, torch.Tensor) else 0)
+        return made
+
+
+def test_no_tensor_is_larger_than_keys_and_logits_of_a_block(monkeypatch):
+    length = 512
+    monkeypatch.setattr(attention_scores, "MOST", 8 * H * length)
+    q, k = torch.zeros(1, H, length, D), torch.zeros(1, G, length, D)
+    with Largest() as largest:
+        add_statistics(torch.zeros(2), torch.tensor(-torch.inf), q, k, None, True, 1.0, None, length)
+    # keys of H heads would be as large, all logits 64 times as large
+    assert largest.elements == max(8 * H * length, q.numel())
 
 
 def test_it_hears_what_a_network_attends_to(tmp_path):

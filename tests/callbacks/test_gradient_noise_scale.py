@@ -12,6 +12,7 @@ from toolkit.gradient_noise import estimate
 from toolkit.selection import Run
 
 STEPS = 200
+REPLICAS = {"class_path": "FSDP", "init_args": {"replicas": 2}}
 
 
 def measured(folder, monkeypatch, ranks=1, accumulate=1, **trainer):
@@ -54,6 +55,7 @@ def measured(folder, monkeypatch, ranks=1, accumulate=1, **trainer):
         pytest.param(2, {"strategy": "DDP"}, id="halves on two ranks"),
         pytest.param(2, {"strategy": "DDP", "accumulate": 2}, id="micro-batches on two ranks", marks=pytest.mark.ci),
         pytest.param(2, {"strategy": "FSDP", "accumulate": 2}, id="sharded", marks=pytest.mark.ci),
+        pytest.param(2, {"strategy": REPLICAS, "accumulate": 2}, id="replicas", marks=pytest.mark.ci),
     ],
 )  # fmt: skip
 def test_it_is_that_of_a_quadratic_problem(ranks, options, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from plugins.networks.mixtral import Mixtral
 from plugins.objectives.balanced_routing import BalancedRouting
 from plugins.objectives.causal_lm import CausalLM
 from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_batches
+from toolkit.fused_masks import fused_mask
 from toolkit.routing import recorded
 
 
@@ -132,6 +133,13 @@ def test_running_the_kept_rows_alone_is_the_masked_form(
             expected, theirs = trained(network, inputs, callback, seed)
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradients, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_masks_of_flex_attention_have_all_rows_computed():
+    """They are made for all rows; the network has them on CUDA alone."""
+    ids = torch.zeros(2, 256, dtype=torch.int64)
+    mask = fused_mask(256, 256, ids.device, (ids, ids))
+    assert built().select_rows((None, mask, None), torch.tensor([0])) is None
 
 
 def test_what_is_left_out_costs_nothing():

@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from callbacks.throughput import Throughput, compute_dtype, measured_peak, peak_flops, peak_memory
+from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
 from plugins.networks.t5 import T5
 from plugins.objectives.balanced_routing import BalancedRouting
@@ -18,6 +19,7 @@ from plugins.objectives.multi_token_prediction import MultiTokenPrediction
 from plugins.objectives.span_corruption import SpanCorruption
 from plugins.strategies.ddp import DDP
 from plugins.strategies.fsdp import FSDP
+from tests.benchmarks import gpu
 
 TOKENS_PER_STEP = 8 * 32
 MFU = "throughput/mfu_of_measured_cpu_peak"
@@ -249,3 +251,24 @@ def test_the_cpu_peak_is_that_of_the_fastest_matrix_product(monkeypatch):
         found = measured_peak(torch.device("cpu"), torch.float32, size=size, seconds=0.2)
     products = 4  # the first warms up
     assert found == pytest.approx(counter.get_total_flops() / products / 0.01)
+
+
+@pytest.mark.ci
+def test_the_benchmark_of_a_gpu_trains_both_sides_where_there_is_none(tmp_path, monkeypatch, capsys):
+    size = gpu.SIZES["tiny"]
+    numbers = [
+        sum(p.numel() for p in network.parameters())
+        for network in (GPT(**gpu.of_gpt(size)), gpu.HandGPT(size))
+    ]
+    assert numbers[0] == numbers[1]
+    monkeypatch.chdir(tmp_path)
+    for way in ({"precision": "bf16"}, {"precision": "bf16", "by_hand": True}):
+        found = gpu.measured(size, way, steps=2)
+        assert found["rate"] == pytest.approx(size["rows"] * size["length"] / found["ms"] * 1e3)
+        assert found["mfu"] > 0
+        assert gpu.measured(size, way, steps=2, kernels=True)["kernels"]
+    report = tmp_path / "gpu.md"
+    gpu.main(["--tiny", "--budget", "0", "--out", str(report)])  # each part says that there was no time
+    written = report.read_text()
+    assert written.count("the budget is spent") == 2 + len(gpu.WAYS)
+    assert written in capsys.readouterr().out

@@ -217,6 +217,20 @@ def test_chunks_under_autocast_accumulate_in_float32(network, batch):
         assert error < 2**-6, name  # a few roundings to bfloat16
 
 
+def test_gradients_of_states_in_bf16_are_not_all_too_large_or_too_small_alike():
+    """The mean divides by 15 tokens: rounded to bf16, 1/15 would scale them all by 1.0010."""
+    torch.manual_seed(0)
+    states, weight = torch.randn(15, 64).bfloat16(), torch.randn(VOCAB, 64).bfloat16()
+    labels, found = torch.randint(VOCAB, (15,)), []
+    network = GPT(vocab_size=VOCAB, n_layer=1, n_head=2, n_embd=64, max_sequence_length=T).bfloat16()
+    network.output_weight.data.copy_(weight)
+    for scale in (1.0, 1 / 15):
+        given = states[None].clone().requires_grad_()
+        (scale * chunked.sums_over_positions(cross_entropy, network, given, labels[None], 4)[0]).backward()
+        found.append(given.grad)
+    assert torch.equal(found[1], (found[0].double() * torch.tensor(1 / 15).double()).float().bfloat16())
+
+
 class Capped(GPT):
     """Logits of its own, with a parameter of their own."""
 

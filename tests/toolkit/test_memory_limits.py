@@ -1,14 +1,23 @@
 """Real allocations that fail are recognised, under a limit that is taken away again."""
 
+import ctypes
 import resource
 import sys
 
 import pytest
 import torch
 
+from tests.support.limits import M_MMAP_THRESHOLD
 from toolkit import memory_limits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+
+
+@pytest.fixture(autouse=True)
+def mapped():
+    """Large allocations are mapped: room in the heap, which runs of other tests may have left, would not count."""
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    memory_limits.give_back()  # the heap's end is taken first, however large it is
 
 
 @pytest.mark.parametrize(

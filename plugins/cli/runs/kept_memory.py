@@ -26,14 +26,15 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
     By default glibc returns the tensors of a step to the kernel, which clears and maps the pages anew in the next step, 4 KiB at
     a time; large pages also cost fewer misses in the tables of addresses. A process keeps as much as its
-    largest step took. It does nothing where the user has decided, without glibc, and beyond the first 2 GiB (a quarter of the
-    machine's memory if that is less) there are pages of the usual size.
+    largest step took. It does nothing where the user has decided or has limited the memory of the process, of which addresses
+    that are kept would take a part, and without glibc. Beyond the first 2 GiB (a quarter of the machine's memory if that is
+    less) there are pages of the usual size.
 
     Returns:
         Whether it was done.
     """
     decided = any(name in SETTINGS or name.startswith("MALLOC_") for name in environ)
-    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc" or decided:
+    if sys.platform != "linux" or platform.libc_ver()[0] != "glibc" or decided or _limited():
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     # releases before 2.35 take 32 MiB at most
@@ -44,6 +45,13 @@ def keep_memory(environ: Mapping[str, str] = os.environ) -> bool:
     _grow_heap(libc, min(AT_ONCE, memory // 4))
     libc.mallopt(TOP_PAD, LATER)
     return True
+
+
+def _limited() -> bool:
+    import resource
+
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    return any(resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in kinds)
 
 
 def _grow_heap(libc: ctypes.CDLL, size: int) -> None:

@@ -18,8 +18,9 @@ from plugins.cli.runs.claims import start_of
 def job(arguments: Sequence[str]) -> str | None:
     """Returns a name of the job that this process belongs to: the same after a restart, and on every rank.
 
-    It holds what torchrun or SLURM call it, and a digest of the command line: one allocation may run several.
-    None without a launcher, and for several torchrun agents without --rdzv_id: their jobs cannot be distinguished.
+    It holds what LEYDEN_JOB, torchrun or SLURM call it, and a digest of the command line: one allocation may run several.
+    LEYDEN_JOB is for jobs that are submitted anew, which SLURM gives another number each time. None without any of them,
+    and for several torchrun agents without --rdzv_id: their jobs cannot be distinguished.
 
     Args:
         arguments: The command line after the subcommand.
@@ -30,6 +31,8 @@ def job(arguments: Sequence[str]) -> str | None:
 
 
 def _launched() -> str | None:
+    if name := os.environ.get("LEYDEN_JOB"):
+        return f"LEYDEN_JOB {name}"
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name and name != "none":
         return f"torchrun {name}"

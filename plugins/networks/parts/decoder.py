@@ -385,9 +385,12 @@ class Decoder(Network):
         return True
 
     def select_rows(self, arguments: tuple[Any, ...], rows: Tensor) -> tuple[Any, ...] | None:
-        """Selects rows of rotary positions ([B,] 1, T, D) and mask ([B, 1,] T, T) that have a batch dimension."""
+        """Selects rows of rotary positions ([B,] 1, T, D) and mask ([B, 1,] T, T) that have a batch dimension.
+
+        None with FlexAttention's masks, which are made for all rows.
+        """
         rope, mask, cache = arguments
-        if cache is not None:
+        if cache is not None or not (mask is None or isinstance(mask, Tensor)):
             return None
         return *(x[rows] if x is not None and x.ndim == 4 else x for x in (rope, mask)), None
 

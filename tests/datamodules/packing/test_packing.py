@@ -156,6 +156,24 @@ def test_ranks_and_workers_only_slice_the_same_global_batches(kind, workers, wor
 SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 6), st.integers(1, 4), st.integers(0, 7), st.booleans())
 
 
+@pytest.mark.parametrize("kind", PACKINGS)
+def test_a_rank_reads_the_tokens_of_its_own_rows_alone(kind, store, monkeypatch):
+    read, plain = [], type(store).copy
+
+    def copy(self, first, inputs, labels):
+        read.append((first, len(inputs)))
+        return plain(self, first, inputs, labels)
+
+    monkeypatch.setattr(type(store), "copy", copy)
+    for rank in range(4):
+        read.clear()
+        rows = [batch for _, batch in islice(batches(kind, store, batch_size=2, rank=rank, world_size=4), 6)]
+        # token 0, as padding has it, left out
+        came = sorted(place for batch in rows for place, _ in tokens_of(batch) if place)
+        places = (place for first, size in read for place in range(first, first + size))
+        assert sorted(filter(None, places)) == came
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(PACKINGS), shapes=st.lists(SHAPES, min_size=1, max_size=5), seed=st.integers(0, 3)

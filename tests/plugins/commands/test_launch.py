@@ -1,11 +1,13 @@
 """`launch`: a script from a template; what it says is what the clusters' own tools understand."""
 
+import itertools
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import jsonschema
@@ -87,6 +89,89 @@ def test_slurms_resources(launch):
     )
     assert options["time"] == "24:00:00"
     assert "export SRUN_CPUS_PER_TASK=12 " in script  # srun takes none of sbatch's since SLURM 22.05
+
+
+@pytest.fixture
+def task(launch, tmp_path):
+    """Does what SLURM does with a task of a sweep's script: `srun` gets the words after `python`, or runs them."""
+    (tmp_path / "bin").mkdir()
+    stub = tmp_path / "bin" / "srun"
+
+    core = f'shift 2; exec {shlex.quote(sys.executable)} "$@"'
+
+    def call(script, number, srun=core):
+        stub.write_text(f"#!/bin/sh\n{srun}\n")
+        stub.chmod(0o755)
+        environment = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "PYTHONPATH": str(HOUSE)}
+        environment["SLURM_ARRAY_TASK_ID"] = str(number)
+        return subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    return call
+
+
+SWEEP = ("--cluster=slurm", "--devices=1", "--sweep=rates.yaml", "--dry-run")
+
+
+def test_each_task_of_a_sweep_has_words_and_a_folder_of_its_own(launch, task, tmp_path):
+    values = {"config": ["a.yaml", "$(touch pwned)"], "model.x": [{"b": [1]}, "é' \n{{name}}"]}
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump(values))
+    script = launch(*SWEEP, "--no-check", *FIT, "--trainer.default_root_dir=my runs")
+    assert sbatch_options(script)["array"] == "0-3"
+    folders = []
+    for number, (config, x) in enumerate(itertools.product(*values.values())):
+        done = task(script, number, 'printf "%s\\0" "$LEYDEN_JOB" "$@"')
+        job, *words, folder, end = done.stdout.split("\0")
+        text = x if isinstance(x, str) else json.dumps(x)
+        assert words[words.index("core") + 1 :] == [
+            *FIT, "--trainer.devices=1", "--trainer.num_nodes=1", f"--config={config}", f"--model.x={text}"
+        ]  # fmt: skip
+        assert (folder, end) == (f"--trainer.default_root_dir={job}", "")
+        folders.append(job)
+    assert len(set(folders)) == 4
+    assert {Path(folder).parent for folder in folders} == {Path("my runs")}
+    assert not (tmp_path / "pwned").exists()
+    # a sweep with more values finds its trials again
+    (tmp_path / "rates.yaml").write_text(yaml.safe_dump(values | {"config": ["new.yaml", *values["config"]]}))
+    more = launch(*SWEEP, "--no-check", *FIT, "--trainer.default_root_dir=my runs")
+    assert all(shlex.quote(folder) in more for folder in folders)
+
+
+@pytest.mark.ci
+def test_a_sweep_is_done_once_however_often_it_is_submitted(launch, task, tmp_path, capsys):
+    config = deepcopy(TINY)
+    fails = {
+        "class_path": "tests.support.killing.FailsOnce",
+        "init_args": {"folder": str(tmp_path), "step": 4},
+    }
+    config["trainer"]["callbacks"].append(fails)
+    config["trainer"]["logger"] = [{"class_path": "MetricsCSV", "init_args": {"save_dir": "${run_folder}"}}]
+    (tmp_path / "my config.yaml").write_text(yaml.safe_dump(config))
+    (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.01, 1.0e-3]\n")
+    script = launch(*SWEEP, *FIT[:3])
+    first = task(script, 0)
+    assert first.returncode == 2, first.stderr
+    again = task(script, 0)
+    assert again.returncode == 0, again.stderr
+    assert "step-00000004.ckpt" in again.stdout
+    third = task(script, 0, "exit 1")
+    assert (third.returncode, third.stdout.endswith(": done\n")) == (0, True)
+    other = task(script, 1)
+    assert other.returncode == 0, other.stderr
+    folders = sorted(map(str, (tmp_path / "runs" / "rates").glob("lr*")))
+    assert len(folders) == 2
+    capsys.readouterr()
+    assert main(["compare", *folders]) == 0
+    assert "0.001" in capsys.readouterr().out
+
+
+def test_a_task_leaves_a_trial_alone_that_another_trains(launch, task, tmp_path):
+    (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.01]\n")
+    script = launch(*SWEEP, "--no-check", *FIT)
+    begin = script.rpartition("srun ")[0]  # in place of the training, the same task once more
+    done = task(f"{begin}bash -c {shlex.quote(script)} || exit 2", 0, "exit 1")
+    assert (done.returncode, done.stdout.endswith(": another task trains this\n")) == (0, True)
 
 
 def test_prepare_submits_its_own_array_jobs_with_the_options_of_launch(launch, tmp_path, capsys):
@@ -281,6 +366,11 @@ def test_the_command_is_checked_before_anything_is_written(launch, tools, tmp_pa
         (["--cluster=kubernetes", "--volume=a..b", "fit"], "--volume is 'a..b', not the name of a persistent"),
         (["--cluster=torchrun", "--rdzv-endpoint=node", "fit"], "--rdzv-endpoint is 'node', not HOST:PORT"),
         (["--cluster=torchrun", "--rdzv-endpoint=node:65536", "fit"], "with a port from 0 to 65535"),
+        (["--cluster=slurm", "--sweep=my config.yaml", *FIT], "my config.yaml is no sweep"),
+        (["--cluster=slurm", "--sweep=none.yaml", *FIT], "none.yaml cannot be read"),
+        (["--cluster=slurm", "--sweep=my config.yaml", "validate"], "--sweep has trials of fit, not of validate"),
+        (["--cluster=slurm", "--sweep=my config.yaml", *FIT, "--ckpt_path=last"], "leave --ckpt_path out"),
+        (["--cluster=torchrun", "--sweep=my config.yaml", *FIT], "has no {{trials}}"),
         (["--cluster=slurm", "--time=soon", "fit"], "--time"),
         (["--cluster=slurm", "--time=1²:00", "fit"], "--time"),
         (["--cluster=slurm", "--mem=lots", "fit"], "--mem"),

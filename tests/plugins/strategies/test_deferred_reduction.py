@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from core.errors import ConfigError
 from plugins.networks.gpt import GPT
 from plugins.strategies.deferred_reduction import DeferredReduction
 from plugins.strategies.fsdp import FSDP
@@ -110,6 +111,48 @@ def test_the_sum_of_many_micro_batches_is_rounded_once(replicated):
     one = gradient(layer, deferred, x, 1).clone()
     layer.weight.grad = None
     assert torch.equal(gradient(layer, deferred, x, 64), 64 * one)
+
+
+class Skipping(GPT):
+    """Leaves out its last block where all labels are ignored."""
+
+    def _run(self, blocks, batch, *more):
+        few = {0: blocks[0]} if (batch["labels"] < 0).all() else blocks
+        return super()._run(few, batch, *more)
+
+
+@pytest.mark.parametrize("last", [1, -100])
+def test_a_block_that_the_last_micro_batch_leaves_out_is_an_error(last):
+    """Its gradients of the others would be dropped."""
+    sizes = {"vocab_size": 64, "n_layer": BLOCKS, "n_head": 2, "n_embd": 16, "max_sequence_length": 16}
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    with shards(lambda: Skipping(**sizes), FSDP(replicas=2), 0, 2, accumulate_grad_batches=2) as module:
+        strategy = module.trainer.strategy
+
+        def micro_batch(number, label):
+            batch = {"input_ids": ids, "labels": torch.full_like(ids, label)}
+            strategy.backward(strategy.training_step(batch, number), None)
+
+        with strategy.block_backward_sync():
+            micro_batch(0, 1)
+        if last == 1:
+            micro_batch(1, 1)
+        else:
+            with pytest.raises(ConfigError, match="none in its last one"):
+                micro_batch(1, last)
+
+
+def test_optimizers_that_are_built_again_drop_it_too():
+    with shards(network, FSDP(replicas=2), 0, 2) as module:
+        strategy = module.trainer.strategy
+        strategy.setup_optimizers(module.trainer)
+        batch = {"input_ids": torch.zeros(2, 16, dtype=torch.int64)}
+        with strategy.block_backward_sync():
+            _micro_batch(strategy, batch | {"labels": torch.ones(2, 16, dtype=torch.int64)}, 0)
+        strategy.optimizers[0].zero_grad()
+        _micro_batch(strategy, batch | {"labels": torch.full((2, 16), -100)}, 1)  # gradients of zero
+        for parameter in module.parameters():
+            assert not parameter.grad.to_local().any()
 
 
 def test_zero_grad_drops_what_was_not_reduced_yet(replicated):

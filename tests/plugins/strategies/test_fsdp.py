@@ -157,10 +157,11 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused():
     assert "replicas is 3, which does not divide 2 ranks; [1, 2] do" in done.error_text
 
 
-def test_gradients_in_fp16_that_nothing_scales_are_refused():
-    done = fit(fsdp(param_format="fp16"), 2)
+@pytest.mark.parametrize("name", ["param_format", "reduce_format"])
+def test_gradients_in_fp16_that_nothing_scales_are_refused(name):
+    done = fit(fsdp(**{name: "fp16"}), 2)
     assert done.code == 2
-    assert "param_format is fp16, in which small gradients become zero" in done.error_text
+    assert f"{name} is fp16, in which small gradients become zero" in done.error_text
 
 
 def test_what_a_network_saves_beside_its_weights_is_refused():

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from plugins.networks.gpt import GPT
 from plugins.networks.parts.moe import Router
 from plugins.networks.parts.positions import rotate, sinusoid_table
+from plugins.networks.t5 import T5
 from plugins.precision.float8 import Float8
 from plugins.precision.fp16_mixed import FP16Mixed
 from plugins.strategies.fsdp import FSDP
@@ -44,6 +45,17 @@ def test_gathers_and_reductions_have_a_data_type_with_every_version_of_torch(
     policy = Formats(precision, *given).policy(nn.Linear(2, 2, dtype=weights))
     assert (policy.param_dtype, policy.reduce_dtype) == expected
     assert policy.cast_forward_inputs is False
+
+
+@pytest.mark.parametrize(
+    ("precision", "given", "expected"),
+    [(Precision(), None, None), (Precision(), "bf16", BF16), (IN_BF16, None, None), (IN_BF16, "fp32", None)],
+)
+def test_products_are_in_the_data_type_of_autocast_where_there_is_one(precision, given, expected):
+    """MFU is measured against the peak of this data type."""
+    strategy = FSDP(param_format=given)
+    strategy.precision_plugin = precision
+    assert strategy.compute_dtype is expected
 
 
 @pytest.mark.parametrize(
@@ -142,6 +154,22 @@ def test_no_copy_of_the_weights_is_alive_between_forward_and_backward():
     assert copies_between_forward_and_backward() == 0
     # what autocast keeps, which this counts if it is there
     assert copies_between_forward_and_backward(param_format="fp32") == 2 * weights
+
+
+def test_blocks_multiply_the_states_of_an_encoder_whose_norm_autocast_makes_wide(monkeypatch):
+    """As on CUDA, where norms under autocast return float32; on a CPU they do not."""
+    narrow = F.rms_norm
+
+    def norm(x, *more):
+        found = narrow(x, *more)
+        return found.float() if torch.is_autocast_enabled("cpu") else found
+
+    monkeypatch.setattr(F, "rms_norm", norm)
+    sizes = {"n_layer": 1, "n_head": 2, "n_embd": 16, "head_dim": 8, "intermediate_size": 32}
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.int64), "labels": torch.ones(2, 8, dtype=torch.int64)}
+    with shards(lambda: T5(vocab_size=64, **sizes), FSDP(), 0, 2, precision="bf16-mixed") as module:
+        module.trainer.strategy.training_step(batch, 0).backward()
+        assert all(p.grad is not None for p in module.network.encoder_layers.parameters())
 
 
 @pytest.mark.gpu

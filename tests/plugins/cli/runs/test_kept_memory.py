@@ -42,3 +42,12 @@ def test_steps_fetch_no_page_again():
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES", "LD_PRELOAD"])
 def test_who_has_decided_is_left_alone(name):
     assert keep_memory({name: "1"}) is False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of Linux")
+def test_a_limit_of_the_process_is_left_whole():
+    limited = (
+        "import resource\nfrom plugins.cli.runs.kept_memory import keep_memory\n"
+        "resource.setrlimit(resource.RLIMIT_DATA, (2**33, resource.RLIM_INFINITY))\nassert keep_memory({}) is False"
+    )
+    assert subprocess.run([sys.executable, "-c", limited]).returncode == 0

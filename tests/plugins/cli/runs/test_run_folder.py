@@ -131,6 +131,7 @@ def test_a_job_that_has_begun_keeps_its_folder(tmp_path, failure, resumed):
         ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "train"}, "SLURM 12"),
         ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "12", "SLURM_JOB_NAME": "bash"}, None),
         ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}, "SLURM 12_3"),
+        ({"SLURM_PROCID": "0", "SLURM_JOB_ID": "12", "LEYDEN_JOB": "runs/a"}, "LEYDEN_JOB runs/a"),
     ],
 )  # fmt: skip
 def test_a_job_has_a_name_from_its_launcher_and_its_arguments(environment, expected, monkeypatch):
