@@ -239,11 +239,7 @@ class _Group:
 
     def pack(self, tensor: Tensor) -> Any:
         """Returns what autograd keeps in place of a tensor."""
-        # a view of a weight (its transpose, in a product) is the weight
-        base = tensor if tensor._base is None else tensor._base
-        if isinstance(base, nn.Parameter) or not self._weights.isdisjoint(
-            (tuple(base.shape), tuple(tensor.shape))
-        ):
+        if self._is_weight(tensor):
             return tensor
         if is_traceable_wrapper_subclass(tensor):
             names, context = tensor.__tensor_flatten__()
@@ -256,6 +252,17 @@ class _Group:
         copy.uses += 1
         self.copies[id(copy)] = ref(copy)
         return _Packed(self, copy)
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        """Whether it is a weight, a cast of one, or a view of either, such as its transpose in a product.
+
+        Activations (B, T, C) are flattened for products: (B T, C) may be the shape of a weight.
+        """
+        base = tensor if tensor._base is None else tensor._base
+        if isinstance(base, nn.Parameter):
+            return True
+        alike = tuple(tensor.shape) in self._weights and base.ndim in (1, tensor.ndim)
+        return alike or (tuple(base.shape) in self._weights and tensor.ndim <= base.ndim)
 
     def begin(self) -> None:
         """Begins its backward: starts to fetch what it needs, and then what the next one needs."""

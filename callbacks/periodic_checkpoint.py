@@ -100,10 +100,19 @@ class PeriodicCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
         if is_url(self.dirpath):
             require_uploads(self._io, self.dirpath).stage_in(Path(trainer.default_root_dir, "uploads"))
-        if trainer.is_global_zero:
-            self._place.check(resumed=bool(trainer.ckpt_path))
-            if trainer.ckpt_path:
-                self._set_aside(trainer.global_step)
+        if fault := trainer.strategy.broadcast(self._fault(trainer)):
+            raise ConfigError(fault)  # on every rank: the others would wait for the first
+
+    def _fault(self, trainer: Trainer) -> str | None:
+        """Prepares the place on the first rank; returns why nothing can be written there."""
+        try:
+            if trainer.is_global_zero:
+                self._place.check(resumed=bool(trainer.ckpt_path))
+                if trainer.ckpt_path:
+                    self._set_aside(trainer.global_step)
+        except ConfigError as error:
+            return str(error)
+        return None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

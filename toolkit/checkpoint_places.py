@@ -111,13 +111,14 @@ class RemotePlace:
     def check(self, resumed: bool) -> None:
         """Raises a ConfigError if nothing can be written, or a new run would mix its checkpoints with those of another.
 
-        What a killed run left of an unfinished upload is deleted.
+        What a killed run left of an unfinished upload is deleted; what somebody copied there is not.
         """
-        complete, partial = remote_checkpoints.listed(self.folder)
-        if complete and not resumed:
+        complete, partial, others = remote_checkpoints.listed(self.folder)
+        there = [*others, *(found.name for found in complete)]
+        if there and not resumed:
             raise ConfigError(
                 f"PeriodicCheckpoint: dirpath is {self.folder.url}, which holds checkpoints of another run "
-                f"({complete[-1].name}).\nGo on from there: --ckpt_path {self.folder.url}. Or name another folder, such "
+                f"({there[-1]}).\nGo on from there: --ckpt_path {self.folder.url}. Or name another folder, such "
                 "as one with ${run_folder} in its URL."
             )
         self.folder.put(".write-test", b"")
@@ -128,10 +129,10 @@ class RemotePlace:
 
     def set_aside(self, step: int) -> dict[str, str]:
         """Marks the checkpoints after a step."""
-        complete, _ = remote_checkpoints.listed(self.folder)
+        patient = ObjectFolder(self.folder.url, uploads=True)  # the run may be in the middle
         renamed = {
             found.name: remote_checkpoints.set_aside(found)
-            for found in complete
+            for found in remote_checkpoints.listed(patient).complete
             if (step_named(Path(found.key)) or 0) > step and ABANDONED not in found.name
         }
         self._complete = {renamed.get(name, name) for name in self._complete}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-__all__ = ["fused_attention", "fused_mask", "masked_attention", "takes_fused_masks"]
+__all__ = ["as_autocast", "fused_attention", "fused_mask", "masked_attention", "takes_fused_masks"]
 
 BLOCK = 128
 MOST_KERNELS = 64
@@ -119,6 +119,18 @@ def _capped(cap: float) -> Any:
     return capped
 
 
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Returns tensors in the type that autocast has for `F.scaled_dot_product_attention`, which is not called here.
+
+    Norms of queries and keys, which autocast computes in float32, would have the other kernels compute in float32, too.
+    """
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
+
+
 def fused_attention(
     q: Tensor,
     k: Tensor,
@@ -144,6 +156,7 @@ def fused_attention(
     """
     from torch.nn.attention.flex_attention import AuxRequest
 
+    q, k, v = as_autocast(q, k, v)
     if q.dtype == torch.float64 or q.device.type == "cpu":
         return _written_out(q, k, v, mask, scale, cap, with_lse)
     width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale

@@ -24,7 +24,9 @@ __all__ = ["SCHEMES", "ObjectFolder", "StoredObject", "require_storage_url"]
 
 SCHEMES = ("s3", "gs", "azure", "az", "abfs", "abfss")
 RETRIES, RETRY_S = 6, 120
-"""An outage is waited out for so long, for each request."""
+"""How often a request is made again, within so many seconds: some 10 seconds, so that a wrong address is found soon."""
+UPLOAD_RETRIES, UPLOAD_RETRY_S = 100, 300
+"""The same while a run uploads: an outage of 5 minutes is waited out."""
 PART_BYTES, PARALLEL = 16 * 2**20, 4
 """How much of an object a request carries, and how many there are at a time: 64 MiB of memory."""
 MOST_PARTS = 9_000
@@ -80,18 +82,21 @@ class ObjectFolder:
     Args:
         url: Such as `s3://bucket/runs/first`.
         option: What the URL was given for, for messages.
+        uploads: Whether an outage is waited out, as by a run that uploads.
     """
 
-    def __init__(self, url: str, option: str = "The URL") -> None:
+    def __init__(self, url: str, option: str = "The URL", uploads: bool = False) -> None:
         self.url = require_storage_url(url, option)
+        self._retries = (UPLOAD_RETRIES, UPLOAD_RETRY_S) if uploads else (RETRIES, RETRY_S)
 
     @cached_property
     def _store(self) -> Any:
         from obstore.store import from_url
 
+        retries, seconds = self._retries
         options: dict[str, Any] = {
             "client_options": {"allow_http": True, "timeout": "5m"},  # of an endpoint that is http:// itself
-            "retry_config": {"max_retries": RETRIES, "retry_timeout": timedelta(seconds=RETRY_S)},
+            "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=seconds)},
         }
         if self.url.startswith("s3:"):
             from obstore.auth.boto3 import Boto3CredentialProvider
@@ -187,12 +192,17 @@ class ObjectFolder:
 
         if not names:
             return
-        with self._explaining("removed", names[0]):
+
+        def delete(some: list[str]) -> None:
             try:
-                obstore.delete(self._store, list(names))
-            except FileNotFoundError as error:  # Google and Azure say so of an object
+                obstore.delete(self._store, some)
+            except FileNotFoundError as error:  # Google says so of an object, and leaves those behind it
                 if "NoSuchBucket" in str(error):
                     raise
+
+        with self._explaining("removed", names[0]), ThreadPoolExecutor(PARALLEL) as threads:
+            groups = [list(names)] if self._family == "s3" else [[name] for name in names]
+            list(threads.map(delete, groups))
 
     # -- errors -------------------------------------------------------------------------------------
 

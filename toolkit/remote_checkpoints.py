@@ -5,20 +5,33 @@
     step-00000200.ckpt/            a sharded one, with the files that it has on a disk
     step-00000200.ckpt/complete    SHA-256 of its manifest; written last
     step-00000300.ckpt.abandoned   beside one after a step that its run went back to
+    step-00000400.ckpt.partial     beside one that is being uploaded or deleted; written first, deleted last
 
 A checkpoint without `complete` does not exist. What is copied to a disk, such as by `aws s3 sync`, is a checkpoint there.
+What is neither complete nor partial was copied there by somebody, and is left alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from toolkit.checkpoint_names import ABANDONED
 from toolkit.object_storage import ObjectFolder, StoredObject
 
-__all__ = ["COMPLETE", "RemoteCheckpoint", "complete_name", "listed", "remove", "set_aside"]
+__all__ = [
+    "COMPLETE",
+    "Listing",
+    "RemoteCheckpoint",
+    "begin",
+    "complete",
+    "complete_name",
+    "listed",
+    "remove",
+    "set_aside",
+]
 
-COMPLETE = "complete"
+COMPLETE, PARTIAL = "complete", ".partial"
 SUFFIX = ".ckpt"
 
 
@@ -47,8 +60,22 @@ class RemoteCheckpoint:
 
     @property
     def url(self) -> str:
-        """Its URL."""
-        return f"{self.folder.url}/{self.key}"
+        """Its URL, with the name that it has on a disk: `--ckpt_path` takes it."""
+        return f"{self.folder.url}/{self.name}"
+
+
+class Listing(NamedTuple):
+    """The checkpoints in a folder.
+
+    Attributes:
+        complete: Those that can be read.
+        partial: Names of those whose upload or removal was interrupted, or goes on.
+        others: Names of what nobody here has uploaded, such as copies by hand.
+    """
+
+    complete: list[RemoteCheckpoint]
+    partial: list[str]
+    others: list[str]
 
 
 def complete_name(key: str, sharded: bool) -> str:
@@ -56,11 +83,12 @@ def complete_name(key: str, sharded: bool) -> str:
     return f"{key}/{COMPLETE}" if sharded else f"{key}.{COMPLETE}"
 
 
-def listed(folder: ObjectFolder) -> tuple[list[RemoteCheckpoint], list[str]]:
-    """Returns the complete checkpoints in a folder, and the names of those that are not complete."""
+def listed(folder: ObjectFolder) -> Listing:
+    """Returns which checkpoints are in a folder."""
     objects, folders = folder.level()
-    complete, partial = [], []
-    for key in sorted({*objects, *folders}):
+    begun = {name.removesuffix(PARTIAL) for name in objects if name.endswith(PARTIAL)}
+    found = Listing([], [], [])
+    for key in sorted({*objects, *folders, *begun}):
         if not key.endswith(SUFFIX):
             continue
         sharded = key in folders
@@ -68,21 +96,33 @@ def listed(folder: ObjectFolder) -> tuple[list[RemoteCheckpoint], list[str]]:
             folder.look_up(complete_name(key, True)) if sharded else objects.get(complete_name(key, False))
         )
         if marker is None:
-            partial.append(key)
+            (found.partial if key in begun else found.others).append(key)
         else:
             abandoned = f"{key}{ABANDONED}" in objects
-            complete.append(RemoteCheckpoint(folder, key, sharded, abandoned, marker))
-    return complete, partial
+            found.complete.append(RemoteCheckpoint(folder, key, sharded, abandoned, marker))
+    return found
+
+
+def begin(folder: ObjectFolder, key: str) -> None:
+    """Makes room for a checkpoint in place of an earlier one, which is partial from now on."""
+    folder.put(f"{key}{PARTIAL}", b"")
+    folder.remove([complete_name(key, True), complete_name(key, False)])
+    folder.remove([key, f"{key}{ABANDONED}", *(f"{key}/{part}" for part in folder.below(key))])
+
+
+def complete(folder: ObjectFolder, key: str, sharded: bool, content: bytes) -> None:
+    """Makes a checkpoint complete that has been uploaded."""
+    folder.put(complete_name(key, sharded), content)
+    folder.remove([f"{key}{PARTIAL}"])
 
 
 def remove(folder: ObjectFolder, name: str) -> None:
-    """Deletes a checkpoint, complete or not, under the name that it has on a disk; first what makes it complete."""
+    """Deletes a checkpoint, complete or not, under the name that it has on a disk."""
     key = name.replace(ABANDONED, "")
     if key != name and folder.look_up(f"{key}{ABANDONED}") is None:
         return  # the step was saved again, in its place
-    folder.remove([complete_name(key, True), complete_name(key, False)])
-    folder.remove([key, *(f"{key}/{part}" for part in folder.below(key))])
-    folder.remove([f"{key}{ABANDONED}"])
+    begin(folder, key)
+    folder.remove([f"{key}{PARTIAL}"])
 
 
 def set_aside(checkpoint: RemoteCheckpoint) -> str:

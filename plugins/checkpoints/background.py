@@ -35,7 +35,7 @@ class Background:
         def run() -> None:
             try:
                 task(*arguments)
-            except ConfigError as error:
+            except Exception as error:
                 print(error, file=sys.stderr, flush=True)
 
         self._executor().submit(run)

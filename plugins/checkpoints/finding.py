@@ -13,8 +13,9 @@ from plugins.checkpoints import remote_copies, sharded
 from plugins.checkpoints.checkpoint import defect, invalid_content, step_recorded
 from plugins.checkpoints.foreign import is_foreign
 from plugins.cli.configuration.yaml_texts import read_yaml
-from toolkit import local_paths
+from toolkit import local_paths, remote_checkpoints
 from toolkit.checkpoint_names import ABANDONED, step_named
+from toolkit.object_storage import ObjectFolder
 
 
 def newest(root: Path, siblings: bool = False, resumes: bool = False) -> Path:
@@ -77,14 +78,17 @@ def _saved_ns(path: Path) -> int:
         return 0
 
 
-def _files(folder: Path) -> list[Path]:
-    """Returns the checkpoints in a folder, in its `checkpoints`, and in the folders and at the URLs that its config names."""
+def _files(folder: Path, urls: bool = True) -> list[Path]:
+    """Returns the checkpoints in a folder, in its `checkpoints`, and in the folders and, if asked, at the URLs that its config names."""
     recorded = list(_recorded_places(folder))
     places = dict.fromkeys([folder, folder / "checkpoints", *(p for p in recorded if isinstance(p, Path))])
     found = [path for place in places if place.is_dir() for path in place.glob("*.ckpt")]
     here = [path for path in found if path.name[0] != "." and (path.is_file() or sharded.is_sharded(path))]
     return here + [
-        path for url in recorded if isinstance(url, str) for path in remote_copies.listed(url, folder)
+        path
+        for url in recorded
+        if urls and isinstance(url, str)
+        for path in remote_copies.listed(url, folder)
     ]
 
 
@@ -99,7 +103,7 @@ def _recorded_places(folder: Path) -> Iterator[Path | str]:
         options = item.get("init_args") if isinstance(item, Mapping) else None
         place = options.get("dirpath") if isinstance(options, Mapping) else None
         if isinstance(place, str) and local_paths.is_url(place):
-            yield place.replace("${run_folder}", str(folder))
+            yield place.replace("${run_folder}", local_paths.in_url(folder))
             continue
         head, placeholder, rest = (
             place.partition("${run_folder}/") if isinstance(place, str) else ("", "", "")
@@ -194,6 +198,11 @@ def _of_url(url: str, resumes: bool) -> Path:
         return path
     names = {path.name for path in found}
     what = f"there is no complete checkpoint{f' {key}' if key else ''} there"
+    if key in remote_checkpoints.listed(ObjectFolder(place, "--ckpt_path")).others:
+        raise ConfigError(
+            f"--ckpt_path {url}: it was copied there without {remote_checkpoints.COMPLETE}, which says that it is whole.\n"
+            "Download it, and give the path of the file."
+        )
     raise ConfigError(
         f"--ckpt_path {url}: {what}.{nearest(key, names - {key}) if key else ''}\nGive the URL of a folder for its newest "
         f"complete one ({len(names)} there)."
@@ -227,7 +236,9 @@ def _in_folder(path: Path, resumes: bool) -> Path:
 
 def _as_file(path: Path, name: str, resumes: bool) -> Path:
     if reason := defect(path, resumes) or invalid_content(path):
-        near = (other for other in path.parent.glob("*") if other.suffix == ".ckpt" or _files(other))
+        near = (
+            other for other in path.parent.glob("*") if other.suffix == ".ckpt" or _files(other, urls=False)
+        )
         beside = {str(other) for other in near} - {name}
         raise ConfigError(
             f"--ckpt_path {name}: {reason}.{nearest(name, beside)} `last` finds the newest complete one."

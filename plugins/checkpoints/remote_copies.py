@@ -142,9 +142,9 @@ def listed(url: str, run: Path | None = None) -> list[Path]:
         ConfigError: If the storage cannot be read.
     """
     folder = ObjectFolder(url, "--ckpt_path")
-    found, _ = remote_checkpoints.listed(folder)
+    found = remote_checkpoints.listed(folder).complete
     if not found:
-        found, _ = remote_checkpoints.listed(ObjectFolder(f"{folder.url}/checkpoints", "--ckpt_path"))
+        found = remote_checkpoints.listed(ObjectFolder(f"{folder.url}/checkpoints", "--ckpt_path")).complete
     paths = []
     for remote in found:
         mark = f"{remote.url} {remote.marker.tag} {remote.marker.modified_ns}"
@@ -186,6 +186,11 @@ def provide_file(path: Path) -> None:
             raise ConfigError(
                 f"{copy.remote.url}: {damage}. Resume from another: --ckpt_path URL."
             ) from damage
+
+
+def here(path: Path) -> Path:
+    """Returns this machine's path of a copy that another machine names, whose cache may be elsewhere."""
+    return next((own for own in _copies if own.parts[-2:] == path.parts[-2:]), path)
 
 
 def is_copy(path: Path) -> bool:
@@ -240,4 +245,6 @@ def _hold(folder: Path) -> None:
     for other in folder.parent.glob(f"*/{IN_USE}"):
         with suppress(OSError), open(other, "rb") as unused:
             fcntl.flock(unused, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(other.parent, ignore_errors=True)
+            gone = other.parent.with_name(f".{other.parent.name}.{os.getpid()}")
+            other.parent.rename(gone)  # what another process downloads from now on has a folder of its own
+            shutil.rmtree(gone, ignore_errors=True)

@@ -197,7 +197,7 @@ def _begin(path: Path, temporary: Path, rest: dict[str, Any], remote: ObjectFold
     remove_leftovers(temporary.parent)
     temporary.mkdir()
     if remote is not None:
-        remote_checkpoints.remove(remote, path.name)
+        remote_checkpoints.begin(remote, path.name)
     order: list[str] = rest[sharded_form.ORDER]
     return order
 

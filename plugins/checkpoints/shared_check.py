@@ -20,7 +20,7 @@ from plugins.checkpoints import remote_copies, schema, sharded
 
 def agreed(path: Path) -> Path:
     """Returns the first rank's path, which may have skipped a damaged checkpoint; called on every rank."""
-    return provided(Path(_broadcast(str(path))) if _ranks() > 1 else path)
+    return provided(remote_copies.here(Path(_broadcast(str(path)))) if _ranks() > 1 else path)
 
 
 def provided(path: Path) -> Path:

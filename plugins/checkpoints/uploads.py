@@ -35,10 +35,11 @@ class Staging:
         if self._folder is None:
             return
         rank = dist.get_rank() if dist.is_initialized() else 0
+        with suppress(FileNotFoundError):  # ranks with a common disk delete at the same time
+            for path in self._folder.glob(f".*.tmp/__{rank}_*.distcp"):
+                path.unlink()
         for path in self._folder.glob(".*.tmp") if rank == 0 else ():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for path in self._folder.glob(f".*.tmp/__{rank}_*.distcp"):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
     def path_of(self, key: str) -> Path:
         """Returns where a checkpoint is written."""
@@ -56,7 +57,7 @@ class Staging:
 def folder_of(url: str) -> tuple[ObjectFolder, str]:
     """Returns the folder of a checkpoint's URL, and the checkpoint's name in it."""
     place, _, key = url.rstrip("/").rpartition("/")
-    return ObjectFolder(place, "The checkpoint's URL"), key
+    return ObjectFolder(place, "The checkpoint's URL", uploads=True), key
 
 
 def upload_file(staged: Path, folder: ObjectFolder) -> None:
@@ -66,12 +67,12 @@ def upload_file(staged: Path, folder: ObjectFolder) -> None:
         ConfigError: If it could not be uploaded: it says that the file is still here.
     """
     try:
-        remote_checkpoints.remove(folder, staged.name)
+        remote_checkpoints.begin(folder, staged.name)
         sums = sharded.checksum(staged)
         folder.put(staged.name, staged)
         found = folder.look_up(staged.name)
         _require(folder, staged.name, sums["bytes"], found.size if found else None)
-        folder.put(remote_checkpoints.complete_name(staged.name, False), json.dumps(sums).encode())
+        remote_checkpoints.complete(folder, staged.name, False, json.dumps(sums).encode())
     except ConfigError as error:
         raise ConfigError(f"{error}\nThe checkpoint is complete here: --ckpt_path {staged}.") from error
     for path in staged.parent.glob("*.ckpt"):
@@ -90,7 +91,7 @@ def complete(folder: ObjectFolder, key: str, sizes: Mapping[str, int], marker: s
     found = folder.below(key)
     for name, size in sizes.items():
         _require(folder, f"{key}/{name}", size, found[name].size if name in found else None)
-    folder.put(remote_checkpoints.complete_name(key, True), marker.encode())
+    remote_checkpoints.complete(folder, key, True, marker.encode())
 
 
 def _require(folder: ObjectFolder, name: str, size: int, found: int | None) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plugins.strategies.ring_kernels import Block, Kernel, kernel_for
+from toolkit.fused_masks import as_autocast
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Ring:
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Tensor:
     """Returns causal attention (B, H, t, D) of q (B, H, t, D) to k and v (B, G, t, D) of all ranks."""
-    out: Tensor = _RingAttention.apply(q, k, v, ring)
+    out: Tensor = _RingAttention.apply(*as_autocast(q, k, v), ring)
     return out
 
 

@@ -145,6 +145,21 @@ def test_casts_of_weights_stay_where_they_are(frozen, monkeypatch):
     assert all(20 in shape or 40 in shape for shape in sizes), sizes
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_activations_with_the_shape_of_a_weight_leave(biased, monkeypatch):
+    """Products flatten (B, T, C): with B T = 24 or 8 that is the shape of a weight here, as 4,096 tokens are in Llama 2 7B."""
+    block, moved = nn.Sequential(nn.Linear(8, 24, biased), nn.GELU(), nn.Linear(24, 8, biased)), []
+    said = Said(monkeypatch)
+    said.copied = lambda source, target: moved.append(tuple(source.shape))
+    offload_blocks([block])
+    counts = []
+    for tokens in (25, 24, 8):
+        moved.clear()
+        block(torch.randn(1, tokens, 8, requires_grad=True) + 1)
+        counts.append(len(moved))
+    assert counts == [counts[0]] * 3
+
+
 def test_a_graph_may_be_used_twice_and_left_unused(monkeypatch):
     blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
     Said(monkeypatch)

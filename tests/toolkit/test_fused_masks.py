@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-from toolkit.fused_masks import fused_attention, fused_mask, masked_attention
+from toolkit.fused_masks import as_autocast, fused_attention, fused_mask, masked_attention
 
 LENGTH = 700
 """Of five whole blocks and a part of one."""
@@ -83,6 +83,15 @@ def test_attention_without_gradients_is_that_of_flex_attention(cap):
     if cap is None:
         dense = masked_attention(q, k, v, seen_by(ids, 150), scale=0.3, enable_gqa=True)
         torch.testing.assert_close(masked_attention(q, k, v, mask, scale=0.3), dense, atol=2e-6, rtol=1e-5)
+
+
+def test_attention_under_autocast_has_its_type():
+    """On CUDA layer norms of queries and keys are in float32; scaled_dot_product_attention casts them."""
+    given = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8), torch.randn(1, 2, 4, 8).bfloat16()
+    assert [x.dtype for x in as_autocast(*given)] == [x.dtype for x in given]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert {x.dtype for x in as_autocast(*given)} == {torch.bfloat16}
+        assert as_autocast(given[0].double())[0].dtype == torch.float64
 
 
 @pytest.mark.gpu

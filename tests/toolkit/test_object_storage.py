@@ -4,6 +4,7 @@ import os
 from collections import Counter
 
 import pytest
+from obstore.store import LocalStore
 
 from core.errors import ConfigError
 from tests.support.object_storage import KEYS, answering
@@ -44,6 +45,17 @@ def test_objects_come_back_and_go(found, tmp_path, monkeypatch):
     folder.remove(["large", "never-there"])
     assert folder.look_up("large") is None
     assert folder.level() == ({}, ["inner"])
+
+
+def test_what_is_not_there_does_not_keep_what_is(tmp_path):
+    """S3 says nothing of what is not there; Google says so and leaves those behind it, as this store does."""
+    folder = ObjectFolder("gs://bucket/run")
+    folder._store = LocalStore(tmp_path)
+    names = [f"{number:03d}" for number in range(100)]
+    for name in names[50:]:
+        (tmp_path / name).write_bytes(b"x")
+    folder.remove(names)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

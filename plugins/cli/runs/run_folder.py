@@ -17,6 +17,8 @@ from plugins.cli.configuration.stored_paths import PLACEHOLDER
 from plugins.cli.configuration.yaml_texts import Keys
 from plugins.cli.runs import claims
 from plugins.cli.runs.claims import CLAIM, unmakeable
+from toolkit.local_paths import in_url
+from toolkit.object_storage import SCHEMES
 
 RECORDED = ("config.yaml", "techniques.txt")
 """What a training run writes into its folder as it starts."""
@@ -181,7 +183,8 @@ def fill_in(value: Any, folder: Path) -> Any:
     folder's name is a text that may look like anything.
     """
     if isinstance(value, str):
-        return value.replace(PLACEHOLDER, str(folder))
+        stored = value.partition("://")[0] in SCHEMES
+        return value.replace(PLACEHOLDER, in_url(folder) if stored else str(folder))
     if isinstance(value, PurePath):
         return type(value)(fill_in(str(value), folder))
     if type(value) in (list, tuple):

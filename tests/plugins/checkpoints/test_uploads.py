@@ -16,6 +16,7 @@ from plugins.checkpoints import finding, remote_copies
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
+from plugins.cli.runs.run_folder import fill_in
 from tests.conftest import TINY
 from tests.support.object_storage import answering, passed_on
 from tests.support.same_run import same_bits
@@ -67,6 +68,7 @@ def test_it_comes_back_and_what_completes_it_is_written_last(plugin, save, stora
     assert same_bits(read_checkpoint(copy), CONTENT)
     assert finding.resolve(url.rpartition("/")[0], Path()) == copy
     assert remote_copies.shown(copy) == url
+    assert remote_copies.here(Path("/cache/of/another/machine", *copy.parts[-2:])) == copy
 
 
 @FORMATS
@@ -83,6 +85,7 @@ def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, c
     damaged = next(
         key for key in storage.keys(prefix) if "step-00000002" in key and key.endswith((".ckpt", "e.pt"))
     )
+    storage.put(f"{prefix}/step-00000003.ckpt.partial", b"")  # as an upload that was interrupted leaves it
     content = bytearray(storage.read(f"{prefix}/{damaged}"))
     content[len(content) // 2] ^= 1
     storage.put(f"{prefix}/{damaged}", bytes(content))
@@ -100,6 +103,39 @@ def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, c
     assert not [key for key in storage.keys(prefix) if "step-00000003" in key]
     with pytest.raises(ConfigError, match="holds checkpoints of another run"):
         RemotePlace(url).check(resumed=False)
+
+
+def test_what_somebody_copied_there_is_left_alone(environment, storage):
+    """Such as a run's local checkpoints, by `aws s3 sync`: no run may take them for its unfinished uploads."""
+    url = "s3://corpora/by-hand"
+    storage.put("by-hand/step-00000001.ckpt", b"all that there is")
+    RemotePlace(url).check(resumed=True)
+    with pytest.raises(ConfigError, match=r"checkpoints of another run \(step-00000001.ckpt\)"):
+        RemotePlace(url).check(resumed=False)
+    with pytest.raises(ConfigError, match="copied there without complete"):
+        finding.resolve(f"{url}/step-00000001.ckpt", Path())
+    assert storage.keys("by-hand") == ["step-00000001.ckpt"]
+
+
+def test_a_wrong_name_beside_a_run_connects_to_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_copies, "ObjectFolder", None)
+    (tmp_path / "run").mkdir()
+    written = {"trainer": {"callbacks": [{"init_args": {"dirpath": "s3://nowhere/run"}}]}}
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+    with pytest.raises(ConfigError, match="rum"):
+        finding.resolve(str(tmp_path / "rum"), Path())
+
+
+def test_a_run_folder_in_a_url_is_the_same_by_its_absolute_path(tmp_path, monkeypatch):
+    """Otherwise a run that is resumed by it would look for its checkpoints, and write them, elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    run_folder, url = tmp_path / "runs" / "first", "s3://bucket/${run_folder}/checkpoints"
+    run_folder.mkdir(parents=True)
+    written = {"trainer": {"callbacks": [{"init_args": {"dirpath": url}}]}}
+    (run_folder / "config.yaml").write_text(yaml.safe_dump(written), encoding="utf-8")
+    for folder in (Path("runs/first"), run_folder):
+        assert fill_in(url, folder) == "s3://bucket/runs/first/checkpoints"
+        assert list(finding._recorded_places(folder)) == ["s3://bucket/runs/first/checkpoints"]
 
 
 def test_a_damaged_tensor_file_is_found_when_it_is_read(save, storage):
@@ -200,6 +236,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
         "step-00000002.ckpt",
         "step-00000002.ckpt.complete",
         "step-00000004.ckpt",
+        "step-00000004.ckpt.partial",
     ]
     done = run(["fit", options, "--ckpt_path=last"], tmp_path / "there", environments=[environment])
     assert (
