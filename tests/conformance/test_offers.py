@@ -71,7 +71,7 @@ def test_hooks_that_can_be_called_are_not():
         ("strategies", "DDP", set()),
         ("precision", "Float8", {"ChangesNetwork"}),
         ("checkpoints", "ShardedCheckpoint", {"ConnectsRanks", "SavesParts", "ReadsParts", "WaitsForDisk"}),
-        ("checkpoints", "AtomicCheckpoint", {"ReadsParts"}),
+        ("checkpoints", "AtomicCheckpoint", {"ReadsParts", "WaitsForDisk"}),
         ("loggers", "MetricsCSV", {"GoesBack"}),
         ("loggers", "Trackio", {"GoesBack"}),
         ("callbacks", "ActivationCheckpointing", {"ChangesNetwork"}),

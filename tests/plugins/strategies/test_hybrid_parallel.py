@@ -44,7 +44,6 @@ REFUSED = [
     (2, {"expert": 2}, {}, "expert is 2, and GPT has no experts: set it to 1"),
     (2, {"tensor": 2, "sequence": 3}, {}, "sequence is 3; it is 1, or 2 as tensor"),
     (3, {"tensor": 3}, {}, "tensor is 3, which does not divide the 4 attention heads of GPT"),
-    (3, {"tensor": 3}, {}, "does not divide the vocabulary of 64: set --model.network.vocab_size=66"),
     (8, {"pipeline": 8}, {}, "pipeline is 8, which makes 8 stages of 1F1B for 2 blocks"),
     (4, {"pipeline": 4, "schedule": "ZBVZeroBubble"}, {}, "makes 8 stages of ZBVZeroBubble for 2 blocks"),
     (2, {"pipeline": 2, "microbatches": 1}, {}, "microbatches is 1; 1F1B takes at least one for each of 2"),
