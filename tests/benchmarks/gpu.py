@@ -61,7 +61,6 @@ PUBLISHED = (
     ("the same, compiled", "6,667 (39% MFU)", "the same"),
     ("the same, compiled, fp8", "8,532", "the same"),
     ("llm.c, GPT-2 124M, 8 H100", "463,000", "10B tokens in 45 minutes: README of modded-nanogpt"),
-    ("llm.c, GPT-2 1558M, 8 H100", "46,800", "llm.c, discussion 677"),
     (
         "nanochat, d32 (1.9B), 8 H100",
         "at least 40,000",

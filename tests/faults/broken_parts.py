@@ -27,9 +27,15 @@ class Rewired(Callback):
     def __init__(self, bug: str, amount: float = 1.0, first: int = 1) -> None:
         self.bug, self.amount, self.first = bug, amount, first
 
+    @property
+    def wirings(self) -> Mapping[str, Callable[..., None]]:
+        """Bug -> what it does to a network, given `amount` and an `Age`."""
+        return WIRINGS
+
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        change = self.wirings[self.bug]
         with torch.no_grad():
-            WIRINGS[self.bug](pl_module.network, self.amount, lambda: trainer.global_step + 1 - self.first)
+            change(pl_module.network, self.amount, lambda: trainer.global_step + 1 - self.first)
 
 
 Age = Callable[[], int]

@@ -6,32 +6,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
+from tests.faults.broken_parts import Age, Rewired
 from tests.faults.recipes import VOCABULARY
 
-Age = Callable[[], int]
-"""Returns the steps since a bug has begun; below 0: not yet."""
 
+class Miswired(Rewired):
+    """Changes the network by a bug of this file's `WIRINGS`."""
 
-class Miswired(Callback):
-    """Changes the network before the first step: a mistake in somebody's modelling code.
-
-    Args:
-        bug: A key of `WIRINGS`.
-        amount: How much of it.
-        first: The first step with it, of those that begin in the middle of a run.
-    """
-
-    def __init__(self, bug: str, amount: float = 1.0, first: int = 1) -> None:
-        self.bug, self.amount, self.first = bug, amount, first
-
-    @torch.no_grad()
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        WIRINGS[self.bug](pl_module.network, self.amount, lambda: trainer.global_step + 1 - self.first)
+    @property
+    def wirings(self) -> Mapping[str, Callable[..., None]]:
+        return WIRINGS
 
 
 # -- gradients -------------------------------------------------------------------------------------------

@@ -230,13 +230,18 @@ def _course(steps: np.ndarray, rate: np.ndarray, planned: np.ndarray, bad: np.nd
 
 def updates(case: Case) -> Iterator[Finding]:
     """A step changes weights otherwise than the configured optimizer does with the same gradients and state."""
-    steps, times, rest = case.together("doctor/update_times", "doctor/update_rest")
-    if not len(steps):
+    if not len(case.together("doctor/update_times", "doctor/update_rest")[0]):
         return
-    _, _, rate = case.together("doctor/update_times", "doctor/rate_times")
-    times = times / np.where(rate > 0, rate, 1.0) if len(rate) == len(times) else times
     foreign = not is_known(str((case.option("model.optimizer") or {}).get("class_path", "")))
     sure = 0.9 if foreign else 0.933
+    if named := [*_added_decay(case, sure)] or [*_added_epsilon(case, sure)]:
+        yield from named
+        return
+    yield from _clipping(case)
+    yield from [*_moments(case, sure)] or _size_of_updates(case, sure)
+
+
+def _added_decay(case: Case, sure: float) -> Iterator[Finding]:
     decays = case.worst("doctor/update_decays_most", 0.005)
     if (decay := case.worst("doctor/decay_more", 0.01)) or decays:
         since = (decay or decays or (0,))[0]
@@ -246,7 +251,9 @@ def updates(case: Case) -> Iterator[Finding]:
             else f"weight_decay is {decay[1] if decay else 0:.2g} larger"
         )
         yield found(case, "weight_decay_too_large", since, f"besides the configured update {what}", sure)
-        return
+
+
+def _added_epsilon(case: Case, sure: float) -> Iterator[Finding]:
     eps, fitted = case.worst("doctor/eps_times", 100), case.worst("doctor/fitted_eps", 1e-7)
     if eps or fitted:
         since, value = eps or fitted or (0, 0.0)
@@ -256,43 +263,45 @@ def updates(case: Case) -> Iterator[Finding]:
             else f"updates are those of an eps of {value:.2g}"
         )
         yield found(case, "epsilon_too_large", since, what, sure)
-        return
-    yield from _clipping(case)
+
+
+def _moments(case: Case, sure: float) -> Iterator[Finding]:
+    """What the optimizer keeps is not what its gradients make of it."""
     more = case.worst("doctor/state_squares_larger", 0.05)
     changed = [
         case.worst(f"doctor/state_{one}", 0.05)
         for one in ("means_larger", "means_smaller", "squares_smaller")
     ]
+    lost = changed[1] or changed[2]
     if more and not any(changed):
         yield found(
             case, "epsilon_too_large", more[0], f"something is added to the means of squared gradients of {more[1]:.0%} of the tensors, as an "
             "epsilon would be", sure,
         )  # fmt: skip
-        return
-    if changed[0] and not changed[1] and not changed[2]:
+    elif changed[0] and not lost:
         yield found(
             case, "spike_by_optimizer", changed[0][0], "a mean of gradients is larger than its gradients make it", sure - 0.001
         )  # fmt: skip
-        return
-    if lost := changed[1] or changed[2]:
+    elif lost:
         yield found(
             case, "optimizer_state_lost", lost[0], f"after a step {lost[1]:.0%} of the optimizer's moments are not what its gradients make of "
             "those before", sure,
         )  # fmt: skip
-        return
+
+
+def _size_of_updates(case: Case, sure: float) -> Iterator[Finding]:
+    steps, times, rest = case.together("doctor/update_times", "doctor/update_rest")
+    _, _, rate = case.together("doctor/update_times", "doctor/rate_times")
+    times = times / np.where(rate > 0, rate, 1.0) if len(rate) == len(times) else times
     wrong = (np.abs(np.log(np.maximum(times, 1e-30))) > math.log(1.5)) & (rest < 0.3)
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        high = times[index] > 1
-        brief = wrong.sum() == 1 and index < len(steps) - 1 and index > 0
-        cause = "spike_by_optimizer" if brief and high else "rate_too_high" if high else "rate_too_low"
-        yield found(
-            case,
-            cause,
-            int(steps[index]),
-            f"a step changes weights {times[index]:.3g} times as much as it is configured",
-            sure - 0.01,
-        )
+    if not wrong.any():
+        return
+    index = int(np.argmax(wrong))
+    high = times[index] > 1
+    brief = wrong.sum() == 1 and index < len(steps) - 1 and index > 0
+    cause = "spike_by_optimizer" if brief and high else "rate_too_high" if high else "rate_too_low"
+    what = f"a step changes weights {times[index]:.3g} times as much as it is configured"
+    yield found(case, cause, int(steps[index]), what, sure - 0.01)
 
 
 def _clipping(case: Case) -> Iterator[Finding]:

@@ -67,53 +67,58 @@ def unlike_the_loss(case: Case) -> Iterator[Finding]:
             {"trainer": {"gradient_clip_algorithm": "norm", "gradient_clip_val": 1.0}},
         )  # fmt: skip
         return
+    if (cosine.values < 0.9).any():
+        yield _turned(case)
+    elif ((ratio.values > 1.5) | (ratio.values < 0.67)).any():
+        yield _of_another_length(case)
+
+
+def _turned(case: Case) -> Finding:
+    """Returns why gradients point elsewhere than those of the loss."""
+    cosine = case.series("doctor/gradient_cosine")
     turned = cosine.values < 0.9
-    if turned.any():
-        worst = float(cosine.values[turned].min())
-        of_weights = case.series("doctor/gradient_of_weights").since(cosine.first_step(turned)).values
-        if len(of_weights) and float(np.median(of_weights)) > 0.9:
-            yield Finding(
-                "weight_decay_too_large", cosine.first_step(turned), f"a decay of the weights is added to gradients, and turns them (cosine {worst:.2f})",
-                0.945, _advice(case, "Decay weights in the optimizer alone"), without_callbacks(case),
-            )  # fmt: skip
-            return
-        for part, cause, what in (
-            ("last_batch", "batch_too_small", "the last micro-batch"),
-            ("own_rank", "ranks_differ", "this rank"),
-        ):
-            if (
-                len(like := case.series(f"doctor/gradient_like_{part}").values)
-                and float(np.median(like)) > 0.995
-            ):
-                yield Finding(
-                    cause, cosine.first_step(turned), f"the gradients of a step are those of {what} alone", 0.945,
-                    _advice(case, "Average gradients over all micro-batches and ranks"), without_callbacks(case),
-                )  # fmt: skip
-                return
-        yield Finding(
-            "stale_gradients", cosine.first_step(turned), f"the gradients of a step point elsewhere than those of its loss "
-            f"(cosine {worst:.2f}), as if earlier ones were kept", 0.93,
-            _advice(case, "Zero gradients before each step"), without_callbacks(case),
+    since, worst = cosine.first_step(turned), float(cosine.values[turned].min())
+    of_weights = case.series("doctor/gradient_of_weights").since(since).values
+    if len(of_weights) and float(np.median(of_weights)) > 0.9:
+        return Finding(
+            "weight_decay_too_large", since, f"a decay of the weights is added to gradients, and turns them (cosine {worst:.2f})",
+            0.945, _advice(case, "Decay weights in the optimizer alone"), without_callbacks(case),
         )  # fmt: skip
-        return
+    for part, cause, what in (
+        ("last_batch", "batch_too_small", "the last micro-batch"),
+        ("own_rank", "ranks_differ", "this rank"),
+    ):
+        like = case.series(f"doctor/gradient_like_{part}").values
+        if len(like) and float(np.median(like)) > 0.995:
+            return Finding(
+                cause, since, f"the gradients of a step are those of {what} alone", 0.945,
+                _advice(case, "Average gradients over all micro-batches and ranks"), without_callbacks(case),
+            )  # fmt: skip
+    return Finding(
+        "stale_gradients", since, f"the gradients of a step point elsewhere than those of its loss "
+        f"(cosine {worst:.2f}), as if earlier ones were kept", 0.93,
+        _advice(case, "Zero gradients before each step"), without_callbacks(case),
+    )  # fmt: skip
+
+
+def _of_another_length(case: Case) -> Finding:
+    """Returns why gradients are longer or shorter than those of the loss."""
+    ratio, norms = case.series("doctor/gradient_ratio"), case.series("doctor/gradient_norm")
     wrong = (ratio.values > 1.5) | (ratio.values < 0.67)
-    if not wrong.any():
-        return
-    given = case.series("doctor/gradient_norm").values[wrong[: len(case.series("doctor/gradient_norm"))]]
+    since, given = ratio.first_step(wrong), norms.values[wrong[: len(norms)]]
     if (
         len(given) >= 3
         and given.max() < 1.02 * given.min()
         and not 0.98 < given[0] / case.number("trainer.gradient_clip_val", 0.0) < 1.02
     ):
-        yield Finding(
-            "clip_too_low", ratio.first_step(wrong), f"the optimizer gets gradients of norm {given[0]:.2g} in all steps, "
+        return Finding(
+            "clip_too_low", since, f"the optimizer gets gradients of norm {given[0]:.2g} in all steps, "
             f"{np.median(ratio.values[wrong]):.2g} of the loss's", 0.9, _advice(case, "Clip at 1.0"),
             without_callbacks(case) or {"trainer": {"gradient_clip_val": 1.0}},
         )  # fmt: skip
-        return
     accumulated = case.number("trainer.accumulate_grad_batches", 1)
-    yield Finding(
-        "gradient_scale", ratio.first_step(wrong), f"gradients are {np.median(ratio.values[wrong]):.3g} times those of the "
+    return Finding(
+        "gradient_scale", since, f"gradients are {np.median(ratio.values[wrong]):.3g} times those of the "
         f"mean loss ({accumulated:.0f} micro-batches)", 0.9,
         _advice(case, "Average gradients over micro-batches and ranks once"), without_callbacks(case),
     )  # fmt: skip

@@ -30,30 +30,23 @@ def test_segments_grow_unless_the_user_says_something_else(own, monkeypatch):
     assert found == ({own: "max_split_size_mb:512"} if own else {cuda_memory.SETTINGS[0]: GROWING})
 
 
-@pytest.mark.ci
-def test_torch_reads_it_after_it_was_imported():
-    lines = (
+def growing(*lines):
+    """Returns what a process prints that lets segments grow after it has imported torch."""
+    begin = (
         "import torch",
         "from plugins.cli.runs.cuda_memory import let_segments_grow",
         "let_segments_grow()",
-        "print(torch._C._accelerator_getAllocatorSettings())",
     )
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == GROWING
+    words = [sys.executable, "-c", "\n".join((*begin, *lines))]
+    return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+
+
+@pytest.mark.ci
+def test_torch_reads_it_after_it_was_imported():
+    assert growing("print(torch._C._accelerator_getAllocatorSettings())") == GROWING
 
 
 @pytest.mark.gpu
 def test_blocks_of_memory_grow():
-    lines = (
-        "import torch",
-        "from plugins.cli.runs.cuda_memory import let_segments_grow",
-        "let_segments_grow()",
-        "kept = torch.ones(1000, device='cuda')",
-        "print(all(segment['is_expandable'] for segment in torch.cuda.memory_snapshot()))",
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "True"
+    all_grow = "all(segment['is_expandable'] for segment in torch.cuda.memory_snapshot())"
+    assert growing("kept = torch.ones(1000, device='cuda')", f"print({all_grow})") == "True"
