@@ -121,6 +121,7 @@ def test_shared_experts_and_biases_are_the_same_on_several_ranks():
     assert biases[0].abs().max() > 0
 
 
+@pytest.mark.ci
 def test_tokens_reach_their_experts_and_come_back_however_few_there_are(tmp_path):
     on_ranks(exchanging.of_rank, 2, tmp_path)
     found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1)]

@@ -128,6 +128,7 @@ def _muon(mesh):
     ]
 
 
+@pytest.mark.ci
 def test_muon_steps_a_spread_matrix_to_the_same_bits(tmp_path):
     expected = _stepped(Muon, lambda tensor: tensor, MATRICES)[1]
     assert same_bits(on_two_ranks(tmp_path, _muon), [expected, expected])

@@ -14,6 +14,9 @@ from toolkit import memory_limits
 M_MMAP_THRESHOLD = -3
 """Of mallopt: from so many bytes on an allocation is mapped, and unmapped when it is given up."""
 
+M_TOP_PAD = -2
+"""Of mallopt: so many bytes more are added to the heap than an allocation needs."""
+
 
 BYTES_PER_ROW = 10_000_000
 """What each row of a batch takes beside its activations: these need 0.6 to 4 MB a row, by the CPU's kernels."""

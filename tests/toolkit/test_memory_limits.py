@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from tests.support.limits import M_MMAP_THRESHOLD
+from tests.support.limits import M_MMAP_THRESHOLD, M_TOP_PAD
 from toolkit import memory_limits
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Li
 @pytest.fixture(autouse=True)
 def mapped():
     """Large allocations are mapped: room in the heap, which runs of other tests may have left, would not count."""
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    libc.mallopt(M_TOP_PAD, 1 << 17)
     memory_limits.give_back()  # the heap's end is taken first, however large it is
 
 

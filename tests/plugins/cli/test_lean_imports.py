@@ -78,6 +78,7 @@ except ValueError:
 """
 
 
+@pytest.mark.ci
 def test_check_needs_neither_compiler_nor_plots_and_both_load_when_they_are_used(tmp_path):
     done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -288,6 +288,7 @@ def _train_step_on_two_ranks(rank, file, names, sequence):
     return found
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 def test_parallel_plans_give_the_gradients_of_one_process(tmp_path, sequence):
     names = ["Llama-biases", "Mistral", "Qwen2", "Qwen3", "OLMo2", "Gemma3-scaled", "Hybrid"]
