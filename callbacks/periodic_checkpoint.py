@@ -49,7 +49,7 @@ class PeriodicCheckpoint(Checkpoint):
 
     Raises:
         ConfigError: If `every_n_steps` or `keep_every_n_steps` < 1, or `keep` is neither -1 nor at least 1;
-            if nothing can be written to `dirpath`, or a new run finds checkpoints of another at that URL.
+            if nothing can be written to `dirpath`, or that URL belongs to another run.
 
     Example:
         trainer:
@@ -81,7 +81,7 @@ class PeriodicCheckpoint(Checkpoint):
         self.dirpath = dirpath
         self._place: Place = place_of(dirpath)
         self.keep_every_n_steps, self.keep_best = keep_every_n_steps, keep_best
-        self.last_model_path = self.best_model_path = ""
+        self.last_model_path = self.best_model_path = self._owner = ""
         self._best = float("inf")
         self._io: Any = None
         self._saved_step = 0
@@ -100,17 +100,20 @@ class PeriodicCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
         if is_url(self.dirpath):
             require_uploads(self._io, self.dirpath).stage_in(Path(trainer.default_root_dir, "uploads"))
-        if fault := trainer.strategy.broadcast(self._fault(trainer)):
+        fault = self._fault(trainer)
+        fault, self._owner = trainer.strategy.broadcast((fault, self._owner))
+        if fault:
             raise ConfigError(fault)  # on every rank: the others would wait for the first
 
     def _fault(self, trainer: Trainer) -> str | None:
         """Prepares the place on the first rank; returns why nothing can be written there."""
         try:
             if trainer.is_global_zero:
-                self._place.check(resumed=bool(trainer.ckpt_path))
+                folder = Path(trainer.default_root_dir)
+                self._owner = self._place.check(bool(trainer.ckpt_path), folder, self._owner)
                 if trainer.ckpt_path:
                     self._set_aside(trainer.global_step)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             return str(error)
         return None
 
@@ -156,13 +159,14 @@ class PeriodicCheckpoint(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         """Returns what this run has written and keeps, and which checkpoint was the best so far."""
         best = {"best": self._best, "path": self.best_model_path} if self.best_model_path else {}
-        return {"written": list(self._written), **best}
+        owner = {"owner": self._owner} if self._owner else {}
+        return {"written": list(self._written), **best, **owner}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there; the folder may be another one now."""
         names = [str(name) for name in state_dict.get("written", ())]
         self._written = [name for name in names if "/" not in name and step_named(Path(name)) is not None]
-        self._restored = set(self._written)
+        self._restored, self._owner = set(self._written), str(state_dict.get("owner", ""))
         if state_dict.get("path"):
             self._best = float(state_dict["best"])
             self.best_model_path = str(self._place.path_of(Path(state_dict["path"]).name))

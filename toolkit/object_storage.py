@@ -48,11 +48,13 @@ class StoredObject:
         size: Bytes.
         modified_ns: When it was written, in nanoseconds since 1970, as `st_mtime_ns`.
         tag: The storage's mark of this content.
+        version: Its number of this content, where it has one, as Google's generations.
     """
 
     size: int
     modified_ns: int
     tag: str
+    version: str | None = None
 
 
 def require_storage_url(url: str, option: str) -> str:
@@ -186,6 +188,29 @@ class ObjectFolder:
         with self._explaining("written", name):
             obstore.put(self._store, name, content, chunk_size=part, max_concurrency=PARALLEL)
 
+    def put_if(self, name: str, content: bytes, found: StoredObject | None) -> bool:
+        """Writes a small object if it is as it was looked up, or if there was and is none; returns whether it did.
+
+        A service that has no conditional writes does so in any case.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        version = {"version": found.version} if found and found.version else {}
+        known: Any = "create" if found is None else {"e_tag": found.tag, **version}
+        with self._explaining("written", name):
+            try:
+                obstore.put(self._store, name, content, mode=known, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return False
+            except BaseError as error:
+                if "NotImplemented" not in str(error):
+                    raise
+                obstore.put(self._store, name, content, use_multipart=False)
+            return True
+
     def remove(self, names: Sequence[str]) -> None:
         """Deletes objects, also where some are not there."""
         import obstore
@@ -257,4 +282,5 @@ def _account() -> str | None:
 def _stored(item: Any) -> StoredObject:
     written: datetime = item["last_modified"]
     seconds = int(written.timestamp())
-    return StoredObject(item["size"], seconds * 10**9 + written.microsecond * 1000, str(item["e_tag"]))
+    modified_ns = seconds * 10**9 + written.microsecond * 1000
+    return StoredObject(item["size"], modified_ns, str(item["e_tag"]), item["version"])

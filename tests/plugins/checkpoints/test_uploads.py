@@ -21,6 +21,7 @@ from tests.conftest import TINY
 from tests.support.object_storage import answering, passed_on
 from tests.support.same_run import same_bits
 from toolkit.checkpoint_places import RemotePlace
+from toolkit.storage_owner import OWNER
 
 CONTENT = {
     "state_dict": {"w": torch.arange(10.0), "b": torch.ones(2, dtype=torch.bfloat16)},
@@ -72,7 +73,7 @@ def test_it_comes_back_and_what_completes_it_is_written_last(plugin, save, stora
 
 
 @FORMATS
-def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, capsys):
+def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, capsys, tmp_path):
     prefix = f"damaged-{plugin.__name__}"
     url = f"s3://corpora/{prefix}"
     for step in (1, 2, 3):
@@ -98,23 +99,23 @@ def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, c
         finding.resolve(f"{url}/step-00000003.ckpt", Path())
     assert len(str(error.value).splitlines()) <= 3
     # The next run deletes what was not completed.
-    RemotePlace(url).check(resumed=True)
+    RemotePlace(url).check(True, tmp_path, "")
     assert newest
     assert not [key for key in storage.keys(prefix) if "step-00000003" in key]
     with pytest.raises(ConfigError, match="holds checkpoints of another run"):
-        RemotePlace(url).check(resumed=False)
+        RemotePlace(url).check(False, tmp_path, "")
 
 
-def test_what_somebody_copied_there_is_left_alone(environment, storage):
+def test_what_somebody_copied_there_is_left_alone(environment, storage, tmp_path):
     """Such as a run's local checkpoints, by `aws s3 sync`: no run may take them for its unfinished uploads."""
     url = "s3://corpora/by-hand"
     storage.put("by-hand/step-00000001.ckpt", b"all that there is")
-    RemotePlace(url).check(resumed=True)
+    RemotePlace(url).check(True, tmp_path, "")
     with pytest.raises(ConfigError, match=r"checkpoints of another run \(step-00000001.ckpt\)"):
-        RemotePlace(url).check(resumed=False)
+        RemotePlace(url).check(False, tmp_path, "")
     with pytest.raises(ConfigError, match="copied there without complete"):
         finding.resolve(f"{url}/step-00000001.ckpt", Path())
-    assert storage.keys("by-hand") == ["step-00000001.ckpt"]
+    assert storage.keys("by-hand") == [OWNER, "step-00000001.ckpt"]
 
 
 def test_a_wrong_name_beside_a_run_connects_to_nothing(tmp_path, monkeypatch):
@@ -148,13 +149,13 @@ def test_a_damaged_tensor_file_is_found_when_it_is_read(save, storage):
         read_checkpoint(finding.resolve(url, Path()))
 
 
-def test_the_steps_of_a_discarded_history(save, storage):
+def test_the_steps_of_a_discarded_history(save, storage, tmp_path):
     """They are used where there is no other, and replaced by the same step of the new history, which pruning spares."""
     url = "s3://corpora/history"
     for step in (1, 2):
         save(AtomicCheckpoint, url, step)
     place = RemotePlace(url)
-    place.check(resumed=True)
+    place.check(True, tmp_path, "")
     assert place.set_aside(1) == {"step-00000002.ckpt": "step-00000002.abandoned.ckpt"}
     assert place.present(["step-00000001.ckpt", "step-00000002.abandoned.ckpt"]) != []
     assert finding.resolve(url, Path()).name == "step-00000001.ckpt"
@@ -165,7 +166,7 @@ def test_the_steps_of_a_discarded_history(save, storage):
     io.remove_checkpoint(f"{url}/step-00000002.abandoned.ckpt")
     io.remove_checkpoint(f"{url}/step-00000001.ckpt")
     io.teardown()
-    assert storage.keys("history") == ["step-00000002.ckpt", "step-00000002.ckpt.complete"]
+    assert storage.keys("history") == [OWNER, "step-00000002.ckpt", "step-00000002.ckpt.complete"]
 
 
 def test_an_upload_that_fails_leaves_the_file_here(environment, tmp_path):
@@ -233,6 +234,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
         )
     assert done.code == -9
     assert storage.keys("killed") == [
+        OWNER,
         "step-00000002.ckpt",
         "step-00000002.ckpt.complete",
         "step-00000004.ckpt",
@@ -243,7 +245,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
         "From checkpoint: s3://corpora/killed/step-00000002.ckpt" in done.succeeded("the resumed run").stdout
     )
     names = ("step-00000004.ckpt", "step-00000006.ckpt")
-    assert storage.keys("killed") == [word for name in names for word in (name, f"{name}.complete")]
+    assert storage.keys("killed") == [OWNER, *(word for name in names for word in (name, f"{name}.complete"))]
     assert not (tmp_path / "there" / "uploads").exists()
     for name in names:
         (tmp_path / name).write_bytes(storage.read(f"killed/{name}"))
