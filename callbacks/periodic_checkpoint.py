@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from core.errors import ConfigError
 from core.lightning_compat import is_accumulating, validates_after_batch
 from core.technique import technique
 from toolkit.checkpoint_names import ABANDONED, step_named
-from toolkit.checkpoint_places import Place, place_of, require_uploads
+from toolkit.checkpoint_places import Place, StagesUploads, place_of, require_uploads
 from toolkit.local_paths import is_url
 
 
@@ -123,9 +125,7 @@ class PeriodicCheckpoint(Checkpoint):
         """Saves when a multiple of `every_n_steps` is complete; a step with a validation waits for it."""
         step = trainer.global_step
         if step < self._saved_step:
-            self._go_back(step)
-            if trainer.is_global_zero:
-                self._set_aside(step)
+            self._go_back(trainer, step)
         self._due = step % self.every_n_steps == 0 and step not in (self._saved_step, trainer.max_steps)
         if self._due and not validates_after_batch(trainer):
             self._save(trainer, step)
@@ -144,16 +144,23 @@ class PeriodicCheckpoint(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves the step after which a signal ended the run."""
+        if isinstance(self._io, StagesUploads):
+            self._io.end_soon()
         if isinstance(exception, SIGTERMException):
-            self.on_train_end(trainer, pl_module)
+            try:
+                self.on_train_end(trainer, pl_module)
+            except ConfigError as error:
+                if not is_url(self.dirpath):
+                    raise
+                if trainer.is_global_zero:  # the step is on this machine: the run ends by its signal
+                    print(error, file=sys.stderr, flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step, and waits until it is on the disk."""
         if trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
         if isinstance(self._io, WaitsForDisk):
-            self._io.wait()
-            self._place.settled()
+            self._settle(trainer)
             self._prune(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -171,12 +178,11 @@ class PeriodicCheckpoint(Checkpoint):
             self._best = float(state_dict["best"])
             self.best_model_path = str(self._place.path_of(Path(state_dict["path"]).name))
 
-    def _go_back(self, step: int) -> None:
+    def _go_back(self, trainer: Trainer, step: int) -> None:
         """Training has gone back to a step: later steps will be saved again."""
         self._saved_step = 0
-        if isinstance(self._io, WaitsForDisk):
-            self._io.wait()
-            self._place.settled()
+        self._settle(trainer)
+        _raise_on_all(trainer, _attempt(lambda: self._set_aside(step)) if trainer.is_global_zero else None)
         if self.best_model_path and (step_named(Path(self.best_model_path)) or 0) > step:
             self._best, self.best_model_path = float("inf"), ""
 
@@ -195,13 +201,26 @@ class PeriodicCheckpoint(Checkpoint):
         name = Path(path).name
         self._written = [*(written for written in self._written if written != name), name]
         self._restored.discard(name)
-        trainer.save_checkpoint(path)
+        fault = _attempt(self._wait)
+        fault = _attempt(lambda: trainer.save_checkpoint(path), trainer.strategy.barrier) or fault
+        if fault is not None:
+            fault = _attempt(self._wait) or fault
+        _raise_on_all(trainer, fault)
         self._place.saved(name)
         self._saved_step, self.last_model_path = step, str(path)
         if isinstance(self._io, MeasuresStall):
             for logger in trainer.loggers:
                 logger.log_metrics({"checkpoint/stall_s": self._io.stall_s}, step=step)
         self._prune(trainer)
+
+    def _wait(self) -> None:
+        if isinstance(self._io, WaitsForDisk):
+            self._io.wait()
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Waits until what was saved is complete."""
+        _raise_on_all(trainer, _attempt(self._wait))
+        self._place.settled()
 
     def path_of(self, step: int) -> Path | str:
         """Returns the path, or the URL, of the checkpoint of a step."""
@@ -227,6 +246,24 @@ class PeriodicCheckpoint(Checkpoint):
         within = folder.absolute().is_relative_to(root.absolute())
         leads_out = within and not folder.resolve().is_relative_to(root.resolve())
         return name not in self._restored or not leads_out
+
+
+def _attempt(action: Callable[[], None], otherwise: Callable[[], None] | None = None) -> ConfigError | None:
+    """Returns the error of an action, after what meets the other ranks in its place; None: there was none."""
+    try:
+        action()
+    except ConfigError as error:
+        if otherwise is not None:
+            otherwise()
+        return error
+    return None
+
+
+def _raise_on_all(trainer: Trainer, error: ConfigError | None) -> None:
+    """Raises the first rank's error on every rank, which would wait for it; called on every rank."""
+    told = trainer.strategy.broadcast(None if error is None else str(error))
+    if error is not None or told:
+        raise ConfigError(told or str(error)) from error
 
 
 def _order(name: str) -> tuple[bool, int]:

@@ -18,10 +18,16 @@ __all__ = ["LocalPlace", "Place", "RemotePlace", "StagesUploads", "place_of", "r
 
 @runtime_checkable
 class StagesUploads(Protocol):
-    """A `CheckpointIO` that writes to URLs of object storage."""
+    """A `CheckpointIO` that writes to URLs of object storage.
+
+    What cannot be uploaded is kept on this machine, with what is saved after it; `wait` raises it.
+    """
 
     def stage_in(self, folder: Path) -> None:
         """Says in which folder of this machine checkpoints are written before they are uploaded; called on every rank."""
+
+    def end_soon(self) -> None:
+        """The run is to end: an outage of the storage is not waited out any more."""
 
 
 class Place(Protocol):

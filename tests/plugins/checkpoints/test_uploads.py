@@ -4,6 +4,7 @@ import os
 import signal
 from copy import deepcopy
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.cli.runs.run_folder import fill_in
 from tests.conftest import TINY
-from tests.support.object_storage import answering, passed_on
+from tests.support.object_storage import answer_with, answering, passed_on
 from tests.support.same_run import same_bits
+from toolkit import object_storage
 from toolkit.checkpoint_places import RemotePlace
 from toolkit.storage_owner import OWNER
 
@@ -169,21 +171,86 @@ def test_the_steps_of_a_discarded_history(save, storage, tmp_path):
     assert storage.keys("history") == [OWNER, "step-00000002.ckpt", "step-00000002.ckpt.complete"]
 
 
-def test_an_upload_that_fails_leaves_the_file_here(environment, tmp_path):
+@FORMATS
+def test_what_cannot_be_uploaded_stays_here(plugin, storage, environment, monkeypatch, tmp_path):
+    """Once the run is to end, an outage of the storage is not waited out: no step is lost, also none saved afterwards."""
+    monkeypatch.setattr(object_storage, "LOOK_S", 0.05)
+    down, staged, url = [], tmp_path / "uploads", f"s3://corpora/outage-{plugin.__name__}"
+
+    def answer(handler, body):
+        if down:
+            answer_with(handler, 503)
+        else:
+            passed_on(handler, body, storage.url)
+
+    with answering(answer) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        io = plugin()
+        io.stage_in(staged)
+        io.save_checkpoint(CONTENT, f"{url}/step-00000007.ckpt")
+        io.wait()
+        down.append(True)
+        io.save_checkpoint(CONTENT, f"{url}/step-00000008.ckpt")
+        io.end_soon()
+        with pytest.raises(ConfigError, match=r"cannot be (read|written)") as error:
+            io.wait()
+        assert f"complete in {staged}: step-00000008.ckpt." in str(error.value)
+        io.save_checkpoint(CONTENT, f"{url}/step-00000009.ckpt")
+        with pytest.raises(ConfigError) as error:
+            io.wait()
+        io.teardown()
+    lines = str(error.value).splitlines()
+    assert len(lines) <= 6
+    assert lines[-3:] == [
+        f"Not uploaded, and complete in {staged}: step-00000008.ckpt, step-00000009.ckpt.",
+        f"To go on from there: --ckpt_path {staged}/step-00000009.ckpt",
+        f"To upload by hand: aws s3 sync {staged} {url}",
+    ]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", storage.url)
+    assert same_bits(read_checkpoint(finding.resolve(f"{staged}/step-00000008.ckpt", Path())), CONTENT)
+    storage.upload(staged, f"outage-{plugin.__name__}")  # by hand
+    copy = finding.resolve(url, Path())
+    assert copy.name == "step-00000009.ckpt"
+    assert same_bits(read_checkpoint(copy), CONTENT)
+    io = plugin()
+    io.stage_in(staged)  # by a run that resumes from it
+    assert (staged / "step-00000009.ckpt").exists()
+    io.save_checkpoint(CONTENT, f"{url}/step-00000010.ckpt")
+    io.teardown()
+    assert not staged.exists()
+
+
+def test_a_slow_upload_of_a_run_that_is_to_end_is_not_cut_off(storage, environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(object_storage, "LOOK_S", 0.02)
+    ended, looks = [], []
+
+    def answer(handler, body):
+        looks.append(handler.path.endswith("/complete"))
+        if handler.command == "PUT" and handler.path.endswith(".ckpt") and not ended:
+            ended.append(io.end_soon())
+            while sum(looks) < 3:
+                sleep(0.01)
+        passed_on(handler, body, storage.url)
+
+    with answering(answer) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        io = AtomicCheckpoint()
+        io.stage_in(tmp_path / "uploads")
+        io.save_checkpoint(CONTENT, "s3://corpora/slow/step-00000007.ckpt")
+        io.wait()
+        io.teardown()
+    assert storage.keys("slow") == ["step-00000007.ckpt", "step-00000007.ckpt.complete"]
+
+
+def test_the_other_error_of_a_run_is_not_hidden(environment, tmp_path, capsys):
     io = AtomicCheckpoint()
     io.stage_in(tmp_path / "uploads")
     io.save_checkpoint(CONTENT, "s3://nowhere/run/step-00000007.ckpt")
-    with pytest.raises(ConfigError, match="NoSuchBucket") as error:
-        io.wait()
-    io.teardown()
-    kept = tmp_path / "uploads" / "step-00000007.ckpt"
-    assert str(error.value).splitlines()[-1] == f"The checkpoint is complete here: --ckpt_path {kept}."
-    assert same_bits(read_checkpoint(kept), CONTENT)
-    io.stage_in(tmp_path / "uploads")  # by a run that resumes from it
-    assert kept.exists()
-    io.save_checkpoint(CONTENT, "s3://corpora/later/step-00000008.ckpt")
-    io.teardown()
-    assert not (tmp_path / "uploads").exists()
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        io.teardown()
+    assert "NoSuchBucket" in capsys.readouterr().err
 
 
 def test_copies_that_nobody_uses_make_room(save, monkeypatch, tmp_path):
@@ -209,6 +276,13 @@ def written_config(folder, tiny, dirpath=None, **trainer):
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(tiny), encoding="utf-8")
     return f"--config={path}"
+
+
+def two_ranks():
+    """Returns what torchrun sets for each of two ranks."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "uploads"}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 
 
 @pytest.mark.ci
@@ -260,13 +334,7 @@ def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, en
     trained = {}
     for name, dirpath in (("here", None), ("there", "s3://corpora/ranks/checkpoints")):
         options = written_config(tmp_path / name, TINY, dirpath, **sharded)
-        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        shared |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "TORCHELASTIC_RUN_ID": "uploads",
-        }
-        places = [environment | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        places = [environment | ranks for ranks in two_ranks()]
         run(["fit", options], tmp_path / name, ranks=2, environments=places).succeeded(name)
         trained[name] = name
     files = {
@@ -281,3 +349,46 @@ def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, en
     other = read_checkpoint(tmp_path / "here" / "checkpoints" / "step-00000006.ckpt")
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
         assert same_bits(one[part], other[part])
+
+
+@pytest.mark.ci
+def test_all_ranks_end_with_what_the_first_could_not_upload(storage, environment, tmp_path):
+    """The storage refuses step 4: found at the save of step 6, which is complete on this machine too."""
+
+    def answer(handler, body):
+        if handler.command == "PUT" and "step-00000004" in handler.path:
+            answer_with(handler, 403)
+        else:
+            passed_on(handler, body, storage.url)
+
+    options = written_config(tmp_path / "run", TINY, "s3://corpora/refused", strategy="DDP", devices=2)
+    with answering(answer) as url:
+        places = [{**environment, **ranks, "AWS_ENDPOINT_URL": url} for ranks in two_ranks()]
+        done = run(["fit", options], tmp_path / "run", ranks=2, environments=places)
+    kept = f"complete in {tmp_path}/run/uploads: step-00000004.ckpt, step-00000006.ckpt."
+    assert (done.codes, done.error_text.count(kept)) == ((2, 2), 2)
+    assert storage.keys("refused") == [OWNER, "step-00000002.ckpt", "step-00000002.ckpt.complete"]
+    assert read_checkpoint(tmp_path / "run" / "uploads" / "step-00000006.ckpt")["global_step"] == 6
+
+
+@pytest.mark.ci
+def test_ctrl_c_in_an_outage_ends_the_run_and_loses_nothing(storage, environment, tmp_path):
+    interrupted = []
+
+    def answer(handler, body):
+        if interrupted or "step-00000004" in handler.path:
+            answer_with(handler, 503)
+            interrupted.append(interrupted or os.kill(int((tmp_path / "pid.0").read_text()), signal.SIGINT))
+        else:
+            passed_on(handler, body, storage.url)
+
+    options = written_config(tmp_path / "run", TINY, "s3://corpora/interrupted")
+    progress = f"{{class_path: tests.support.killing.Progress, init_args: {{folder: {tmp_path}}}}}"
+    with answering(answer) as url:
+        places = [{**environment, "AWS_ENDPOINT_URL": url}]
+        done = run(
+            ["fit", options, f"--trainer.callbacks+={progress}"], tmp_path / "run", environments=places
+        )
+    assert done.code == 130
+    assert f"Not uploaded, and complete in {tmp_path}/run/uploads: step-00000004.ckpt" in done.stderr
+    assert read_checkpoint(tmp_path / "run" / "uploads" / "step-00000004.ckpt")["global_step"] == 4
