@@ -201,10 +201,9 @@ class PeriodicCheckpoint(Checkpoint):
         name = Path(path).name
         self._written = [*(written for written in self._written if written != name), name]
         self._restored.discard(name)
-        fault = _attempt(self._wait)
-        fault = _attempt(lambda: trainer.save_checkpoint(path), trainer.strategy.barrier) or fault
-        if fault is not None:
-            fault = _attempt(self._wait) or fault
+        fault = _attempt(lambda: trainer.save_checkpoint(path), trainer.strategy.barrier)
+        if fault is None and trainer.is_global_zero and isinstance(self._io, StagesUploads):
+            fault = _attempt(self._io.require_uploaded)  # other ranks may know a moment earlier or later
         _raise_on_all(trainer, fault)
         self._place.saved(name)
         self._saved_step, self.last_model_path = step, str(path)

@@ -23,6 +23,9 @@ class StagesUploads(Protocol):
     What cannot be uploaded is kept on this machine, with what is saved after it; `wait` raises it.
     """
 
+    def require_uploaded(self) -> None:
+        """Raises a ConfigError if a checkpoint could not be uploaded, without waiting for one that is being uploaded."""
+
     def stage_in(self, folder: Path) -> None:
         """Says in which folder of this machine checkpoints are written before they are uploaded; called on every rank."""
 

@@ -336,9 +336,8 @@ class ObjectFolder:
         elif "redirect" in said.lower():
             hint = "The bucket is in another region: set AWS_REGION."
         else:
-            hint = (
-                "Check the URL, the network and, for another endpoint than the provider's, AWS_ENDPOINT_URL."
-            )
+            hint = "Check the URL and the network"
+            hint += "; for another endpoint than Amazon's, AWS_ENDPOINT_URL." if family == "s3" else "."
         return f"{self.url}{name and '/' + name} cannot be {action}: {reason}.\n{hint}"
 
     def _name(self, item: Any) -> str:

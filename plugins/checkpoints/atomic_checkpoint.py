@@ -102,6 +102,10 @@ class AtomicCheckpoint(CheckpointIO):
         self._background.wait()
         self._staging.require_uploaded()
 
+    def require_uploaded(self) -> None:
+        """Raises a ConfigError if a checkpoint could not be uploaded."""
+        self._staging.require_uploaded()
+
     def end_soon(self) -> None:
         """Ends uploads as soon as the storage does not answer."""
         self._background.patience.ending.set()

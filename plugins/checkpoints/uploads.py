@@ -34,6 +34,7 @@ class Staging:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
         self.failure: ConfigError | None = None
+        self._remote: ObjectFolder
         self._told = False
 
     def clear(self) -> None:

@@ -16,8 +16,10 @@ from core.errors import ConfigError
 from plugins.checkpoints import finding, remote_copies
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import read_checkpoint
+from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.cli.runs.run_folder import fill_in
+from plugins.networks.gpt import GPT
 from tests.conftest import TINY
 from tests.support.object_storage import answer_with, answering, passed_on
 from tests.support.same_run import same_bits
@@ -349,46 +351,66 @@ def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, en
     other = read_checkpoint(tmp_path / "here" / "checkpoints" / "step-00000006.ckpt")
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
         assert same_bits(one[part], other[part])
+    network = GPT(**TINY["model"]["network"]["init_args"])
+    InitialWeights("s3://corpora/ranks").change_network(network)
+    assert same_bits(
+        {f"network.{name}": value for name, value in network.state_dict().items()}, one["state_dict"]
+    )
+    assert "tensors from s3://corpora/ranks/checkpoints/step-00000006.ckpt" in capsys.readouterr().err
 
 
 @pytest.mark.ci
-def test_all_ranks_end_with_what_the_first_could_not_upload(storage, environment, tmp_path):
-    """The storage refuses step 4: found at the save of step 6, which is complete on this machine too."""
+@pytest.mark.parametrize(
+    ("strategy", "plugin", "refused"),
+    [("DDP", "AtomicCheckpoint", "4.ckpt"), ("FSDP", "ShardedCheckpoint", "4.ckpt/__1_0.distcp")],
+)
+def test_all_ranks_end_with_what_one_could_not_upload(
+    strategy, plugin, refused, storage, environment, tmp_path
+):
+    """Of step 4: it is found at the save of step 6, which is complete on this machine too."""
 
     def answer(handler, body):
-        if handler.command == "PUT" and "step-00000004" in handler.path:
+        if handler.command == "PUT" and handler.path.partition("?")[0].endswith(refused):
             answer_with(handler, 403)
         else:
             passed_on(handler, body, storage.url)
 
-    options = written_config(tmp_path / "run", TINY, "s3://corpora/refused", strategy="DDP", devices=2)
+    more = {"strategy": strategy, "devices": 2, "plugins": [plugin]}
+    options = written_config(tmp_path / "run", TINY, f"s3://corpora/refused-{plugin}", **more)
     with answering(answer) as url:
         places = [{**environment, **ranks, "AWS_ENDPOINT_URL": url} for ranks in two_ranks()]
         done = run(["fit", options], tmp_path / "run", ranks=2, environments=places)
     kept = f"complete in {tmp_path}/run/uploads: step-00000004.ckpt, step-00000006.ckpt."
     assert (done.codes, done.error_text.count(kept)) == ((2, 2), 2)
-    assert storage.keys("refused") == [OWNER, "step-00000002.ckpt", "step-00000002.ckpt.complete"]
-    assert read_checkpoint(tmp_path / "run" / "uploads" / "step-00000006.ckpt")["global_step"] == 6
+    there = storage.keys(f"refused-{plugin}")
+    assert {name[:13] for name in there if name.endswith("complete")} == {"step-00000002"}
+    for step in (4, 6):
+        found = read_checkpoint(tmp_path / "run" / "uploads" / f"step-{step:08d}.ckpt")
+        assert found["global_step"] == step
 
 
 @pytest.mark.ci
-def test_ctrl_c_in_an_outage_ends_the_run_and_loses_nothing(storage, environment, tmp_path):
-    interrupted = []
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_an_outage_ends_the_run_and_loses_nothing(number, code, storage, environment, tmp_path):
+    """While step 50 is uploaded: on SIGTERM the run saves the step after which it ends, too."""
+    sent, name = [], f"signal-{code}"
 
     def answer(handler, body):
-        if interrupted or "step-00000004" in handler.path:
+        if sent or "step-00000050" in handler.path:
+            if not sent:
+                sent.append(os.kill(int((tmp_path / "pid.0").read_text()), number))
             answer_with(handler, 503)
-            interrupted.append(interrupted or os.kill(int((tmp_path / "pid.0").read_text()), signal.SIGINT))
         else:
             passed_on(handler, body, storage.url)
 
-    options = written_config(tmp_path / "run", TINY, "s3://corpora/interrupted")
+    options = written_config(tmp_path / "run", TINY, f"s3://corpora/{name}", max_steps=100_000)
     progress = f"{{class_path: tests.support.killing.Progress, init_args: {{folder: {tmp_path}}}}}"
     with answering(answer) as url:
         places = [{**environment, "AWS_ENDPOINT_URL": url}]
-        done = run(
-            ["fit", options, f"--trainer.callbacks+={progress}"], tmp_path / "run", environments=places
-        )
-    assert done.code == 130
-    assert f"Not uploaded, and complete in {tmp_path}/run/uploads: step-00000004.ckpt" in done.stderr
-    assert read_checkpoint(tmp_path / "run" / "uploads" / "step-00000004.ckpt")["global_step"] == 4
+        more = ["--callbacks.PeriodicCheckpoint.every_n_steps=50", f"--trainer.callbacks+={progress}"]
+        done = run(["fit", options, *more], tmp_path / "run", environments=places)
+    staged = tmp_path / "run" / "uploads"
+    assert done.code == code, done.stderr
+    assert f"Not uploaded, and complete in {staged}: step-00000050.ckpt" in done.stderr
+    assert read_checkpoint(staged / "step-00000050.ckpt")["global_step"] == 50
+    assert len(list(staged.glob("*.ckpt"))) == (1 if number == signal.SIGINT else 2)
