@@ -95,7 +95,7 @@ class ShardedCheckpoint(AtomicCheckpoint):
             tensors, rest = self._snapshot(tensors), tree_map(_copied, rest)
         # A thread in both cases: Ctrl-C is raised in the main thread only, not inside torch's writer.
         self._background.submit(*task, place, tensors, rest, group, self._background.patience, remote)
-        if not self.asynchronous:
+        if not self.asynchronous or (is_url(path) and remote is None):  # the run ends, and says what is here
             self._background.wait()
         self.stall_s = time.perf_counter() - start
         self._stalls.append(self.stall_s)
