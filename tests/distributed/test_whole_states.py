@@ -87,6 +87,8 @@ def test_what_an_optimizer_keeps_in_its_groups_goes_on(optimizer, strategy, plug
         "trainer": {"strategy": strategy, "plugins": [plugin]},
         "model": {"optimizer": {"class_path": optimizer, "init_args": {"lr": 0.1}}},
     }
+    if optimizer == "ScheduleFreeAdamW":
+        overlay["model"]["optimizer"]["init_args"]["eps"] = 0.1  # as ADAM's
     whole = fit(overlay, ranks)
     assert whole.code == 0, whole.error_text
     path = whole.folder / "checkpoints" / f"step-{SAVED}.ckpt"
