@@ -131,7 +131,7 @@ class TorchaoAdamW8bit(StepsOwnShards, library("torchao.optim", "torchao").AdamW
 
 
 def _flat(own: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in own.items():
         if isinstance(value, OptimState8bit):
             found |= {f"{name}_codes": value.codes, f"{name}_scales": value.scale}
