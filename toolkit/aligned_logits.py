@@ -24,10 +24,12 @@ def logits_of(network: Network, hidden: Tensor) -> Callable[[Tensor], Tensor]:
     or wider. On a CPU, where the copy costs more than it saves, in a compiled graph, where the compiler does it, and for
     networks with logits of their own it is `network.logits`.
     """
-    weight = network.output_weight
-    if not hidden.is_cuda or torch.compiler.is_compiling() or weight is None:
+    if not hidden.is_cuda or torch.compiler.is_compiling():
         return network.logits
-    return aligned(weight) if len(weight) % MULTIPLE and is_plain(network, weight) else network.logits
+    weight = network.output_weight
+    if weight is None or len(weight) % MULTIPLE == 0 or not is_plain(network, weight):
+        return network.logits
+    return aligned(weight)
 
 
 def aligned(weight: Tensor) -> Callable[[Tensor], Tensor]:
