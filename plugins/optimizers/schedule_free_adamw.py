@@ -27,7 +27,7 @@ class ScheduleFreeAdamW(ChecksEps, StepsOwnShards, library("schedulefree").AdamW
 
     Validation and checkpoints use the average; training continues from the exact trained weights. After a linear
     warm-up the learning rate is constant: run it without `lr_scheduler`. State: 8 bytes per float32 parameter, and 4
-    more while validating or saving.
+    more while validating or saving; sharded as the weights are. A checkpoint in one file gathers the weights three times.
 
     Args:
         params: Parameters or parameter groups.
