@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +21,17 @@ from core.errors import ConfigError
 from core.technique import declaration_of
 from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.strategies import tensors
-from toolkit.initial_values import Start, draw_part, initial_values, named
+from toolkit.initial_values import (
+    Added,
+    CopyOf,
+    LooksAtWeights,
+    Start,
+    added_start,
+    draw_part,
+    initial_values,
+    named,
+)
+from toolkit.initial_weights import SeesWeights
 
 PREFIX = "network."
 """What names of the network's tensors begin with in the module that is trained."""
@@ -30,7 +40,7 @@ NOISE = 2**20 - 3
 """Numbers that repeat in the matrices of a network that is only tried; odd, so that no two rows are the same."""
 
 KEEPS_WEIGHTS = "keeps_weights"
-"""Feature of what changes a network without a look at its weights, and adds none."""
+"""Feature of what changes a network without a look at its weights, and says how what it adds begins."""
 
 
 class Stored(NamedTuple):
@@ -45,7 +55,11 @@ class Stored(NamedTuple):
     otherwise: Start
 
 
-def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start | Stored]:
+Begins = Start | Stored | Added
+"""How a tensor of the module begins that is trained."""
+
+
+def starts_of(trainer: Trainer, strategy: str) -> dict[str, Begins]:
     """Returns name in the module -> how it begins, of all tensors of the network, which is built for that on the meta device.
 
     Where it is empty, rank 0 has to build the network with its weights; a message says why.
@@ -63,7 +77,7 @@ def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start | Stored]:
             draft = module.build_network()
         found: Mapping[str, Any] | None = initial_values(draft)
         if found is not None:
-            if module.weights and not trainer.ckpt_path:
+            if module.weights:  # of a resumed run those that its checkpoint lacks are read
                 readers = InitialWeights(module.weights).readers(draft, trainer)
                 found = {
                     n: Stored(readers[n], start) if n in readers else start for n, start in found.items()
@@ -80,12 +94,40 @@ def _explain_whole(trainer: Trainer, module: Any) -> str | None:
     precision: Any = trainer.precision_plugin
     for part in (*module.objective.modules(), precision, *trainer.callbacks):  # type: ignore[attr-defined]
         declared = declaration_of(type(part))
-        if isinstance(part, ChangesNetwork) and KEEPS_WEIGHTS not in (declared.offers if declared else ()):
-            return f"{type(part).__name__} changes it"
+        keeps = KEEPS_WEIGHTS in (declared.offers if declared else ())
+        if isinstance(part, ChangesNetwork) and not (keeps and not _looks(part)):
+            return f"{type(part).__name__} looks at its weights, or does not say how what it adds begins"
     constructs = not isinstance(precision.module_init_context(), nullcontext)
     if constructs and not isinstance(precision, HalfPrecision | DoublePrecision):
         return f"{type(precision).__name__} takes part in its construction"
     return None
+
+
+def _looks(part: object) -> bool:
+    return isinstance(part, LooksAtWeights) and part.looks_at_weights
+
+
+def added_starts(module: nn.Module, starts: Mapping[str, Any]) -> dict[str, Added]:
+    """Returns name in the module -> how it begins, of what was added to the network, or to the objective for it.
+
+    Args:
+        module: On the meta device, its parameters not sharded yet.
+        starts: The same of the network itself.
+    """
+    names, found = {id(tensor): name for name, tensor in named(module)}, {}
+    for name, tensor in named(module):
+        noted = added_start(tensor)
+        source = names.get(id(noted.source), "") if isinstance(noted, CopyOf) else ""
+        if source in starts:
+            noted = Added(starts[source], source.removeprefix(PREFIX))
+        if isinstance(noted, Added):
+            found[name] = noted
+    return found
+
+
+def opened(name: str, start: Any) -> tuple[Any, str]:
+    """Returns how a tensor begins, and the name that its numbers depend on."""
+    return start if isinstance(start, Added) else (start, name.removeprefix(PREFIX))
 
 
 def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
@@ -105,7 +147,7 @@ def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
 
 
 @torch.no_grad()
-def stand_in(network: Network, starts: Mapping[str, Start | Stored]) -> Network:
+def stand_in(network: Network, starts: Mapping[str, Begins]) -> Network:
     """Returns a copy of a network on the meta device to try it with, on the CPU: its matrices share the memory of the largest.
 
     Vectors and buffers have the values that they begin with.
@@ -119,7 +161,7 @@ def stand_in(network: Network, starts: Mapping[str, Start | Stored]) -> Network:
     def value(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) and tensor.ndim > 1:
             return noise[: tensor.numel()].view(tensor.shape).to(tensor.dtype)
-        start = starts[names[id(tensor)]]
+        start, _ = opened("", starts[names[id(tensor)]])
         if isinstance(start, Stored):
             return start.read()
         found = torch.empty_like(tensor, device="cpu")
@@ -140,6 +182,7 @@ class InitialShards:
         seed: Of the network, the same on every rank.
         stored: Names whose values are read from a checkpoint afterwards: nothing is done for them.
         device: Of messages.
+        seeing: Who is shown the network's tensors, whole, on rank 0.
 
     Raises:
         ConfigError: If it is not known how a tensor begins.
@@ -148,12 +191,13 @@ class InitialShards:
     def __init__(
         self,
         full: Mapping[str, Tensor],
-        starts: Mapping[str, Start | Stored],
+        starts: Mapping[str, Begins],
         seed: int,
         stored: Collection[str],
         device: torch.device,
+        seeing: Sequence[SeesWeights] = (),
     ) -> None:
-        self.full, self.seed, self.stored, self.device = full, seed, stored, device
+        self.full, self.seed, self.stored, self.device, self.seeing = full, seed, stored, device, seeing
         empty = {name for name, tensor in full.items() if tensor.is_meta}
         if starts and (lost := sorted(empty - starts.keys())):
             raise ConfigError(
@@ -165,12 +209,15 @@ class InitialShards:
     @torch.no_grad()
     def fill(self, name: str, target: Tensor | None) -> None:
         """Fills this rank's part of a tensor, or none; called on every rank with each name of `full`, in its order."""
-        full, start = self.full[name], self.starts.get(name)
+        full, noted = self.full[name], self.starts.get(name)
+        start, key = opened(name, noted)
+        if dist.get_rank() == 0 and self.seeing and noted is not None and not isinstance(noted, Added):
+            self._show(key, start, full)
         if start is not None and name in self.stored:
             return
         if start is not None and not isinstance(start, Stored):
             if target is not None:
-                draw_shard(target, start, self.seed, name.removeprefix(PREFIX))
+                draw_shard(target, start, self.seed, key)
             return
         if dist.get_rank() == 0:
             message = (full if start is None else start.read()).to(self.device)
@@ -179,3 +226,13 @@ class InitialShards:
         dist.broadcast(message, 0)
         if target is not None:
             tensors.copy_part(target, message)
+
+    def _show(self, key: str, start: Start | Stored, full: Tensor) -> None:
+        """Shows a tensor of the network to those who see its weights."""
+        if isinstance(start, Stored):
+            whole = start.read()
+        else:
+            whole = torch.empty_like(full, device="cpu")
+            draw_part(whole, start, self.seed, key)
+        for part in self.seeing:
+            part.see_weight(key, whole)
