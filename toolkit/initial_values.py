@@ -28,7 +28,7 @@ __all__ = [
     "DrawsWeights",
     "Fill",
     "HasInitialValues",
-    "LooksAtWeights",
+    "NormsOf",
     "Start",
     "added_start",
     "copied",
@@ -39,6 +39,7 @@ __all__ = [
     "new_seed",
     "normal",
     "start_added",
+    "start_as_norms",
     "uniform",
 ]
 
@@ -77,17 +78,6 @@ class HasInitialValues(Protocol):
             name: Of the parameter or buffer, as in `named_parameters`.
             tensor: It, whole, possibly on the meta device: for its shape.
         """
-
-
-@runtime_checkable
-class LooksAtWeights(Protocol):
-    """What changes a network and declares `offers=("keeps_weights",)`, and with some arguments looks at its weights.
-
-    Attributes:
-        looks_at_weights: Whether it does: rank 0 then initialises all.
-    """
-
-    looks_at_weights: bool
 
 
 @runtime_checkable
@@ -147,6 +137,18 @@ class CopyOf(NamedTuple):
     source: Tensor
 
 
+class NormsOf(NamedTuple):
+    """A vector that begins as the norms of the rows of a matrix of the network.
+
+    Attributes:
+        source: The matrix.
+    """
+
+    source: Tensor
+
+
+Noted = Added | CopyOf | NormsOf
+
 _NOTE = "_leyden_begins"
 """Attribute of a tensor on the meta device. A weak reference would keep torch from swapping it for a real one."""
 
@@ -184,9 +186,19 @@ def copied(module: M) -> M:
     return found
 
 
-def added_start(tensor: Tensor) -> Added | CopyOf | None:
+def start_as_norms(tensor: Tensor, source: Tensor) -> None:
+    """Notes that a vector on the meta device begins as the norms of the rows of a matrix of the network.
+
+    Args:
+        tensor: (n,), a parameter that is added to the network.
+        source: (n, m).
+    """
+    vars(tensor)[_NOTE] = NormsOf(source)
+
+
+def added_start(tensor: Tensor) -> Noted | None:
     """Returns how a tensor begins that was added on the meta device; None: that was not noted."""
-    found: Added | CopyOf | None = vars(tensor).get(_NOTE)
+    found: Noted | None = vars(tensor).get(_NOTE)
     return found
 
 

@@ -15,7 +15,7 @@ from core.technique import technique
 from plugins.adapters.peft_folder import PeftFolder, form, layer_of
 from plugins.precision.layers import linear_layers, make_dense, weight_of, wide_type
 from toolkit.adapters import Adapter, change_layer, restore_layer
-from toolkit.initial_values import start_added, uniform
+from toolkit.initial_values import start_added, start_as_norms, uniform
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Parameters of a layer, as peft names them."""
@@ -46,6 +46,8 @@ class LoRALinear(nn.Linear):
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, **like))
         norms = nn.Parameter(weight_of(self).norm(dim=1)) if use_dora else None
         self.register_parameter("lora_magnitude_vector", norms)
+        if norms is not None and norms.is_meta:
+            start_as_norms(norms, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., in) to (..., out)."""
@@ -122,11 +124,6 @@ class LoRA(Adapter):
             raise ConfigError(f"LoRA: dropout is {dropout}; it must be at least 0 and below 1.")
         self.rank, self.alpha, self.layers, self.dropout = rank, alpha, layers, dropout
         self.use_rslora, self.use_dora, self.weights = use_rslora, use_dora, weights
-
-    @property
-    def looks_at_weights(self) -> bool:
-        """Whether norms begin as those of the weights' rows; see `toolkit.initial_values.LooksAtWeights`."""
-        return self.use_dora and self.weights is None
 
     def adapt(self, network: Network) -> None:
         """Adds A and B to linear layers."""

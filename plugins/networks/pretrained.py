@@ -212,15 +212,18 @@ def _stored(folder: Path, kind: type[PreTrainedModel]) -> PreTrainedModel:
 def _as_they_are(folder: Path, model: PreTrainedModel) -> dict[str, Start]:
     """Returns the stored tensors of a model by its first names; empty: transformers changes some, or refuses them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
 
     try:
         stored = open_foreign(folder).tensors
     except ConfigError:  # what transformers says of it is shown
         return {}
     own = model.state_dict(keep_vars=True)
-    converted = get_model_conversion_mapping(model, add_legacy=False) or hasattr(
-        model.config, "quantization_config"
-    )
+    changes = get_model_conversion_mapping(model, add_legacy=False)
+    renames = [change for change in changes if type(change) is WeightRenaming]
+    for rename in renames:
+        stored = {rename.rename_source_key(name)[0]: tensor for name, tensor in stored.items()}
+    converted = len(renames) < len(changes) or hasattr(model.config, "quantization_config")
     if converted or not stored.keys() <= own.keys():
         return {}
     found: dict[int, LazyTensor] = {

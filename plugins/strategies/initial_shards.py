@@ -24,7 +24,7 @@ from plugins.strategies import tensors
 from toolkit.initial_values import (
     Added,
     CopyOf,
-    LooksAtWeights,
+    NormsOf,
     Start,
     added_start,
     draw_part,
@@ -52,7 +52,31 @@ class Stored(NamedTuple):
     """
 
     read: Callable[[], Tensor]
-    otherwise: Start
+    otherwise: Any  # a Start, or RowNorms
+
+
+class RowNorms(NamedTuple):
+    """Norms of the rows of a matrix that is drawn.
+
+    Attributes:
+        start: How the matrix begins.
+        name: That its numbers depend on.
+        matrix: On the meta device: its shape and data type.
+    """
+
+    start: Start
+    name: str
+    matrix: Tensor
+
+    def fill(self, target: Tensor, seed: int, first: int) -> None:
+        """Fills with the norms of the rows from `first` on; others are not drawn."""
+        rows = self.matrix.new_empty((len(target), self.matrix.shape[1]), device="cpu")
+        draw_part(rows, self.start, seed, self.name, self.matrix.shape, (first, 0))
+        target.copy_(_norms(rows))
+
+
+def _norms(matrix: Tensor) -> Tensor:
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32)).norm(dim=1)
 
 
 Begins = Start | Stored | Added
@@ -94,17 +118,12 @@ def _explain_whole(trainer: Trainer, module: Any) -> str | None:
     precision: Any = trainer.precision_plugin
     for part in (*module.objective.modules(), precision, *trainer.callbacks):  # type: ignore[attr-defined]
         declared = declaration_of(type(part))
-        keeps = KEEPS_WEIGHTS in (declared.offers if declared else ())
-        if isinstance(part, ChangesNetwork) and not (keeps and not _looks(part)):
+        if isinstance(part, ChangesNetwork) and KEEPS_WEIGHTS not in (declared.offers if declared else ()):
             return f"{type(part).__name__} looks at its weights, or does not say how what it adds begins"
     constructs = not isinstance(precision.module_init_context(), nullcontext)
     if constructs and not isinstance(precision, HalfPrecision | DoublePrecision):
         return f"{type(precision).__name__} takes part in its construction"
     return None
-
-
-def _looks(part: object) -> bool:
-    return isinstance(part, LooksAtWeights) and part.looks_at_weights
 
 
 def added_starts(module: nn.Module, starts: Mapping[str, Any]) -> dict[str, Added]:
@@ -117,12 +136,20 @@ def added_starts(module: nn.Module, starts: Mapping[str, Any]) -> dict[str, Adde
     names, found = {id(tensor): name for name, tensor in named(module)}, {}
     for name, tensor in named(module):
         noted = added_start(tensor)
-        source = names.get(id(noted.source), "") if isinstance(noted, CopyOf) else ""
+        source = names.get(id(noted.source), "") if isinstance(noted, CopyOf | NormsOf) else ""
         if source in starts:
-            noted = Added(starts[source], source.removeprefix(PREFIX))
+            assert isinstance(noted, CopyOf | NormsOf)
+            start, key = starts[source], source.removeprefix(PREFIX)
+            noted = Added(_norms_of(start, key, noted.source) if isinstance(noted, NormsOf) else start, key)
         if isinstance(noted, Added):
             found[name] = noted
     return found
+
+
+def _norms_of(start: Any, key: str, matrix: Tensor) -> Any:
+    if isinstance(start, Stored):
+        return Stored(lambda: _norms(start.read()), RowNorms(start.otherwise, key, matrix.detach()))
+    return RowNorms(start, key, matrix.detach())
 
 
 def opened(name: str, start: Any) -> tuple[Any, str]:
@@ -130,7 +157,7 @@ def opened(name: str, start: Any) -> tuple[Any, str]:
     return start if isinstance(start, Added) else (start, name.removeprefix(PREFIX))
 
 
-def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
+def draw_shard(target: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
     """Draws this rank's shard of a tensor.
 
     Args:
@@ -139,11 +166,13 @@ def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
         seed: Of the network, the same on every rank.
         name: In the network.
     """
-    if not isinstance(target, DTensor):
-        draw_part(target, start, seed, name)
-        return
-    offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
-    draw_part(tensors.local_shard(target), start, seed, name, target.shape, offset)
+    own, offset = tensors.local_shard(target), (0,) * target.ndim
+    if isinstance(target, DTensor):
+        offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
+    if isinstance(start, RowNorms):
+        start.fill(own, seed, offset[0])
+    else:
+        draw_part(own, start, seed, name, target.shape, offset)
 
 
 @torch.no_grad()
@@ -165,7 +194,7 @@ def stand_in(network: Network, starts: Mapping[str, Begins]) -> Network:
         if isinstance(start, Stored):
             return start.read()
         found = torch.empty_like(tensor, device="cpu")
-        draw_part(found, start, 0, "")
+        draw_shard(found, start, 0, "")
         return found
 
     tensors.replace(copied, value)

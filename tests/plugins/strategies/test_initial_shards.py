@@ -18,6 +18,7 @@ from plugins.adapters.bottleneck_adapter import BottleneckAdapter
 from plugins.adapters.ia3 import IA3
 from plugins.adapters.lora import LoRA
 from plugins.adapters.prefix_tuning import PrefixTuning
+from plugins.adapters.prompt_tuning import PromptTuning
 from plugins.networks.gpt import GPT
 from plugins.networks.olmoe import OLMoE
 from plugins.objectives.causal_lm import CausalLM
@@ -92,12 +93,12 @@ def test_each_rank_has_its_part_of_what_one_process_begins_with(build, strategy,
 @pytest.mark.parametrize(
     "added",
     [
-        lambda: (CausalLM(), LoRA(rank=2)),
+        lambda: (CausalLM(), LoRA(rank=2, use_dora=True)),
         lambda: (RewardModel(), BottleneckAdapter(size=2)),
         lambda: (MultiTokenPrediction(CausalLM(), depth=2), PrefixTuning(count=3)),
         lambda: (PPO(kl=0.1), IA3(input_layers=[])),
     ],
-    ids=["LoRA", "reward", "predictions", "reference"],
+    ids=["DoRA", "reward", "predictions", "reference"],
 )
 @pytest.mark.parametrize(
     "strategy", [FSDP, partial(HybridParallel, tensor=2, data_shard=2)], ids=["sharded", "tensor"]
@@ -166,10 +167,10 @@ def test_nothing_is_drawn_that_a_checkpoint_has():
 
 def test_where_something_looks_at_weights_rank_0_has_them_all_and_a_line_says_so(capsys):
     build = partial(GPT, **DENSE)
-    with shards(build, FSDP(), 0, 1, callbacks=[LoRA(rank=2, use_dora=True)]) as module:
+    with shards(build, FSDP(), 0, 1, callbacks=[PromptTuning(count=2)]) as module:
         weight = module.network.layers[0].attention.q_proj.weight
         assert torch.equal(local_shard(weight), seeded(build)["layers.0.attention.q_proj.weight"])
-    line = "FSDP: rank 0 initialises the whole network in its memory: LoRA looks at its weights, or does not say how what it adds begins."
+    line = "FSDP: rank 0 initialises the whole network in its memory: PromptTuning looks at its weights, or does not say how what it adds begins."
     assert line in capsys.readouterr().err
 
 
