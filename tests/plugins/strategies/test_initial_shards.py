@@ -90,18 +90,18 @@ def test_each_rank_has_its_part_of_what_one_process_begins_with(build, strategy,
     assert names == expected.keys()
 
 
+SPLIT = partial(HybridParallel, tensor=2, data_shard=2)
+
+
 @pytest.mark.parametrize(
-    "added",
+    ("added", "strategy"),
     [
-        lambda: (CausalLM(), LoRA(rank=2, use_dora=True)),
-        lambda: (RewardModel(), BottleneckAdapter(size=2)),
-        lambda: (MultiTokenPrediction(CausalLM(), depth=2), PrefixTuning(count=3)),
-        lambda: (PPO(kl=0.1), IA3(input_layers=[])),
+        (lambda: (CausalLM(), LoRA(rank=2, use_dora=True)), FSDP),
+        (lambda: (RewardModel(), BottleneckAdapter(size=2)), SPLIT),
+        (lambda: (MultiTokenPrediction(CausalLM(), depth=2), PrefixTuning(count=3)), FSDP),
+        (lambda: (PPO(kl=0.1), IA3(input_layers=[])), SPLIT),
     ],
     ids=["DoRA", "reward", "predictions", "reference"],
-)
-@pytest.mark.parametrize(
-    "strategy", [FSDP, partial(HybridParallel, tensor=2, data_shard=2)], ids=["sharded", "tensor"]
 )
 def test_what_adapters_and_objectives_add_begins_as_in_one_process(added, strategy):
     build = partial(GPT, **DENSE)
