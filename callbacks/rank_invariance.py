@@ -210,8 +210,6 @@ class RankInvariance(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restores the functions, and undoes what `setup` did: Lightning calls none of the hooks that do so then."""
         if self._undo:
-            module: Any = pl_module
-            module.step_sums = None  # of the step that broke off
             self.on_train_end(trainer, pl_module)
             self.teardown(trainer, pl_module, "fit")
 

@@ -91,20 +91,17 @@ def test_each_rank_has_its_part_of_what_one_process_begins_with(build, strategy,
 
 
 SPLIT = partial(HybridParallel, tensor=2, data_shard=2)
+ADDED = {
+    "DoRA": (lambda: (CausalLM(), LoRA(rank=2, use_dora=True)), FSDP),
+    "reward": (lambda: (RewardModel(), BottleneckAdapter(size=2)), SPLIT),
+    "predictions": (lambda: (MultiTokenPrediction(CausalLM(), depth=2), PrefixTuning(count=3)), FSDP),
+    "reference": (lambda: (PPO(kl=0.1), IA3(input_layers=[])), SPLIT),
+}
 
 
-@pytest.mark.parametrize(
-    ("added", "strategy"),
-    [
-        (lambda: (CausalLM(), LoRA(rank=2, use_dora=True)), FSDP),
-        (lambda: (RewardModel(), BottleneckAdapter(size=2)), SPLIT),
-        (lambda: (MultiTokenPrediction(CausalLM(), depth=2), PrefixTuning(count=3)), FSDP),
-        (lambda: (PPO(kl=0.1), IA3(input_layers=[])), SPLIT),
-    ],
-    ids=["DoRA", "reward", "predictions", "reference"],
-)
-def test_what_adapters_and_objectives_add_begins_as_in_one_process(added, strategy):
-    build = partial(GPT, **DENSE)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n != "DoRA")) for n in ADDED])
+def test_what_adapters_and_objectives_add_begins_as_in_one_process(name):
+    build, (added, strategy) = partial(GPT, **DENSE), ADDED[name]
     seed_everything(0, verbose=False)
     network, (objective, adapter) = build(), added()
     if isinstance(objective, ChangesNetwork):
