@@ -85,7 +85,8 @@ class ShardedCheckpoint(AtomicCheckpoint):
     def _begin(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
         start = time.perf_counter()
         self._background.wait()
-        place, remote, task = Path(path), None, (write,)
+        place, remote = Path(path), None
+        task: tuple[Any, ...] = (write,)
         if is_url(path):
             folder, key = folder_of(path, self._background.patience.ending)
             place, remote = self._staging.path_of(key), None if self._staging.failure else folder
