@@ -79,7 +79,7 @@ def prepare(arguments: list[str], job: str | None = None) -> Request:
         stored = _Stored(None, root)
     composed, rest = _composed(layers, words, stored.values)
     if checkpoint:
-        stored_paths.check(composed, rest, checkpoint)
+        stored_paths.check(composed, rest, checkpoint, wanted)
     composed.values.setdefault("trainer", {}).setdefault("default_root_dir", str(stored.root))
     if job:
         rest += restarts.shape(stored.record, stored.values, composed.values, rest)

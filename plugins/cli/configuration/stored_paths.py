@@ -2,8 +2,8 @@
 
 A checkpoint may have been copied from another machine, or come from an untrusted source. Paths for writing in its
 configuration are therefore relative to the folder of the resumed run. A path outside of it has to be written by the
-user, as an option or in a config. Sources of data are only read, and used as they are. A `cache_dir` is used if it holds
-prepared data already: files are added to it, and none is replaced.
+user, as an option or in a config; where a checkpoint on object storage is, the URL says so. Sources of data are only read,
+and used as they are. A `cache_dir` is used if it holds prepared data already: files are added to it, and none is replaced.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from core.errors import ConfigError
 from plugins.cli.configuration.arguments import last
 from plugins.cli.configuration.config_files import Composed
 from plugins.cli.configuration.yaml_texts import Keys
+from toolkit.local_paths import is_url
 
 PLACEHOLDER = "${run_folder}"
 """Means the run's folder, which is known only when the run starts."""
@@ -117,22 +118,27 @@ def _below(path: str, root: str) -> str | None:
     return (found[1] or "") if found else None
 
 
-def check(composed: Composed, arguments: list[str], checkpoint: Path) -> None:
+def check(composed: Composed, arguments: list[str], checkpoint: Path, wanted: str = "") -> None:
     """Raises a ConfigError for the first path outside of the run folder that the user has not written.
 
     Args:
         composed: The stored configuration with the user's over it; what the user wrote is no `Outside` any more.
         arguments: The remaining command line.
         checkpoint: Where the stored configuration is from.
+        wanted: The checkpoint as the user named it: if by a URL, the folder there is written by the user.
     """
+    from plugins.checkpoints.remote_copies import shown
+
+    place = shown(checkpoint).rpartition("/")[0] if is_url(wanted) else ""
     for holder, keys in list(_outside(composed.values, ())):
         option = ".".join(str(key) for key in keys if key != "init_args")
         value = str(holder[keys[-1]])
         holder[keys[-1]] = value
+        if is_place(value, place):
+            holder[keys[-1]] = place
+            continue
         if any(last(arguments, name) is not None for name in (option, ".".join(map(str, keys)))):
             continue
-        from plugins.checkpoints.remote_copies import shown
-
         name = _by_name(composed.values, keys) or f"--{option}"
         raise ConfigError(
             f"{shown(checkpoint)}: its stored config sets {option.rpartition('.')[2]} of {_owner(composed.values, keys)} to "
@@ -140,6 +146,12 @@ def check(composed: Composed, arguments: list[str], checkpoint: Path) -> None:
             f"that, write it yourself:\n{name}={shlex.quote(value)}\nElse give another folder, such as {name}='{PLACEHOLDER}/"
             f"{Path(value).name or 'output'}'."
         )
+
+
+def is_place(value: str, place: str) -> bool:
+    """Returns whether a URL of a stored configuration, with the run folder of its run, was that of a folder."""
+    parts = (re.escape(part) for part in value.rstrip("/").split(PLACEHOLDER))
+    return is_url(value) and re.fullmatch(".+".join(parts), place) is not None
 
 
 def _outside(value: Any, keys: Keys) -> Iterator[tuple[Any, Keys]]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 
-from plugins.cli.configuration.stored_paths import Outside, rebase
+from plugins.cli.configuration.stored_paths import Outside, is_place, rebase
 from tests.support.cli_runs import RUN, checkpoint, state
 
 
@@ -41,6 +41,24 @@ def test_a_path_lies_in_the_run_folder_or_is_marked(value, expected):
     found = item["init_args"]["dirpath"]
     assert isinstance(found, Outside) == (expected is None)
     assert found == (value if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_it"),
+    [
+        ("s3://bucket/runs/first/checkpoints/", True),
+        ("s3://bucket/${run_folder}/checkpoints", True),
+        ("s3://bucket/${run_folder}", True),
+        ("s3://bucket/runs/first", False),
+        ("s3://bucket/runs/first/checkpoints/more", False),
+        ("s3://buck.t/runs/first/checkpoints", False),
+        ("gs://bucket/${run_folder}/checkpoints", False),
+        ("/bucket/${run_folder}/checkpoints", False),
+    ],
+)
+def test_the_folder_of_a_url_that_the_user_wrote(value, is_it):
+    assert is_place(value, "s3://bucket/runs/first/checkpoints") == is_it
+    assert not is_place(value, "")
 
 
 def test_what_is_no_path_is_left_alone():
