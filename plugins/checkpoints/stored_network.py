@@ -24,6 +24,7 @@ from plugins.checkpoints.adapted import as_lazy, base_of, change, change_as_trai
 from plugins.checkpoints.checkpoint import RECORD, parse_config, read_checkpoint, stored_config
 from plugins.checkpoints.finding import resolve
 from plugins.checkpoints.matching import open_own
+from plugins.checkpoints.remote_copies import shown
 from plugins.cli.configuration.class_check import ClassChecker
 from plugins.cli.configuration.mistakes import main_reason
 from plugins.cli.configuration.trust import trusting
@@ -141,7 +142,7 @@ def adapted_on_meta(path: Path) -> tuple[Network, list[Adapter]]:
     """
     config = stored_config(path)
     if not is_adapted(config):
-        raise ConfigError(f"{path} holds no adapter: its run trained the whole network.")
+        raise ConfigError(f"{shown(path)} holds no adapter: its run trained the whole network.")
     with torch.device("meta"):
         return _filled(read(path), config)
 
@@ -160,7 +161,7 @@ def with_adapters(base: Network, path: Path) -> Network:
     weights, named = weights_of(checkpoint), {**dict(base.named_parameters()), **dict(base.named_buffers())}
     if not is_adapted(config) or base.state_dict().keys() <= weights.keys():
         raise ConfigError(
-            f"{path} holds a whole network, not an adapter beside its base: take it as --ckpt_path."
+            f"{shown(path)} holds a whole network, not an adapter beside its base: take it as --ckpt_path."
         )
     shared = {id(tensor): tensor for name, tensor in named.items() if name not in weights}
     network = copy.deepcopy(base, shared)
@@ -203,10 +204,11 @@ def described(checkpoint: Mapping[str, Any], path: Path) -> tuple[dict[str, Any]
     states = (value for value in checkpoint.values() if isinstance(value, Mapping))
     data = next((state for state in states if isinstance(state.get("tokenizer"), str)), None)
     if text is None:
-        raise ConfigError(f"{path} was not written by `python -m core`: it lacks its config.")
+        raise ConfigError(f"{shown(path)} was not written by `python -m core`: it lacks its config.")
     if data is None:
         raise ConfigError(
-            f"{path} has no tokenizer, which texts need: it is of a run on tokens, or of weights that came without one."
+            f"{shown(path)} has no tokenizer, which texts need: it is of a run on tokens, or of weights that came without "
+            "one."
         )
     return parse_config(text, path), data["tokenizer"], data.get("end_of_text_id")
 
