@@ -15,7 +15,7 @@ class Holder:
     """The job and process that write to a folder.
 
     Attributes:
-        job: Name of the job from :func:`plugins.cli.runs.restarts.job`; None without a launcher.
+        job: Name of the job, where a launcher may start the process again; None without one.
         host: Name of the machine; "" if no process holds the folder, as between two starts of a job.
         process: Process id.
         started: Start time of the process in clock ticks since boot: process ids are reused.

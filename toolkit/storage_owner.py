@@ -18,7 +18,7 @@ from typing import Any
 
 from core import durable
 from core.errors import ConfigError
-from toolkit.bounded import parse_json
+from toolkit.bounded import open_inside, parse_json
 from toolkit.holders import Holder, alive, myself
 from toolkit.object_storage import ObjectFolder
 
@@ -98,25 +98,32 @@ def _fault(url: str, mark: _Mark, same: bool, there: Collection[str]) -> str | N
     advice = "Name another, such as one with ${run_folder} in its URL: each would replace the other's checkpoints.\n"
     if there and not same:
         advice += f"Or go on from that run's checkpoints: --ckpt_path {url}.\n"
-    then = (
-        "Or wait until that process ends."
-        if lives
-        else f"If it has ended, delete {url}/{OWNER} and start again."
-    )
-    return f"{head}{advice}{then}"
+    if lives:
+        return f"{head}{advice}Or wait until that process ends."
+    ended = "It has ended: to write there all the same" if lives is False else "If it has ended"
+    return f"{head}{advice}{ended}, delete {url}/{OWNER} and start again."
 
 
 def _parsed(content: bytes) -> _Mark:
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         found: Any = parse_json(content)
-        return _Mark(str(found["run"]), str(found["folder"]), str(found["boot"]), Holder(**found["holder"]))
+        held = found["holder"]
+        holder = Holder(
+            None, _line(held["host"]), int(held["process"]), _line(held["started"]), _line(held["space"])
+        )
+        return _Mark(_line(found["run"]), _line(found["folder"]), _line(found["boot"]), holder)
     return _Mark("", "", "", Holder())
+
+
+def _line(text: Any) -> str:
+    """Returns a text of the mark for a message: anybody who writes to the storage may have written it."""
+    return "".join(c if c.isprintable() else "?" for c in str(text))[:200]
 
 
 def _id_in(folder: Path) -> str:
     """Returns the id in a run folder; "" if there is none."""
-    with suppress(OSError, ValueError), open(folder / OWNER, encoding="ascii") as file:
-        return file.read(64).strip()
+    with suppress(OSError, ValueError), open_inside(folder, OWNER) as file:
+        return file.read(64).decode("ascii").strip()
     return ""
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import yaml
@@ -83,6 +83,15 @@ def test_a_mark_that_cannot_be_read_keeps_others_out(mark, tmp_path):
     folder.put(OWNER, b"[")
     with pytest.raises(ConfigError, match="cannot be read"):
         take(folder, "", tmp_path, [])
+
+
+def test_what_strangers_write_into_marks_and_run_folders(mark, tmp_path):
+    folder = mark(replace(ELSEWHERE, host="\033[2J" + "\n" * 20))
+    os.mkfifo(tmp_path / OWNER)  # to read it would take for ever
+    with pytest.raises(ConfigError, match="to another run") as error:
+        take(folder, "", tmp_path, [])
+    assert len(str(error.value).splitlines()) <= 4
+    assert "\033" not in str(error.value)
 
 
 def test_of_two_that_start_together_one_is_refused(mark, tmp_path, monkeypatch):
