@@ -69,11 +69,13 @@ class Background:
                 raise
             print(error, file=sys.stderr)  # the run ends with another error
         finally:
-            if self._thread is not None:
-                with self.patience.stopped_by_signals():
-                    self._thread.shutdown()
-                self._thread = None
-        self.patience.renew()
+            thread, self._thread = self._thread, None
+            try:
+                if thread is not None:
+                    with self.patience.stopped_by_signals():
+                        thread.shutdown()
+            finally:
+                self.patience.renew()  # a later run in this process waits an outage out again
 
 
 def _device() -> int | None:

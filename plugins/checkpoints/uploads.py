@@ -61,7 +61,12 @@ class Staging:
         """Does what uploads a checkpoint to a folder, or notes why it failed."""
         try:
             task(*arguments)
-        except ConfigError as error:
+        except (
+            ConfigError,
+            OSError,
+        ) as error:  # raised on this rank alone, it would leave the others waiting
+            if isinstance(error, OSError):
+                error = ConfigError(f"A checkpoint cannot be uploaded to {folder.url}: {error}.")
             self.failure, self._remote = self.failure or error, folder
 
     def require_uploaded(self) -> None:
@@ -74,7 +79,10 @@ class Staging:
         folder = self._folder or Path()
         names = sorted(path.name for path in folder.glob("[!.]*.ckpt"))
         if not names:
-            return f"{self.failure}\nIt is not kept here: its parts are on the disks of several machines."
+            return (
+                f"{self.failure}\nNo complete one is in {folder}: the parts of a sharded one may be on the disks of several "
+                "machines. Go on from an earlier checkpoint."
+            )
         return (
             f"{self.failure}\nNot uploaded, and complete in {folder}: {', '.join(names[-4:])}.\n"
             f"To go on from there: --ckpt_path {folder / names[-1]}\n"
@@ -141,8 +149,10 @@ def keep_file(staged: Path) -> None:
 
 def delete_staged(folder: Path) -> None:
     """Deletes the checkpoints in the folder of staged ones: a later one is uploaded."""
-    for path in folder.glob("[!.]*.ckpt*"):
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in folder.glob(
+        "[!.]*.ckpt*"
+    ):  # what stays, such as open files on NFS, does no harm: it is complete
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def upload(folder: ObjectFolder, key: str, staged: Path, names: Iterable[str]) -> None:

@@ -255,6 +255,22 @@ def test_the_other_error_of_a_run_is_not_hidden(environment, tmp_path, capsys):
     assert "NoSuchBucket" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_read_is_no_upload_either(tmp_path):
+    """As any error on one rank alone, it would leave the others waiting; and the next run in the process begins anew."""
+    io = AtomicCheckpoint()
+    io.stage_in(tmp_path / "uploads")
+    folder = object_storage.ObjectFolder("s3://bucket/run")
+    io._background.submit(io._staging.attempt, folder, (tmp_path / "gone").stat)
+    with pytest.raises(ConfigError, match=r"s3://bucket/run: .*No such file") as error:
+        io.wait()
+    assert len(str(error.value).splitlines()) <= 3
+    io._background.submit(io._staging.require_uploaded)
+    io.end_soon()
+    with pytest.raises(ConfigError):
+        io._background.close()
+    assert not io._background.patience.ending.is_set()
+
+
 def test_copies_that_nobody_uses_make_room(save, monkeypatch, tmp_path):
     urls = [save(AtomicCheckpoint, "s3://corpora/room", step) for step in (1, 2)]
     first = finding.resolve(urls[0], Path())
@@ -328,6 +344,10 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
         one, other = (read_checkpoint(folder / name) for folder in (tmp_path, here.folder / "checkpoints"))
         for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
             assert same_bits(one[part], other[part])
+    # The stored dirpath is outside of the run folder, but where the user's URL leads.
+    options = ["validate", "--ckpt_path=s3://corpora/killed"]
+    done = run(options, tmp_path / "elsewhere", environments=[environment]).succeeded("validate")
+    assert "From checkpoint: s3://corpora/killed/step-00000006.ckpt" in done.stdout
 
 
 @pytest.mark.ci
