@@ -19,7 +19,7 @@ from toolkit.diagnosis.history import History
 from toolkit.diagnosis.network_comparison import NetworkComparison
 from toolkit.diagnosis.plain import PlainParts
 from toolkit.diagnosis.row_comparison import RowComparison, read_ms
-from toolkit.diagnosis.step_comparison import StateBetween, UpdateComparison, state_of
+from toolkit.diagnosis.step_comparison import StateBetween, StepSize, UpdateComparison, state_of
 from toolkit.initial_values import initial_values
 from toolkit.intervals import length, union
 
@@ -46,10 +46,12 @@ class Comparisons:
         self._update: UpdateComparison | None = None
         self._network: NetworkComparison | None = None
         self._found: dict[str, float] = {}
+        self._sizes: dict[str, float] = {}
         self._times = _RankTimes()
         self._tokens = 0
         self._first = trainer.global_step
         self._calls = self._extra = self._depth = 0
+        self._size = StepSize(module)
         self._handles: list[Any] = []
 
     def start(
@@ -98,11 +100,15 @@ class Comparisons:
         return {"time/read_ms": read_ms(live), "time/plain_read_ms": self.rows.read_ms()}
 
     def _steps(self, *_: Any) -> None:
+        if not self._depth and not (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:
+            self._size.begin()
         self._depth += 1
 
     def _stepped(self, *_: Any) -> None:
         self._depth -= 1  # `step` of a class may call that of its base, and each calls the hooks
         self._calls += not self._depth
+        if not self._depth:
+            self._sizes |= self._size.figures()
 
     def cursor(self) -> Any:
         """Returns where the next batch should begin."""
@@ -151,7 +157,7 @@ class Comparisons:
         if not self.active or self.rows is None:
             return ranks
         tokens, self._tokens = self._tokens, 0
-        found, self._found = self._found, {}
+        found, self._found, self._sizes = self._found | self._sizes, {}, {}
         update, self._update = self._update, None
         if update is not None:
             found |= update.figures()

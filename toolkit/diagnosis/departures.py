@@ -367,4 +367,25 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
         yield found(case, "low_precision_weights", since, f"{start} a little, as if they were rounded", 0.9)
 
 
-RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between)
+def step_sizes(case: Case) -> Iterator[Finding]:
+    """A few steps move weights far more than the others for their rate, or again and again one does not move them."""
+    steps, sizes, rate = case.together("doctor/step_size", "train/lr")
+    later = (steps > SETTLED) & (rate > 1e-3 * rate.max(initial=0.0))
+    steps, each = steps[later], sizes[later] / rate[later]
+    usual = float(np.median(each)) if len(each) >= SETTLED else math.nan
+    still = steps[each == 0]
+    if len(still) >= 2:
+        yield found(
+            case, "weights_not_updated", int(still[0]), f"in {len(still)} of {len(each)} steps no weight changes", 0.9
+        )  # fmt: skip
+    elif (far := each > 6 * usual).any() and far.sum() <= BRIEF:
+        yield found(
+            case, "spike_by_optimizer", int(steps[far][0]), f"a step moves weights {each.max() / usual:.3g} times as far for its rate as others",
+            0.79,
+        )  # fmt: skip
+
+
+SETTLED = 6
+"""Steps after which Adam's moments are no longer those of the first one."""
+
+RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between, step_sizes)

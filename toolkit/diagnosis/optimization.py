@@ -138,21 +138,25 @@ FEW_STEPS = 24
 
 
 def group_hardly_moves(case: Case) -> Iterator[Finding]:
-    """One kind of weights is updated far less than the others (figures of `WeightMonitor`)."""
-    ratios = {name: case.series(f"update_ratio/{name}") for name in ("embedding", "head", "attention", "mlp")}
-    found = {
-        name: series for name, series in ratios.items() if len(series) >= 3 and (series.values[:3] > 0).all()
-    }
-    for name, series in found.items():
-        others = [float(np.median(each.values[:3])) for other, each in found.items() if other != name]
-        own = float(np.median(series.values[:3]))
-        if others and own < float(np.median(others)) / 30:
-            yield Finding(
-                "rate_too_low", int(series.steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
-                f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
-                _own_options(case, "lr", _peak(case)) or without_callbacks(case),
-            )  # fmt: skip
-            return
+    """One kind of weights, or one block of new ones, is updated far less than the others (figures of `WeightMonitor`)."""
+    groups = case.groups("update_ratio")
+    kinds = [name for name in ("embedding", "head", "attention", "mlp") if name in groups]
+    blocks = [] if case.option("model.weights") else [name for name in groups if name.startswith("block.")]
+    for names in (kinds, blocks):
+        usual = {
+            name: float(np.median(groups[name].values[:3]))
+            for name in names
+            if len(groups[name]) >= 3 and (groups[name].values[:3] > 0).all()
+        }
+        for name, own in usual.items():
+            others = [one for other, one in usual.items() if other != name]
+            if others and own < float(np.median(others)) / 30:
+                yield Finding(
+                    "rate_too_low", int(groups[name].steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
+                    f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
+                    _own_options(case, "lr", _peak(case)) or without_callbacks(case),
+                )  # fmt: skip
+                return
 
 
 def _own_options(case: Case, option: str, value: float) -> dict[str, Any]:
@@ -355,19 +359,39 @@ SPAN = 10
 
 
 def batch_far_from_noise(case: Case) -> Iterator[Finding]:
-    """The batch is far smaller or larger than the gradient noise scale."""
-    ratio = case.series("noise_scale/batch_ratio")
-    if len(ratio) < 3:
-        return
-    now = float(np.median(ratio.values[-3:]))
-    if now > 30 or 0 < now < 1 / 30:
-        batches = int(case.number("trainer.accumulate_grad_batches", 1))
-        many = {"trainer": {"accumulate_grad_batches": batches * max(2, round(min(now, 1000) / 10))}}
+    """The batch is far smaller or larger than the gradient noise scale, or has next to no tokens."""
+    ratio, tokens = case.series("noise_scale/batch_ratio"), case.last("train/tokens") / max(case.step, 1)
+    now = float(np.median(ratio.values[-3:])) if len(ratio) >= 3 else 1.0
+    few = case.is_causal and tokens < FEW_TOKENS and case.class_of("data") in PRETRAINING
+    if now > 30 or 0 < now < 1 / 30 or few:
+        batches, small = int(case.number("trainer.accumulate_grad_batches", 1)), few or now > 1
+        times = max(2, round(min(now, 1000) / 10), round(256 / tokens) if few else 0)
+        what = f"the gradient noise scale is {now:.3g} times the batch"
         yield Finding(
-            "batch_too_small" if now > 1 else "batch_too_large", int(ratio.steps[-3]),
-            f"the gradient noise scale is {now:.3g} times the batch", 0.7,
-            "Take more micro-batches a step" if now > 1 else "Take fewer tokens a step, and more steps",
-            many if now > 1 else {"trainer": {"accumulate_grad_batches": max(1, batches // 4)}},
+            "batch_too_small" if small else "batch_too_large", 1 if few else int(ratio.steps[-3]),
+            f"a step has {tokens:.0f} tokens" if few else what, 0.7,
+            "Take more micro-batches a step" if small else "Take fewer tokens a step, and more steps",
+            {"trainer": {"accumulate_grad_batches": batches * times if small else max(1, batches // 4)}},
+        )  # fmt: skip
+
+
+FEW_TOKENS = 100
+"""Tokens of a step whose gradient is mostly noise from the first steps on."""
+
+PRETRAINING = ("PretrainDataModule", "MixtureDataModule")
+
+
+def memory_of_optimizer(case: Case) -> Iterator[Finding]:
+    """The optimizer is set to forget gradients at once, or to go by those of a thousand steps before."""
+    betas = case.option("model.optimizer.betas")
+    first, second = betas[:2] if isinstance(betas, list | tuple) and len(betas) >= 2 else (0.9, 0.95)
+    longest = max(float(first), case.number("model.optimizer.momentum", 0.9))
+    if second < 0.5 or longest >= 0.998:
+        usual = {"betas": [0.9, 0.95]} if second < 0.5 or first >= 0.998 else {"momentum": 0.95}
+        yield Finding(
+            "optimizer_state_lost" if second < 0.5 else "stale_gradients", 1,
+            f"squared gradients are kept with a factor of {second:g} from step to step, gradients of {longest:g}", 0.76,
+            "Take usual values, such as 0.9 and 0.95", {"model": {"optimizer": {"init_args": usual}}},
         )  # fmt: skip
 
 
@@ -402,5 +426,5 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     rate_too_high, rate_too_low, group_hardly_moves, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
     average_left_in,
-    clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise,
+    clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise, memory_of_optimizer,
 )  # fmt: skip

@@ -16,6 +16,11 @@ def is_known(class_path: str) -> bool:
     return "." not in class_path or class_path.startswith(OURS)
 
 
+def known_class(kind: type) -> type:
+    """Returns the first class of leyden, Lightning or torch that a class is or derives from; itself if there is none."""
+    return next((one for one in kind.__mro__ if one.__module__.startswith(OURS)), kind)
+
+
 def packing_remedy(case: Case) -> dict[str, Any]:
     """Returns the overlay that takes the packing which a foreign one wraps, or Concatenate in its place; else nothing."""
     packing = case.option("data.packing")

@@ -16,7 +16,7 @@ from core.errors import ConfigError
 from core.technique import declaration_of
 from core.training.parameter_groups import parameter_groups
 from toolkit.diagnosis.case import Case
-from toolkit.diagnosis.parts import OURS, inner, is_known
+from toolkit.diagnosis.parts import OURS, inner, is_known, known_class
 
 KEEPING = ("ConvergenceMonitor", "ExponentialMovingAverage", "OOMGuard", "PeriodicCheckpoint")
 """Callbacks of leyden that act, and change neither batches, network, gradients nor updates."""
@@ -81,6 +81,7 @@ class PlainParts:
     def batches(self, split: str, **order: Any) -> PackedBatches | None:
         """Returns the batches of a split as leyden's own packing makes them."""
         data: Any = copy.copy(self.trainer.datamodule)
+        data.__class__ = known_class(type(data))
         if (packing := self.packing()) is None or not hasattr(data, "packing"):
             return None
         data.packing = packing

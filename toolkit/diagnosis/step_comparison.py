@@ -203,6 +203,31 @@ def _fit(now: Tensor, before: Tensor, then: Tensor) -> tuple[float, float, float
     return float(found[0]), float(found[1]), max(left - rounding, 0.0) / size
 
 
+class StepSize:
+    """How far the optimizer moves the weights in a step.
+
+    Args:
+        module: The LanguageModule.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.weights = [p.detach() for p in module.network.parameters() if p.requires_grad]
+        self._before: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Keeps the weights before a step."""
+        self._before = [weight.clone() for weight in self.weights]
+
+    def figures(self) -> dict[str, float]:
+        """Returns the norm of the change over that of the weights."""
+        if not self._before:
+            return {}
+        size = nn.utils.get_total_norm(self._before)
+        moved = nn.utils.get_total_norm(torch._foreach_sub(self.weights, self._before))
+        self._before = []
+        return {"doctor/step_size": float(moved / size.clamp(min=1e-30))}
+
+
 class StateBetween:
     """Compares weights and the optimizer's state behind a step with those in the next one: nothing should change them between."""
 
