@@ -100,8 +100,12 @@ class Comparisons:
         return {"time/read_ms": read_ms(live), "time/plain_read_ms": self.rows.read_ms()}
 
     def _steps(self, *_: Any) -> None:
-        if not self._depth and not (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:
-            self._size.begin()
+        if not self._depth:
+            self._sizes |= (
+                self._size.taken_back()
+            )  # the closure of a step, with its hooks, is called within it
+            if not (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:
+                self._size.begin()
         self._depth += 1
 
     def _stepped(self, *_: Any) -> None:

@@ -67,6 +67,7 @@ DEFAULTS = {
     "head": ("logit_growth", (1.0, "logits are others")),
     "block": ("vanishing_gradients", (1.0, "what blocks are given or hand on is another")),
     "network": ("logit_growth", (1.0, "logits are others")),
+    "matrix": ("low_precision_weights", (1.0, "a matrix multiplies by other weights than it has")),
 }
 """Kind of the part that differs -> the cause where no symptom shows."""
 
@@ -96,7 +97,11 @@ def _symptoms(at: object) -> dict[str, tuple[float, str]]:
     times("dead_block", "block_adds", 4.0, True, "a block adds to what it is given a share of")
     more("dead_units", "dead_units", 0.1, "hidden units are zero:")
     more("dead_experts", "experts_unused", 0.1, "experts are not chosen:")
-    for name, cause in (("sees_future", "sees_future"), ("sees_documents", "mask_leak")):
+    alike = [1 - value(f"{prefix}_attention_entropy") for prefix in ("own", "usual")]  # type: ignore[operator]
+    if alike[1] > 1e-5 and alike[0] < 0.05 * alike[1]:
+        scores["attention_collapse"] = 1.5, "attention weighs all tokens alike"
+    leaks = {"sees_future": "sees_future", "sees_documents": "mask_leak", "sees_rows": "mask_leak"}
+    for name, cause in leaks.items():
         if (share := value(f"now_{name}")) > 1e-3:  # type: ignore[operator]
             scores[cause] = 100.0, f"logits move by {share:.1%} with tokens that they must not see"
     return scores
@@ -154,6 +159,11 @@ def objective(case: Case) -> Iterator[Finding]:
         cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
     elif at("slope", 0.0) < 0:
         cause, what = "logit_growth", "the difference makes logits larger"
+    elif at("of_weights", 0.0) > 0.5:
+        cause, what = (
+            "weight_decay_too_large",
+            f"{at('of_weights', 0.0):.0%} of the difference draws weights to zero",
+        )
     else:
         cause, what = "gradient_scale", f"its gradient differs by {rest:.0%}"
     yield found(
@@ -333,6 +343,9 @@ def between(case: Case) -> Iterator[Finding]:
         yield found(
             case, "optimizer_state_lost", lost[0], "the optimizer's state is not that of the checkpoint", 0.94
         )
+    elif grown := case.worst("doctor/squares_grown", 0.05):
+        evidence = f"the means of squared gradients of {grown[1]:.0%} of the tensors are larger than after the step before"
+        yield found(case, "epsilon_too_large", grown[0], evidence, 0.935)
     elif moved := case.worst("doctor/state_moved", 0.05):
         evidence = f"{moved[1]:.0%} of the optimizer's state is another one than after the step before"
         yield found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
@@ -353,6 +366,10 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
         yield found(case, "average_wrong", since, f"a validation changes {share:.0%} of the weights", 0.92)
     elif len(resumed) and np.isin(weights[0].steps, resumed).all():
         yield found(case, "weights_not_restored", since, start, 0.955)
+    elif back := _taken_back(case):
+        cause = "weights_not_updated" if back[0] > 0.995 else "rate_too_low"
+        cause = cause if back[1] > 0.995 else "weight_decay_too_large"
+        yield found(case, cause, since, f"{start}: {back[0]:.0%} of a step is taken back", 0.946)
     elif weights[1]:
         yield found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
     elif grown > 0.002 and of_ends > 0.99:
@@ -387,5 +404,14 @@ def step_sizes(case: Case) -> Iterator[Finding]:
 
 SETTLED = 6
 """Steps after which Adam's moments are no longer those of the first one."""
+
+
+def _taken_back(case: Case) -> tuple[float, float] | None:
+    """Returns which share of steps is taken back before the next ones, and how nearly nothing else is changed; None: none is."""
+    _, back, cosine = case.together("doctor/step_back", "doctor/step_back_cosine")
+    if len(back) <= BRIEF or not (np.median(cosine) > 0.9 and np.median(back) > 0.3):
+        return None
+    return float(np.median(back)), float(np.median(cosine))
+
 
 RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between, step_sizes)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding
 from toolkit.diagnosis.history import Series
-from toolkit.diagnosis.parts import is_known, network_remedy, packing_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import class_remedy, network_remedy, packing_remedy, suspects, without_callbacks
 
 BRIEF = 4
 """Logged steps that a passing fault takes at most."""
 
-KINDS = ("network", "embedding", "attention", "mlp", "norm", "router", "head", "block")
+KINDS = ("network", "embedding", "attention", "mlp", "norm", "router", "head", "block", "matrix")
 """What a part that differs may be; `doctor/part_kind` is its place here."""
 
 APART = 2e-3
@@ -24,8 +26,9 @@ def found(case: Case, cause: str, since: int, evidence: str, confidence: float) 
         f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else "Take leyden's own part"
     )
     by_data = cause in OF_DATA
-    remedies = [packing_remedy(case), without_callbacks(case), network_remedy(case), _objective_remedy(case)]
+    remedies = [packing_remedy(case), without_callbacks(case), network_remedy(case)]
     remedies = remedies if by_data else [*remedies[1:], remedies[0]]
+    remedies += [class_remedy(case, *place) for place in PLACES]
     remedy = next((one for one in remedies if one), {})
     return Finding(cause, since, evidence, confidence, advice, remedy)
 
@@ -36,13 +39,14 @@ OF_DATA = (
 )  # fmt: skip
 
 
-def _objective_remedy(case: Case) -> dict[str, object]:
-    objective = case.option("model.objective")
-    path = str(objective.get("class_path", "")) if isinstance(objective, dict) else ""
-    if is_known(path):
-        return {}
-    wrapped = case.option("model.objective.objective")
-    return {"model": {"objective": wrapped if isinstance(wrapped, dict) else {"class_path": "CausalLM"}}}
+PLACES: tuple[tuple[Any, ...], ...] = (
+    ("model.objective", "objectives", {"class_path": "CausalLM"}),
+    ("model.optimizer", "optimizers", {"class_path": "AdamW"}),
+    ("model.lr_scheduler", "schedules", {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 0.12}}),
+    ("data", "datamodules"),
+    ("trainer.strategy", "strategies"),
+)
+"""Where else a foreign class may be, and what is taken in its place."""
 
 
 def beyond(case: Case, name: str, limit: float) -> tuple[Series, bool] | None:

@@ -108,13 +108,14 @@ class GradientCheck:
         result |= _of_gradients(compared, norm, self.clip, norm_before_clipping)
         if result.get("doctor/gradient_cosine", 1.0) < 0.9:  # what else they are like
             given = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for _, p in self.named]
-            result["doctor/gradient_of_weights"] = _of_weights(given, self.gradients, self.before)
+            result["doctor/gradient_of_weights"] = of_weights(given, self.gradients, self.before)
+            result["doctor/gradient_signs"] = _same_signs(given, self.gradients)
             for name, part in self.parts.items():
                 result[f"doctor/gradient_like_{name}"] = _cosine(given, part)
         return result
 
 
-def _of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
+def of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
     """Returns the share of the square of what is added to gradients that points along the weights, as a decay in them does."""
     dot = sum(float((a.float() * b.float()).sum()) for a, b in zip(given, expected, strict=True))
     own = sum(float(b.float().square().sum()) for b in expected)
@@ -127,6 +128,13 @@ def _of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Se
                 float(weight.float().square().sum()), 1e-300
             )
     return shares / whole if whole > 1e-6 * own else 0.0
+
+
+def _same_signs(given: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Returns the share of the gradients that are not zero whose signs are those of the expected ones."""
+    known = sum(int(((a != 0) & (b != 0)).sum()) for a, b in zip(given, expected, strict=True))
+    same = sum(int((a.float() * b.float() > 0).sum()) for a, b in zip(given, expected, strict=True))
+    return same / max(known, 1)
 
 
 def _cosine(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:

@@ -84,6 +84,12 @@ def _turned(case: Case) -> Finding:
             "weight_decay_too_large", since, f"a decay of the weights is added to gradients, and turns them (cosine {worst:.2f})",
             0.945, _advice(case, "Decay weights in the optimizer alone"), without_callbacks(case),
         )  # fmt: skip
+    signs = case.series("doctor/gradient_signs").since(since).values
+    if len(signs) and float(np.median(signs)) > 0.98:
+        return Finding(
+            "fp16_underflow", since, f"{np.median(signs):.1%} of the gradients have the signs of those of the loss, and other sizes (cosine "
+            f"{worst:.2f}): something rounds them", 0.93, _advice(case, "Send and keep gradients in float32"), without_callbacks(case),
+        )  # fmt: skip
     for part, cause, what in (
         ("last_batch", "batch_too_small", "the last micro-batch"),
         ("own_rank", "ranks_differ", "this rank"),
@@ -116,12 +122,22 @@ def _of_another_length(case: Case) -> Finding:
             f"{np.median(ratio.values[wrong]):.2g} of the loss's", 0.9, _advice(case, "Clip at 1.0"),
             without_callbacks(case) or {"trainer": {"gradient_clip_val": 1.0}},
         )  # fmt: skip
+    early = ratio.values[: GROWING + 1]
+    if len(early) > GROWING and 0.9 < early[0] < 1.1 and (early[1:] > 1.2 * early[:-1]).all():
+        return Finding(
+            "stale_gradients", since, f"gradients are {early[1]:.3g}, {early[2]:.3g} and {early[3]:.3g} times those of the loss: earlier ones add "
+            "up", 0.93, _advice(case, "Zero gradients before each step"), without_callbacks(case),
+        )  # fmt: skip
     accumulated = case.number("trainer.accumulate_grad_batches", 1)
     return Finding(
         "gradient_scale", since, f"gradients are {np.median(ratio.values[wrong]):.3g} times those of the "
         f"mean loss ({accumulated:.0f} micro-batches)", 0.9,
         _advice(case, "Average gradients over micro-batches and ranks once"), without_callbacks(case),
     )  # fmt: skip
+
+
+GROWING = 3
+"""Examined steps in a row in which what adds up grows."""
 
 
 def loss_scale(case: Case) -> Iterator[Finding]:
@@ -185,9 +201,12 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         return
     if len(both):
+        rounds = "16-true" in str(case.option("trainer.precision", ""))
         yield Finding(
-            "weights_not_updated", int(steps[both[0]]), f"{share[both[0] + 1]:.1%} of the weights have a gradient and do not change",
-            0.94, _advice(case, "Give the optimizer all parameters"), without_callbacks(case),
+            "low_precision_weights" if rounds else "weights_not_updated", int(steps[both[0]]),
+            f"{share[both[0] + 1]:.1%} of the weights have a gradient and do not change",
+            0.94, _advice(case, "Keep weights in float32" if rounds else "Give the optimizer all parameters"),
+            {"trainer": {"precision": "bf16-mixed"}} if rounds else without_callbacks(case),
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from core.contracts import IGNORED_LABEL
 from core.training.seeding import seed_generators
 from toolkit.diagnosis.data_probes import figures_of, label_counts
 from toolkit.diagnosis.foreign import APART, KINDS
+from toolkit.diagnosis.gradient_probes import of_weights
 from toolkit.diagnosis.network_probes import backward_gains, inner_state, visibility
 from toolkit.generation.rows import evaluating
 from toolkit.network_parts import NamesParts
@@ -130,6 +131,11 @@ class NetworkComparison:
 
     def _kind(self, name: str) -> str:
         network = self.network
+        if (
+            isinstance(network.get_submodule(name), nn.Linear)
+            and network.output_weight is not network.get_submodule(name).weight
+        ):
+            return "matrix"
         kinds = dict(network.parts_by_kind()) if isinstance(network, NamesParts) else {}
         if isinstance(network, RoutesTokens):
             kinds["router"] = network.routers
@@ -202,6 +208,7 @@ class NetworkComparison:
                 for a, b, p in zip(*pair, self.network.parameters(), strict=True)
                 if id(p) in routers
             ]
+            found["doctor/objective_of_weights"] = of_weights(*pair, [*self.network.parameters()])
             found["doctor/objective_routers"] = float(torch.stack(of_routers).max()) if of_routers else 0.0
             found |= self._on_logits(batch)
         return found

@@ -180,7 +180,7 @@ def schedule_ends_early(case: Case) -> Iterator[Finding]:
     if not len(rate) or not math.isfinite(steps):
         return
     highest = float(rate.values.max())
-    peak = min(_peak(case), highest) if math.isfinite(_peak(case)) else highest
+    peak = min(case.number("model.optimizer.lr", highest), highest)
     low = (rate.values < 0.02 * peak) & np.maximum.accumulate(rate.values >= 0.5 * peak)
     planned = case.number("model.lr_scheduler.total_steps", math.inf)
     planned = planned * steps if planned <= 1 else planned
@@ -208,6 +208,8 @@ def warmup_too_long(case: Case) -> Iterator[Finding]:
     still = late and bool((np.diff(rate.values) > 0).all())
     grows = rate.values[-1] > 1.05 * float(np.median(rate.up_to(rate.steps[-1] / 4).values))
     stuck = late and grows and given / 50 < highest < 0.5 * given
+    begins = case.series("train/lr").steps[rate.values >= 0.5 * (given or highest)]
+    stuck = stuck or bool(len(begins) and begins[0] > 0.4 * steps and rate.values[0] < 0.25 * given)
     if still or stuck or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
         evidence = f"the rate rises for {max(warmup, rate.steps[-1]):.0f} of {steps:.0f} steps"
         yield Finding(

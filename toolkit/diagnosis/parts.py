@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from core import catalog
@@ -33,20 +34,43 @@ def packing_remedy(case: Case) -> dict[str, Any]:
     return {"data": {"init_args": {"packing": found}}}
 
 
-def network_remedy(case: Case) -> dict[str, Any]:
-    """Returns the overlay that takes the registered network which a foreign one has the arguments of; else nothing."""
-    network = case.option("model.network")
-    path = str(network.get("class_path", "")) if isinstance(network, Mapping) else ""
-    if is_known(path) or not isinstance(network, Mapping):
+def class_remedy(
+    case: Case, place: str, kind: str, otherwise: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the overlay that takes leyden's class in the place of a foreign one; else nothing.
+
+    The part that it wraps; or the registered class whose name its own one ends with, with the arguments that this takes.
+
+    Args:
+        case: The run.
+        place: Such as "model.network".
+        kind: Of registered classes, such as "networks".
+        otherwise: What is taken where there is no such class.
+    """
+    part = case.option(place)
+    path = str(part.get("class_path", "")) if isinstance(part, Mapping) else ""
+    if is_known(path) or not isinstance(part, Mapping):
         return {}
     name = path.rpartition(".")[2]
-    bases = [
-        entry.name for entry in catalog.entries() if entry.kind == "networks" and name.endswith(entry.name)
-    ]
-    if not bases:
-        return {}
-    arguments = network.get("init_args") or {}
-    return {"model": {"network": {"class_path": max(bases, key=len), "init_args": dict(arguments)}}}
+    bases = [entry for entry in catalog.entries() if entry.kind == kind and name.endswith(entry.name)]
+    found = inner(part) or (dict(otherwise) if otherwise else None)
+    if bases:
+        base = max(bases, key=lambda entry: len(entry.name))
+        found = {"class_path": base.name, "init_args": taken_by(base.load(), part.get("init_args") or {})}
+    for key in reversed(place.split(".") if found else ()):
+        found = {key: found}
+    return found or {}
+
+
+def taken_by(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of some arguments that a class, or one that it derives from, has a name for."""
+    names = {name for one in kind.__mro__ for name in signature(one.__init__).parameters}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def network_remedy(case: Case) -> dict[str, Any]:
+    """Returns the overlay that takes the registered network which a foreign one has the arguments of; else nothing."""
+    return class_remedy(case, "model.network", "networks")
 
 
 def foreign_callbacks(case: Case) -> list[str]:

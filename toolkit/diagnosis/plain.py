@@ -16,7 +16,7 @@ from core.errors import ConfigError
 from core.technique import declaration_of
 from core.training.parameter_groups import parameter_groups
 from toolkit.diagnosis.case import Case
-from toolkit.diagnosis.parts import OURS, inner, is_known, known_class
+from toolkit.diagnosis.parts import OURS, inner, is_known, known_class, taken_by
 
 KEEPING = ("ConvergenceMonitor", "ExponentialMovingAverage", "OOMGuard", "PeriodicCheckpoint")
 """Callbacks of leyden that act, and change neither batches, network, gradients nor updates."""
@@ -73,10 +73,11 @@ class PlainParts:
 
     def packing(self) -> Any:
         """Returns a new packing."""
-        value = self.case.option("data.packing")
+        value, kind = self.case.option("data.packing"), None
         if isinstance(value, Mapping) and not is_known(str(value.get("class_path", ""))):
-            value = inner(value)
-        return self._build(None, value) if value is not None else None
+            kind = _registered(type(self.trainer.datamodule.packing))
+            value = value if kind else inner(value)
+        return self._build(kind, value) if value is not None else None
 
     def batches(self, split: str, **order: Any) -> PackedBatches | None:
         """Returns the batches of a split as leyden's own packing makes them."""
@@ -133,7 +134,8 @@ class PlainParts:
         given = dict(value) if isinstance(value, Mapping) else {"class_path": value}
         try:
             kind = kind or catalog.find(str(given["class_path"])).load()
-            arguments = {name: _plain(one) for name, one in (given.get("init_args") or {}).items()}
+            taken = taken_by(kind, given.get("init_args") or {})
+            arguments = {name: _plain(one) for name, one in taken.items()}
             with torch.random.fork_rng():
                 return kind(*first, **arguments)
         except (ConfigError, TypeError):  # it takes what leyden's class does not, or is none

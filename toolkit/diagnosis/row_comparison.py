@@ -143,7 +143,8 @@ class RowComparison:
         """Says where rows come from that are not the expected ones.
 
         The share of their spans that are in training and in validation text; of rows, the share that are near another of the batch,
-        and that came before in it or in earlier ones that were compared.
+        and that came before in it or in earlier ones that were compared. Of tokens, the share that are the expected ones; of those
+        that are not, the share with the id that most have, and over all with the ids that they should have.
         """
         other = ids[(ids != expected).any(1)] if ids.shape == expected.shape else ids
         spans, of = spans_of([{"input_ids": other}])
@@ -175,6 +176,8 @@ class RowComparison:
             differ = ids != expected
             found["doctor/rows_kept"] = 1 - float(differ[differ.any(1)].float().mean())
             found["doctor/rows_one_id"] = float(ids[differ].bincount().max() / differ.sum())
+            always = torch.isin(expected, expected[differ]).sum()
+            found["doctor/rows_always"] = float(differ.sum() / always)
         found["doctor/rows_came_before"] = again / max(len(numbers_of_rows), 1)
         return found
 

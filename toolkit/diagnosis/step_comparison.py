@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -204,7 +205,7 @@ def _fit(now: Tensor, before: Tensor, then: Tensor) -> tuple[float, float, float
 
 
 class StepSize:
-    """How far the optimizer moves the weights in a step.
+    """How far the optimizer moves the weights in a step, and how much of that is taken back before the next one.
 
     Args:
         module: The LanguageModule.
@@ -213,6 +214,7 @@ class StepSize:
     def __init__(self, module: Any) -> None:
         self.weights = [p.detach() for p in module.network.parameters() if p.requires_grad]
         self._before: list[Tensor] = []
+        self._after: list[Tensor] = []
 
     def begin(self) -> None:
         """Keeps the weights before a step."""
@@ -224,8 +226,22 @@ class StepSize:
             return {}
         size = nn.utils.get_total_norm(self._before)
         moved = nn.utils.get_total_norm(torch._foreach_sub(self.weights, self._before))
-        self._before = []
+        self._after = [weight.clone() for weight in self.weights]
         return {"doctor/step_size": float(moved / size.clamp(min=1e-30))}
+
+    def taken_back(self) -> dict[str, float]:
+        """Returns, before the next step, which share of the kept one was undone, and how nearly nothing else was changed."""
+        before, after, self._before, self._after = self._before, self._after, [], []
+        if not after:
+            return {}
+        step, change = (torch._foreach_sub(one, after) for one in (before, self.weights))
+        along, own, other = (
+            sum(float((a * b).sum()) for a, b in zip(*pair, strict=True))
+            for pair in ((step, change), (step, step), (change, change))
+        )
+        if other == 0 or own == 0:
+            return {}
+        return {"doctor/step_back": along / own, "doctor/step_back_cosine": along / math.sqrt(own * other)}
 
 
 class StateBetween:
@@ -255,6 +271,11 @@ class StateBetween:
             found["doctor/weights_grown"] = statistics.median(ratio for ratio, _ in ratios)
             found["doctor/weights_moved_at_ends"] = sum(ends[index] for _, index in ratios) / len(ratios)
         states = state_of(optimizer)
+        grown = [
+            name == "exp_avg_sq" and b > 1.001 * a
+            for a, b, name in zip(kept[2], states, (name for name, _ in _state(optimizer)), strict=False)
+        ]
+        found["doctor/squares_grown"] = sum(grown) / max(len(grown), 1)
         return found | {"doctor/state_moved": _share(kept[2], states)}
 
 
@@ -282,11 +303,15 @@ def weights_of(module: Any) -> list[float]:
 
 def state_of(optimizer: Any) -> list[float]:
     """Returns a number of each tensor that an optimizer keeps: its norm, and where it is large, changes with its parameter."""
-    found = [
-        value.detach().float()
+    found = [value.detach().float() for _, value in _state(optimizer)]
+    return norms_of(found) if found else []
+
+
+def _state(optimizer: Any) -> list[tuple[str, Tensor]]:
+    return [
+        (name, value)
         for group in optimizer.param_groups
         for p in group["params"]
-        for _, value in sorted(optimizer.state.get(p, {}).items())
+        for name, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.numel() > 1
     ]
-    return norms_of(found) if found else []
