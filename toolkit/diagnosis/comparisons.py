@@ -270,7 +270,9 @@ def initial_figures(live: nn.Module, own: nn.Module) -> dict[str, float]:
     size, center, form, alike = 1.0, 0.0, 0.0, 0
     sums = dict[tuple[Any, ...], int]()
     starts = initial_values(own) or {}
-    for (name, given), (_, drawn) in zip(live.named_parameters(), own.named_parameters(), strict=True):
+    named = dict(live.named_parameters())
+    for name, drawn in own.named_parameters():
+        given = named[name]
         if not given.is_floating_point() or given.numel() < 16:
             continue
         a, b = given.detach().float().flatten(), drawn.detach().float().flatten()

@@ -23,7 +23,7 @@ def _of_packing(case: Case, cause: str, since: int, evidence: str, confidence: f
 def labels_shifted(case: Case) -> Iterator[Finding]:
     """Labels are not the tokens that follow."""
     found = case.worst("doctor/labels_next", 0.95, above=False)
-    altered = _usually(case, "doctor/rows_other") > 0.5  # inputs: labels are not those of them
+    altered = _usually(case, "doctor/rows_other") > 0.02  # inputs: labels are not those of them
     if case.is_causal and found and not (altered and case.last("doctor/labels_elsewhere") < 0.5):
         offset, share = case.last("doctor/labels_offset"), case.last("doctor/labels_elsewhere")
         where = "the inputs themselves" if offset == 0 else f"{offset:.0f} tokens ahead"

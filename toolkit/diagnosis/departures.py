@@ -155,15 +155,15 @@ def objective(case: Case) -> Iterator[Finding]:
             "labels_shifted",
             f"{at('next', 1.0):.0%} of the labels that it takes are the next token",
         )
-    elif at("routers", 0.0) > 3 * rest:
-        cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
-    elif at("slope", 0.0) < 0:
-        cause, what = "logit_growth", "the difference makes logits larger"
     elif at("of_weights", 0.0) > 0.5:
         cause, what = (
             "weight_decay_too_large",
             f"{at('of_weights', 0.0):.0%} of the difference draws weights to zero",
         )
+    elif at("routers", 0.0) > 3 * rest:
+        cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
+    elif at("slope", 0.0) < 0:
+        cause, what = "logit_growth", "the difference makes logits larger"
     else:
         cause, what = "gradient_scale", f"its gradient differs by {rest:.0%}"
     yield found(
@@ -277,6 +277,18 @@ def _added_epsilon(case: Case, sure: float) -> Iterator[Finding]:
 
 def _moments(case: Case, sure: float) -> Iterator[Finding]:
     """What the optimizer keeps is not what its gradients make of it."""
+    if memory := case.worst("doctor/memory_times", 0.5, above=False) or case.worst(
+        "doctor/memory_times", 2.0
+    ):
+        cause = "optimizer_state_lost" if memory[1] < 1 else "stale_gradients"
+        yield found(
+            case,
+            cause,
+            memory[0],
+            f"the optimizer remembers {memory[1]:.2g} times as many steps as is configured",
+            sure,
+        )
+        return
     more = case.worst("doctor/state_squares_larger", 0.05)
     changed = [
         case.worst(f"doctor/state_{one}", 0.05)
@@ -348,7 +360,8 @@ def between(case: Case) -> Iterator[Finding]:
         yield found(case, "epsilon_too_large", grown[0], evidence, 0.935)
     elif moved := case.worst("doctor/state_moved", 0.05):
         evidence = f"{moved[1]:.0%} of the optimizer's state is another one than after the step before"
-        yield found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
+        once = int((case.series("doctor/state_moved").values > 0.05).sum()) == 1
+        yield found(case, "optimizer_state_lost", moved[0], evidence, 0.77 if once else 0.935)
     yield from _moved(case, validated)
 
 
@@ -369,7 +382,7 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
     elif back := _taken_back(case):
         cause = "weights_not_updated" if back[0] > 0.995 else "rate_too_low"
         cause = cause if back[1] > 0.995 else "weight_decay_too_large"
-        yield found(case, cause, since, f"{start}: {back[0]:.0%} of a step is taken back", 0.946)
+        yield found(case, cause, since, f"{start}: {back[0]:.0%} of a step is taken back", 0.944)
     elif weights[1]:
         yield found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
     elif grown > 0.002 and of_ends > 0.99:

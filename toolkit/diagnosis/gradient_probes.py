@@ -116,17 +116,20 @@ class GradientCheck:
 
 
 def of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
-    """Returns the share of the square of what is added to gradients that points along the weights, as a decay in them does."""
+    """Returns the share of the square of what is added to gradients that points along the weights, as a decay in them does.
+
+    Below 0: it points against them.
+    """
     dot = sum(float((a.float() * b.float()).sum()) for a, b in zip(given, expected, strict=True))
     own = sum(float(b.float().square().sum()) for b in expected)
     shares, whole = 0.0, 0.0
+    weights = [weight.detach().float() for weight in weights]
     rests = [a.float() - dot / max(own, 1e-300) * b.float() for a, b in zip(given, expected, strict=True)]
     for rest, weight in zip(rests, weights, strict=True):
         if weight.numel() > 1 and weight.ndim > 1:
             whole += float(rest.square().sum())
-            shares += float((rest * weight.float()).sum()) ** 2 / max(
-                float(weight.float().square().sum()), 1e-300
-            )
+            along = float((rest * weight).sum())
+            shares += along * abs(along) / max(float(weight.square().sum()), 1e-300)
     return shares / whole if whole > 1e-6 * own else 0.0
 
 

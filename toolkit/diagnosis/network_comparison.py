@@ -149,10 +149,15 @@ class NetworkComparison:
             name = name.rpartition(".")[0]
         return "network"
 
+    def _parameters(self, network: Any) -> list[nn.Parameter]:
+        """Returns the parameters of a network that leyden's has, too."""
+        names = {name for name, _ in self.network.named_parameters()}
+        return [p for name, p in network.named_parameters() if name in names]
+
     def _gradients(self, network: Any, objective: Any, batch: Mapping[str, Tensor]) -> list[Tensor]:
         seed_generators(SEED, self.device)
         with torch.enable_grad():
-            parameters = [p for _, p in network.named_parameters()]
+            parameters = self._parameters(network)
             for p in parameters:
                 p.requires_grad_(p.requires_grad or network is self.network)
             loss, _ = objective.loss(network, batch)
@@ -170,7 +175,7 @@ class NetworkComparison:
         `backward_lost` is the share of the weights in tensors that get no gradient, `backward_holes` that of single zeros in others.
         """
         pair = [self._gradients(network, self.objective, batch) for network in (self.live, self.network)]
-        trained = [p.requires_grad for p in self.live.parameters()]
+        trained = [p.requires_grad for p in self._parameters(self.live)]
         both = [(a, b) for a, b, is_trained in zip(*pair, trained, strict=True) if is_trained]
         whole = torch.stack([b.norm() for _, b in both]).norm() if both else torch.zeros(())
         large = [(a, b, float(a.norm() / b.norm())) for a, b in both if b.norm() > 1e-4 * whole]

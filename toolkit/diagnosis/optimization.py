@@ -79,7 +79,7 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
             )
         )
         yield Finding(
-            "rate_too_high", at, f"the rate goes from {before:.3g} to {after:.3g}, and the loss rises", 0.8,
+            "rate_too_high", at, f"the rate goes from {before:.3g} to {after:.3g}, and the loss rises", 0.806,
             "Let the schedule and the config alone set the rate", without_callbacks(case) or _rate_overlay(before),
         )  # fmt: skip
         return

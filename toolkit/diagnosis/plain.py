@@ -56,9 +56,9 @@ class PlainParts:
         for part in self.module.objective.modules():
             if isinstance(part, ChangesNetwork):
                 part.change_network(found)
-        alike = [(name, p.shape) for name, p in found.named_parameters()]
-        if alike != [(name, p.shape) for name, p in live.named_parameters()]:
-            return None
+        own, given = ({name: p.shape for name, p in one.named_parameters()} for one in (found, live))
+        if not own.items() <= given.items() or given.keys() - own.keys() & found.state_dict().keys():
+            return None  # other weights, or a head that is tied in one of them alone
         first = next(live.parameters())
         return found.to(device=first.device, dtype=first.dtype)
 

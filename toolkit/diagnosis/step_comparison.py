@@ -124,7 +124,7 @@ class UpdateComparison:
 
     def _of_settings(self, optimizer: Any) -> dict[str, float]:
         """Returns how the settings of groups differ from the configured ones, where they differ most."""
-        rate = eps = 1.0
+        rate = eps = memory = 1.0
         decay = 0.0
         for group in optimizer.param_groups:
             for twin in group["params"]:
@@ -132,11 +132,14 @@ class UpdateComparison:
                 if given is None:
                     continue
                 rate = _further(rate, given["lr"], group["lr"])
+                for name in ("betas", "momentum"):
+                    memory = _further(memory, _horizon(given.get(name)), _horizon(group.get(name)))
                 eps = _further(eps, given.get("eps", 1.0), group.get("eps", 1.0))
                 decay = max(
                     decay, float(given.get("weight_decay", 0.0)) - float(group.get("weight_decay", 0.0))
                 )
-        return {"doctor/rate_times": rate, "doctor/eps_times": eps, "doctor/decay_more": decay}
+        found = {"doctor/rate_times": rate, "doctor/eps_times": eps, "doctor/decay_more": decay}
+        return found | {"doctor/memory_times": memory}
 
     def _epsilon(self, after: Sequence[Tensor]) -> dict[str, float]:
         """Returns the epsilon with which the step would have come out most nearly as it did, if it is nearly so."""
@@ -177,6 +180,12 @@ class UpdateComparison:
                     larger = float(given.norm()) > 1.005 * float(meant.norm())
                     counts[f"{what}_{'larger' if larger else 'smaller'}"] += 1
         return {f"doctor/state_{name}": count / total for name, count in counts.items()} if total else {}
+
+
+def _horizon(decays: Any) -> float:
+    """Returns the steps over which a decay, or the longest of two, remembers; 1: there is none."""
+    given = decays if isinstance(decays, list | tuple) else [decays or 0.0]
+    return 1 / max(1 - max(map(float, given)), 1e-9)
 
 
 def _further(ratio: float, given: float, configured: float) -> float:
