@@ -137,8 +137,8 @@ FEW_STEPS = 24
 """A run of fewer, such as a trial of a configuration, moves weights little at any rate."""
 
 
-def group_hardly_moves(case: Case) -> Iterator[Finding]:
-    """One kind of weights, or one block of new ones, is updated far less than the others (figures of `WeightMonitor`)."""
+def group_moves_otherwise(case: Case) -> Iterator[Finding]:
+    """One kind of weights, or one block of new ones, is updated far less or more than the others (figures of `WeightMonitor`)."""
     groups = case.groups("update_ratio")
     kinds = [name for name in ("embedding", "head", "attention", "mlp") if name in groups]
     blocks = [] if case.option("model.weights") else [name for name in groups if name.startswith("block.")]
@@ -150,9 +150,10 @@ def group_hardly_moves(case: Case) -> Iterator[Finding]:
         }
         for name, own in usual.items():
             others = [one for other, one in usual.items() if other != name]
-            if others and own < float(np.median(others)) / 30:
+            times = own / float(np.median(others)) if others else 1.0
+            if times < 1 / 30 or (times > 15 and own > WILD):
                 yield Finding(
-                    "rate_too_low", int(groups[name].steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
+                    "rate_too_low" if times < 1 else "rate_too_high", int(groups[name].steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
                     f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
                     _own_options(case, "lr", _peak(case)) or without_callbacks(case),
                 )  # fmt: skip
@@ -426,7 +427,7 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    rate_too_high, rate_too_low, group_hardly_moves, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
+    rate_too_high, rate_too_low, group_moves_otherwise, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
     average_left_in,
     clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise, memory_of_optimizer,
 )  # fmt: skip
