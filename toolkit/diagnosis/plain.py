@@ -57,7 +57,10 @@ class PlainParts:
             if isinstance(part, ChangesNetwork):
                 part.change_network(found)
         own, given = ({name: p.shape for name, p in one.named_parameters()} for one in (found, live))
-        if not own.items() <= given.items() or given.keys() - own.keys() & found.state_dict().keys():
+        heads = [
+            {name for name, p in one.named_parameters() if p is one.output_weight} for one in (found, live)
+        ]
+        if not own.items() <= given.items() or heads[0] != heads[1]:
             return None  # other weights, or a head that is tied in one of them alone
         first = next(live.parameters())
         return found.to(device=first.device, dtype=first.dtype)
