@@ -49,6 +49,10 @@ def network(case: Case) -> Iterator[Finding]:
         scores.setdefault(*DEFAULTS[kind])
     if not scores:
         return
+    if kind == "norm" and (of_norms := scores.keys() & {"exploding_gradients", "vanishing_gradients"}):
+        scores = {
+            cause: scores[cause] for cause in of_norms
+        }  # what follows in attention and logits comes from there
     cause = max(scores, key=lambda name: scores[name][0])
     score, what = scores[cause]
     if score >= 1:

@@ -8,7 +8,14 @@ import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding
 from toolkit.diagnosis.history import Series
-from toolkit.diagnosis.parts import class_remedy, network_remedy, packing_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import (
+    class_remedy,
+    network_remedy,
+    packing_remedy,
+    schedule_remedy,
+    suspects,
+    without_callbacks,
+)
 
 BRIEF = 4
 """Logged steps that a passing fault takes at most."""
@@ -28,7 +35,7 @@ def found(case: Case, cause: str, since: int, evidence: str, confidence: float) 
     by_data = cause in OF_DATA
     remedies = [packing_remedy(case), without_callbacks(case), network_remedy(case)]
     remedies = remedies if by_data else [*remedies[1:], remedies[0]]
-    remedies += [class_remedy(case, *place) for place in PLACES]
+    remedies += [schedule_remedy(case), *(class_remedy(case, *place) for place in PLACES)]
     remedy = next((one for one in remedies if one), {})
     return Finding(cause, since, evidence, confidence, advice, remedy)
 
@@ -42,7 +49,6 @@ OF_DATA = (
 PLACES: tuple[tuple[Any, ...], ...] = (
     ("model.objective", "objectives", {"class_path": "CausalLM"}),
     ("model.optimizer", "optimizers", {"class_path": "AdamW"}),
-    ("model.lr_scheduler", "schedules", {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 0.12}}),
     ("data", "datamodules"),
     ("trainer.strategy", "strategies"),
 )

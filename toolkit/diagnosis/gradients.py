@@ -211,21 +211,21 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
 
 
 def frozen(case: Case) -> Iterator[Finding]:
-    """Weights are not trained, without an adapter or a pattern that says so, or get no gradient."""
-    said = any(
-        str(item.get("class_path", "")).rpartition(".")[2] in ADAPTERS
-        or "adapters" in str(item.get("class_path"))
-        for item in case.callbacks()
-    )
+    """Weights are not trained, without an adapter over weights that were read, or get no gradient."""
+    names = [str(item.get("class_path", "")) for item in case.callbacks()]
+    adapters = [name for name in names if name.rpartition(".")[2] in ADAPTERS or "adapters" in name]
+    said = adapters and case.has_weights
     found, nothing = case.worst("doctor/frozen", 0.0), case.series("doctor/without_gradient")
     always = (
         len(nothing) >= 2 and float(nothing.values.min()) > 0
     )  # what is dropped at random has one in other steps
     without = (int(nothing.steps[0]), float(nothing.values.min())) if always else None
     if found and not said:
+        what = "they were not read from a trained run" if adapters else "no adapter is selected"
+        remedy = {"trainer": {"callbacks": dict.fromkeys(adapters)}} if adapters else without_callbacks(case)
         yield Finding(
-            "frozen_weights", found[0], f"{found[1]:.1%} of the weights are not trained, and no adapter is selected", 0.9,
-            _advice(case, "Set requires_grad"), without_callbacks(case),
+            "frozen_weights", found[0], f"{found[1]:.1%} of the weights are not trained, and {what}", 0.9,
+            f"Leave out {' and '.join(adapters)}, or set model.weights" if adapters else _advice(case, "Set requires_grad"), remedy,
         )  # fmt: skip
     elif without and not said:
         yield Finding(

@@ -29,7 +29,7 @@ def sees_future(case: Case) -> Iterator[Finding]:
 def bad_initialisation(case: Case) -> Iterator[Finding]:
     """The first loss is far from that of a uniform guess, logits do not differ, or one block is unlike the others."""
     loss, vocabulary = case.series("train/loss"), case.number("model.network.vocab_size", 0)
-    if case.option("model.weights") or case.option("ckpt_path"):
+    if case.has_weights:
         return
     uniform, deviation = math.log(max(vocabulary, 2)), case.last("doctor/initial_logit_deviation")
     blocks, matrices = case.last("doctor/blocks_unlike"), case.last("doctor/matrices_unlike")

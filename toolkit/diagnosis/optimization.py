@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, network_remedy, suspects, without_callbacks
+from toolkit.diagnosis.foreign import BRIEF
+from toolkit.diagnosis.parts import guard_remedy, network_remedy, schedule_remedy, suspects, without_callbacks
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
@@ -27,7 +28,7 @@ def _usual_rate(case: Case) -> float:
     ratio, rate = case.series(UPDATE), case.series("train/lr")
     if not len(ratio) or not len(rate) or ratio.steps[0] != rate.steps[0] or ratio.values[0] <= 0:
         return math.nan
-    if case.option("model.weights") or case.option("ckpt_path") or not math.isfinite(case.max_steps):
+    if case.has_weights or not math.isfinite(case.max_steps):
         return math.nan
     return 3 / math.sqrt(case.max_steps) * float(rate.values[0] / ratio.values[0])
 
@@ -87,9 +88,10 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
     rates, given = case.series("train/lr"), case.number("model.optimizer.lr", math.inf)
     if len(rates) and (over := rates.values > 3 * given).any():
         first, falls = rates.first_step(over), int(np.argmax(rates.values)) == 0
+        brief = over.sum() <= BRIEF and not over[0] and not over[-1]
         yield Finding(
-            "no_warmup" if falls else "rate_too_high", first, f"the rate is {rates.values.max():.3g}, and {given:g} is set", 0.805,
-            "Take a schedule whose highest rate is that of the optimizer", without_callbacks(case) or {"model": _schedule(case, 0.12)},
+            "spike_by_optimizer" if brief else "no_warmup" if falls else "rate_too_high", first, f"the rate is {rates.values.max():.3g}, and {given:g} is set", 0.805,
+            "Take a schedule whose highest rate is that of the optimizer", without_callbacks(case) or schedule_remedy(case) or {"model": _schedule(case, 0.12)},
         )  # fmt: skip
     # Adam's first updates move every weight by the rate: without a warm-up, half as much does harm
     wild = ~(ratio.values < np.where((ratio.steps <= 2) & unwarmed, WILD / 2, WILD))
@@ -141,7 +143,7 @@ def group_moves_otherwise(case: Case) -> Iterator[Finding]:
     """One kind of weights, or one block of new ones, is updated far less or more than the others (figures of `WeightMonitor`)."""
     groups = case.groups("update_ratio")
     kinds = [name for name in ("embedding", "head", "attention", "mlp") if name in groups]
-    blocks = [] if case.option("model.weights") else [name for name in groups if name.startswith("block.")]
+    blocks = [] if case.has_weights else [name for name in groups if name.startswith("block.")]
     for names in (kinds, blocks):
         usual = {
             name: float(np.median(groups[name].values[:3]))
@@ -171,8 +173,9 @@ def _own_options(case: Case, option: str, value: float) -> dict[str, Any]:
 
 def _schedule(case: Case, warmup: float) -> dict[str, Any]:
     """Returns the overlay of a warm-up, of the schedule that there is, or of a cosine."""
+    own = schedule_remedy(case, warmup).get("model")
     name = {} if case.option("model.lr_scheduler") else {"class_path": "WarmupCosine"}
-    return {"lr_scheduler": {**name, "init_args": {"warmup_steps": warmup}}}
+    return own or {"lr_scheduler": {**name, "init_args": {"warmup_steps": warmup}}}
 
 
 def schedule_ends_early(case: Case) -> Iterator[Finding]:
@@ -195,7 +198,7 @@ def schedule_ends_early(case: Case) -> Iterator[Finding]:
         yield Finding(
             "schedule_ends_early", int(since), evidence, 0.9,
             "Let the schedule end with the run",
-            {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}} if math.isfinite(planned) else without_callbacks(case),
+            {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}} if math.isfinite(planned) else without_callbacks(case) or schedule_remedy(case),
         )  # fmt: skip
 
 
@@ -365,7 +368,7 @@ def batch_far_from_noise(case: Case) -> Iterator[Finding]:
     """The batch is far smaller or larger than the gradient noise scale, or has next to no tokens."""
     ratio, tokens = case.series("noise_scale/batch_ratio"), case.last("train/tokens") / max(case.step, 1)
     now = float(np.median(ratio.values[-3:])) if len(ratio) >= 3 else 1.0
-    few = case.is_causal and tokens < FEW_TOKENS and case.class_of("data") in PRETRAINING
+    few = case.is_causal and 0 < tokens < FEW_TOKENS and case.class_of("data") in PRETRAINING
     if now > 30 or 0 < now < 1 / 30 or few:
         batches, small = int(case.number("trainer.accumulate_grad_batches", 1)), few or now > 1
         times = max(2, round(min(now, 1000) / 10), round(256 / tokens) if few else 0)

@@ -73,6 +73,12 @@ def network_remedy(case: Case) -> dict[str, Any]:
     return class_remedy(case, "model.network", "networks")
 
 
+def schedule_remedy(case: Case, warmup: float = 0.12) -> dict[str, Any]:
+    """Returns the overlay that takes leyden's schedule in the place of a foreign one, or a cosine; else nothing."""
+    cosine = {"class_path": "WarmupCosine", "init_args": {"warmup_steps": warmup}}
+    return class_remedy(case, "model.lr_scheduler", "schedules", cosine)
+
+
 def foreign_callbacks(case: Case) -> list[str]:
     """Returns the class paths of callbacks that are not leyden's or Lightning's, as they are configured."""
     return [
