@@ -206,6 +206,24 @@ def test_a_part_of_another_package_is_taken_out_or_unwrapped():
     assert found(case, "rate_too_high", 1, "", 0.9).remedy == {"model": {"optimizer": own}}
 
 
+def test_an_adapter_is_for_weights_that_were_read():
+    history = healthy()
+    with_figure("doctor/frozen", 0.9, (1,))(history)
+    config = changed("trainer.callbacks", [{"class_path": "Freeze", "init_args": {"last_blocks": 1}}])
+    [finding] = diagnose(Case(history, config))
+    assert finding.cause == "frozen_weights"
+    assert finding.remedy == {"trainer": {"callbacks": {"Freeze": None}}}
+    config["model"]["weights"] = "runs/base"
+    assert causes(history, config) == []
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, []), (32, ["batch_too_small"]), (4096, [])])
+def test_a_step_has_enough_tokens(tokens, expected):
+    history = healthy()
+    history.add(40, {"train/tokens": 40.0 * tokens})
+    assert causes(history) == expected
+
+
 def test_history_goes_back_and_is_bounded(tmp_path):
     history = History()
     for step in range(1, 20_000):

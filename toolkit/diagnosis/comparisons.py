@@ -88,16 +88,12 @@ class Comparisons:
         return found
 
     def _read_times(self) -> dict[str, float]:
-        """Returns how long a batch takes to read, in the run and with leyden's packing."""
+        """Returns how long a batch takes to read, in the run, on the rank that reads slowest, and with leyden's packing."""
         assert self.rows is not None
         data: Any = self.trainer.datamodule
-        loader, order = (
-            data.training_loader,
-            {"shuffle": data.shuffle, "seed": data.seed, "rank": 0, "world_size": 1},
-        )
-        length = loader.batches.sequence_length
-        live = data.packed("train", sequence_length=length, batch_size=data.batch_size, **order)
-        return {"time/read_ms": read_ms(live), "time/plain_read_ms": self.rows.read_ms()}
+        own = torch.tensor(read_ms(data.packed("train", **self.rows.order)), dtype=torch.float64)
+        slowest = float(self.module.all_gather(own.to(self.module.device)).max())
+        return {"time/read_ms": slowest, "time/plain_read_ms": self.rows.read_ms()}
 
     def _steps(self, *_: Any) -> None:
         if not self._depth:

@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import network_remedy, packing_remedy, without_callbacks
+from toolkit.diagnosis.parts import packing_remedy, taken_out
 
 
 def _of_packing(case: Case, cause: str, since: int, evidence: str, confidence: float, advice: str) -> Finding:
     """Returns a finding about batches: a packing or a callback that is not leyden's may have changed them."""
-    return Finding(
-        cause, since, evidence, confidence, advice, packing_remedy(case) or without_callbacks(case)
-    )
+    return Finding(cause, since, evidence, confidence, advice, packing_remedy(case) or taken_out(case))
 
 
 def labels_shifted(case: Case) -> Iterator[Finding]:
@@ -59,7 +57,7 @@ def sees_documents(case: Case) -> Iterator[Finding]:
             case, "mask_leak", joined[0] if joined else 1, seen if share > 1e-3 else apart, 0.98,
             "Pass document_ids that keep documents apart",
         )  # fmt: skip
-        yield finding if joined or finding.remedy else replace(finding, remedy=network_remedy(case))
+        yield finding if joined or finding.remedy else replace(finding, remedy=taken_out(case))
 
 
 def positions_wrong(case: Case) -> Iterator[Finding]:
@@ -98,7 +96,7 @@ def duplicates(case: Case) -> Iterator[Finding]:
     if alike := case.worst("doctor/ranks_alike", 0.5):
         yield Finding(
             "duplicates", alike[0], "ranks read the same rows", 0.945, "Give each rank rows of its own",
-            packing_remedy(case) or without_callbacks(case),
+            packing_remedy(case) or taken_out(case),
         )  # fmt: skip
         return
     before, during = case.worst("doctor/repeated_rows", 0.1), case.worst("doctor/rows_again", 0.1)

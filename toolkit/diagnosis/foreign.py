@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding
 from toolkit.diagnosis.history import Series
-from toolkit.diagnosis.parts import (
-    class_remedy,
-    network_remedy,
-    packing_remedy,
-    schedule_remedy,
-    suspects,
-    without_callbacks,
-)
+from toolkit.diagnosis.parts import packing_remedy, suspects, taken_out
 
 BRIEF = 4
 """Logged steps that a passing fault takes at most."""
@@ -32,11 +23,8 @@ def found(case: Case, cause: str, since: int, evidence: str, confidence: float) 
     advice = (
         f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else "Take leyden's own part"
     )
-    by_data = cause in OF_DATA
-    remedies = [packing_remedy(case), without_callbacks(case), network_remedy(case)]
-    remedies = remedies if by_data else [*remedies[1:], remedies[0]]
-    remedies += [schedule_remedy(case), *(class_remedy(case, *place) for place in PLACES)]
-    remedy = next((one for one in remedies if one), {})
+    packing, others = packing_remedy(case), taken_out(case)
+    remedy = (packing or others) if cause in OF_DATA else (others or packing)
     return Finding(cause, since, evidence, confidence, advice, remedy)
 
 
@@ -44,15 +32,6 @@ OF_DATA = (
     "labels_shifted", "few_labels", "mask_leak", "position_ids", "tokenizer_mismatch", "duplicates", "not_shuffled",
     "validation_leak", "over_fitting", "data_restarted",
 )  # fmt: skip
-
-
-PLACES: tuple[tuple[Any, ...], ...] = (
-    ("model.objective", "objectives", {"class_path": "CausalLM"}),
-    ("model.optimizer", "optimizers", {"class_path": "AdamW"}),
-    ("data", "datamodules"),
-    ("trainer.strategy", "strategies"),
-)
-"""Where else a foreign class may be, and what is taken in its place."""
 
 
 def beyond(case: Case, name: str, limit: float) -> tuple[Series, bool] | None:

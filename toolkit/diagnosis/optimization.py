@@ -131,7 +131,7 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
         yield Finding(
             "rate_too_low", int(ratio.steps[0]), f"at the full rate of {peak:g} all steps of the run together would move "
             f"weights by {move:.1%} of their size", 0.66,
-            f"Raise the rate to about {usual:.1g}, or let LRFinder choose it", _rate_overlay(usual),
+            f"Raise the rate to about {usual:.1g}, or let LRFinder choose it", schedule_remedy(case) or _rate_overlay(usual),
         )  # fmt: skip
 
 

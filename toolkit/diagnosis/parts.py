@@ -79,6 +79,21 @@ def schedule_remedy(case: Case, warmup: float = 0.12) -> dict[str, Any]:
     return class_remedy(case, "model.lr_scheduler", "schedules", cosine)
 
 
+PLACES: tuple[tuple[Any, ...], ...] = (
+    ("model.objective", "objectives", {"class_path": "CausalLM"}),
+    ("model.optimizer", "optimizers", {"class_path": "AdamW"}),
+    ("data", "datamodules"),
+    ("trainer.strategy", "strategies"),
+)
+"""Where else a foreign class may be, and what is taken in its place."""
+
+
+def taken_out(case: Case) -> dict[str, Any]:
+    """Returns the overlay that takes out foreign callbacks, or takes leyden's own in the place of another foreign part; else nothing."""
+    found = without_callbacks(case) or network_remedy(case) or schedule_remedy(case)
+    return found or next((one for place in PLACES if (one := class_remedy(case, *place))), {})
+
+
 def foreign_callbacks(case: Case) -> list[str]:
     """Returns the class paths of callbacks that are not leyden's or Lightning's, as they are configured."""
     return [

@@ -34,6 +34,7 @@ class RowComparison:
     def __init__(self, plain: PlainParts) -> None:
         self.plain = plain
         self.batches: Any = None
+        self.order: dict[str, Any] = {}
         self._ahead = 0
         self._known: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._seen: set[int] = set()
@@ -46,10 +47,9 @@ class RowComparison:
             return
         self._order = {"sequence_length": loader.batches.sequence_length, "seed": data.seed}
         place = self.plain.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        ranks = {"rank": place["rank"], "world_size": place["num_replicas"]}
-        self.batches = self.plain.batches(
-            "train", batch_size=data.batch_size, shuffle=data.shuffle, **self._order, **ranks
-        )
+        self.order = {"batch_size": data.batch_size, "shuffle": data.shuffle, **self._order}
+        self.order |= {"rank": place["rank"], "world_size": place["num_replicas"]}
+        self.batches = self.plain.batches("train", **self.order)
         if self.batches is not None and cursor is not None:
             self.batches.cursor = cursor
         self._ahead = 0
@@ -91,15 +91,7 @@ class RowComparison:
 
     def read_ms(self) -> float:
         """Returns how many milliseconds leyden's packing takes to read a batch, the median of a few; NaN: it is not known."""
-        data = self.plain.trainer.datamodule
-        order = {
-            "rank": 0,
-            "world_size": 1,
-            "batch_size": data.batch_size,
-            "shuffle": data.shuffle,
-            **self._order,
-        }
-        batches = self.plain.batches("train", **order)
+        batches = self.plain.batches("train", **self.order)
         return read_ms(batches) if batches is not None else float("nan")
 
     def in_validation(self, batch: Mapping[str, Any]) -> dict[str, float]:
