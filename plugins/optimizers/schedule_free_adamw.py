@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.technique import Package, technique
+from plugins.optimizers.fused_update import FusesUpdate
 from plugins.optimizers.half_precision import ChecksEps
 from plugins.optimizers.libraries import library, not_on_shards
+
+AdamWScheduleFree: Any = library("schedulefree").AdamWScheduleFree
 
 
 @technique(
@@ -19,7 +22,7 @@ from plugins.optimizers.libraries import library, not_on_shards
     conflicts=not_on_shards("its averages are only written to checkpoints of full weights", "AdamW"),
     owns=("learning_rate",),
 )
-class ScheduleFreeAdamW(ChecksEps, library("schedulefree").AdamWScheduleFree):  # type: ignore[misc]
+class ScheduleFreeAdamW(FusesUpdate, ChecksEps, AdamWScheduleFree):  # type: ignore[misc]
     """Schedule-Free AdamW: a running average of the weights, which replaces the decay of a learning rate schedule.
 
     Validation and checkpoints use the average; training continues from the exact trained weights. After a linear
@@ -44,6 +47,9 @@ class ScheduleFreeAdamW(ChecksEps, library("schedulefree").AdamWScheduleFree):  
 
     group_state = ("k", "train_mode", "weight_sum", "lr_max", "scheduled_lr")
     """Keys of the parameter groups that change from step to step."""
+
+    written = ("exp_avg_sq", "z")
+    param_groups: list[dict[str, Any]]
 
     def __init__(
         self,
@@ -80,6 +86,45 @@ class ScheduleFreeAdamW(ChecksEps, library("schedulefree").AdamWScheduleFree):  
                 parameter.copy_(value)
             self._kept = []
             self._set_mode(training=True)
+
+    def begin(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> Sequence[float]:
+        """See `FusesUpdate`."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                state = {"z": parameter.detach().clone(), "exp_avg_sq": torch.zeros_like(parameter)}
+                self.state[parameter].update(state)
+        own: dict[str, Any] = {**group, "params": []}
+        groups = self.param_groups
+        self.param_groups = [own]
+        try:
+            AdamWScheduleFree.step(self)  # without parameters it moves the settings of the group alone
+        finally:
+            self.param_groups = groups
+        group.update({name: own[name] for name in self.group_state})
+        rate, count, (beta1, beta2) = own["scheduled_lr"], own["k"], own["betas"]
+        total = own["weight_sum"]
+        share = count ** own["r"] * own["lr_max"] ** own["weight_lr_power"] / total if total else 0.0
+        return (
+            beta2,
+            1 - beta2,
+            1 - beta2**count,
+            own["eps"],
+            own["weight_decay"],
+            share,
+            rate * (beta1 * (1 - share) - 1),
+            rate,
+        )
+
+    @staticmethod
+    def update(
+        numbers: Sequence[Tensor], gradient: Tensor, parameter: Tensor, *state: Tensor
+    ) -> Sequence[Tensor]:
+        """See `FusesUpdate`."""
+        beta2, new_square, debias, eps, decay, share, ahead, rate = numbers
+        square, z = state
+        square = square * beta2 + new_square * gradient * gradient
+        step = gradient / ((square / debias).sqrt() + eps) + decay * parameter
+        return parameter.lerp(z, share) + ahead * step, square, z - rate * step
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
