@@ -15,11 +15,6 @@ LONG = "--trainer.max_steps=20000"
         ([], False),  # its steps take half a minute, about as long as the compiler
         ([LONG, "--trainer.callbacks+=Compile"], False),
         ([LONG, "--trainer.callbacks+=StochasticDepth"], False),  # a conflict
-        ([LONG, "--trainer.callbacks+=SequenceLengthSchedule"], False),
-        (
-            [LONG, "--model.network.n_embd=512", "--model.network.n_layer=12"],
-            False,
-        ),  # gains nothing that was measured
     ],
 )
 def test_compile_is_advised_where_it_pays(words, advised, core):  # noqa: F811
