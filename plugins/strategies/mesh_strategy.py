@@ -247,8 +247,12 @@ class MeshStrategy(ParallelStrategy):
         for name, tensor in tensors.named_tensors(network).items():
             start = self.starts[initial_shards.PREFIX + name]
             start = start.otherwise if isinstance(start, Stored) else start
-            initial_shards.draw_shard(tensor, start, seed, name)
+            self.draw_weight(tensor, start, seed, name)
         return True
+
+    def draw_weight(self, tensor: Tensor, start: Start, seed: int, name: str) -> None:
+        """Draws this rank's shard of a parameter or buffer; called on every rank."""
+        initial_shards.draw_shard(tensor, start, seed, name)
 
     def model_to_device(self) -> None:
         """Does nothing: `setup` places each shard."""
