@@ -11,12 +11,14 @@ from lightning.pytorch.callbacks import Callback
 from callbacks.activation_monitor import ActivationMonitor
 from callbacks.spike_report import REQUEST, ROLLBACKS, SpikeReport
 from callbacks.weight_monitor import WeightMonitor
+from conformance.workshop import workshop
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.cli.preflight import ordered
 from plugins.optimizers.adamw import AdamW
 from tests.benchmarks.guilty_document import judge, tokenizer
 from tests.support.tiny_training import VOCAB, Record, module, trainer
+from tests.support.token_runs import callback, ended_alike, fit, strategy
 from tests.support.tokens import StoredTokens
 from toolkit.snapshot_ring import SnapshotRing
 
@@ -76,6 +78,31 @@ def test_a_report_on_request_lists_the_documents_of_the_step(train, tmp_path, mi
     parts = [part for place in places for part in place.split("; ")]
     assert sum(int(part.rpartition("+")[2]) for part in parts) == 4 * 12 * micro_batches
     assert set(report["blocks"]) >= {"embed_tokens", "layers.0", "layers.1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_under_zero_a_report_says_what_it_says_in_one_process(stage):
+    on_request = {"trainer": {"max_steps": 4, "log_every_n_steps": 2}}
+    report, zero = (
+        callback("SpikeReport", window=100),
+        strategy("DeepSpeedZero", stage=stage, persistence_threshold=0),
+    )
+
+    def reported(name, *parts, ranks):
+        folder = workshop() / f"spike-report-{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / REQUEST).touch()
+        done = fit(on_request, report, *parts, ranks=ranks, name=folder.name)
+        return done, json.loads(next((folder / "spike_report").glob("*.json")).read_text())
+
+    found, said = reported(f"zero-{stage}", zero, ranks=2)
+    _, expected = reported("alone", {"data": {"init_args": {"batch_size": 8}}}, ranks=1)
+    blocks = expected.pop("blocks")
+    assert blocks.keys() >= {"embed_tokens", "layers.0", "layers.1"}
+    assert said.pop("blocks") == pytest.approx(blocks, rel=1e-3)  # updates are rounded to the weights
+    assert said == expected
+    ended_alike(found, fit(on_request, zero, ranks=2))
 
 
 class Planted(Callback):
