@@ -110,22 +110,26 @@ def _word(run: Run) -> str | None:
 
 
 def _techniques(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
-    stage = given["stage"]
     by_name = {item.name: item for item in run.selected}
-    value = "clips single values of gradients, to which DeepSpeed gives no access: take norm"
-    if (clip := by_name.get("GradientClip")) and clip.arguments.get("method") == "value":
-        yield f"{run.named(clip)}, method value, {value} or adaptive"
-    if (
-        run.argument("trainer.gradient_clip_val")
-        and run.argument("trainer.gradient_clip_algorithm") == "value"
-    ):
-        yield f"trainer.gradient_clip_algorithm value {value}"
+    if given["offload_optimizer"] == "nvme":
+        yield from _on_disk(run, by_name)
     average = by_name.get("ExponentialMovingAverage")
-    if average and (stage == 3 or FORMATS.get(_word(run)) != 32):
+    if average and (given["stage"] == 3 or FORMATS.get(_word(run)) != 32):
         yield (
             f"{run.named(average)} averages full weights in float32, which the network only has in stages 1 and 2 "
             "with --trainer.precision=32-true"
         )
-    monitor = by_name.get("WeightMonitor")
-    if monitor and given["offload_optimizer"] == "nvme":
-        yield f"{run.named(monitor)} keeps the optimizer's weights of a step, which are on the disk: set offload_optimizer to cpu"
+
+
+def _on_disk(run: Run, by_name: Mapping[str, Selected]) -> Iterator[str]:
+    where = "are on the disk: set offload_optimizer to cpu"
+    if monitor := by_name.get("WeightMonitor"):
+        yield f"{run.named(monitor)} keeps the optimizer's weights of a step, which {where}"
+    values = f"clips single values of gradients, which {where}, or clip their norm"
+    if (clip := by_name.get("GradientClip")) and clip.arguments.get("method") == "value":
+        yield f"{run.named(clip)}, method value, {values}"
+    if (
+        run.argument("trainer.gradient_clip_val")
+        and run.argument("trainer.gradient_clip_algorithm") == "value"
+    ):
+        yield f"trainer.gradient_clip_algorithm value {values}"

@@ -137,16 +137,15 @@ def weight_part(parameter: Any, zero: Any) -> Tensor:
 
 
 def gradient_part(parameter: Any, zero: Any) -> Tensor:
-    """Returns this rank's part of what DeepSpeed steps by, flat, without padding: between backward and step."""
-    from deepspeed.utils import safe_get_local_grad
-
+    """Returns this rank's part of what DeepSpeed steps by, without padding, between backward and step; a view."""
     if is_cut(parameter):
-        return _unpadded(safe_get_local_grad(parameter), parameter)
+        part, _ = zero._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
+        return _unpadded(part, parameter)
     place = parameter._hp_mapping
     if place is None:
         return _nothing(parameter)
-    part: Tensor = place.get_lp_grad_fragment(parameter._index_in_param_group)
-    return part.flatten().float()
+    found: Tensor = place.get_lp_grad_fragment(parameter._index_in_param_group)
+    return found
 
 
 def _nothing(parameter: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -251,8 +251,14 @@ class DeepSpeedZero(MeshStrategy):
         return self._stepped.gradient_norm()
 
     def clip_gradients(self, optimizer: Any, clip: float | None = None, algorithm: str | None = None) -> None:
-        """Makes the step scale gradients to a norm of at most `clip`."""
-        self.zero.clip_grad = float(clip or 0.0)
+        """Makes the step scale gradients to a norm of at most `clip`, or clamps each value to it ("value")."""
+        by_value = bool(clip) and algorithm == "value"
+        self.zero.clip_grad = 0.0 if by_value else float(clip or 0.0)
+        if by_value:
+            limit = clip / self._stepped.scaled(torch.ones((), device=self.root_device))
+            trained = (p for p in self.language_module.parameters() if id(p) in self.numbers)
+            for part in self._gradients(trained):
+                part.clamp_(-limit.to(part), limit.to(part))
 
     # -- parts -------------------------------------------------------------------------------------
 
@@ -262,7 +268,12 @@ class DeepSpeedZero(MeshStrategy):
 
     def gradient_parts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Returns this rank's part of each gradient, times the factor of the step."""
-        return [self._stepped.scaled(deepspeed_state.gradient_part(p, self.zero)) for p in parameters]
+        return [self._stepped.scaled(part.flatten().float()) for part in self._gradients(parameters)]
+
+    def _gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        if self.offload_optimizer != "none" and self.root_device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # DeepSpeed copies them to the host without waiting
+        return [deepspeed_state.gradient_part(parameter, self.zero) for parameter in parameters]
 
     # -- snapshots --------------------------------------------------------------------------------
 
