@@ -32,7 +32,7 @@ from plugins.strategies.deferred_reduction import DeferredReduction
 from plugins.strategies.initial_shards import InitialShards, Stored
 from plugins.strategies.mixed_precision import FORMATS, Format, Formats
 from plugins.strategies.shared_scaler import SharedScaler
-from toolkit.initial_values import Start, new_seed
+from toolkit.initial_values import Start, named, new_seed
 
 
 class MeshStrategy(ParallelStrategy):
@@ -244,7 +244,7 @@ class MeshStrategy(ParallelStrategy):
             return False
         network, seed = self.language_module.network, self._common_seed()
         shards.reshard(network)
-        for name, tensor in tensors.named_tensors(network).items():
+        for name, tensor in named(network):
             start = self.starts[initial_shards.PREFIX + name]
             start = start.otherwise if isinstance(start, Stored) else start
             self.draw_weight(tensor, start, seed, name)
@@ -252,7 +252,7 @@ class MeshStrategy(ParallelStrategy):
 
     def draw_weight(self, tensor: Tensor, start: Start, seed: int, name: str) -> None:
         """Draws this rank's shard of a parameter or buffer; called on every rank."""
-        initial_shards.draw_shard(tensor, start, seed, name)
+        initial_shards.draw_shard(tensor.detach(), start, seed, name)
 
     def model_to_device(self) -> None:
         """Does nothing: `setup` places each shard."""
