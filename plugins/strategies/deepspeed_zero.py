@@ -252,9 +252,8 @@ class DeepSpeedZero(MeshStrategy):
 
     def clip_gradients(self, optimizer: Any, clip: float | None = None, algorithm: str | None = None) -> None:
         """Makes the step scale gradients to a norm of at most `clip`, or clamps each value to it ("value")."""
-        by_value = bool(clip) and algorithm == "value"
-        self.zero.clip_grad = 0.0 if by_value else float(clip or 0.0)
-        if by_value:
+        self.zero.clip_grad = 0.0 if algorithm == "value" else float(clip or 0.0)
+        if clip and algorithm == "value":
             limit = clip / self._stepped.scaled(torch.ones((), device=self.root_device))
             trained = (p for p in self.language_module.parameters() if id(p) in self.numbers)
             for part in self._gradients(trained):
