@@ -20,10 +20,10 @@ from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
 from plugins.strategies.deepspeed_engine import EngineOptimizer
-from plugins.strategies.initial_shards import InitialShards
+from plugins.strategies.initial_shards import InitialShards, RowNorms, draw_shard
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.tensors import replace, state_of
-from toolkit.initial_values import Start, draw_part
+from toolkit.initial_values import Start
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -291,10 +291,10 @@ class DeepSpeedZero(MeshStrategy):
             self.weights_restored()
         return drawn
 
-    def draw_weight(self, tensor: Tensor, start: Start, seed: int, name: str) -> None:
+    def draw_weight(self, tensor: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
         """Draws a whole parameter or buffer, and keeps this rank's part."""
         whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
-        draw_part(whole, start, seed, name)
+        draw_shard(whole, start, seed, name)
         self.put_weight(tensor, whole)
 
     def put_weight(self, tensor: Tensor, value: Tensor) -> None:
