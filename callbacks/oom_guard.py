@@ -55,8 +55,11 @@ class OOMGuard(Callback):
     rounding. The number of parts is saved in checkpoints. The run ends if a single row does not fit, and also if an
     update or a validation runs out of memory.
 
-    On several ranks (DDP) each splits its own micro-batches. Gradients are averaged after backward, not during it:
-    the other ranks wait there for one that repeats the step.
+    Under `DDP` each rank splits its own micro-batches. Gradients are averaged after backward, not during it: the other ranks
+    wait there for one that repeats the step. Under `FSDP` and `HybridParallel`, where ranks exchange weights and gradients
+    during forward and backward, all split theirs alike. A rank that runs out of memory makes the exchanges for which the
+    others wait in a step on a single row, and all repeat theirs. For this they tell each other after each part whether
+    memory was enough: log2(ranks) messages between CPUs, which do not wait for the device.
 
     Args:
         memory_limit: On a CPU: bytes that forward and backward may take beyond what the process holds when training
@@ -162,7 +165,9 @@ class OOMGuard(Callback):
         """Computes one part; returns its loss, or None: out of memory, of one of the ranks if they talk meanwhile."""
         with memory_limits.limited(self._most):
             if self._joint is not None:
-                return self._joint.run(partial(part.compute, trainer), partial(part.first_row().compute, trainer))
+                return self._joint.run(
+                    partial(part.compute, trainer), partial(part.first_row().compute, trainer)
+                )
             try:
                 return part.compute(trainer)
             except Exception as error:
@@ -171,21 +176,22 @@ class OOMGuard(Callback):
         return None  # the traceback of the error holds the graph: both are freed here
 
     def _halve(self, trainer: Trainer, batch: Any) -> None:
-        rows = len(batch["input_ids"])
+        short = trainer.global_rank if self._joint is None else self._joint.failed
+        rows, where = len(batch["input_ids"]), f"in step {trainer.global_step + 1}, on rank {short}"
         now = -(-rows // self.parts)
         if now == 1:
             raise ConfigError(
-                f"OOMGuard: out of memory in step {trainer.global_step + 1}, on rank {trainer.global_rank}, with a single "
-                f"row of {batch['input_ids'].shape[1]:,} tokens.\nShorten --data.sequence_length, add "
-                "ActivationCheckpointing, or shard the model: --trainer.strategy=FSDP."
+                f"OOMGuard: out of memory {where}, with a single row of {batch['input_ids'].shape[1]:,} tokens.\n"
+                "Shorten --data.sequence_length, add ActivationCheckpointing, or shard the model: --trainer.strategy=FSDP."
             )
         self.parts *= 2
-        print(
-            f"OOMGuard: out of memory in step {trainer.global_step + 1}, on rank {trainer.global_rank}: micro-batches of "
-            f"{rows} rows are computed in parts of {-(-rows // self.parts)}, not {now}, from now on.",
-            file=sys.stderr,
-            flush=True,
-        )
+        if trainer.global_rank == short:
+            print(
+                f"OOMGuard: out of memory {where}: micro-batches of {rows} rows are computed in parts of "
+                f"{-(-rows // self.parts)}, not {now}, from now on.",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 @dataclass(frozen=True)

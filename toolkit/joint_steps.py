@@ -1,0 +1,152 @@
+"""Forward and backward under strategies whose ranks talk in them: out of memory on one rank, all drop them together."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from core.errors import ConfigError
+from toolkit import memory_limits
+from toolkit.lone_ranks import DropsSteps, WithoutOthers
+from toolkit.ranks import lazy_group
+
+__all__ = ["JointSteps"]
+
+
+class JointSteps:
+    """Runs forward and backward of FSDP2 so that all ranks get through them, or drop them together.
+
+    A rank that runs out of memory has made some of their collectives; the others wait for it in the next one. It frees what
+    it has, and computes forward and backward again on little data: the first collectives, which it has made already, by
+    itself, those that it owes with the others. Then all ranks tell each other whether one has failed. That takes steps that
+    make the same collectives, with messages of the same shapes, whatever the data: those of FSDP2, without tensor,
+    context, expert or pipeline parallelism.
+
+    Made on every rank, once the processes are connected.
+
+    Args:
+        module: What is sharded.
+        strategy: Puts FSDP into the state in which a step begins.
+
+    Attributes:
+        failed: The rank that ran out of memory in the last step, the highest of several; None: all got through.
+    """
+
+    failed: int | None = None
+
+    def __init__(self, module: nn.Module, strategy: DropsSteps) -> None:
+        self._strategy = strategy
+        self._weights = dict(_weights_of_parts(module))
+        meshes = {
+            parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)
+        }
+        # Not those of other threads, such as that of a checkpoint.
+        groups = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
+        self._groups: list[Any] = list(dict.fromkeys(groups))
+        self._told = lazy_group()
+
+    def run(self, step: Callable[[], Any], smaller: Callable[[], Any]) -> Any:
+        """Returns what `step` returns; None on every rank, without its gradients, if one rank ran out of memory.
+
+        Args:
+            step: Forward and backward.
+            smaller: The same on as little data as can be.
+
+        Raises:
+            ConfigError: If `smaller` does not fit either, or memory ran out within a collective.
+        """
+        gathered, begun = self._gathered(), self._made()
+        result, fits = None, True
+        try:
+            result = step()
+        except Exception as error:
+            if not memory_limits.is_out_of_memory(error):
+                raise
+            _raise_within_collective(error)
+            fits = False  # the traceback of the error holds the graph: both are freed here
+        if not fits:
+            self._make_owed(smaller, gathered, self._made() - begun)
+        self.failed = self._agree(not fits)
+        if self.failed is None:
+            return result
+        self._drop()
+        return None
+
+    def _make_owed(self, smaller: Callable[[], Any], gathered: list[Any], made: int) -> None:
+        """Makes the collectives of the step for which the others wait."""
+        try:
+            self._drop()
+            with WithoutOthers():
+                for part in gathered:  # those of the others are, too, and are not gathered in this step
+                    part.unshard()
+            with WithoutOthers(made):
+                smaller()
+        except Exception as error:
+            if not memory_limits.is_out_of_memory(error):
+                raise
+            raise ConfigError(
+                f"Out of memory on rank {dist.get_rank()}, also with a single row: the other ranks cannot go on.\n"
+                "Shorten --data.sequence_length, add ActivationCheckpointing, or take more ranks."
+            ) from None
+
+    def _drop(self) -> None:
+        memory_limits.give_back()
+        with WithoutOthers():
+            self._strategy.drop_step()
+        memory_limits.give_back()
+
+    def _gathered(self) -> list[Any]:
+        """Returns the parts whose weights are gathered now, such as those of the micro-batch before."""
+        return [
+            part
+            for part, (owner, name) in self._weights.items()
+            if not isinstance(getattr(owner, name), DTensor)
+        ]
+
+    def _made(self) -> int:
+        """Returns how many collectives this rank has made; on a GPU they need not be done."""
+        return sum(group._get_sequence_number_for_group() for group in self._groups)
+
+    def _agree(self, failed: bool) -> int | None:
+        """Returns the highest rank that has failed, after log2(ranks) short messages, without waiting for the device."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        known, heard, distance = torch.tensor([rank if failed else -1]), torch.empty(1, dtype=torch.int64), 1
+        while distance < ranks:  # what a rank knows is of so many ranks before it
+            sent = dist.isend(known.clone(), (rank + distance) % ranks, self._told)
+            dist.recv(heard, (rank - distance) % ranks, self._told)
+            assert sent is not None
+            sent.wait()
+            known.clamp_(min=heard)
+            distance *= 2
+        return int(known) if known >= 0 else None
+
+
+def _weights_of_parts(module: nn.Module) -> Iterator[tuple[Any, tuple[nn.Module, str]]]:
+    """Yields each module that is sharded by itself with the place of one of its weights."""
+    from torch.distributed.fsdp import FSDPModule
+
+    def own(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+        yield from ((part, name) for name, _ in part.named_parameters(recurse=False))
+        for child in part.children():
+            if not isinstance(child, FSDPModule):
+                yield from own(child)
+
+    for part in module.modules():
+        if isinstance(part, FSDPModule) and (place := next(own(part), None)):
+            yield part, place
+
+
+def _raise_within_collective(error: Exception) -> None:
+    """Raises a ConfigError if memory ran out within a collective: nobody knows what the others have got of it."""
+    frames = traceback.walk_tb(error.__traceback__)
+    if any(frame.f_globals.get("__name__") == dist.distributed_c10d.__name__ for frame, _ in frames):
+        raise ConfigError(
+            f"Out of memory on rank {dist.get_rank()} while it exchanged messages with others: the step cannot be repeated.\n"
+            "Lower --data.batch_size and raise --trainer.accumulate_grad_batches."
+        ) from None
