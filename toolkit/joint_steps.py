@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class JointSteps:
         Raises:
             ConfigError: If `smaller` does not fit either, or memory ran out within a collective.
         """
-        gathered, begun = self._gathered(), self._made()
+        gathered, begun = self._gathered(), collectives_made(self._groups)
         result, fits = None, True
         try:
             result = step()
@@ -71,8 +71,8 @@ class JointSteps:
             _raise_within_collective(error)
             fits = False  # the traceback of the error holds the graph: both are freed here
         if not fits:
-            self._make_owed(smaller, gathered, self._made() - begun)
-        self.failed = self._agree(not fits)
+            self._make_owed(smaller, gathered, collectives_made(self._groups) - begun)
+        self.failed = highest_failed(not fits, self._told)
         if self.failed is None:
             return result
         self._drop()
@@ -109,22 +109,28 @@ class JointSteps:
             if not isinstance(getattr(owner, name), DTensor)
         ]
 
-    def _made(self) -> int:
-        """Returns how many collectives this rank has made; on a GPU they need not be done."""
-        return sum(group._get_sequence_number_for_group() for group in self._groups)
 
-    def _agree(self, failed: bool) -> int | None:
-        """Returns the highest rank that has failed, after log2(ranks) short messages, without waiting for the device."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        known, heard, distance = torch.tensor([rank if failed else -1]), torch.empty(1, dtype=torch.int64), 1
-        while distance < ranks:  # what a rank knows is of so many ranks before it
-            sent = dist.isend(known.clone(), (rank + distance) % ranks, self._told)
-            dist.recv(heard, (rank - distance) % ranks, self._told)
-            assert sent is not None
-            sent.wait()
-            known.clamp_(min=heard)
-            distance *= 2
-        return int(known) if known >= 0 else None
+def collectives_made(groups: Sequence[Any]) -> int:
+    """Returns how many collectives this rank has begun in these groups; each of their backends counts them."""
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def highest_failed(failed: bool, group: Any) -> int | None:
+    """Returns the highest rank of all that has failed, after log2(ranks) short messages, without waiting for the device.
+
+    Args:
+        failed: Whether this rank has.
+        group: All ranks, on the CPU.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    known, heard, distance = torch.tensor([rank if failed else -1]), torch.empty(1, dtype=torch.int64), 1
+    while distance < ranks:  # what a rank knows is of so many ranks before it
+        sent: Any = dist.isend(known.clone(), (rank + distance) % ranks, group)
+        dist.recv(heard, (rank - distance) % ranks, group)
+        sent.wait()
+        known.clamp_(min=heard)
+        distance *= 2
+    return int(known) if known >= 0 else None
 
 
 def _weights_of_parts(module: nn.Module) -> Iterator[tuple[Any, tuple[nn.Module, str]]]:

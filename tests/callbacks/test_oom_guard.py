@@ -102,8 +102,8 @@ def same_steps(steps):
     """Returns the overlay of steps that all have the same batches, and change nothing."""
     folder = workshop() / f"same {steps} steps"
     step = np.random.default_rng(0).integers(0, 64, SAME_STEPS)
-    for split, times in (("train", steps + 1), ("validation", 1)):
-        TokenShards(1 << 20).write([np.tile(step, times)], folder / split, vocab_size=64)
+    for part, times in (("train", steps + 1), ("validation", 1)):
+        TokenShards(1 << 20).write([np.tile(step, times)], folder / part, vocab_size=64)
     return {
         "trainer": {"max_steps": steps, "accumulate_grad_batches": 2, "limit_val_batches": 0},
         "model": {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.0}}},
