@@ -83,7 +83,7 @@ def test_a_resumed_run_goes_on_in_parts():
         pytest.param("DDP", 0, 1, marks=pytest.mark.slow),
         ("DDP", 1, 1),
         pytest.param("FSDP", 0, 2, marks=pytest.mark.slow),
-        pytest.param("FSDP", 1, 2, marks=pytest.mark.ci),
+        pytest.param("FSDP", 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_one_of_two_ranks_runs_out(sharing, batch, parts):
@@ -114,11 +114,11 @@ def same_steps(steps):
 @pytest.mark.parametrize(
     ("sharding", "steps"),
     [
-        pytest.param(strategy("FSDP", stage=2), 32, marks=pytest.mark.ci),
-        pytest.param(strategy("FSDP", stage=3), 302, marks=pytest.mark.slow),
-        pytest.param(strategy("FSDP", stage=2), 302, marks=pytest.mark.slow),
-        pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 152, marks=pytest.mark.slow),
-        pytest.param(strategy("HybridParallel", data_shard=2), 152, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 26, marks=pytest.mark.ci),
+        pytest.param(strategy("FSDP", stage=3), 152, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 152, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, marks=pytest.mark.slow),
+        pytest.param(strategy("HybridParallel", data_shard=2), 62, marks=pytest.mark.slow),
     ],
 )
 def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, steps):
