@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from core.errors import ConfigError
 from toolkit import sentencepiece_bpe
-from toolkit.gguf_files import GGUFFile
+
+if TYPE_CHECKING:
+    from toolkit.gguf_files import GGUFFile
 
 __all__ = ["from_metadata", "names_of_special", "to_metadata"]
 

@@ -7,6 +7,7 @@
     python -m tests.faults run --out FOLDER --half unseen        # further faults, also over two ranks and of resumed runs
     python -m tests.faults run --out FOLDER --half second-unseen
     python -m tests.faults run --out FOLDER --half third-unseen
+    python -m tests.faults run --out FOLDER --half fourth-unseen
     python -m tests.faults run --out FOLDER --half harmless       # clean runs with parts of others
     python -m tests.faults run --out FOLDER --half clean --recipes gpt-2-ranks gpt-resumed
 
@@ -29,6 +30,7 @@ import yaml
 from tests.faults import report
 from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS, Fault
+from tests.faults.fourth_unseen import FOURTH_UNSEEN
 from tests.faults.harmless import HARMLESS
 from tests.faults.recipes import RECIPES, VARIANTS, recipe
 from tests.faults.running import composed, train
@@ -41,6 +43,7 @@ SETS = {
     "unseen": UNSEEN,
     "second-unseen": SECOND_UNSEEN,
     "third-unseen": THIRD_UNSEEN,
+    "fourth-unseen": FOURTH_UNSEEN,
     "harmless": HARMLESS,
 }
 """Faults beside those of the catalogue."""

@@ -1,11 +1,14 @@
 """What a preparation keeps in memory."""
 
+import pkgutil
 import random
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import datamodules.preparation
 from datamodules.preparation.readers.text_documents import TextDocuments
 from datamodules.preparation.token_preparation import TokenPreparation
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
@@ -48,3 +51,11 @@ def test_what_training_a_tokenizer_took_is_given_back_before_workers_start(tmp_p
 def resident() -> int:
     """Returns the bytes of memory that this process has."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def test_nothing_that_prepares_loads_torch():
+    package = datamodules.preparation
+    names = [module.name for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    assert len(names) > 60
+    load = f"import importlib, sys\nfor name in {names}: importlib.import_module(name)\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", load], check=True)
