@@ -35,7 +35,7 @@ DDP_OPTIONS = {
 }
 """Option of DDP -> the values under which gradients cannot be averaged after backward; last, one under which they can."""
 
-TALKING = ("tensor", "pipeline", "context", "expert")
+EXCHANGING = ("tensor", "pipeline", "context", "expert")
 """Sizes of a strategy's mesh with which ranks send each other activations."""
 
 
@@ -94,7 +94,7 @@ class OOMGuard(Callback):
                     f"it averages gradients after backward, where DDP does not support {name}={value}: set "
                     f"--trainer.strategy.{name}={good}"
                 )
-        for size in TALKING:
+        for size in EXCHANGING:
             if (run.argument(f"trainer.strategy.{size}") or 1) > 1:
                 yield (
                     f"ranks repeat a step together, and with {size} above 1 their messages depend on the rows of a part: set "
@@ -220,9 +220,9 @@ class Part:
         """Runs forward and backward; returns the loss."""
         # Each part has its own random numbers.
         index = mix(self.micro_batch, self.number) if self.number else self.micro_batch
-        sharded, strategy = isinstance(trainer.strategy, DropsSteps), trainer.strategy
-        deferred = strategy.block_backward_sync() if sharded and self.more else nullcontext()
-        with deferred:
+        strategy: Any = trainer.strategy
+        sharded = isinstance(strategy, DropsSteps)
+        with strategy.block_backward_sync() if sharded and self.more else nullcontext():
             if sharded:
                 output: Any = strategy.training_step(self.rows, index)
             else:  # not through DDP's forward, which may wait for other ranks

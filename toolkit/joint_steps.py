@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from core.contracts import HasLossGroup
 from core.errors import ConfigError
+from core.training.shards import reshard
 from toolkit import memory_limits
 from toolkit.lone_ranks import DropsSteps, WithoutOthers
 from toolkit.ranks import lazy_group
@@ -43,12 +45,13 @@ class JointSteps:
     def __init__(self, module: nn.Module, strategy: DropsSteps) -> None:
         self._strategy = strategy
         self._weights = dict(_weights_of_parts(module))
-        meshes = {
-            parameter.device_mesh for parameter in module.parameters() if isinstance(parameter, DTensor)
-        }
+        reshard(module)  # validation may have left weights gathered, which have no mesh
+        meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
         # Not those of other threads, such as that of a checkpoint.
-        groups = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
-        self._groups: list[Any] = list(dict.fromkeys(groups))
+        groups: list[Any] = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
+        if isinstance(strategy, HasLossGroup):
+            groups.append(strategy.loss_group)
+        self._groups = list({group.group_name: group for group in groups}.values())
         self._told = lazy_group()
 
     def run(self, step: Callable[[], Any], smaller: Callable[[], Any]) -> Any:
