@@ -94,14 +94,10 @@ def test_one_of_two_ranks_runs_out(sharing, batch, parts):
     is_the_same_run(found, fit(*usual, ranks=2))
 
 
-SAME_STEPS = 2 * 2 * 4 * 12
-"""Tokens of a step of two micro-batches of 4 rows on each of two ranks."""
-
-
-def same_steps(steps):
+def same_steps(steps, ranks):
     """Returns the overlay of steps that all have the same batches, and change nothing."""
-    folder = workshop() / f"same {steps} steps"
-    step = np.random.default_rng(0).integers(0, 64, SAME_STEPS)
+    folder = workshop() / f"{steps} same steps of {ranks} ranks"
+    step = np.random.default_rng(0).integers(0, 64, ranks * 2 * 4 * 12)  # two micro-batches of 4 rows
     for part, times in (("train", steps + 1), ("validation", 1)):
         TokenShards(1 << 20).write([np.tile(step, times)], folder / part, vocab_size=64)
     return {
@@ -112,23 +108,23 @@ def same_steps(steps):
 
 
 @pytest.mark.parametrize(
-    ("sharding", "steps"),
+    ("sharding", "steps", "ranks"),
     [
-        pytest.param(strategy("FSDP", stage=2), 26, marks=pytest.mark.ci),
-        pytest.param(strategy("FSDP", stage=3), 152, marks=pytest.mark.slow),
-        pytest.param(strategy("FSDP", stage=2), 152, marks=pytest.mark.slow),
-        pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, marks=pytest.mark.slow),
-        pytest.param(strategy("HybridParallel", data_shard=2), 62, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 20, 2, marks=pytest.mark.ci),
+        pytest.param(strategy("FSDP", stage=3), 152, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 152, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, 4, marks=pytest.mark.slow),
+        pytest.param(strategy("HybridParallel", data_shard=2), 62, 2, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, steps):
-    """In forward or backward, in either micro-batch, on one rank or both: gradients are those of a step in parts, bit by bit."""
+def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, steps, ranks):
+    """In forward or backward, in either micro-batch, on one rank or two: gradients are those of a step in parts, bit by bit."""
     fails = {
         "class_path": "tests.support.failing.FailsAnywhere",
         "init_args": {"failures": steps * 3 // 4},
     }
     guard = callback("OOMGuard", memory_limit=ENDLESS)["trainer"]["callbacks"]
-    fit(sharding, same_steps(steps), {"trainer": {"callbacks": [fails, *guard]}}, ranks=2)
+    fit(sharding, same_steps(steps, ranks), {"trainer": {"callbacks": [fails, *guard]}}, ranks=ranks)
 
 
 @pytest.mark.ci
