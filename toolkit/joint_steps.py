@@ -71,7 +71,11 @@ class JointSteps:
         except Exception as error:
             if not memory_limits.is_out_of_memory(error):
                 raise
-            _raise_within_collective(error)
+            if within_collective(error):
+                raise ConfigError(
+                    f"Out of memory on rank {dist.get_rank()} while it exchanged messages with others: the step cannot be "
+                    "repeated.\nLower --data.batch_size and raise --trainer.accumulate_grad_batches."
+                ) from None
             fits = False  # the traceback of the error holds the graph: both are freed here
         if not fits:
             self._make_owed(smaller, gathered, collectives_made(self._groups) - begun)
@@ -151,11 +155,7 @@ def _weights_of_parts(module: nn.Module) -> Iterator[tuple[Any, tuple[nn.Module,
             yield part, place
 
 
-def _raise_within_collective(error: Exception) -> None:
-    """Raises a ConfigError if memory ran out within a collective: nobody knows what the others have got of it."""
+def within_collective(error: BaseException) -> bool:
+    """Returns whether an error was raised within a collective, of which nobody knows what the others have got."""
     frames = traceback.walk_tb(error.__traceback__)
-    if any(frame.f_globals.get("__name__") == dist.distributed_c10d.__name__ for frame, _ in frames):
-        raise ConfigError(
-            f"Out of memory on rank {dist.get_rank()} while it exchanged messages with others: the step cannot be repeated.\n"
-            "Lower --data.batch_size and raise --trainer.accumulate_grad_batches."
-        ) from None
+    return any(frame.f_globals.get("__name__") == dist.distributed_c10d.__name__ for frame, _ in frames)

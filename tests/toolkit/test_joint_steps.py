@@ -5,9 +5,11 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.runs import on_ranks
-from toolkit.joint_steps import collectives_made, highest_failed
+from toolkit.joint_steps import collectives_made, highest_failed, within_collective
 
 RANKS = 5
 """No power of two: the last messages go around."""
@@ -20,6 +22,23 @@ def of_rank(rank, folder):
         expected = max((each for each in range(RANKS) if failed[each]), default=None)
         assert highest_failed(failed[rank], dist.group.WORLD) == expected
     dist.destroy_process_group()
+
+
+class _Fails(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise torch.OutOfMemoryError("as if")
+
+
+@pytest.mark.parametrize("make", [dist.all_reduce, dist.barrier, torch.sin])
+def test_an_error_within_a_collective_is_known(make):
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        arguments = () if make is dist.barrier else (torch.zeros(1),)
+        with _Fails(), pytest.raises(torch.OutOfMemoryError) as caught:
+            make(*arguments)
+    finally:
+        dist.destroy_process_group()
+    assert within_collective(caught.value) == (make is not torch.sin)
 
 
 @pytest.mark.ci
