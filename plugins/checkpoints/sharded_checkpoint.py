@@ -73,18 +73,20 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
     def _begin(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
         start = time.perf_counter()
-        self.wait()
-        remote, place = None, Path(path)
+        self._background.wait()
+        place, remote = Path(path), None
+        task: tuple[Any, ...] = (write,)
         if is_url(path):
-            remote, key = folder_of(path)
-            place = self._staging.path_of(key)
+            folder, key = folder_of(path, self._background.patience.ending)
+            place, remote = self._staging.path_of(key), None if self._staging.failure else folder
+            task = (self._staging.attempt, folder, write)
         tensors, rest = sharded_form.split(checkpoint)
         if self.asynchronous:
             tensors, rest = self._snapshot(tensors), tree_map(_copied, rest)
         # A thread in both cases: Ctrl-C is raised in the main thread only, not inside torch's writer.
-        self._background.submit(write, place, tensors, rest, group, self._background.patience, remote)
-        if not self.asynchronous:
-            self.wait()
+        self._background.submit(*task, place, tensors, rest, group, self._background.patience, remote)
+        if not self.asynchronous or (is_url(path) and remote is None):  # the run ends, and says what is here
+            self._background.wait()
         self.stall_s = time.perf_counter() - start
         self._stalls.append(self.stall_s)
 

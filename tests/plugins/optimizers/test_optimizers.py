@@ -297,16 +297,14 @@ def test_parameters_may_be_named_and_settings_hold_by_group(kind):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [PagedAdamW8bit, ScheduleFreeAdamW],
-    ids=lambda kind: kind.__name__,
+    "kind", [PagedAdamW8bit, TorchaoAdamW8bit, ScheduleFreeAdamW], ids=lambda kind: kind.__name__
 )
-def test_what_cannot_step_shards_is_refused_with_an_alternative(kind):
+def test_checkpoints_of_lightnings_strategies_are_refused_with_an_alternative(kind):
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     items = (selection.describe("model.optimizer", kind, f"x.{kind.__name__}"),
              selection.describe("trainer.strategy", ModelParallelStrategy, "y.ModelParallelStrategy"))  # fmt: skip
-    with pytest.raises(ConfigError, match=r"exclude each other.*take .*AdamW.* with sharded weights"):
+    with pytest.raises(ConfigError, match=r"exclude each other.*: take FSDP or HybridParallel"):
         preflight.check(Run(items))
 
 
