@@ -31,7 +31,9 @@ class ActivationOffload(Callback):
 
     Losses, gradients and weights are bitwise those of a run without it. On CUDA copies have streams of their own: those
     of a block leave while the next one is computed, and come back while backward computes the block behind it. So
-    the device holds the activations of two blocks; those of the last block never leave it, as backward begins with them.
+    the device holds the activations of two blocks. Those of the last block stay there, as backward begins with them: it would
+    wait for their way back. They are copied all the same: where another forward comes before backward, as in a pipeline,
+    they leave, too.
     Pinned memory is used again in each step. Weights and their casts, such as those of autocast, stay on the device: what
     has the shape of a weight of the block. Together with `ActivationCheckpointing`, the kept inputs of the blocks are moved.
     On a CPU nothing is copied: the run is the same and needs as much memory.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from core.errors import ConfigError
 from core.lightning_compat import is_accumulating, validates_after_batch
 from core.technique import technique
 from toolkit.checkpoint_names import ABANDONED, step_named
-from toolkit.checkpoint_places import Place, place_of, require_uploads
+from toolkit.checkpoint_places import Place, StagesUploads, place_of, require_uploads
 from toolkit.local_paths import is_url
 
 
@@ -49,7 +51,7 @@ class PeriodicCheckpoint(Checkpoint):
 
     Raises:
         ConfigError: If `every_n_steps` or `keep_every_n_steps` < 1, or `keep` is neither -1 nor at least 1;
-            if nothing can be written to `dirpath`, or a new run finds checkpoints of another at that URL.
+            if nothing can be written to `dirpath`, or that URL belongs to another run.
 
     Example:
         trainer:
@@ -81,7 +83,7 @@ class PeriodicCheckpoint(Checkpoint):
         self.dirpath = dirpath
         self._place: Place = place_of(dirpath)
         self.keep_every_n_steps, self.keep_best = keep_every_n_steps, keep_best
-        self.last_model_path = self.best_model_path = ""
+        self.last_model_path = self.best_model_path = self._owner = ""
         self._best = float("inf")
         self._io: Any = None
         self._saved_step = 0
@@ -100,17 +102,20 @@ class PeriodicCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
         if is_url(self.dirpath):
             require_uploads(self._io, self.dirpath).stage_in(Path(trainer.default_root_dir, "uploads"))
-        if fault := trainer.strategy.broadcast(self._fault(trainer)):
+        fault = self._fault(trainer)
+        fault, self._owner = trainer.strategy.broadcast((fault, self._owner))
+        if fault:
             raise ConfigError(fault)  # on every rank: the others would wait for the first
 
     def _fault(self, trainer: Trainer) -> str | None:
         """Prepares the place on the first rank; returns why nothing can be written there."""
         try:
             if trainer.is_global_zero:
-                self._place.check(resumed=bool(trainer.ckpt_path))
+                folder = Path(trainer.default_root_dir)
+                self._owner = self._place.check(bool(trainer.ckpt_path), folder, self._owner)
                 if trainer.ckpt_path:
                     self._set_aside(trainer.global_step)
-        except ConfigError as error:
+        except (ConfigError, OSError) as error:
             return str(error)
         return None
 
@@ -120,9 +125,7 @@ class PeriodicCheckpoint(Checkpoint):
         """Saves when a multiple of `every_n_steps` is complete; a step with a validation waits for it."""
         step = trainer.global_step
         if step < self._saved_step:
-            self._go_back(step)
-            if trainer.is_global_zero:
-                self._set_aside(step)
+            self._go_back(trainer, step)
         self._due = step % self.every_n_steps == 0 and step not in (self._saved_step, trainer.max_steps)
         if self._due and not validates_after_batch(trainer):
             self._save(trainer, step)
@@ -141,38 +144,45 @@ class PeriodicCheckpoint(Checkpoint):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Saves the step after which a signal ended the run."""
+        if isinstance(self._io, StagesUploads):
+            self._io.end_soon()
         if isinstance(exception, SIGTERMException):
-            self.on_train_end(trainer, pl_module)
+            try:
+                self.on_train_end(trainer, pl_module)
+            except ConfigError as error:
+                if not is_url(self.dirpath):
+                    raise
+                if trainer.is_global_zero:  # the step is on this machine: the run ends by its signal
+                    print(error, file=sys.stderr, flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step, and waits until it is on the disk."""
         if trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
         if isinstance(self._io, WaitsForDisk):
-            self._io.wait()
-            self._place.settled()
+            self._settle(trainer)
             self._prune(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this run has written and keeps, and which checkpoint was the best so far."""
         best = {"best": self._best, "path": self.best_model_path} if self.best_model_path else {}
-        return {"written": list(self._written), **best}
+        owner = {"owner": self._owner} if self._owner else {}
+        return {"written": list(self._written), **best, **owner}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there; the folder may be another one now."""
         names = [str(name) for name in state_dict.get("written", ())]
         self._written = [name for name in names if "/" not in name and step_named(Path(name)) is not None]
-        self._restored = set(self._written)
+        self._restored, self._owner = set(self._written), str(state_dict.get("owner", ""))
         if state_dict.get("path"):
             self._best = float(state_dict["best"])
             self.best_model_path = str(self._place.path_of(Path(state_dict["path"]).name))
 
-    def _go_back(self, step: int) -> None:
+    def _go_back(self, trainer: Trainer, step: int) -> None:
         """Training has gone back to a step: later steps will be saved again."""
         self._saved_step = 0
-        if isinstance(self._io, WaitsForDisk):
-            self._io.wait()
-            self._place.settled()
+        self._settle(trainer)
+        _raise_on_all(trainer, _attempt(lambda: self._set_aside(step)) if trainer.is_global_zero else None)
         if self.best_model_path and (step_named(Path(self.best_model_path)) or 0) > step:
             self._best, self.best_model_path = float("inf"), ""
 
@@ -191,13 +201,25 @@ class PeriodicCheckpoint(Checkpoint):
         name = Path(path).name
         self._written = [*(written for written in self._written if written != name), name]
         self._restored.discard(name)
-        trainer.save_checkpoint(path)
+        fault = _attempt(lambda: trainer.save_checkpoint(path), trainer.strategy.barrier)
+        if fault is None and trainer.is_global_zero and isinstance(self._io, StagesUploads):
+            fault = _attempt(self._io.require_uploaded)  # other ranks may know a moment earlier or later
+        _raise_on_all(trainer, fault)
         self._place.saved(name)
         self._saved_step, self.last_model_path = step, str(path)
         if isinstance(self._io, MeasuresStall):
             for logger in trainer.loggers:
                 logger.log_metrics({"checkpoint/stall_s": self._io.stall_s}, step=step)
         self._prune(trainer)
+
+    def _wait(self) -> None:
+        if isinstance(self._io, WaitsForDisk):
+            self._io.wait()
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Waits until what was saved is complete."""
+        _raise_on_all(trainer, _attempt(self._wait))
+        self._place.settled()
 
     def path_of(self, step: int) -> Path | str:
         """Returns the path, or the URL, of the checkpoint of a step."""
@@ -223,6 +245,24 @@ class PeriodicCheckpoint(Checkpoint):
         within = folder.absolute().is_relative_to(root.absolute())
         leads_out = within and not folder.resolve().is_relative_to(root.resolve())
         return name not in self._restored or not leads_out
+
+
+def _attempt(action: Callable[[], None], otherwise: Callable[[], None] | None = None) -> ConfigError | None:
+    """Returns the error of an action, after what meets the other ranks in its place; None: there was none."""
+    try:
+        action()
+    except ConfigError as error:
+        if otherwise is not None:
+            otherwise()
+        return error
+    return None
+
+
+def _raise_on_all(trainer: Trainer, error: ConfigError | None) -> None:
+    """Raises the first rank's error on every rank, which would wait for it; called on every rank."""
+    told = trainer.strategy.broadcast(None if error is None else str(error))
+    if error is not None or told:
+        raise ConfigError(told or str(error)) from error
 
 
 def _order(name: str) -> tuple[bool, int]:

@@ -203,8 +203,15 @@ class RankInvariance(Callback):
         """Restores the functions."""
         restore_closure(trainer)
         self._restore_loss()
+        self._restore_loss = lambda: None
         module: Any = pl_module
         module.in_parts, self._sums = False, None
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restores the functions, and undoes what `setup` did: Lightning calls none of the hooks that do so then."""
+        if self._undo:
+            self.on_train_end(trainer, pl_module)
+            self.teardown(trainer, pl_module, "fit")
 
     def _price(self, trainer: Trainer) -> str:
         rounds, ranks = self._rounds(trainer), trainer.world_size

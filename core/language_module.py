@@ -117,8 +117,8 @@ class LanguageModule(AveragedWeights):
             super().__setattr__(name, value)
 
     def setup(self, stage: str | None = None) -> None:
-        """Asks once what the strategy offers: the processes are connected now."""
-        self.loss_ranks = ranks.LossRanks(self.trainer)
+        """Asks once what the strategy offers, as processes are connected now; forgets a step that an error broke off."""
+        self.loss_ranks, self.step_sums = ranks.LossRanks(self.trainer), None
 
     def configure_model(self) -> None:
         """Builds the network, once, inside the strategy's and precision's initialisation contexts."""

@@ -24,8 +24,35 @@ SAMPLES = 16
 TOLERANCE = {"rtol": 2**-7, "atol": 1e-6}
 """The base may be kept in bfloat16 or float16: two roundings, and rounding errors of values that are nearly 0."""
 
-_bases: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
-"""Networks that an adapter has frozen -> the record of their base; empty: they were on the meta device."""
+
+class _Base:
+    """The parameters of a network before adapters changed it, of which a record is made as their values are seen.
+
+    Args:
+        network: The network; on the meta device its values are shown later.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        named = dict(network.named_parameters())
+        text = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named.items())
+        self._names = hashlib.sha256(text.encode()).hexdigest()
+        self._samples = {n: None if p.is_meta else _samples(p) for n, p in named.items()}
+
+    def see(self, name: str, value: Tensor) -> None:
+        """Notes samples of a parameter, whole."""
+        if name in self._samples:
+            self._samples[name] = _samples(value)
+
+    @property
+    def record(self) -> dict[str, Any] | None:
+        """Names, shapes and samples; None: values are missing."""
+        known = [samples for samples in self._samples.values() if samples is not None]
+        complete = len(known) == len(self._samples)
+        return {"names": self._names, "samples": torch.cat(known)} if complete else None
+
+
+_bases: WeakKeyDictionary[nn.Module, _Base] = WeakKeyDictionary()
+"""Networks that an adapter has frozen -> their base."""
 
 
 class Adapter(Callback, ABC):
@@ -38,6 +65,8 @@ class Adapter(Callback, ABC):
     because nothing else does.
 
     A class has an :meth:`adapt`, and a :meth:`merge` if what it trains can be expressed in the weights of the base.
+
+    It declares `offers=("keeps_weights",)` if it calls `toolkit.initial_values.start_added` for all that it adds.
 
     Attributes:
         base: The record of the base; None: not known on this rank.
@@ -69,10 +98,11 @@ class Adapter(Callback, ABC):
             ConfigError: If nothing is trained then.
         """
         if network not in _bases:
-            _bases[network] = _record(network)
+            _bases[network] = _Base(network)
             network.requires_grad_(False)
             self._leave_out_base(network)
-        self.base = self.base or _bases[network] or None
+        self._changed = _bases[network]
+        self.base = self.base or self._changed.record
         self.adapt(network)
         if not any(parameter.requires_grad for parameter in network.parameters()):
             raise ConfigError(
@@ -102,6 +132,11 @@ class Adapter(Callback, ABC):
         """Notes, before the network is built, whether the base can be read again."""
         module: Any = pl_module
         self.base_is_elsewhere = bool(module.weights)
+
+    def see_weight(self, name: str, value: Tensor) -> None:
+        """Adds a parameter to the record of the base; see `toolkit.initial_weights.SeesWeights`."""
+        self._changed.see(name, value)
+        self.base = self.base or self._changed.record
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the record of the base, if checkpoints leave it out."""
@@ -148,15 +183,6 @@ def _stored(network: nn.Module) -> set[str]:
 
 
 # -- the record of a base -------------------------------------------------------------------------------
-
-
-def _record(network: nn.Module) -> dict[str, Any]:
-    named = dict(network.named_parameters())
-    if any(parameter.is_meta for parameter in named.values()):
-        return {}
-    text = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named.items())
-    samples = torch.cat([_samples(parameter) for parameter in named.values()])
-    return {"names": hashlib.sha256(text.encode()).hexdigest(), "samples": samples}
 
 
 def _samples(parameter: Tensor) -> Tensor:

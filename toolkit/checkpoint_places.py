@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from core.errors import ConfigError
-from toolkit import remote_checkpoints
+from toolkit import remote_checkpoints, storage_owner
 from toolkit.checkpoint_names import ABANDONED, step_named
 from toolkit.local_paths import is_url
 from toolkit.object_storage import ObjectFolder
@@ -18,10 +18,19 @@ __all__ = ["LocalPlace", "Place", "RemotePlace", "StagesUploads", "place_of", "r
 
 @runtime_checkable
 class StagesUploads(Protocol):
-    """A `CheckpointIO` that writes to URLs of object storage."""
+    """A `CheckpointIO` that writes to URLs of object storage.
+
+    What cannot be uploaded is kept on this machine, with what is saved after it; `wait` raises it.
+    """
+
+    def require_uploaded(self) -> None:
+        """Raises a ConfigError if a checkpoint could not be uploaded, without waiting for one that is being uploaded."""
 
     def stage_in(self, folder: Path) -> None:
         """Says in which folder of this machine checkpoints are written before they are uploaded; called on every rank."""
+
+    def end_soon(self) -> None:
+        """The run is to end: an outage of the storage is not waited out any more."""
 
 
 class Place(Protocol):
@@ -30,8 +39,17 @@ class Place(Protocol):
     def path_of(self, name: str) -> Path | str:
         """Returns the path or URL of a checkpoint."""
 
-    def check(self, resumed: bool) -> None:
-        """Raises a ConfigError if nothing can be written: at the first checkpoint it would be too late."""
+    def check(self, resumed: bool, run_folder: Path, run: str) -> str:
+        """Raises a ConfigError if nothing can be written: at the first checkpoint it would be too late.
+
+        Args:
+            resumed: Whether the run begins from a checkpoint.
+            run_folder: The folder of the run.
+            run: What this returned in the run that wrote that checkpoint, or "".
+
+        Returns:
+            The id of the run at this place, for its checkpoints; "" if it needs none.
+        """
 
     def set_aside(self, step: int) -> dict[str, str]:
         """Renames the checkpoints after a step, which belong to a discarded history; returns the new names."""
@@ -61,7 +79,7 @@ class LocalPlace:
         """Returns the path of a checkpoint."""
         return self.folder / name
 
-    def check(self, resumed: bool) -> None:
+    def check(self, resumed: bool, run_folder: Path, run: str) -> str:
         """Raises a ConfigError if nothing can be written."""
         folder = self.folder.absolute()
         place = next(path for path in (folder, *folder.parents) if path.exists())
@@ -70,6 +88,7 @@ class LocalPlace:
             raise ConfigError(
                 f"PeriodicCheckpoint: dirpath is {self.folder}, and {place} {fault}. Set another."
             )
+        return ""
 
     def set_aside(self, step: int) -> dict[str, str]:
         """Renames the checkpoints after a step."""
@@ -108,8 +127,8 @@ class RemotePlace:
         """Returns the URL of a checkpoint."""
         return f"{self.folder.url}/{name}"
 
-    def check(self, resumed: bool) -> None:
-        """Raises a ConfigError if nothing can be written, or a new run would mix its checkpoints with those of another.
+    def check(self, resumed: bool, run_folder: Path, run: str) -> str:
+        """Raises a ConfigError if nothing can be written, or a run would mix its checkpoints with those of another.
 
         What a killed run left of an unfinished upload is deleted; what somebody copied there is not.
         """
@@ -123,9 +142,11 @@ class RemotePlace:
             )
         self.folder.put(".write-test", b"")
         self.folder.remove([".write-test"])
+        own = storage_owner.take(self.folder, run, run_folder, there)
         for key in partial:
             remote_checkpoints.remove(self.folder, key)
         self._complete = {found.name for found in complete}
+        return own
 
     def set_aside(self, step: int) -> dict[str, str]:
         """Marks the checkpoints after a step."""

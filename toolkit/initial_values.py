@@ -6,32 +6,44 @@ the parameter is sharded. Values are drawn on the CPU, in tiles of a fixed size 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from core.training.seeding import mix
+from toolkit.safetensors_files import LazyTensor
 
 __all__ = [
+    "Added",
+    "CopyOf",
     "DrawsWeights",
     "Fill",
     "HasInitialValues",
+    "NormsOf",
     "Start",
+    "added_start",
+    "copied",
     "draw",
     "draw_part",
     "initial_values",
     "named",
     "new_seed",
     "normal",
+    "start_added",
+    "start_as_norms",
     "uniform",
 ]
+
+M = TypeVar("M", bound=nn.Module)
 
 TILE, COLUMNS = 2**15, 1024
 """Elements of a tile, and the most columns that it has: a part is drawn with little of what lies around it.
@@ -47,8 +59,8 @@ MOST_THREADS = 16
 Fill = Callable[[Tensor, torch.Generator], object]
 """Fills any part of a parameter in place, element by element, with numbers of a generator."""
 
-Start = Fill | Tensor | float
-"""How a tensor begins: with a distribution, with these values, or with one number."""
+Start = Fill | Tensor | LazyTensor | float
+"""How a tensor begins: with a distribution, with these values, with those of a file, or with one number."""
 
 
 @runtime_checkable
@@ -103,6 +115,93 @@ def initial_values(network: nn.Module) -> dict[str, Start] | None:
     return known if len(known) == len(found) else None
 
 
+class Added(NamedTuple):
+    """How a tensor begins that was added on the meta device.
+
+    Attributes:
+        start: How it begins.
+        name: That its numbers depend on.
+    """
+
+    start: Start
+    name: str
+
+
+class CopyOf(NamedTuple):
+    """A tensor that begins as another one, of the same module that is trained.
+
+    Attributes:
+        source: The other one.
+    """
+
+    source: Tensor
+
+
+class NormsOf(NamedTuple):
+    """A vector that begins as the norms of the rows of a matrix of the network.
+
+    Attributes:
+        source: The matrix.
+    """
+
+    source: Tensor
+
+
+Noted = Added | CopyOf | NormsOf
+
+_NOTE = "_leyden_begins"
+"""Attribute of a tensor on the meta device. A weak reference would keep torch from swapping it for a real one."""
+
+_seeds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Network -> the seed that it was drawn with."""
+
+
+@torch.no_grad()
+def start_added(tensor: Tensor, start: Start, network: nn.Module, name: str) -> None:
+    """Fills a parameter that is added to a network or belongs to it, or notes for the strategy how it begins.
+
+    Whoever changes a network calls it for all that it adds, and declares `offers=("keeps_weights",)`. The values depend on the
+    network's seed and on the name.
+
+    Args:
+        tensor: The parameter, whole; on the meta device it is noted.
+        start: How it begins.
+        network: The network.
+        name: No other tensor of the network, or added to it, has the same.
+    """
+    if tensor.is_meta:
+        vars(tensor)[_NOTE] = Added(start, name)
+    else:
+        if network not in _seeds:
+            _seeds[network] = new_seed()
+        draw_part(tensor, start, _seeds[network], name)
+
+
+def copied(module: M) -> M:
+    """Returns a deep copy of a part of a network; on the meta device each tensor begins as that of which it is a copy."""
+    found = copy.deepcopy(module)
+    for (_, source), (_, tensor) in zip(named(module), named(found), strict=True):
+        if tensor.is_meta:
+            vars(tensor)[_NOTE] = CopyOf(source)
+    return found
+
+
+def start_as_norms(tensor: Tensor, source: Tensor) -> None:
+    """Notes that a vector on the meta device begins as the norms of the rows of a matrix of the network.
+
+    Args:
+        tensor: (n,), a parameter that is added to the network.
+        source: (n, m).
+    """
+    vars(tensor)[_NOTE] = NormsOf(source)
+
+
+def added_start(tensor: Tensor) -> Noted | None:
+    """Returns how a tensor begins that was added on the meta device; None: that was not noted."""
+    found: Noted | None = vars(tensor).get(_NOTE)
+    return found
+
+
 @torch.no_grad()
 def draw(network: nn.Module, seed: int | None = None) -> None:
     """Fills the parameters and buffers of a network that says how they begin; those on the meta device are left out.
@@ -111,7 +210,7 @@ def draw(network: nn.Module, seed: int | None = None) -> None:
         network: Offers `HasInitialValues`.
         seed: None: a new one.
     """
-    seed = new_seed() if seed is None else seed
+    _seeds[network] = seed = new_seed() if seed is None else seed
     assert isinstance(network, HasInitialValues)
     for name, tensor in named(network):
         start = None if tensor.is_meta else network.initial_value(name, tensor)
@@ -140,7 +239,11 @@ def draw_part(
     whole = target.shape if shape is None else shape
     offset = offset or [0] * len(whole)
     target = target.detach()
-    if isinstance(start, Tensor):
+    if isinstance(start, LazyTensor):
+        if target.numel():
+            ends = (first + size for first, size in zip(offset, target.shape, strict=True))
+            target.copy_(start.part(tuple(map(slice, offset, ends))))
+    elif isinstance(start, Tensor):
         for dim, (size, first) in enumerate(zip(target.shape, offset, strict=True)):
             start = start.narrow(dim, first if size else 0, size)
         target.copy_(start)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from core.contracts import IGNORED_LABEL, Network
 from core.training.shards import full_tensor
+from toolkit.aligned_logits import logits_of
 
 __all__ = ["CHUNK_TOKENS", "log_probabilities", "log_probabilities_at", "row_sums"]
 
@@ -49,9 +50,10 @@ def log_probabilities_at(
         labels: (B, T).
         chunk_tokens: Positions whose logits are computed at a time.
     """
+    logits_from = logits_of(network, hidden)
 
     def of(hidden: Tensor, labels: Tensor) -> Tensor:
-        logits = network.logits(hidden)
+        logits = logits_from(hidden)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         # with a head that is sharded along the vocabulary, logits and losses are DTensors
         return -full_tensor(F.cross_entropy(wide, labels, ignore_index=IGNORED_LABEL, reduction="none"))

@@ -6,11 +6,14 @@ own tools find them; a configuration holds none. Nothing here connects before th
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Iterator, Sequence
+import shlex
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import cached_property
@@ -27,12 +30,19 @@ RETRIES, RETRY_S = 6, 120
 """How often a request is made again, within so many seconds: some 10 seconds, so that a wrong address is found soon."""
 UPLOAD_RETRIES, UPLOAD_RETRY_S = 100, 300
 """The same while a run uploads: an outage of 5 minutes is waited out."""
+LOOK_S, ANSWER_S = 1, 4
+"""How often a request of a run that is to end is looked at, and within how many seconds the storage has to answer then."""
 PART_BYTES, PARALLEL = 16 * 2**20, 4
 """How much of an object a request carries, and how many there are at a time: 64 MiB of memory."""
 MOST_PARTS = 9_000
 """S3 takes 10,000 for an object."""
 
 _LISTS = {"s3": "aws s3 ls", "gs": "gcloud storage ls"}
+_COPIES = {
+    "s3": "aws s3 sync {here} {url}",
+    "gs": "gcloud storage rsync --recursive {here} {url}",
+    "azure": "az storage blob upload-batch --source {here} (to {url})",
+}
 _KEYS = {
     "s3": "environment (AWS_ACCESS_KEY_ID, AWS_PROFILE...), ~/.aws, or the role of the machine",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS, `gcloud auth application-default login`, or the machine's account",
@@ -48,11 +58,13 @@ class StoredObject:
         size: Bytes.
         modified_ns: When it was written, in nanoseconds since 1970, as `st_mtime_ns`.
         tag: The storage's mark of this content.
+        version: Its number of this content, where it has one, as Google's generations.
     """
 
     size: int
     modified_ns: int
     tag: str
+    version: str | None = None
 
 
 def require_storage_url(url: str, option: str) -> str:
@@ -83,19 +95,36 @@ class ObjectFolder:
         url: Such as `s3://bucket/runs/first`.
         option: What the URL was given for, for messages.
         uploads: Whether an outage is waited out, as by a run that uploads.
+        ending: Is set once the run is to end: `put`, `remove`, `look_up` and `below` then go on only as long as the
+            storage answers. For threads without an event loop.
     """
 
-    def __init__(self, url: str, option: str = "The URL", uploads: bool = False) -> None:
-        self.url = require_storage_url(url, option)
+    def __init__(
+        self,
+        url: str,
+        option: str = "The URL",
+        uploads: bool = False,
+        ending: threading.Event | None = None,
+    ) -> None:
+        self.url, self._ending = require_storage_url(url, option), ending
         self._retries = (UPLOAD_RETRIES, UPLOAD_RETRY_S) if uploads else (RETRIES, RETRY_S)
 
     @cached_property
     def _store(self) -> Any:
+        return self._opened(*self._retries, "5m")
+
+    @cached_property
+    def _hasty(self) -> Any:
+        return self._opened(0, ANSWER_S, f"{ANSWER_S}s")
+
+    def _opened(self, retries: int, seconds: int, timeout: str) -> Any:
         from obstore.store import from_url
 
-        retries, seconds = self._retries
         options: dict[str, Any] = {
-            "client_options": {"allow_http": True, "timeout": "5m"},  # of an endpoint that is http:// itself
+            "client_options": {
+                "allow_http": True,
+                "timeout": timeout,
+            },  # of an endpoint that is http:// itself
             "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=seconds)},
         }
         if self.url.startswith("s3:"):
@@ -113,6 +142,36 @@ class ObjectFolder:
         scheme = self.url.partition(":")[0]
         return scheme if scheme in ("s3", "gs") else "azure"
 
+    def copy_command(self, here: Path) -> str:
+        """Returns the command of the storage's own tools that copies a folder of this machine there."""
+        return _COPIES[self._family].format(here=shlex.quote(str(here)), url=self.url)
+
+    def _done(self, now: Callable[[], Any], later: Callable[[], Awaitable[Any]]) -> Any:
+        """Returns what a request returned; of its two forms the second can be ended in the middle."""
+        return now() if self._ending is None else asyncio.run(self._while_answered(later, self._ending))
+
+    async def _while_answered(self, later: Callable[[], Awaitable[Any]], ending: threading.Event) -> Any:
+        request = asyncio.ensure_future(_awaited(later))
+        while not (await asyncio.wait([request], timeout=LOOK_S))[0]:
+            if ending.is_set() and not await self._answers():
+                request.cancel()
+                with suppress(asyncio.CancelledError):
+                    await request
+                raise ConnectionError("it does not answer, and the run is to end")
+        return request.result()
+
+    async def _answers(self) -> bool:
+        import obstore
+        from obstore.exceptions import BaseError, GenericError
+
+        try:
+            await asyncio.wait_for(_awaited(lambda: obstore.head_async(self._hasty, "complete")), ANSWER_S)
+        except (GenericError, TimeoutError):
+            return False
+        except (BaseError, FileNotFoundError, PermissionError):
+            pass  # an answer, too
+        return True
+
     # -- reading ------------------------------------------------------------------------------------
 
     def level(self) -> tuple[dict[str, StoredObject], list[str]]:
@@ -128,9 +187,12 @@ class ObjectFolder:
         """Returns all objects in a folder within this one, by their names there."""
         import obstore
 
+        def stream() -> Any:
+            return obstore.list(self._store, prefix=folder)
+
         with self._explaining("read", folder):
-            batches = list(obstore.list(self._store, prefix=folder))
-        return {item["path"].removeprefix(f"{folder}/"): _stored(item) for batch in batches for item in batch}
+            found = self._done(lambda: stream().collect(), lambda: stream().collect_async())
+        return {item["path"].removeprefix(f"{folder}/"): _stored(item) for item in found}
 
     def look_up(self, name: str) -> StoredObject | None:
         """Returns what the storage says of an object, or None if there is none."""
@@ -138,7 +200,11 @@ class ObjectFolder:
 
         with self._explaining("read", name):
             try:
-                return _stored(obstore.head(self._store, name))
+                return _stored(
+                    self._done(
+                        lambda: obstore.head(self._store, name), lambda: obstore.head_async(self._store, name)
+                    )
+                )
             except FileNotFoundError as error:
                 if "NoSuchBucket" in str(error):
                     raise
@@ -184,7 +250,34 @@ class ObjectFolder:
         size = content.stat().st_size if isinstance(content, Path) else len(content)
         part = max(PART_BYTES, -(-size // MOST_PARTS))
         with self._explaining("written", name):
-            obstore.put(self._store, name, content, chunk_size=part, max_concurrency=PARALLEL)
+            given = (self._store, name, content)
+            self._done(
+                lambda: obstore.put(*given, chunk_size=part, max_concurrency=PARALLEL),
+                lambda: obstore.put_async(*given, chunk_size=part, max_concurrency=PARALLEL),
+            )
+
+    def put_if(self, name: str, content: bytes, found: StoredObject | None) -> bool:
+        """Writes a small object if it is as it was looked up, or if there was and is none; returns whether it did.
+
+        A service that has no conditional writes does so in any case.
+        """
+        import obstore
+        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+
+        version = {"version": found.version} if found and found.version else {}
+        known: Any = "create" if found is None else {"e_tag": found.tag, **version}
+        with self._explaining("written", name):
+            try:
+                obstore.put(self._store, name, content, mode=known, use_multipart=False)
+            except (AlreadyExistsError, PreconditionError, FileNotFoundError) as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return False
+            except BaseError as error:
+                if "NotImplemented" not in str(error):
+                    raise
+                obstore.put(self._store, name, content, use_multipart=False)
+            return True
 
     def remove(self, names: Sequence[str]) -> None:
         """Deletes objects, also where some are not there."""
@@ -195,7 +288,9 @@ class ObjectFolder:
 
         def delete(some: list[str]) -> None:
             try:
-                obstore.delete(self._store, some)
+                self._done(
+                    lambda: obstore.delete(self._store, some), lambda: obstore.delete_async(self._store, some)
+                )
             except FileNotFoundError as error:  # Google says so of an object, and leaves those behind it
                 if "NoSuchBucket" in str(error):
                     raise
@@ -241,13 +336,16 @@ class ObjectFolder:
         elif "redirect" in said.lower():
             hint = "The bucket is in another region: set AWS_REGION."
         else:
-            hint = (
-                "Check the URL, the network and, for another endpoint than the provider's, AWS_ENDPOINT_URL."
-            )
+            hint = "Check the URL and the network"
+            hint += "; for another endpoint than Amazon's, AWS_ENDPOINT_URL." if family == "s3" else "."
         return f"{self.url}{name and '/' + name} cannot be {action}: {reason}.\n{hint}"
 
     def _name(self, item: Any) -> str:
         return str(item["path"]).rpartition("/")[2]
+
+
+async def _awaited(request: Callable[[], Awaitable[Any]]) -> Any:
+    return await request()  # obstore makes its futures within a loop
 
 
 def _account() -> str | None:
@@ -257,4 +355,5 @@ def _account() -> str | None:
 def _stored(item: Any) -> StoredObject:
     written: datetime = item["last_modified"]
     seconds = int(written.timestamp())
-    return StoredObject(item["size"], seconds * 10**9 + written.microsecond * 1000, str(item["e_tag"]))
+    modified_ns = seconds * 10**9 + written.microsecond * 1000
+    return StoredObject(item["size"], modified_ns, str(item["e_tag"]), item["version"])

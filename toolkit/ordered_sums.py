@@ -17,6 +17,9 @@ __all__ = ["NOTHING", "OrderedSums", "SumsInOrder", "Turn", "add_in_order", "nor
 NOTHING = -0.0
 """What is added in place of a gradient that is not there: unlike +0.0 it changes no value, not even -0.0."""
 
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""The first name where torch has it: the second one warns from 2.14 on."""
+
 BUCKET_BYTES = 25 * 2**20
 """Gradients are exchanged in buckets of about this size."""
 
@@ -130,7 +133,7 @@ class OrderedSums:
         """Gives each parameter the sum of its gradients; called on every rank."""
         for bucket, total in zip(self._buckets, self._totals, strict=True):
             whole = total.new_empty(len(total) * self._ranks)
-            dist.all_gather_into_tensor(whole, total)
+            _gather(whole, total)
             begin = 0
             for parameter in bucket:
                 parameter.grad = whole[begin : begin + parameter.numel()].view_as(parameter)

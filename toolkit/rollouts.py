@@ -5,7 +5,6 @@ Shapes: R rows, each an answer behind its prompt; T positions.
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -17,6 +16,7 @@ from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
 from core.training.shards import full_tensor
 from toolkit.generation.rows import evaluating
+from toolkit.initial_values import copied
 from toolkit.log_probabilities import log_probabilities
 from toolkit.shards import copy_to_shard
 
@@ -148,7 +148,7 @@ class OnPolicyObjective(Objective):
     def change_network(self, network: Network) -> None:
         """Makes the reference, of the size of a network that was just built; the network stays as it is."""
         if self.keeps_reference:
-            self.reference = copy.deepcopy(network).requires_grad_(False)
+            self.reference = copied(network).requires_grad_(False)
 
     def begin(self, network: Network, resumed: bool = False) -> None:
         """Gives the reference the weights of the network, unless they are in the checkpoint of a resumed run.

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,21 @@ class LazyTensor:
         shape: Its shape.
         dtype: Its data type.
         read: Returns it, on the CPU; each call reads it again.
+        read_part: Returns a part of it, given a slice of each dimension, and reads no more; None: the whole is read.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
+    read_part: Callable[[tuple[slice, ...]], Tensor] | None = None
+
+    def part(self, place: tuple[slice, ...]) -> Tensor:
+        """Returns a part, on the CPU.
+
+        Args:
+            place: A slice of each dimension.
+        """
+        return self.read()[place] if self.read_part is None or not place else self.read_part(place)
 
     @property
     def nbytes(self) -> int:
@@ -75,20 +86,17 @@ def _tensors(path: Path) -> Iterator[tuple[str, LazyTensor]]:
                 raise ConfigError(
                     f"{path}: {ascii(key)[1:-1][:80]} is of type {described.get_dtype()}; {', '.join(DTYPES)} can be read."
                 )
-            yield key, LazyTensor(tuple(described.get_shape()), dtype, _reader(path, key))
+            shape = tuple(described.get_shape())
+            yield key, LazyTensor(shape, dtype, partial(_read, path, key), partial(_read, path, key))
 
 
-def _reader(path: Path, key: str) -> Callable[[], Tensor]:
+def _read(path: Path, key: str, place: tuple[slice, ...] | None = None) -> Tensor:
     from safetensors import safe_open
 
-    def read() -> Tensor:
-        with safe_open(
-            os.fspath(path), framework="pt"
-        ) as file:  # again each time: pages that were read are given back
-            tensor: Tensor = file.get_tensor(key)
-            return tensor
-
-    return read
+    # opened again each time: pages that were read are given back
+    with safe_open(os.fspath(path), framework="pt") as file:
+        tensor: Tensor = file.get_tensor(key) if place is None else file.get_slice(key)[place]
+        return tensor
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, LazyTensor]) -> None:

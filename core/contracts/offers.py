@@ -130,8 +130,9 @@ class ChangesNetwork(Protocol):
         """Changes the network, before weights are loaded, sharded or given to an optimizer.
 
         The objective comes first, then the precision, then the callbacks in order; `check` and `generate` call it as
-        well, except of an objective. Names of parameters stay. Who neither adds parameters nor looks at values declares
-        `offers=("keeps_weights",)`: under strategies that shard, each rank then draws its part of the network.
+        well, except of an objective. Names of parameters stay. Who does not look at values, and says with
+        `toolkit.initial_values.start_added` how what it adds begins, declares `offers=("keeps_weights",)`: under strategies
+        that shard, each rank then draws its part of the network.
 
         Args:
             network: May be on the meta device.

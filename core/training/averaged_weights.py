@@ -10,7 +10,6 @@ from torch import Tensor
 
 from core.contracts import AveragesWeights, KnowsItsWeights
 from core.training.shards import reshard
-from core.training.weights import EXTRA_STATE
 
 
 class AveragedWeights(LightningModule):
@@ -53,30 +52,30 @@ class AveragedWeights(LightningModule):
         self._kept = None
 
     def save_averages(self, checkpoint: dict[str, Any]) -> None:
-        """Puts the average into a checkpoint's `state_dict`, and the weights in training beside it."""
-        optimizer, saved = self._averaging(), checkpoint["state_dict"]
-        if optimizer is None:
+        """Puts the average into a checkpoint's `state_dict`, and the weights in training beside it; called on every rank."""
+        if (optimizer := self._averaging()) is None:
             return
         shown = not _in_training(optimizer)  # in the middle of a validation
         if shown:
             self._train_on(optimizer)
-        own = {name: value for name, value in saved.items() if isinstance(value, Tensor)}
-        checkpoint["weights_in_training"] = {name: value.clone() for name, value in own.items()}
+        checkpoint["weights_in_training"] = self._copies(checkpoint["state_dict"])
         self._show_average(optimizer)
-        checkpoint["state_dict"] = {**saved, **{name: value.clone() for name, value in own.items()}}
+        checkpoint["state_dict"] |= self._copies(checkpoint["state_dict"])
         if not shown:
             self._train_on(optimizer)
+
+    def _copies(self, saved: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns what the strategy saves of the weights as they are now; it may gather them, so that `saved` is older."""
+        weights = self.trainer.strategy.lightning_module_state_dict().items()
+        return {n: w.detach().clone() for n, w in weights if n in saved and isinstance(w, Tensor)}
 
     def resume_training_weights(self) -> None:
         """Begins training, or goes on with the weights in training rather than with their average."""
         if (optimizer := self._averaging()) and not _in_training(optimizer):
             optimizer.train()
         if self._saved_in_training:
-            with torch.no_grad():
-                own = self.state_dict(keep_vars=True)
-                for name, value in self._saved_in_training.items():
-                    if not name.endswith(EXTRA_STATE):
-                        own[name].copy_(value)
+            weights = {"state_dict": self._saved_in_training}
+            self.trainer.strategy.load_model_state_dict(weights, strict=False)
         self._saved_in_training = None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
@@ -13,6 +12,7 @@ from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
 from toolkit.adapters import Adapter, change_layer
+from toolkit.initial_values import start_added, uniform
 
 PLACES = {"both": ("attention", "mlp"), "mlp": ("mlp",)}
 
@@ -31,11 +31,9 @@ class Bottleneck(nn.Module):
     bottleneck_up_bias: Tensor
 
     def add(self, width: int, size: int) -> None:
-        """Adds the parameters: the map is 0 at first."""
+        """Adds the parameters, without values for the first map: both together are 0 at first."""
         device = next(self.parameters()).device
-        down = torch.empty(size, width, device=device)
-        nn.init.kaiming_uniform_(down, a=math.sqrt(5))
-        self.bottleneck_down = nn.Parameter(down)
+        self.bottleneck_down = nn.Parameter(torch.empty(size, width, device=device))
         self.bottleneck_down_bias = nn.Parameter(torch.zeros(size, device=device))
         self.bottleneck_up = nn.Parameter(torch.zeros(width, size, device=device))
         self.bottleneck_up_bias = nn.Parameter(torch.zeros(width, device=device))
@@ -49,7 +47,8 @@ class Bottleneck(nn.Module):
 
 @technique(
     paper="Houlsby et al., arXiv:1902.00751, section 2.1, figure 2; behind the MLP alone: Pfeiffer et al., arXiv:2005.00247, "
-    "section 3.3"
+    "section 3.3",
+    offers=("keeps_weights",),
 )
 class BottleneckAdapter(Adapter):
     """Trains small layers behind attention and MLP of each block: y + U gelu(D y + b) + c, with D (r, C) and U (C, r).
@@ -82,7 +81,7 @@ class BottleneckAdapter(Adapter):
     def adapt(self, network: Network) -> None:
         """Adds the layers to each block."""
         weight = network.output_weight
-        for block in network.blocks:
+        for index, block in enumerate(network.blocks):
             for name in PLACES[self.places]:
                 part = getattr(block, name, None)
                 if weight is None or not isinstance(part, nn.Module):
@@ -90,4 +89,10 @@ class BottleneckAdapter(Adapter):
                         f"BottleneckAdapter: {type(network).__name__} has a block without {name}, or returns logits. Take a decoder such as "
                         "Llama; or LoRA."
                     )
-                change_layer(part, Bottleneck).add(weight.shape[1], self.size)
+                width = weight.shape[1]
+                change_layer(part, Bottleneck).add(width, self.size)
+                bound = width**-0.5
+                for leaf, added in part.named_parameters(recurse=False):
+                    if leaf.startswith("bottleneck_"):
+                        start = uniform(-bound, bound) if leaf == "bottleneck_down" else 0.0
+                        start_added(added, start, network, f"{index}.{name}.{leaf}")

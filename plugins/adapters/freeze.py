@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 @technique(
-    paper="training the last layers: ULMFiT, arXiv:1801.06146, section 3.3; biases: BitFit, arXiv:2106.10199"
+    paper="training the last layers: ULMFiT, arXiv:1801.06146, section 3.3; biases: BitFit, arXiv:2106.10199",
+    offers=("keeps_weights",),
 )
 class Freeze(Adapter):
     """Trains the last blocks, or the parameters whose names match, and freezes all others.

@@ -13,6 +13,7 @@ from core.technique import technique
 from plugins.adapters.peft_folder import PeftFolder, form, layer_of
 from plugins.precision.layers import linear_layers, make_dense, weight_of, wide_type
 from toolkit.adapters import Adapter, change_layer, restore_layer
+from toolkit.initial_values import start_added
 
 NAMES = ("ia3_l",)
 
@@ -43,7 +44,7 @@ class IA3Linear(nn.Linear):
         return (y * factors).to(y.dtype)
 
 
-@technique(paper="T-Few, arXiv:2205.05638, section 3.3: 0.01% of the parameters")
+@technique(paper="T-Few, arXiv:2205.05638, section 3.3: 0.01% of the parameters", offers=("keeps_weights",))
 class IA3(Adapter):
     """Multiplies keys, values and the inner activations of each MLP by learned factors, which start at 1.
 
@@ -81,7 +82,7 @@ class IA3(Adapter):
             for name, tensors in folder.layers(network, NAMES).items():
                 layer: Any = network.get_submodule(name)
                 change_layer(layer, IA3Linear).add(on_inputs=tensors["ia3_l"].shape[0] == 1)
-                folder.fill(layer.ia3_l, tensors["ia3_l"], f"{name}.ia3_l")
+                folder.fill(layer.ia3_l, tensors["ia3_l"], network, f"{name}.ia3_l")
             return
         outputs = linear_layers(network, self.layers, "IA3")
         inputs = linear_layers(network, self.input_layers, "IA3")
@@ -89,8 +90,10 @@ class IA3(Adapter):
             raise ConfigError(
                 f"IA3: {both[0]} is in layers and in input_layers. Leave it out of one of them."
             )
-        for name, layer in {**outputs, **inputs}.items():
-            change_layer(layer, IA3Linear).add(on_inputs=name in inputs)
+        changed: Any
+        for name, changed in {**outputs, **inputs}.items():
+            change_layer(changed, IA3Linear).add(on_inputs=name in inputs)
+            start_added(changed.ia3_l, 1.0, network, f"{name}.ia3_l")
 
     @torch.no_grad()
     def merge(self, network: Network) -> bool:

@@ -15,6 +15,7 @@ from core.technique import technique
 from plugins.adapters.peft_folder import PeftFolder, form, layer_of
 from plugins.precision.layers import linear_layers, make_dense, weight_of, wide_type
 from toolkit.adapters import Adapter, change_layer, restore_layer
+from toolkit.initial_values import start_added, start_as_norms, uniform
 
 NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
 """Parameters of a layer, as peft names them."""
@@ -38,14 +39,15 @@ class LoRALinear(nn.Linear):
     dropout: float
 
     def add(self, rank: int, scaling: float, dropout: float, use_dora: bool) -> None:
-        """Adds the parameters: the map is 0 at first."""
+        """Adds the parameters, without values for A: the map is 0 at first."""
         like: dict[str, Any] = {"device": self.weight.device, "dtype": wide_type(self)}
         self.scaling, self.dropout = scaling, dropout
         self.lora_A = nn.Parameter(torch.empty(rank, self.in_features, **like))
         self.lora_B = nn.Parameter(torch.zeros(self.out_features, rank, **like))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as peft and the paper's code
         norms = nn.Parameter(weight_of(self).norm(dim=1)) if use_dora else None
         self.register_parameter("lora_magnitude_vector", norms)
+        if norms is not None and norms.is_meta:
+            start_as_norms(norms, self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps x (..., in) to (..., out)."""
@@ -75,7 +77,8 @@ class LoRALinear(nn.Linear):
 
 
 @technique(
-    paper="LoRA, arXiv:2106.09685, section 4.1; rsLoRA, arXiv:2312.03732; DoRA, arXiv:2402.09353; QLoRA, arXiv:2305.14314"
+    paper="LoRA, arXiv:2106.09685, section 4.1; rsLoRA, arXiv:2312.03732; DoRA, arXiv:2402.09353; QLoRA, arXiv:2305.14314",
+    offers=("keeps_weights",),
 )
 class LoRA(Adapter):
     """Trains a low-rank update of each linear layer: W x + s B A x, with B (out, r) and A (r, in).
@@ -132,8 +135,11 @@ class LoRA(Adapter):
             raise ConfigError(
                 f"LoRA: {type(network).__name__} has no linear layers in its blocks. Name some in layers."
             )
-        for layer in chosen.values():
-            self._change(layer, self.rank)
+        for name, layer in chosen.items():
+            changed = self._change(layer, self.rank)
+            bound = layer.in_features**-0.5  # as peft and the paper's code
+            start_added(changed.lora_A, uniform(-bound, bound), network, f"{name}.lora_A")
+            start_added(changed.lora_B, 0.0, network, f"{name}.lora_B")
 
     def _adapt_to(self, folder: PeftFolder, network: Network) -> None:
         """Adds the layers that a folder has, with their values."""
@@ -142,11 +148,13 @@ class LoRA(Adapter):
             layer: Any = network.get_submodule(name)
             self._change(layer, tensors["lora_A"].shape[0])
             for leaf, tensor in tensors.items():
-                folder.fill(getattr(layer, leaf), tensor, f"{name}.{leaf}")
+                folder.fill(getattr(layer, leaf), tensor, network, f"{name}.{leaf}")
 
-    def _change(self, layer: nn.Linear, rank: int) -> None:
+    def _change(self, layer: nn.Linear, rank: int) -> LoRALinear:
         scaling = self.alpha / (math.sqrt(rank) if self.use_rslora else rank)
-        change_layer(layer, LoRALinear).add(rank, scaling, self.dropout, self.use_dora)
+        changed: LoRALinear = change_layer(layer, LoRALinear)
+        changed.add(rank, scaling, self.dropout, self.use_dora)
+        return changed
 
     def merge(self, network: Network) -> bool:
         """Adds the updates to the weights; quantised ones become weights in float32."""

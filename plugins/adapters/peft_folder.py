@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 from toolkit.bounded import parse_json, read_error, read_inside
 from toolkit.hugging_face import HasHuggingFaceForm, HuggingFaceForm, StoredTensor
+from toolkit.initial_values import start_added
 from toolkit.local_paths import is_url
 from toolkit.safetensors_files import LazyTensor, read_safetensors
 
@@ -107,8 +107,8 @@ class PeftFolder:
             )
         return found
 
-    def fill(self, parameter: Tensor, stored: LazyTensor, name: str) -> None:
-        """Copies a stored tensor into a parameter, of which on the meta device only the shape is compared.
+    def fill(self, parameter: Tensor, stored: LazyTensor, network: Network, name: str) -> None:
+        """Copies a stored tensor into a parameter that was added to a network, once it is not on the meta device.
 
         Raises:
             ConfigError: If it has another shape.
@@ -118,9 +118,7 @@ class PeftFolder:
                 f"{self.path / WEIGHTS}: {name} is {stored.shape} there and {tuple(parameter.shape)} in the network: "
                 "it was trained on another base."
             )
-        if not parameter.is_meta:
-            with torch.no_grad():
-                parameter.copy_(stored.read())
+        start_added(parameter, stored, network, name)
 
 
 def key_of(layer: str, leaf: str) -> str:

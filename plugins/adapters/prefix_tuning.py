@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from core.technique import technique
 from plugins.adapters.virtual_tokens import KeysAndValues, Making, VirtualTokenAdapter, VirtualTokens
 from plugins.networks.parts.decoder import Decoder
+from toolkit.initial_values import normal, start_added
 
 STD = 0.02
 
@@ -30,8 +31,8 @@ class Prefix(VirtualTokens):
         shape = network.n_layer, network.n_kv_head, count
         self.keys = nn.Parameter(torch.empty(*shape, network.head_dim, device=device))
         self.values = nn.Parameter(torch.empty(*shape, network.value_dim, device=device))
-        for parameter in (self.keys, self.values):
-            nn.init.normal_(parameter, std=STD)
+        for name, parameter in self.named_parameters():
+            start_added(parameter, normal(STD), network, f"virtual.{name}")
 
     def forward(self, network: Any, blocks: Mapping[int, nn.Module]) -> Mapping[int, Making]:
         """Returns what makes those of the blocks."""
@@ -42,7 +43,10 @@ def _pair(keys: Tensor, values: Tensor) -> KeysAndValues:
     return keys, values
 
 
-@technique(paper="Prefix-Tuning, arXiv:2101.00190, section 4.2; P-Tuning v2, arXiv:2110.07602, section 3.2")
+@technique(
+    paper="Prefix-Tuning, arXiv:2101.00190, section 4.2; P-Tuning v2, arXiv:2110.07602, section 3.2",
+    offers=("keeps_weights",),
+)
 class PrefixTuning(VirtualTokenAdapter):
     """Trains keys and values of n virtual tokens in each layer, which every token of each document sees.
 

@@ -15,6 +15,7 @@ from core.technique import technique
 from plugins.adapters.peft_folder import PeftFolder
 from plugins.adapters.virtual_tokens import Making, VirtualTokenAdapter, VirtualTokens, keys_and_values
 from plugins.networks.parts.decoder import Decoder
+from toolkit.initial_values import normal, start_added
 
 TYPE, EMBEDDINGS = "PROMPT_TUNING", "prompt_embeddings"
 """Of peft: the kind of its folder, the tensor in it."""
@@ -36,7 +37,8 @@ class Prompts(VirtualTokens):
         weight = network.embed_tokens.weight
         self.embeddings = nn.Parameter(torch.empty(count, network.n_embd, device=weight.device))
         if not weight.is_meta:
-            nn.init.normal_(self.embeddings, std=float(weight.detach().float().std()))
+            start = normal(float(weight.detach().float().std()))
+            start_added(self.embeddings, start, network, "virtual.embeddings")
 
     def embedded(self) -> Tensor:
         """Returns what the first block is given, (n, C)."""
@@ -95,7 +97,7 @@ class PromptTuning(VirtualTokenAdapter):
             )
         self.count = stored.shape[0]
         prompts = Prompts(self.count, network)
-        folder.fill(prompts.embeddings, stored, EMBEDDINGS)
+        folder.fill(prompts.embeddings, stored, network, EMBEDDINGS)
         return prompts
 
     def peft_form(self, network: Network) -> tuple[dict[str, Any], dict[str, str]]:

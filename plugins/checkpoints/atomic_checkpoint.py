@@ -24,7 +24,7 @@ from plugins.checkpoints.background import Background
 from plugins.checkpoints.checkpoint import checked
 from plugins.checkpoints.patience import Patience, no_room
 from plugins.checkpoints.shared_memory import separate
-from plugins.checkpoints.uploads import Staging, folder_of, upload_file
+from plugins.checkpoints.uploads import Staging, folder_of, keep_file, upload_file
 from toolkit import remote_checkpoints
 from toolkit.checkpoint_names import step_named
 from toolkit.local_paths import is_url, require_local_path
@@ -43,6 +43,7 @@ class AtomicCheckpoint(CheckpointIO):
 
     To a URL such as `s3://bucket/runs/first/step-00000100.ckpt` the file is uploaded while training continues; the next
     checkpoint waits for that. It exists there once its size and checksum have been written beside it, as the last.
+    What cannot be uploaded stays on this machine, and so does what is saved afterwards.
 
     Raises:
         ConfigError: If the file cannot be written or uploaded, a signal ends the wait for space on the disk, or the file to
@@ -79,10 +80,13 @@ class AtomicCheckpoint(CheckpointIO):
         if not is_url(str(path)):
             self._write_patiently(checkpoint, Path(path))
             return
-        folder, key = folder_of(str(path))
-        self.wait()
+        folder, key = folder_of(str(path), self._background.patience.ending)
+        self._background.wait()
         self._write_patiently(checkpoint, staged := self._staging.path_of(key))
-        self._background.submit(upload_file, staged, folder)
+        if self._staging.failure is None:
+            self._background.submit(self._staging.attempt, folder, upload_file, staged, folder)
+        else:
+            keep_file(staged)
 
     def stage_in(self, folder: Path) -> None:
         """Says where checkpoints are written before they are uploaded; what a killed run left there is deleted."""
@@ -93,9 +97,18 @@ class AtomicCheckpoint(CheckpointIO):
         """Waits for the checkpoint that is being uploaded, if any.
 
         Raises:
-            ConfigError: If it could not be.
+            ConfigError: If it, or one before, could not be.
         """
         self._background.wait()
+        self._staging.require_uploaded()
+
+    def require_uploaded(self) -> None:
+        """Raises a ConfigError if a checkpoint could not be uploaded."""
+        self._staging.require_uploaded()
+
+    def end_soon(self) -> None:
+        """Ends uploads as soon as the storage does not answer."""
+        self._background.patience.ending.set()
 
     def teardown(self) -> None:
         """Waits at the end of the run, also after an error."""
@@ -169,7 +182,8 @@ class AtomicCheckpoint(CheckpointIO):
         if not is_url(str(path)):
             remove(Path(path))
             return
-        self._background.submit_aside(remote_checkpoints.remove, *folder_of(str(path)))
+        folder, name = folder_of(str(path), self._background.patience.ending)
+        self._background.submit_aside(remote_checkpoints.remove, folder, name)
 
 
 @contextmanager

@@ -70,7 +70,8 @@ class Background:
             print(error, file=sys.stderr)  # the run ends with another error
         finally:
             if self._thread is not None:
-                self._thread.shutdown()
+                with self.patience.stopped_by_signals():
+                    self._thread.shutdown()
                 self._thread = None
         self.patience.renew()
 

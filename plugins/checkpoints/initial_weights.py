@@ -17,6 +17,7 @@ from core.technique import technique
 from plugins.checkpoints.finding import resolve
 from plugins.checkpoints.foreign import is_foreign, open_foreign, read_text
 from plugins.checkpoints.matching import form_of, has_own_names, pieces_of, stored_data
+from plugins.checkpoints.remote_copies import shown
 from toolkit.hugging_face import HasHuggingFaceForm
 from toolkit.initial_weights import MayLackWeights
 from toolkit.local_paths import is_url
@@ -39,8 +40,9 @@ class InitialWeights:
     Where the weights have a tokenizer with them, the data need to have the same token for each id that both know.
 
     Args:
-        path: A checkpoint, a run folder (its newest checkpoint), a folder with config.json and safetensors files, a
-            safetensors file with names of transformers or of the network, or a GGUF file.
+        path: A checkpoint, a run folder (its newest checkpoint), a URL of either on object storage, a folder with
+            config.json and safetensors files, a safetensors file with names of transformers or of the network, or a GGUF
+            file.
 
     Raises:
         ConfigError: If a tensor is missing, left over or has another shape, the weights cannot be read, or the data have
@@ -52,12 +54,9 @@ class InitialWeights:
     """
 
     def __init__(self, path: str) -> None:
-        if is_url(path):
-            raise ConfigError(
-                f"model.weights is {path}: weights are read from this machine's folders. Download them."
-            )
-        self.path = Path(path).expanduser()
-        if not self.path.exists():
+        self.path = _of_url(path) if is_url(path) else Path(path).expanduser()
+        self.name = shown(self.path)
+        if not is_url(path) and not self.path.exists():
             around = self.path.parent if self.path.parent.is_dir() else Path()
             hint = nearest(self.path.name, {entry.name for entry in around.iterdir()})
             raise ConfigError(
@@ -110,7 +109,7 @@ class InitialWeights:
             new = [name for name in own if name not in found]
             rows += f"; {', '.join(new)} are not there and are initialised" if new else ""
             print(
-                f"Weights: {len(own) - len(new)} tensors from {self.path}{rows}", file=sys.stderr, flush=True
+                f"Weights: {len(own) - len(new)} tensors from {self.name}{rows}", file=sys.stderr, flush=True
             )
 
     def _found(self, network: Network, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, LazyTensor]:
@@ -130,7 +129,7 @@ class InitialWeights:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith(lacks)}
         if form is None:
             there = (foreign.config or {}).get("architectures", ["another network"])
-            raise ConfigError(f"{self.path} holds {there}, which {type(network).__name__} is not.")
+            raise ConfigError(f"{self.name} holds {there}, which {type(network).__name__} is not.")
         absent = _absent(network, shapes)
         unused = [rename.theirs for rename in form.renames if f"{rename.ours}.".startswith(absent)]
         return pieces_of(foreign, form, shapes, tuple(unused))
@@ -143,11 +142,11 @@ class InitialWeights:
         try:
             other = other_ids(of_data, text)
         except ValueError as error:
-            raise ConfigError(f"model.weights: {self.path} has a damaged tokenizer: {error}.") from error
+            raise ConfigError(f"model.weights: {self.name} has a damaged tokenizer: {error}.") from error
         if other:
             known = self.path if is_foreign(self.path) else "the folder that `export` writes"
             raise ConfigError(
-                f"model.weights: {self.path} has another tokenizer than the data: {other}.\n"
+                f"model.weights: {self.name} has another tokenizer than the data: {other}.\n"
                 f"Set --data.tokenizer=PretrainedTokenizer and --data.tokenizer.path={known}; or name a .safetensors file, "
                 "which has no tokenizer."
             )
@@ -156,7 +155,7 @@ class InitialWeights:
         self, network: Network, own: Mapping[str, Tensor], found: Mapping[str, LazyTensor]
     ) -> list[str]:
         """Returns the names of what has more rows than is stored, and may; refuses any other difference."""
-        head = "model.weights: " + str(self.path)
+        head = f"model.weights: {self.name}"
         lacks = _may_lack(network)
         if missing := [name for name in own if name not in found and not name.startswith(lacks)]:
             raise ConfigError(
@@ -180,6 +179,18 @@ class InitialWeights:
                 raise ConfigError(f"{head}: {name} is {there} there and {here} in the network.{more}")
             grown.append(name)
         return grown
+
+
+def _of_url(url: str) -> Path:
+    """Returns the copy of a checkpoint on object storage, whose tensors are downloaded when they are read."""
+    if is_foreign(Path(url)):
+        raise ConfigError(
+            f"model.weights is {url}: weights of others are read from this machine's folders. Download them."
+        )
+    try:
+        return resolve(url, Path())
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--ckpt_path", "model.weights")) from error
 
 
 def tokenizer_of(path: Path) -> str | None:

@@ -32,10 +32,12 @@ class Patience:
 
     Attributes:
         waiting: Whether the last attempt failed.
+        ending: Is set once the run is to end, also by a signal during `stopped_by_signals`: uploads then wait no longer.
     """
 
     def __init__(self) -> None:
         self.waiting = False
+        self.ending = threading.Event()
         self._stopped = threading.Event()
         self._pause_s = FIRST_WAIT_S
 
@@ -74,10 +76,12 @@ class Patience:
     def stop(self) -> None:
         """Ends the wait, from any thread."""
         self._stopped.set()
+        self.ending.set()
 
     def renew(self) -> None:
         """Resets the state for the next run."""
         self._stopped.clear()
+        self.ending.clear()
 
     @contextmanager
     def stopped_by_signals(self) -> Iterator[None]:
@@ -89,6 +93,7 @@ class Patience:
 
         def note(number: int, frame: Any) -> None:
             received.append(number)
+            self.ending.set()
             if self.waiting:
                 self._stopped.set()
 

@@ -1,6 +1,7 @@
 """Writes a sharded checkpoint together with the other ranks; the folder is either complete or absent.
 
-On object storage each rank uploads its own files, and deletes them here; the first one uploads the rest, `complete` last.
+On object storage each rank uploads its own files; the first one uploads the rest, `complete` last. What cannot be uploaded
+becomes complete on the disk instead, if all ranks write to the same one.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from core.errors import ConfigError
 from plugins.checkpoints import sharded, sharded_form
 from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
 from plugins.checkpoints.patience import Patience, no_room
-from plugins.checkpoints.uploads import complete, upload
+from plugins.checkpoints.uploads import complete, delete_staged, upload
 from toolkit import remote_checkpoints
 from toolkit.object_storage import ObjectFolder
 
@@ -128,7 +129,7 @@ def _attempt(
             with suppress(OSError):
                 remove(temporary)
         if remote is not None and isinstance(cause, ConfigError):  # which says what the storage said
-            raise cause from error
+            raise cause from None
         raise failure(path, cause, written) from cause
 
 
@@ -146,20 +147,29 @@ def _write(
     read: Callable[[str], Tensor] | None,
     remote: ObjectFolder | None,
 ) -> None:
-    order = _by_first(group, rank, lambda: _begin(path, temporary, rest, remote))
+    order, fault = _by_first(group, rank, lambda: _begin(path, temporary, rest, remote))
     names = _save(temporary, tensors, group, read)
 
     def own_part() -> dict[str, Any]:
         part = _own_part(temporary, names, rest, order, rank)
         if remote is not None:
-            upload(remote, path.name, temporary, sorted(names))
+            part["fault"] = fault or _fault(lambda: upload(remote, path.name, temporary, sorted(names)))
         return part
 
     parts = _gathered(group, rank, own_part)
     _by_first(group, rank, lambda: _finish(path, temporary, rest, parts, remote))
     if remote is not None and rank > 0:
         with suppress(OSError):  # of another machine; on the same disk rank 0 has removed it
-            temporary.rmdir()
+            remove(temporary)
+
+
+def _fault(action: Callable[[], None]) -> ConfigError | None:
+    """Returns why something cannot be uploaded, which is no reason to lose it here; None: it is."""
+    try:
+        action()
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _by_first(group: dist.ProcessGroup | None, rank: int, action: Callable[[], Any]) -> Any:
@@ -191,15 +201,19 @@ def _gathered(group: dist.ProcessGroup | None, rank: int, action: Callable[[], A
     return outcomes or []
 
 
-def _begin(path: Path, temporary: Path, rest: dict[str, Any], remote: ObjectFolder | None) -> list[str]:
-    """Makes the folder, in place of an earlier one on object storage; returns the names of the first rank's weights, which ranks with the same ones do not send."""
+def _begin(
+    path: Path, temporary: Path, rest: dict[str, Any], remote: ObjectFolder | None
+) -> tuple[list[str], ConfigError | None]:
+    """Makes the folder, in place of an earlier one on object storage.
+
+    Returns:
+        The names of the first rank's weights, which ranks with the same ones do not send; why nothing can be uploaded.
+    """
     temporary.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(temporary.parent)
     temporary.mkdir()
-    if remote is not None:
-        remote_checkpoints.begin(remote, path.name)
-    order: list[str] = rest[sharded_form.ORDER]
-    return order
+    fault = _fault(lambda: remote_checkpoints.begin(remote, path.name)) if remote is not None else None
+    return rest[sharded_form.ORDER], fault
 
 
 def _save(
@@ -288,23 +302,40 @@ def _finish(
         raise error
     _write_state(temporary, rest, parts)
     files = {name: sums for part in parts for name, sums in part["files"].items()}
-    if remote is None and (missing := sorted(files.keys() - set(os.listdir(temporary)))):
+    missing = sorted(files.keys() - set(os.listdir(temporary)))
+    if remote is None and missing:
         raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
     files |= {name: sharded.checksum(temporary / name) for name in (sharded.STATE, sharded.METADATA)}
     manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
     marker = hashlib.sha256(manifest).hexdigest() + "\n"
     # What the ranks wrote is flushed: each has done it for its own files.
     durable.write(temporary / sharded.MANIFEST, manifest)
+    fault = next((part["fault"] for part in parts if part.get("fault")), None)
     if remote is not None:
-        upload(remote, path.name, temporary, [sharded.STATE, sharded.METADATA, sharded.MANIFEST])
-        complete(remote, path.name, {name: sums["bytes"] for name, sums in files.items()}, marker)
-        remove(temporary)
-        return
+        sizes = {name: sums["bytes"] for name, sums in files.items()}
+        if (
+            fault is None
+            and (fault := _fault(lambda: _upload_rest(remote, path, temporary, sizes, marker))) is None
+        ):
+            remove(temporary)
+            delete_staged(path.parent)
+            return
+        if missing:
+            raise fault
     durable.write(temporary / sharded.MARKER, marker)
     before = set_aside(path)  # an earlier checkpoint of the same step, which the run reached again
     os.replace(temporary, path)
     durable.sync(path.parent)
     remove(before)
+    if fault is not None:
+        raise fault
+
+
+def _upload_rest(
+    remote: ObjectFolder, path: Path, temporary: Path, sizes: dict[str, int], marker: str
+) -> None:
+    upload(remote, path.name, temporary, [sharded.STATE, sharded.METADATA, sharded.MANIFEST])
+    complete(remote, path.name, sizes, marker)
 
 
 def _write_state(folder: Path, rest: dict[str, Any], parts: list[Any]) -> None:

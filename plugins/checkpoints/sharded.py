@@ -32,7 +32,7 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from plugins.checkpoints import remote_copies, schema
-from plugins.checkpoints.sharded_form import join
+from plugins.checkpoints.sharded_form import WEIGHTS, join
 
 STATE, METADATA, MANIFEST, MARKER, DAMAGED = "state.pt", ".metadata", "manifest.json", "complete", "damaged"
 SMALL = {STATE, METADATA}
@@ -333,7 +333,8 @@ def read_opened(source: Opened, optimizers: bool = True) -> dict[str, Any]:
         pairs.append((value, torch.empty(value.shape, dtype=value.dtype)))
         return pairs[-1][1]
 
-    found["state_dict"] = {name: loaded(value) for name, value in found["state_dict"].items()}
+    for section in WEIGHTS & found.keys():
+        found[section] = {name: loaded(value) for name, value in found[section].items()}
     for optimizer in found.get("optimizer_states", ()):
         states = optimizer["state"].items() if optimizers else ()
         optimizer["state"] = {n: {name: loaded(v) for name, v in values.items()} for n, values in states}

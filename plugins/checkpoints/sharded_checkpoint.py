@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.shard_writing import write
 from plugins.checkpoints.uploads import folder_of
 from toolkit.local_paths import is_url
-
-LAZY = "TORCH_GLOO_LAZY_INIT"
+from toolkit.ranks import lazy_group
 
 
 @technique(
@@ -67,16 +65,7 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
         Called on every rank as the run starts: the others would not notice a rank that dies meanwhile.
         """
-        # gloo connects each pair of ranks when they first exchange something, instead of every rank with all others.
-        before = os.environ.get(LAZY)
-        os.environ[LAZY] = "1"
-        try:
-            group: Any = dist.new_group(backend="gloo")
-        finally:
-            del os.environ[LAZY]
-            if before is not None:
-                os.environ[LAZY] = before
-        self._group = group
+        self._group = lazy_group()
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Writes this rank's shards of a checkpoint; called on every rank."""
@@ -84,18 +73,20 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
     def _begin(self, checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
         start = time.perf_counter()
-        self.wait()
-        remote, place = None, Path(path)
+        self._background.wait()
+        place, remote = Path(path), None
+        task: tuple[Any, ...] = (write,)
         if is_url(path):
-            remote, key = folder_of(path)
-            place = self._staging.path_of(key)
+            folder, key = folder_of(path, self._background.patience.ending)
+            place, remote = self._staging.path_of(key), None if self._staging.failure else folder
+            task = (self._staging.attempt, folder, write)
         tensors, rest = sharded_form.split(checkpoint)
         if self.asynchronous:
             tensors, rest = self._snapshot(tensors), tree_map(_copied, rest)
         # A thread in both cases: Ctrl-C is raised in the main thread only, not inside torch's writer.
-        self._background.submit(write, place, tensors, rest, group, self._background.patience, remote)
-        if not self.asynchronous:
-            self.wait()
+        self._background.submit(*task, place, tensors, rest, group, self._background.patience, remote)
+        if not self.asynchronous or (is_url(path) and remote is None):  # the run ends, and says what is here
+            self._background.wait()
         self.stall_s = time.perf_counter() - start
         self._stalls.append(self.stall_s)
 

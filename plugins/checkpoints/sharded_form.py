@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+WEIGHTS = {"state_dict", "weights_in_training"}
+"""Sections of weights; the second one beside an average of them."""
 ORDER = "state_dict_order"
 """Key in `state.pt`: the names of all weights, in the order of the model."""
 
@@ -25,7 +27,10 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
     """
     weights = checkpoint["state_dict"]
     tensors: dict[str, Tensor] = {
-        f"state_dict.{name}": v.detach() for name, v in weights.items() if isinstance(v, Tensor)
+        f"{section}.{name}": value.detach()
+        for section in WEIGHTS
+        for name, value in checkpoint.get(section, {}).items()
+        if isinstance(value, Tensor)
     }
     optimizers = []
     for index, optimizer in enumerate(checkpoint.get("optimizer_states", ())):
@@ -39,6 +44,8 @@ def split(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, A
                     plain[number][name] = value
         optimizers.append({**optimizer, "state": plain})
     rest = {**checkpoint, "state_dict": {n: v for n, v in weights.items() if not isinstance(v, Tensor)}}
+    if "weights_in_training" in checkpoint:
+        rest["weights_in_training"] = {}
     if "optimizer_states" in checkpoint:
         rest["optimizer_states"] = optimizers
     if "callbacks" in checkpoint:
@@ -67,8 +74,8 @@ def join(tensors: Mapping[str, Any], rest: dict[str, Any]) -> dict[str, Any]:
     weights = rest["state_dict"]
     for key, value in tensors.items():
         section, _, name = key.partition(".")
-        if section == "state_dict":
-            weights[name] = value
+        if section in WEIGHTS:
+            rest[section][name] = value
             continue
         if section == "callbacks":
             *path, last = json.loads(name)

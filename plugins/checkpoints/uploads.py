@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
+from core import durable
 from core.errors import ConfigError
 from plugins.checkpoints import sharded
 from toolkit import remote_checkpoints
@@ -22,10 +26,16 @@ class Staging:
 
     Args:
         folder: The folder, which may be on a disk that ranks share; None: a temporary one.
+
+    Attributes:
+        failure: Why the first of the checkpoints that are still here could not be uploaded; None: all could.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder
+        self.failure: ConfigError | None = None
+        self._remote: ObjectFolder
+        self._told = False
 
     def clear(self) -> None:
         """Deletes what a killed run has left unfinished: this rank's files, and on the first rank all others.
@@ -34,7 +44,7 @@ class Staging:
         """
         if self._folder is None:
             return
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = _rank()
         with suppress(FileNotFoundError):  # ranks with a common disk delete at the same time
             for path in self._folder.glob(f".*.tmp/__{rank}_*.distcp"):
                 path.unlink()
@@ -47,24 +57,67 @@ class Staging:
             self._folder = Path(tempfile.mkdtemp(prefix="leyden-uploads-"))
         return self._folder / key
 
+    def attempt(self, folder: ObjectFolder, task: Callable[..., None], *arguments: Any) -> None:
+        """Does what uploads a checkpoint to a folder, or notes why it failed."""
+        try:
+            task(*arguments)
+        except ConfigError as error:
+            self.failure, self._remote = self.failure or error, folder
+
+    def require_uploaded(self) -> None:
+        """Raises a ConfigError if checkpoints could not be uploaded: which, where they are, what to do with them."""
+        if self.failure is not None:
+            self._told = True
+            raise ConfigError(self._report()) from self.failure
+
+    def _report(self) -> str:
+        folder = self._folder or Path()
+        names = sorted(path.name for path in folder.glob("[!.]*.ckpt"))
+        if not names:
+            return f"{self.failure}\nIt is not kept here: its parts are on the disks of several machines."
+        return (
+            f"{self.failure}\nNot uploaded, and complete in {folder}: {', '.join(names[-4:])}.\n"
+            f"To go on from there: --ckpt_path {folder / names[-1]}\n"
+            f"To upload by hand: {self._remote.copy_command(folder)}"
+        )
+
     def close(self) -> None:
-        """Removes the folder unless it holds a checkpoint that could not be uploaded."""
+        """Removes the folder unless it holds a checkpoint that could not be uploaded; says so if nobody was told.
+
+        Raises:
+            ConfigError: In that case, unless the run ends with another error.
+        """
         with suppress(OSError):
             if self._folder is not None:
                 self._folder.rmdir()
+        if self.failure is None or self._told:
+            return
+        if sys.exc_info()[1] is None:
+            self.require_uploaded()
+        if _rank() == 0:
+            print(self._report(), file=sys.stderr, flush=True)
 
 
-def folder_of(url: str) -> tuple[ObjectFolder, str]:
-    """Returns the folder of a checkpoint's URL, and the checkpoint's name in it."""
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def folder_of(url: str, ending: threading.Event | None = None) -> tuple[ObjectFolder, str]:
+    """Returns the folder of a checkpoint's URL, and the checkpoint's name in it.
+
+    Args:
+        url: The checkpoint's.
+        ending: Is set once the run is to end.
+    """
     place, _, key = url.rstrip("/").rpartition("/")
-    return ObjectFolder(place, "The checkpoint's URL", uploads=True), key
+    return ObjectFolder(place, "The checkpoint's URL", uploads=True, ending=ending), key
 
 
 def upload_file(staged: Path, folder: ObjectFolder) -> None:
     """Uploads a checkpoint of one file, and deletes it here, with those that could not be uploaded before.
 
     Raises:
-        ConfigError: If it could not be uploaded: it says that the file is still here.
+        ConfigError: If it could not be uploaded; the file is still here.
     """
     try:
         remote_checkpoints.begin(folder, staged.name)
@@ -73,17 +126,29 @@ def upload_file(staged: Path, folder: ObjectFolder) -> None:
         found = folder.look_up(staged.name)
         _require(folder, staged.name, sums["bytes"], found.size if found else None)
         remote_checkpoints.complete(folder, staged.name, False, json.dumps(sums).encode())
-    except ConfigError as error:
-        raise ConfigError(f"{error}\nThe checkpoint is complete here: --ckpt_path {staged}.") from error
-    for path in staged.parent.glob("*.ckpt"):
-        path.unlink()
+    except ConfigError:
+        keep_file(staged)
+        raise
+    delete_staged(staged.parent)
+
+
+def keep_file(staged: Path) -> None:
+    """Writes beside a file what makes it complete when both are copied to object storage by hand."""
+    with suppress(OSError):  # the file alone is enough to go on from
+        name = remote_checkpoints.complete_name(staged.name, sharded=False)
+        durable.write(staged.with_name(name), json.dumps(sharded.checksum(staged)))
+
+
+def delete_staged(folder: Path) -> None:
+    """Deletes the checkpoints in the folder of staged ones: a later one is uploaded."""
+    for path in folder.glob("[!.]*.ckpt*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def upload(folder: ObjectFolder, key: str, staged: Path, names: Iterable[str]) -> None:
-    """Uploads files of a sharded checkpoint, and deletes them here."""
+    """Uploads files of a sharded checkpoint."""
     for name in names:
         folder.put(f"{key}/{name}", staged / name)
-        (staged / name).unlink()
 
 
 def complete(folder: ObjectFolder, key: str, sizes: Mapping[str, int], marker: str) -> None:

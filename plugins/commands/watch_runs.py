@@ -13,9 +13,10 @@ from typing import IO, Any
 
 from core.errors import ConfigError
 from plugins.cli.configuration.yaml_texts import parse_yaml
-from plugins.cli.runs.claims import CLAIM, Holder, alive
+from plugins.cli.runs.claims import CLAIM
 from plugins.commands.watch_table import Table, group_of, plain_number
 from toolkit.bounded import open_inside, parse_json, read_error
+from toolkit.holders import Holder, alive
 
 SIGNS = ("metrics.csv", "config.yaml")
 """Files by which a folder is the folder of a run."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError, nearest
 from core.technique import Package, technique
+from plugins.checkpoints.foreign import open_foreign
+from toolkit.initial_values import Start, draw, named
+from toolkit.safetensors_files import LazyTensor
 from toolkit.shards import copy_to_shard
 
 if TYPE_CHECKING:
@@ -27,8 +32,9 @@ class Pretrained(Network):
     """Any causal language model of transformers, for what there is no class for.
 
     The folder is read again by a run that resumes and by `generate`. Nothing is downloaded, no code of the folder is run,
-    and weights are read from safetensors files alone. Each process reads the whole model to initialise its part, and
-    weights become float32. Llama, Qwen, Gemma and others have classes here, which also have tensor and pipeline
+    and weights are read from safetensors files alone, and become float32. Under a strategy that shards it each rank reads its part
+    of them, unless transformers stores them in another form than it computes with, as some mixtures of experts: then, and without
+    `weights`, rank 0 has the whole model. Llama, Qwen, Gemma and others have classes here, which also have tensor and pipeline
     parallelism, masks between documents, and import and export.
 
     Args:
@@ -66,12 +72,23 @@ class Pretrained(Network):
             self.to_empty(device=device)
             self.init_weights()
 
+    @cached_property
+    def _starts(self) -> dict[str, Start]:
+        """Name -> how it begins, of all that is read as it is stored, and of buffers that are computed; empty: it is not."""
+        stored = _as_they_are(self.folder, self.model) if self.weights else {}
+        return {**stored, **_computed(self.model, stored)} if stored else {}
+
+    def initial_value(self, name: str, tensor: Tensor) -> Start | None:
+        """Returns how a parameter or buffer begins, if it is read as it is stored; see `toolkit.initial_values`."""
+        return self._starts.get(name.removeprefix("model."))
+
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialises every parameter and buffer in place as the model does, and then reads the folder's weights."""
-        for part in (*self.model.modules(), *self.model.parameters(), *self.model.buffers()):
-            if hasattr(part, "_is_hf_initialized"):  # set by its first initialisation, and skips another
-                del part._is_hf_initialized
+        """Reads the folder's weights in place; without them, initialises every parameter and buffer as the model does."""
+        if all(self.initial_value(name, tensor) is not None for name, tensor in named(self)):
+            draw(self)
+            return
+        _forget_initialised(self.model)
         self.model.init_weights()
         if not self.weights:
             return
@@ -190,6 +207,61 @@ def _stored(folder: Path, kind: type[PreTrainedModel]) -> PreTrainedModel:
     if odd := [*notes["missing_keys"], *notes["unexpected_keys"], *notes["mismatched_keys"]]:
         raise ConfigError(f"Pretrained: the weights in {folder} lack {odd[0]}, or have it without need.")
     return model
+
+
+def _as_they_are(folder: Path, model: PreTrainedModel) -> dict[str, Start]:
+    """Returns the stored tensors of a model by its first names; empty: transformers changes some, or refuses them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming
+
+    try:
+        stored = open_foreign(folder).tensors
+    except ConfigError:  # what transformers says of it is shown
+        return {}
+    own = model.state_dict(keep_vars=True)
+    changes = get_model_conversion_mapping(model, add_legacy=False)
+    renames = [change for change in changes if type(change) is WeightRenaming]
+    for rename in renames:
+        stored = {rename.rename_source_key(name)[0]: tensor for name, tensor in stored.items()}
+    converted = len(renames) < len(changes) or hasattr(model.config, "quantization_config")
+    if converted or not stored.keys() <= own.keys():
+        return {}
+    found: dict[int, LazyTensor] = {
+        id(own[name]): tensor for name, tensor in stored.items()
+    }  # tied: by any name
+    if any(
+        id(target) not in found or tuple(target.shape) != found[id(target)].shape for target in own.values()
+    ):
+        return {}
+    return {name: found[id(tensor)] for name, tensor in named(model) if id(tensor) in found}
+
+
+def _computed(model: PreTrainedModel, stored: Mapping[str, Start]) -> dict[str, Start]:
+    """Returns the buffers that are not stored, such as rotary frequencies, as the model initialises them."""
+    found: dict[str, Start] = {}
+    for place, part in model.named_modules():
+        names = [name for name, _ in part.named_buffers(recurse=False) if f"{place}.{name}" not in stored]
+        if names:
+            one, other = (_initialised(model, part, names, before) for before in (0, 1))
+            found |= {f"{place}.{n}": one[n] for n in names if torch.equal(one[n], other[n])}
+    return found
+
+
+@torch.no_grad()
+def _initialised(model: PreTrainedModel, part: nn.Module, names: list[str], before: int) -> dict[str, Tensor]:
+    """Returns buffers of a part of the model that were filled with a number and initialised."""
+    copied = copy.deepcopy(part).to("meta")
+    for name in names:
+        setattr(copied, name, torch.full_like(getattr(copied, name), before, device="cpu"))
+    _forget_initialised(copied)
+    model._init_weights(copied)
+    return {name: copied.get_buffer(name) for name in names}
+
+
+def _forget_initialised(model: nn.Module) -> None:
+    for part in (*model.modules(), *model.parameters(), *model.buffers()):
+        if hasattr(part, "_is_hf_initialized"):  # set by a first initialisation, and skips another
+            del part._is_hf_initialized
 
 
 def _blocks(model: nn.Module, layers: int) -> nn.ModuleList:

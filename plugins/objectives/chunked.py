@@ -7,11 +7,12 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from core.contracts import Network
 from core.errors import ConfigError
 from core.training.shards import full_tensor
+from toolkit.aligned_logits import first_columns, is_plain, logits_of, padded
 
 Parts = Callable[[Tensor, Tensor], Tensor]
 """(logits (n, V), labels (n,)) -> sums (P,); the first one is differentiated."""
@@ -23,9 +24,6 @@ LEAST = 1024
 LEAST_CUDA = 4096
 """Positions of a chunk: the gradient of the weight is read and written once for each, which with fewer takes over 10% of
 the time of the products on an H100."""
-
-MULTIPLE = 64
-"""Kernels are given a weight with a multiple of this many rows: with 50,257 they cannot load 16 bytes at a time."""
 
 
 def check_chunk_tokens(owner: str, chunk_tokens: ChunkTokens) -> None:
@@ -50,7 +48,7 @@ def sums_over_positions(
     rows, labels = hidden.flatten(0, 1), labels.flatten()
     size = chosen_size(network.vocab_size, rows) if chunk_tokens == "auto" else chunk_tokens
     if size is None or (chunk_tokens == "auto" and len(rows) <= size):
-        return parts(network.logits(hidden).flatten(0, 1), labels)
+        return parts(logits_of(network, rows)(hidden).flatten(0, 1), labels)
     chunks = max(-(-len(rows) // size), 1)
     return in_chunks(parts, network, rows, labels, max(-(-len(rows) // chunks), 1))
 
@@ -71,7 +69,7 @@ def in_chunks(parts: Parts, network: Network, rows: Tensor, labels: Tensor, size
         size: Positions per chunk.
     """
     weight = network.output_weight
-    plain = weight is not None and _is_plain(network, weight)
+    plain = weight is not None and is_plain(network, weight)
     if not torch.is_grad_enabled():  # of which the function below knows nothing
         rows, weight = rows.detach(), None if weight is None else weight.detach()
     if plain:
@@ -79,12 +77,6 @@ def in_chunks(parts: Parts, network: Network, rows: Tensor, labels: Tensor, size
     return _Chunks.apply(
         parts, network.logits, labels, size, rows, *weights_of(network.logits(rows[:1].detach()))
     )
-
-
-def _is_plain(network: Network, weight: Tensor) -> bool:
-    """Returns whether logits are products with the weight, and nothing else; strategies may replace the method."""
-    own = getattr(network.logits, "__func__", None) is not Network.logits
-    return not own and type(weight) in (Tensor, nn.Parameter)
 
 
 def weights_of(output: Tensor) -> list[Tensor]:
@@ -160,31 +152,6 @@ def _times(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _kernel(weight: Tensor) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Returns the weight as kernels like it, as a leaf, and logits (n, V) with it: in autocast's data type, rows padded.
-
-    Once for all chunks. Under autocast it takes the place of a copy that is made anyway.
-    """
-    vocab_size, kind = len(weight), weight.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-    kernel = weight.detach().to(dtype)
-    if vocab_size % MULTIPLE:
-        kernel = weight.new_zeros((vocab_size + -vocab_size % MULTIPLE, *weight.shape[1:]), dtype=dtype)
-        kernel[:vocab_size] = weight.detach()
-    kernel.requires_grad_(weight.requires_grad)
-    return [kernel], lambda rows: _Columns.apply(F.linear(rows, kernel), vocab_size)
-
-
-class _Columns(torch.autograd.Function):
-    """The first columns, in float32 or wider: one pass over memory forward and one backward, where slicing takes three."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, columns: int) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.columns = x.shape, x.dtype, columns
-        return x[:, :columns].to(torch.promote_types(x.dtype, torch.float32)).contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        found = gradients[0].new_empty(ctx.shape, dtype=ctx.dtype)
-        found[:, : ctx.columns] = gradients[0]
-        found[:, ctx.columns :] = 0
-        return found, None
+    """Returns the weight as kernels like it, as a leaf, and logits (n, V) with it; once for all chunks."""
+    kernel = padded(weight.detach()).detach().requires_grad_(weight.requires_grad)
+    return [kernel], lambda rows: first_columns(F.linear(rows, kernel), len(weight))

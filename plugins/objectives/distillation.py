@@ -16,6 +16,7 @@ from core.errors import ConfigError, nearest
 from core.technique import technique
 from core.training.shards import full_tensor
 from plugins.objectives.answers import check_above_0, check_at_least
+from toolkit.aligned_logits import logits_of
 from toolkit.log_probabilities import CHUNK_TOKENS
 from toolkit.token_ids import other_ids
 
@@ -121,18 +122,19 @@ class Distillation(Objective):
         tokens = (labels != IGNORED_LABEL).sum()
         hidden = network(batch)
         taught = hidden.new_empty(hidden.shape[:2])
-        teacher = None
+        logits_from, expected_from = logits_of(network, hidden), None
         if self.training:
             teacher = self.teacher(network, hidden.device)
             with torch.no_grad():
                 taught = teacher(batch)
+                expected_from = logits_of(teacher, taught)
 
         def sums(hidden: Tensor, taught: Tensor, labels: Tensor) -> Tensor:
-            logits = _wide(network.logits(hidden))
+            logits = _wide(logits_from(hidden))
             found = [F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")]
-            if teacher is not None:
+            if expected_from is not None:
                 with torch.no_grad():
-                    expected = _wide(teacher.logits(taught))
+                    expected = _wide(expected_from(taught))
                 each = divergences(logits, expected, self.divergence, self.temperature)
                 found.append(each.where(labels != IGNORED_LABEL, 0.0).sum())
             return torch.stack(found)
@@ -142,7 +144,7 @@ class Distillation(Objective):
         total = torch.stack(
             [checkpoint(sums, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
         ).sum(0)
-        if teacher is None:
+        if expected_from is None:
             return TokenSum(total[0], tokens), {}
         weight = self.label_weight
         loss = weight * total[0] + (1 - weight) * self.temperature**2 * total[1]

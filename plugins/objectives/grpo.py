@@ -37,7 +37,7 @@ ALONE = "GRPO compares the answers to a prompt, and Rollouts samples 1 of each: 
     paper="GRPO: DeepSeekMath, arXiv:2402.03300, equations 3 and 4; RLOO: arXiv:2402.14740, 3.2; DAPO: arXiv:2503.14476, 3.1 and "
     "3.3; Dr. GRPO: arXiv:2503.20783, 3.2; k3: Schulman 2020, 'Approximating KL divergence'",
     needs=(Feature("rollouts"),),
-    offers=("learns_from_rollouts",),
+    offers=("learns_from_rollouts", "keeps_weights"),
 )
 class GRPO(OnPolicyObjective):
     """Raises the probability of answers whose reward is above that of other answers to the prompt; needs no value network.

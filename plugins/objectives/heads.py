@@ -10,13 +10,14 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError
 from plugins.objectives.chunked import weights_of
+from toolkit.initial_values import normal, start_added
 
 STD = 0.02
 """Standard deviation of new weights; transformers' `initializer_range`."""
 
 
 class Head(nn.Module):
-    """A linear map of hidden states (..., C) to K outputs, with BERT's pooler before it where it is asked for.
+    """A linear map of hidden states (..., C) to K outputs, with BERT's pooler before it where it is asked for; not initialised.
 
     Args:
         width: C.
@@ -35,16 +36,6 @@ class Head(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(width, outputs, bias, device="meta")
         self.to(options["dtype"]).to_empty(device=options["device"])
-        if torch.device(options["device"]).type != "meta":
-            self.init_weights()
-
-    def init_weights(self) -> None:
-        """Initialises every parameter in place."""
-        for name, weight in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(weight)
-            else:
-                nn.init.normal_(weight, std=STD)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns (..., K), float32 or wider."""
@@ -86,7 +77,10 @@ def new_head(
         )
     for parameter in _of_logits_alone(network, weight):
         parameter.requires_grad_(False)
-    return Head(weight.shape[1], outputs, dropout, pooler, bias, device=weight.device, dtype=weight.dtype)
+    head = Head(weight.shape[1], outputs, dropout, pooler, bias, device=weight.device, dtype=weight.dtype)
+    for name, parameter in head.named_parameters():
+        start_added(parameter, 0.0 if name.endswith("bias") else normal(STD), network, f"{owner}.{name}")
+    return head
 
 
 def _of_logits_alone(network: Network, weight: Tensor) -> list[Tensor]:

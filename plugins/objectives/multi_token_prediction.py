@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from core.training.shards import full_tensor
 from toolkit.further_blocks import RunsFurtherBlocks, set_further_blocks
+from toolkit.initial_values import copied, normal, start_added
 from toolkit.prefixes import PREFIX
 
 if TYPE_CHECKING:
@@ -32,17 +32,20 @@ class Ahead(nn.Module):
 
     Args:
         network: Its last block is copied, with the weights that it begins with.
+        width: C.
+        name: Of the module.
     """
 
-    def __init__(self, network: Network, width: int) -> None:
+    def __init__(self, network: Network, width: int, name: str) -> None:
         super().__init__()
-        self.block = copy.deepcopy(network.blocks[-1])
+        self.block = copied(network.blocks[-1])
         weight = next(self.block.parameters())
         options: Any = {"device": weight.device, "dtype": weight.dtype}
         self.hidden_norm, self.token_norm, self.norm = (nn.RMSNorm(width, 1e-6, **options) for _ in range(3))
         self.projection = nn.Linear(2 * width, width, bias=False, **options)
-        if not weight.is_meta:
-            nn.init.normal_(self.projection.weight, std=0.02)
+        start_added(self.projection.weight, normal(0.02), network, f"{name}.projection")
+        for place, norm in enumerate((self.hidden_norm, self.token_norm, self.norm)):
+            start_added(norm.weight, 1.0, network, f"{name}.norm.{place}")
 
     def forward(
         self, network: RunsFurtherBlocks, batch: Mapping[str, Tensor], hidden: Tensor, tokens: Tensor
@@ -74,6 +77,7 @@ class _Given:
 
 @technique(
     paper="DeepSeek-V3, arXiv:2412.19437, section 2.2",
+    offers=("keeps_weights",),
     conflicts={
         "RandomRestart": "it begins with other weights of the network, and would leave those of the predictions"
     },
@@ -143,7 +147,7 @@ class MultiTokenPrediction(Objective):
                 f"MultiTokenPrediction: {type(network).__name__} returns logits, or runs no further blocks.\nTake a network such "
                 "as Llama, without final_soft_cap."
             )
-        modules = [Ahead(network, weight.shape[1]) for _ in range(self.depth)]
+        modules = [Ahead(network, weight.shape[1], f"ahead.{k}") for k in range(self.depth)]
         self.ahead = nn.ModuleList(modules)
         self._weights = 2 * weight.shape[1] ** 2 + weight.numel()  # of a projection, and of the head
         set_further_blocks(network, (module.block for module in modules))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from core.contracts import IGNORED_LABEL, Network, TokenSum
 from core.errors import ConfigError
 from core.technique import Feature, technique
+from toolkit.initial_values import start_added
 from toolkit.log_probabilities import log_probabilities_at
 from toolkit.rollouts import (
     ADVANTAGES,
@@ -35,7 +36,7 @@ LARGEST_ERROR, GAIN = 0.2, 0.1
     paper="PPO, arXiv:1707.06347; of language models: Ziegler et al., arXiv:1909.08593, section 2.2; InstructGPT, "
     "arXiv:2203.02155, 3.5; GAE, arXiv:1506.02438, equation 16",
     needs=(Feature("rollouts"),),
-    offers=("learns_from_rollouts",),
+    offers=("learns_from_rollouts", "keeps_weights"),
 )
 class PPO(OnPolicyObjective):
     """Raises the probability of tokens that led to more than a learned value expected; stays near the reference.
@@ -118,9 +119,8 @@ class PPO(OnPolicyObjective):
                 "GPT or Llama, or --model.objective=GRPO, which has no values."
             )
         self.value_head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
-        if not weight.is_meta:
-            nn.init.zeros_(self.value_head.weight)
-            nn.init.zeros_(self.value_head.bias)
+        for name, parameter in self.value_head.named_parameters():
+            start_added(parameter, 0.0, network, f"PPO.{name}")
 
     def prepare(self, network: Network, rollout: Rollout) -> None:
         """Adds values, advantages and returns; then adapts the coefficient of the KL divergence."""

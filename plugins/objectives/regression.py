@@ -23,7 +23,7 @@ MOMENTS = ("prediction", "target", "prediction^2", "target^2", "prediction targe
 @technique(
     paper="GLUE's STS-B, arXiv:1804.07461, section 3.2; BERT, arXiv:1810.04805, section 4.1",
     needs=(Feature("labels"),),
-    offers=("label_objective",),
+    offers=("label_objective", "keeps_weights"),
 )
 class Regression(LabelObjective):
     """Learns a number for each text: the squared error of a head's output at the text's label.

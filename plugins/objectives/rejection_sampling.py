@@ -27,7 +27,7 @@ ALONE = (
     paper="RAFT, arXiv:2304.06767, algorithm 1; Llama 2, arXiv:2307.09288, section 3.2.2; expert iteration: ReST-EM, "
     "arXiv:2312.06585",
     needs=(Feature("rollouts"),),
-    offers=("learns_from_rollouts",),
+    offers=("learns_from_rollouts", "keeps_weights"),
 )
 class RejectionSampling(OnPolicyObjective):
     """Trains on the best of the answers to each prompt by cross-entropy: best-of-n put into the weights.

@@ -25,7 +25,7 @@ PADDING = -1
     paper="Bradley-Terry; InstructGPT, arXiv:2203.02155, equation 1; margin: Llama 2, arXiv:2307.09288, equation 2; centre: "
     "arXiv:2312.09244, section 2",
     needs=(Feature("preference_pairs"),),
-    offers=("reward_objective",),
+    offers=("reward_objective", "keeps_weights"),
 )
 class RewardModel(Objective):
     """Learns a reward for answers from pairs of them: -log sigmoid(r_chosen - r_rejected - margin), in nats per pair.

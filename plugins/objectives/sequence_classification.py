@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @technique(
     paper="GPT, Radford et al. 2018, section 3.2; BERT, arXiv:1810.04805, section 4.1",
     needs=(Feature("labels"),),
-    offers=("label_objective",),
+    offers=("label_objective", "keeps_weights"),
 )
 class SequenceClassification(ClassObjective):
     """Learns the class of a text, or its classes: cross-entropy of a head's K outputs at the text's label, in nats.

@@ -102,7 +102,7 @@ class SupervisedFineTuning(Objective):
                 F.cross_entropy(logits, wanted, reduction="none", ignore_index=IGNORED_LABEL)
             )
             weighted = losses if weights is None else losses * weights[places]
-            right = (full_tensor(logits.detach()).argmax(-1) == wanted).to(losses)
+            right = (most_probable(logits.detach()) == wanted).to(losses)
             return torch.stack((weighted.sum(), losses.detach().sum(), right.sum()))
 
         places = torch.arange(len(labels), device=labels.device).view_as(batch["labels"])
@@ -141,6 +141,29 @@ class SupervisedFineTuning(Objective):
         most = self.noise / (lengths * embedded.shape[-1]).sqrt()
         noisy = embedded + torch.empty_like(embedded).uniform_(-1, 1) * most[..., None]
         return network.forward_blocks(batch, noisy, range(len(network.blocks)))
+
+
+def most_probable(logits: Tensor) -> Tensor:
+    """Returns the first of the tokens with the largest logit, (n,); where ranks share a vocabulary, without gathering logits.
+
+    Args:
+        logits: (n, V), or a DTensor of them that is sharded along V.
+    """
+    from torch.distributed.tensor import DTensor, Partial
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if not isinstance(logits, DTensor):
+        return logits.argmax(-1)
+    own, mesh = logits.to_local(), logits.device_mesh
+    _, (_, first) = compute_local_shape_and_global_offset(logits.shape, mesh, logits.placements)
+    is_best = own == full_tensor(logits.amax(-1))[:, None]
+    ids = torch.arange(first, first + own.shape[-1], device=own.device)
+    found = (
+        torch.where(is_best, ids, logits.shape[-1]).amin(-1)
+        if len(ids)
+        else ids.new_full(own.shape[:1], logits.shape[-1])
+    )
+    return DTensor.from_local(found, mesh, [Partial("min")] * mesh.ndim).full_tensor()
 
 
 def _per_part(values: Tensor, begins: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 @technique(
     paper="BERT, arXiv:1810.04805, section 5.3",
     needs=(Feature("labels"),),
-    offers=("label_objective",),
+    offers=("label_objective", "keeps_weights"),
 )
 class TokenClassification(ClassObjective):
     """Learns a class for each word of a text, such as its part of speech: cross-entropy at the words' first tokens, in nats.

@@ -28,10 +28,9 @@ def library(name: str, extra: str = "optimizers") -> Any:
         raise ConfigError(f"{package} is not installed: pip install 'leyden[{extra}]'") from error
 
 
-def not_on_shards(why: str, instead: str) -> dict[str, str]:
-    """Returns the conflicts of an optimizer that cannot step sharded weights (DTensors)."""
-    reason = f"{why}: take {instead} with sharded weights"
-    return dict.fromkeys(("ModelParallelStrategy", "FSDP", "HybridParallel", "FSDPStrategy"), reason)
+def not_with_lightnings(why: str) -> dict[str, str]:
+    """Returns the conflicts of an optimizer with Lightning's strategies that shard weights."""
+    return dict.fromkeys(("ModelParallelStrategy", "FSDPStrategy"), f"{why}: take FSDP or HybridParallel")
 
 
 def unwrapped(state_dict: dict[str, Any]) -> dict[str, Any]:

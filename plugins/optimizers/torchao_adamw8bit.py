@@ -1,38 +1,37 @@
-"""AdamW with 8-bit moments that are sharded over ranks like the weights."""
+"""AdamW with 8-bit moments whose step a compiler makes, sharded over ranks like the weights."""
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from core.technique import Package, technique
 from core.training.shards import local_tensors
-from plugins.optimizers.libraries import library
+from plugins.optimizers.block_shards import BLOCK, has_blocks, own_scales, own_values, scales_of
+from plugins.optimizers.libraries import library, not_with_lightnings
+from plugins.optimizers.own_shards import StepsOwnShards, own_shard
 
 _states = library("torchao.optim.subclass_8bit", "torchao")
 OptimState8bit, get_qmap_signed = _states.OptimState8bit, _states.get_qmap_signed
 get_qmap_unsigned = _states.get_qmap_unsigned
-NO_BLOCKS = "moments are quantised in blocks of rows, which only FSDP keeps together: take AdamW8bit with sharded weights, or FSDP"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-BLOCK = 256
 
 
 @technique(
     paper="8-bit optimizers via block-wise quantization, arXiv:2110.02861; torchao",
     needs=(Package("torchao>=0.18", extra="torchao"),),
-    conflicts=dict.fromkeys(("HybridParallel", "ModelParallelStrategy", "FSDPStrategy"), NO_BLOCKS),
+    conflicts=not_with_lightnings("its moments are in blocks that only our strategies' checkpoints have"),
 )
-class TorchaoAdamW8bit(library("torchao.optim", "torchao").AdamW8bit):  # type: ignore[misc]
-    """AdamW whose two moments are stored in 8 bits each, also under `FSDP`, in blocks of 256 with one scale each.
+class TorchaoAdamW8bit(StepsOwnShards, library("torchao.optim", "torchao").AdamW8bit):  # type: ignore[misc]
+    """AdamW whose two moments are stored in 8 bits each, in blocks of 256 with one scale each.
 
-    State: about 2 bytes per parameter of a tensor of which every rank has the same number of elements, at least
-    4,096 and a multiple of 256; 8 bytes in other tensors. A run can resume on another number of ranks.
+    State: about 2 bytes per parameter of a tensor of at least 4,096 elements, a multiple of 256; 8 bytes in other tensors.
+    Of sharded weights each rank steps its shard, with the same blocks; where shards are not made of whole blocks (rows of
+    all ranks alike, a multiple of 256 elements on each; never the columns that tensor parallelism cuts), 8 bytes. A run can
+    resume on another number of ranks.
 
     Args:
         params: Parameters or parameter groups.
@@ -82,47 +81,60 @@ class TorchaoAdamW8bit(library("torchao.optim", "torchao").AdamW8bit):  # type: 
             group["lr"] = rate
         return loss
 
-    def _new_buffer(self, p: Tensor, signed: bool) -> Any:
-        """Returns 8-bit zeros if the blocks are the same as in a single process, else zeros like `p`."""
-        return super()._new_buffer(p, signed) if _even(p) else torch.zeros_like(p)
+    def _new_buffer(self, p: Any, signed: bool) -> Any:
+        """Returns 8-bit zeros if the blocks are those of a single process, else zeros like `p`."""
+        return (
+            self._subclass_zeros(p, signed, BLOCK)
+            if has_blocks(getattr(p, "shard_of", p))
+            else torch.zeros_like(p)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict with codes (shaped as the parameter) and scales (one per block) as plain tensors."""
         found = super().state_dict()
-        return {**found, "state": {key: _flat(own) for key, own in found["state"].items()}}
+        return {
+            **found,
+            "state": self.sharded_states({key: _flat(own) for key, own in found["state"].items()}),
+        }
+
+    def with_mesh(self, name: str, value: Any, parameter: Any) -> Any:
+        """Returns a value of the state of this rank's shard, as a DTensor if it is one per element or block."""
+        return (
+            scales_of(value, parameter)
+            if name.endswith("_scales")
+            else super().with_mesh(name, value, parameter)
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what :meth:`state_dict` returned on any number of ranks."""
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        parameters = self.all_parameters()
         state = {key: self._joined(own, parameters[key]) for key, own in state_dict["state"].items()}
         super().load_state_dict({**state_dict, "state": state})
 
-    def _joined(self, own: dict[str, Any], parameter: Tensor) -> dict[str, Any]:
+    def _joined(self, own: dict[str, Any], parameter: Any) -> dict[str, Any]:
         found = {"step": own["step"]}
+        shard = own_shard(parameter)
         for name in MOMENTS:
-            found[name] = self._new_buffer(parameter, signed=name == "exp_avg")
-            room = _local(found[name])
+            signed = name == "exp_avg"
+            found[name] = room = self._new_buffer(shard, signed)
             if name in own:
                 room.copy_(_local(own[name]))
                 continue
             codes, scales = _local(own[f"{name}_codes"]), _local(own[f"{name}_scales"])
-            first = _first(parameter) if len(scales) * BLOCK == parameter.numel() else 0
             if isinstance(room, OptimState8bit):
                 room.codes.copy_(codes)
-                room.scale.copy_(scales[first // BLOCK :][: len(room.scale)])
+                room.scale.copy_(own_scales(scales, parameter))
             else:
-                values = torch.tensor(get_qmap_signed() if name == "exp_avg" else get_qmap_unsigned())
-                at = torch.arange(first, first + room.numel(), device=room.device) // BLOCK
-                room.copy_(values.to(room.device)[codes.int()] * scales.to(room.device)[at].view_as(room))
+                qmap = torch.tensor(get_qmap_signed() if signed else get_qmap_unsigned())
+                room.copy_(own_values(codes, scales, qmap, parameter))
         return found
 
 
 def _flat(own: dict[str, Any]) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in own.items():
-        if isinstance(inner := _local(value), OptimState8bit):
-            found[f"{name}_codes"] = _sharded_like(inner.codes, value, value.shape)
-            found[f"{name}_scales"] = _sharded_like(inner.scale, value, torch.Size([value.numel() // BLOCK]))
+        if isinstance(value, OptimState8bit):
+            found |= {f"{name}_codes": value.codes, f"{name}_scales": value.scale}
         else:
             found[name] = value
     return found
@@ -130,31 +142,3 @@ def _flat(own: dict[str, Any]) -> dict[str, Any]:
 
 def _local(value: Tensor) -> Tensor:
     return local_tensors([value])[0]
-
-
-def _sharded_like(part: Tensor, like: Any, shape: torch.Size) -> Tensor:
-    """Returns a DTensor of that shape, sharded as `like`; or `part` itself, if `like` is not sharded."""
-    if not hasattr(like, "to_local"):
-        return part
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def _even(parameter: Any) -> bool:
-    """Returns whether all ranks have the same number of rows."""
-    if not hasattr(parameter, "to_local"):
-        return True
-    sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
-    return parameter.shape[0] % math.prod(size for place, size in sizes if not place.is_replicate()) == 0
-
-
-def _first(parameter: Any) -> int:
-    """Returns the index of this rank's first element in the flattened parameter."""
-    if not hasattr(parameter, "to_local"):
-        return 0
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return offset[0] * math.prod(parameter.shape[1:])

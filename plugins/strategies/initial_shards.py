@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -21,7 +21,17 @@ from core.errors import ConfigError
 from core.technique import declaration_of
 from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.strategies import tensors
-from toolkit.initial_values import Start, draw_part, initial_values, named
+from toolkit.initial_values import (
+    Added,
+    CopyOf,
+    NormsOf,
+    Start,
+    added_start,
+    draw_part,
+    initial_values,
+    named,
+)
+from toolkit.initial_weights import SeesWeights
 
 PREFIX = "network."
 """What names of the network's tensors begin with in the module that is trained."""
@@ -30,7 +40,7 @@ NOISE = 2**20 - 3
 """Numbers that repeat in the matrices of a network that is only tried; odd, so that no two rows are the same."""
 
 KEEPS_WEIGHTS = "keeps_weights"
-"""Feature of what changes a network without a look at its weights, and adds none."""
+"""Feature of what changes a network without a look at its weights, and says how what it adds begins."""
 
 
 class Stored(NamedTuple):
@@ -42,10 +52,38 @@ class Stored(NamedTuple):
     """
 
     read: Callable[[], Tensor]
-    otherwise: Start
+    otherwise: Any  # a Start, or RowNorms
 
 
-def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start | Stored]:
+class RowNorms(NamedTuple):
+    """Norms of the rows of a matrix that is drawn.
+
+    Attributes:
+        start: How the matrix begins.
+        name: That its numbers depend on.
+        matrix: On the meta device: its shape and data type.
+    """
+
+    start: Start
+    name: str
+    matrix: Tensor
+
+    def fill(self, target: Tensor, seed: int, first: int) -> None:
+        """Fills with the norms of the rows from `first` on; others are not drawn."""
+        rows = self.matrix.new_empty((len(target), self.matrix.shape[1]), device="cpu")
+        draw_part(rows, self.start, seed, self.name, self.matrix.shape, (first, 0))
+        target.copy_(_norms(rows))
+
+
+def _norms(matrix: Tensor) -> Tensor:
+    return matrix.to(torch.promote_types(matrix.dtype, torch.float32)).norm(dim=1)
+
+
+Begins = Start | Stored | Added
+"""How a tensor of the module begins that is trained."""
+
+
+def starts_of(trainer: Trainer, strategy: str) -> dict[str, Begins]:
     """Returns name in the module -> how it begins, of all tensors of the network, which is built for that on the meta device.
 
     Where it is empty, rank 0 has to build the network with its weights; a message says why.
@@ -63,7 +101,7 @@ def starts_of(trainer: Trainer, strategy: str) -> dict[str, Start | Stored]:
             draft = module.build_network()
         found: Mapping[str, Any] | None = initial_values(draft)
         if found is not None:
-            if module.weights and not trainer.ckpt_path:
+            if module.weights:  # of a resumed run those that its checkpoint lacks are read
                 readers = InitialWeights(module.weights).readers(draft, trainer)
                 found = {
                     n: Stored(readers[n], start) if n in readers else start for n, start in found.items()
@@ -81,14 +119,45 @@ def _explain_whole(trainer: Trainer, module: Any) -> str | None:
     for part in (*module.objective.modules(), precision, *trainer.callbacks):  # type: ignore[attr-defined]
         declared = declaration_of(type(part))
         if isinstance(part, ChangesNetwork) and KEEPS_WEIGHTS not in (declared.offers if declared else ()):
-            return f"{type(part).__name__} changes it"
+            return f"{type(part).__name__} looks at its weights, or does not say how what it adds begins"
     constructs = not isinstance(precision.module_init_context(), nullcontext)
     if constructs and not isinstance(precision, HalfPrecision | DoublePrecision):
         return f"{type(precision).__name__} takes part in its construction"
     return None
 
 
-def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
+def added_starts(module: nn.Module, starts: Mapping[str, Any]) -> dict[str, Added]:
+    """Returns name in the module -> how it begins, of what was added to the network, or to the objective for it.
+
+    Args:
+        module: On the meta device, its parameters not sharded yet.
+        starts: The same of the network itself.
+    """
+    names, found = {id(tensor): name for name, tensor in named(module)}, {}
+    for name, tensor in named(module):
+        noted = added_start(tensor)
+        source = names.get(id(noted.source), "") if isinstance(noted, CopyOf | NormsOf) else ""
+        if source in starts:
+            assert isinstance(noted, CopyOf | NormsOf)
+            start, key = starts[source], source.removeprefix(PREFIX)
+            noted = Added(_norms_of(start, key, noted.source) if isinstance(noted, NormsOf) else start, key)
+        if isinstance(noted, Added):
+            found[name] = noted
+    return found
+
+
+def _norms_of(start: Any, key: str, matrix: Tensor) -> Any:
+    if isinstance(start, Stored):
+        return Stored(lambda: _norms(start.read()), RowNorms(start.otherwise, key, matrix.detach()))
+    return RowNorms(start, key, matrix.detach())
+
+
+def opened(name: str, start: Any) -> tuple[Any, str]:
+    """Returns how a tensor begins, and the name that its numbers depend on."""
+    return start if isinstance(start, Added) else (start, name.removeprefix(PREFIX))
+
+
+def draw_shard(target: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
     """Draws this rank's shard of a tensor.
 
     Args:
@@ -97,15 +166,17 @@ def draw_shard(target: Tensor, start: Start, seed: int, name: str) -> None:
         seed: Of the network, the same on every rank.
         name: In the network.
     """
-    if not isinstance(target, DTensor):
-        draw_part(target, start, seed, name)
-        return
-    offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
-    draw_part(tensors.local_shard(target), start, seed, name, target.shape, offset)
+    own, offset = tensors.local_shard(target), (0,) * target.ndim
+    if isinstance(target, DTensor):
+        offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
+    if isinstance(start, RowNorms):
+        start.fill(own, seed, offset[0])
+    else:
+        draw_part(own, start, seed, name, target.shape, offset)
 
 
 @torch.no_grad()
-def stand_in(network: Network, starts: Mapping[str, Start | Stored]) -> Network:
+def stand_in(network: Network, starts: Mapping[str, Begins]) -> Network:
     """Returns a copy of a network on the meta device to try it with, on the CPU: its matrices share the memory of the largest.
 
     Vectors and buffers have the values that they begin with.
@@ -119,11 +190,11 @@ def stand_in(network: Network, starts: Mapping[str, Start | Stored]) -> Network:
     def value(tensor: Tensor) -> Tensor:
         if isinstance(tensor, nn.Parameter) and tensor.ndim > 1:
             return noise[: tensor.numel()].view(tensor.shape).to(tensor.dtype)
-        start = starts[names[id(tensor)]]
+        start, _ = opened("", starts[names[id(tensor)]])
         if isinstance(start, Stored):
             return start.read()
         found = torch.empty_like(tensor, device="cpu")
-        draw_part(found, start, 0, "")
+        draw_shard(found, start, 0, "")
         return found
 
     tensors.replace(copied, value)
@@ -140,6 +211,7 @@ class InitialShards:
         seed: Of the network, the same on every rank.
         stored: Names whose values are read from a checkpoint afterwards: nothing is done for them.
         device: Of messages.
+        seeing: Who is shown the network's tensors, whole, on rank 0.
 
     Raises:
         ConfigError: If it is not known how a tensor begins.
@@ -148,12 +220,13 @@ class InitialShards:
     def __init__(
         self,
         full: Mapping[str, Tensor],
-        starts: Mapping[str, Start | Stored],
+        starts: Mapping[str, Begins],
         seed: int,
         stored: Collection[str],
         device: torch.device,
+        seeing: Sequence[SeesWeights] = (),
     ) -> None:
-        self.full, self.seed, self.stored, self.device = full, seed, stored, device
+        self.full, self.seed, self.stored, self.device, self.seeing = full, seed, stored, device, seeing
         empty = {name for name, tensor in full.items() if tensor.is_meta}
         if starts and (lost := sorted(empty - starts.keys())):
             raise ConfigError(
@@ -165,12 +238,15 @@ class InitialShards:
     @torch.no_grad()
     def fill(self, name: str, target: Tensor | None) -> None:
         """Fills this rank's part of a tensor, or none; called on every rank with each name of `full`, in its order."""
-        full, start = self.full[name], self.starts.get(name)
+        full, noted = self.full[name], self.starts.get(name)
+        start, key = opened(name, noted)
+        if dist.get_rank() == 0 and self.seeing and noted is not None and not isinstance(noted, Added):
+            self._show(key, start, full)
         if start is not None and name in self.stored:
             return
         if start is not None and not isinstance(start, Stored):
             if target is not None:
-                draw_shard(target, start, self.seed, name.removeprefix(PREFIX))
+                draw_shard(target, start, self.seed, key)
             return
         if dist.get_rank() == 0:
             message = (full if start is None else start.read()).to(self.device)
@@ -179,3 +255,13 @@ class InitialShards:
         dist.broadcast(message, 0)
         if target is not None:
             tensors.copy_part(target, message)
+
+    def _show(self, key: str, start: Start | Stored, full: Tensor) -> None:
+        """Shows a tensor of the network to those who see its weights."""
+        if isinstance(start, Stored):
+            whole = start.read()
+        else:
+            whole = torch.empty_like(full, device="cpu")
+            draw_part(whole, start, self.seed, key)
+        for part in self.seeing:
+            part.see_weight(key, whole)

@@ -29,17 +29,18 @@ from core.training import shards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.strategies import gradients, initial_shards, tensors
 from plugins.strategies.deferred_reduction import DeferredReduction
-from plugins.strategies.initial_shards import InitialShards, Stored
+from plugins.strategies.initial_shards import Begins, InitialShards, RowNorms, Stored
 from plugins.strategies.mixed_precision import FORMATS, Format, Formats
 from plugins.strategies.shared_scaler import SharedScaler
-from toolkit.initial_values import Start, new_seed
+from toolkit.initial_values import Start, named, new_seed
+from toolkit.initial_weights import SeesWeights
 
 
 class MeshStrategy(ParallelStrategy):
     """Shards a model over ranks; a checkpoint is that of a single process, or sharded.
 
     The values of its weights are those of a single process. The network is built on the meta device, and each rank draws its
-    own shards, if the network says how each parameter begins (`toolkit.initial_values`) and nothing else changes its weights.
+    own shards, if the network says how each parameter begins (`toolkit.initial_values`) and nothing else looks at its weights.
     Otherwise rank 0 builds and initialises it on the CPU, and sends each weight to all.
 
     Not a `ModelParallelStrategy`, which Lightning does not allow with fp16 and a loss scaler.
@@ -73,7 +74,7 @@ class MeshStrategy(ParallelStrategy):
         super().__init__()
         self.timeout = timedelta(minutes=timeout_minutes)
         self.num_nodes = 1
-        self.starts: dict[str, Start | Stored] = {}
+        self.starts: dict[str, Begins] = {}
         self._formats = param_format, reduce_format
         self._deferred: DeferredReduction | None = None
 
@@ -185,6 +186,8 @@ class MeshStrategy(ParallelStrategy):
         place = torch.device("cpu" if self.global_rank == 0 and not self.starts else "meta")
         with place, self.precision_plugin.tensor_init_context():
             yield
+        if self.starts:
+            self.starts |= initial_shards.added_starts(self.language_module, self.starts)
 
     @property
     def parameter_device(self) -> torch.device:
@@ -201,7 +204,8 @@ class MeshStrategy(ParallelStrategy):
         full = tensors.named_tensors(module)
         stored = module.state_dict().keys() if trainer.ckpt_path else ()
         seed = self._common_seed() if self.starts else 0
-        initial = InitialShards(full, self.starts, seed, stored, self.root_device)
+        seeing = [part for part in trainer.callbacks if isinstance(part, SeesWeights) and module.weights]  # type: ignore[attr-defined]
+        initial = InitialShards(full, self.starts, seed, stored, self.root_device, seeing)
         tensors.to_meta(module)
         self.formats = Formats(self.precision_plugin, *self._formats)
         self.parallelize(module)
@@ -244,11 +248,15 @@ class MeshStrategy(ParallelStrategy):
             return False
         network, seed = self.language_module.network, self._common_seed()
         shards.reshard(network)
-        for name, tensor in tensors.named_tensors(network).items():
-            start = self.starts[initial_shards.PREFIX + name]
+        for name, tensor in named(network):
+            start, key = initial_shards.opened(name, self.starts[initial_shards.PREFIX + name])
             start = start.otherwise if isinstance(start, Stored) else start
-            initial_shards.draw_shard(tensor, start, seed, name)
+            self.draw_weight(tensor, start, seed, key)
         return True
+
+    def draw_weight(self, tensor: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
+        """Draws this rank's shard of a parameter or buffer; called on every rank."""
+        initial_shards.draw_shard(tensor.detach(), start, seed, name)
 
     def model_to_device(self) -> None:
         """Does nothing: `setup` places each shard."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -55,18 +56,30 @@ class Formats:
     def set_up(self, block: nn.Module) -> None:
         """Lets a block compute in the format, whatever its input is computed in."""
         if self.params is not None:
-            block.register_forward_pre_hook(partial(_cast_hidden, self.params))
+            cast = partial(_cast_hidden, self.params, _first_argument(block))
+            block.register_forward_pre_hook(cast, with_kwargs=True)
         if self._disables_autocast:
             block.forward = partial(_without_autocast, block.forward)  # type: ignore[method-assign]
 
 
-def _cast_hidden(dtype: torch.dtype, block: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return inputs[0].to(dtype), *inputs[1:]
+def _first_argument(block: nn.Module) -> str:
+    """Returns the name of the hidden states, as the class has it: `forward` of the object may be wrapped."""
+    return [*inspect.signature(type(block).forward).parameters][1]
 
 
-def _without_autocast(forward: Callable[..., Any], hidden: Tensor, *inputs: Any, **more: Any) -> Any:
-    with torch.autocast(hidden.device.type, enabled=False):
-        return forward(hidden, *inputs, **more)
+def _cast_hidden(
+    dtype: torch.dtype, name: str, block: nn.Module, inputs: tuple[Any, ...], more: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if inputs:
+        return (inputs[0].to(dtype), *inputs[1:]), more
+    name = name if name in more else next(iter(more))  # a forward that takes anything
+    return inputs, {**more, name: more[name].to(dtype)}
+
+
+def _without_autocast(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    device = next(value for value in (*inputs, *more.values()) if isinstance(value, Tensor)).device
+    with torch.autocast(device.type, enabled=False):
+        return forward(*inputs, **more)
 
 
 def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:

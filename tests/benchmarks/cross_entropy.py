@@ -24,6 +24,7 @@ from core.contracts import Network
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import cross_entropy
 from plugins.objectives.chunked import ChunkTokens, sums_over_positions
+from toolkit import aligned_logits
 
 VOCAB, WIDTH = 50257, 768
 Way = Callable[[Network, Tensor, Tensor], Tensor]
@@ -32,6 +33,12 @@ Way = Callable[[Network, Tensor, Tensor], Tensor]
 def ours(network: Network, hidden: Tensor, labels: Tensor, chunk_tokens: ChunkTokens) -> Tensor:
     """Returns the loss as CausalLM computes it."""
     return sums_over_positions(cross_entropy, network, hidden, labels, chunk_tokens)[0]
+
+
+def aligned(network: Network, hidden: Tensor, labels: Tensor) -> Tensor:
+    """Returns it from all logits at once, with a copy of the weight that has more rows, as on CUDA."""
+    weight: Any = network.output_weight
+    return cross_entropy(aligned_logits.aligned(weight)(hidden).flatten(0, 1), labels.flatten())[0]
 
 
 def torchs(network: Network, hidden: Tensor, labels: Tensor) -> Tensor:
@@ -70,6 +77,7 @@ def main() -> None:
     network: Any = GPT(vocab_size=VOCAB, n_layer=1, n_head=12, n_embd=WIDTH, max_sequence_length=8)
     hidden, labels = torch.randn(1, asked.positions, WIDTH), torch.randint(VOCAB, (1, asked.positions))
     ways: dict[str, Way] = {"all at once": partial(ours, chunk_tokens=None)}
+    ways["all at once, rows padded"] = aligned
     ways["chunks of 1,024"] = partial(ours, chunk_tokens=1024)
     if hasattr(F, "linear_cross_entropy"):
         ways["F.linear_cross_entropy"] = torchs

@@ -104,6 +104,19 @@ def test_a_block_leaves_during_the_next_one_and_comes_back_during_the_backward_o
     assert torch.equal(x.grad, _gradient_without(x))
 
 
+def test_the_last_block_leaves_where_another_forward_follows(monkeypatch):
+    blocks = [nn.Tanh() for _ in range(2)]
+    said, found = Said(monkeypatch), []
+    offload_blocks(blocks)
+    x = torch.linspace(-1, 1, 40, requires_grad=True)
+    for _ in range(2):  # two micro-batches of a pipeline
+        found.append(blocks[1](blocks[0](x * 1)))
+    said.said.clear()
+    for y in reversed(found):
+        y.sum().backward()
+    assert said.said == ["back 2", "back 1", "back 0"]
+
+
 def _gradient_without(x):
     one = x.detach().requires_grad_()
     y = one

@@ -1,16 +1,21 @@
 """The weights, the optimizer's state and the figures of one process, to the last bit, on any number of ranks."""
 
+import copy
 import json
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
+from lightning.pytorch import Callback
 
 from callbacks.rank_invariance import RankInvariance
 from conformance.workshop import workshop
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
 from tests.support.same_run import SAVED, fit, same_bits
+from tests.support.tiny_training import VOCAB, Record, module, trainer
+from tests.support.tokens import StoredTokens
 
 UNITS, ROWS, LENGTH, STEPS = 8, 2, 16, 5
 TOKENS = (
@@ -148,3 +153,37 @@ def test_what_would_have_other_bits_is_refused_before_the_run(strategy, argument
 def test_numbers_below_one_are_refused():
     with pytest.raises(ConfigError, match="micro_batches is 0"):
         RankInvariance(0)
+
+
+class Breaking(Callback):
+    """Ends a run in the middle of a step."""
+
+    def on_after_backward(self, trainer, pl_module):
+        raise ArithmeticError
+
+
+def test_a_run_after_one_that_broke_off_in_a_step_has_the_same_bits(tmp_path):
+    data = {**overlay(1, "auto")["data"]["init_args"], "vocab_size": VOCAB}
+    for split in ("train", "validation"):
+        TokenShards(1000).write([np.arange(TOKENS) % VOCAB], tmp_path / split, vocab_size=VOCAB)
+    data = StoredTokens(**data | {"folder": str(tmp_path)})
+
+    def fit(trained, data, *callbacks):
+        torch.manual_seed(0)
+        seen = Record()
+        runner = trainer(tmp_path, callbacks=[*callbacks, seen], max_steps=2, limit_val_batches=0)
+        runner.fit(trained, data)
+        return seen.gradients
+
+    torch.manual_seed(0)
+    one = module()
+    other, callback = copy.deepcopy(one), RankInvariance(micro_batches=4)
+    threads = torch.get_num_threads()
+    with pytest.raises(ArithmeticError):
+        fit(one, data, callback, Breaking())
+    assert "packed" not in vars(data)
+    assert "compute_loss" not in vars(one)
+    assert (one.in_parts, torch.get_num_threads()) == (False, threads)
+    found, expected = fit(one, data, callback), fit(other, data, RankInvariance(micro_batches=4))
+    assert len(found) == len(expected) == 2
+    assert same_bits(found, expected)

@@ -64,6 +64,23 @@ def test_gradient_is_that_of_all_label_tokens_of_the_step(tmp_path, accumulation
     assert figures["train/grad_norm"] == pytest.approx(float(norm), rel=1e-5)
 
 
+class Breaking(Callback):
+    """Ends a run between the micro-batches of a step."""
+
+    def on_train_batch_end(self, trainer, pl_module, *batch):
+        raise ArithmeticError
+
+
+def test_a_step_that_an_error_broke_off_has_no_part_in_the_next_run(tmp_path):
+    batches, found, expected = uneven_batches(3), Record(), Record()
+    for trained, callbacks, record in ((module(), [Breaking()], found), (module(), [], expected)):
+        if callbacks:
+            with pytest.raises(ArithmeticError):
+                fit(tmp_path, trained, batches, callbacks, max_steps=1, accumulate_grad_batches=3)
+        fit(tmp_path, trained, batches, [record], max_steps=1, accumulate_grad_batches=3)
+    assert all(map(torch.equal, found.gradients[0], expected.gradients[0]))
+
+
 def test_an_incomplete_last_accumulation_is_weighed_by_its_own_tokens(tmp_path):
     batches, record = uneven_batches(5), Record()
     fit(tmp_path, module(), batches, [record], max_epochs=1, accumulate_grad_batches=3)

@@ -59,6 +59,7 @@ def figures_apart(found, expected):
 @pytest.mark.parametrize(("adapter", "plan"), PAIRS)
 def test_is_the_run_of_one_process(adapter, plan, base):
     expected, found = one_process(overlay(adapter, base)), fit(overlay(adapter, base, plan), 2)
+    assert "rank 0 initialises" not in found.error_text
     assert figures_apart(found, expected) < TOLERANCE
     assert (
         weights_apart(found, expected) < TOLERANCE

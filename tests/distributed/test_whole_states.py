@@ -17,6 +17,11 @@ def zero(stage, where="none"):
     return {"class_path": "DeepSpeedZero", "init_args": {"stage": stage, "persistence_threshold": 0, **moved}}
 
 
+PIPELINE, TENSOR = (
+    {"class_path": "HybridParallel", "init_args": {axis: 2}} for axis in ("pipeline", "tensor")
+)
+
+
 def case(name, strategy, ranks, *marks):
     return pytest.param(strategy, ranks, id=f"{name} on {ranks}", marks=marks)
 
@@ -30,8 +35,8 @@ def case(name, strategy, ranks, *marks):
         case("ZeRO-3", zero(3), 1, pytest.mark.ci),
         case("ZeRO-3 in the host's memory", zero(3, "cpu"), 2, pytest.mark.ci),
         case("FSDP", {"class_path": "FSDP"}, 2, pytest.mark.ci),
-        case("tensor", {"class_path": "HybridParallel", "init_args": {"tensor": 2}}, 2, pytest.mark.ci),
-        case("pipeline", {"class_path": "HybridParallel", "init_args": {"pipeline": 2}}, 2, pytest.mark.ci),
+        case("tensor", TENSOR, 2, pytest.mark.ci),
+        case("pipeline", PIPELINE, 2, pytest.mark.ci),
         case("DDP", {"class_path": "DDP"}, 2),
     ],
 )
@@ -69,7 +74,10 @@ def test_a_checkpoint_whose_parameters_share_a_count_of_steps_is_gone_on_from(tm
     [
         ("pytorch_optimizer.Prodigy", "auto", "AtomicCheckpoint"),
         pytest.param("pytorch_optimizer.AdaBelief", "FSDP", "ShardedCheckpoint", marks=pytest.mark.ci),
-        pytest.param("pytorch_optimizer.AdaBelief", "FSDP", "AtomicCheckpoint", marks=pytest.mark.ci),
+        pytest.param("pytorch_optimizer.AdaBelief", "FSDP", "AtomicCheckpoint", marks=pytest.mark.slow),
+        pytest.param("ScheduleFreeAdamW", "FSDP", "ShardedCheckpoint", marks=pytest.mark.ci),
+        pytest.param("ScheduleFreeAdamW", PIPELINE, "ShardedCheckpoint", marks=pytest.mark.slow),
+        pytest.param("ScheduleFreeAdamW", TENSOR, "AtomicCheckpoint", marks=pytest.mark.slow),
         pytest.param("schedulefree.AdamWScheduleFree", "DDP", "AtomicCheckpoint", marks=pytest.mark.ci),
     ],
 )
@@ -79,6 +87,8 @@ def test_what_an_optimizer_keeps_in_its_groups_goes_on(optimizer, strategy, plug
         "trainer": {"strategy": strategy, "plugins": [plugin]},
         "model": {"optimizer": {"class_path": optimizer, "init_args": {"lr": 0.1}}},
     }
+    if optimizer == "ScheduleFreeAdamW":
+        overlay["model"]["optimizer"]["init_args"]["eps"] = 0.1  # as ADAM's
     whole = fit(overlay, ranks)
     assert whole.code == 0, whole.error_text
     path = whole.folder / "checkpoints" / f"step-{SAVED}.ckpt"
@@ -89,5 +99,12 @@ def test_what_an_optimizer_keeps_in_its_groups_goes_on(optimizer, strategy, plug
         STEPS,
         STEPS + 1,
     }
-    for part in ("state_dict", "optimizer_states"):
-        assert same_bits(found[part], expected[part])
+    for part in ("state_dict", "optimizer_states", "weights_in_training"):
+        assert same_bits(found.get(part), expected.get(part))
+    if optimizer == "ScheduleFreeAdamW":
+        alone = one_process({"model": overlay["model"]})
+        assert weights_apart(whole, alone) < TOLERANCE
+        average, last = (alone.checkpoint()[part] for part in ("state_dict", "weights_in_training"))
+        assert not same_bits(average, last)
+        for name, weight in last.items():  # of float32, see TOLERANCE
+            torch.testing.assert_close(found["weights_in_training"][name], weight, rtol=1e-4, atol=TOLERANCE)

@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from conformance.runs import run
 from core.errors import ConfigError
@@ -10,7 +14,8 @@ from datamodules.instruction_datamodule import InstructionDataModule
 from plugins.networks.gemma3 import Gemma3
 from plugins.networks.llama import Llama
 from plugins.objectives.causal_lm import CausalLM
-from plugins.objectives.supervised_fine_tuning import SupervisedFineTuning
+from plugins.objectives.supervised_fine_tuning import SupervisedFineTuning, most_probable
+from tests.support.largest_tensor import LargestTensor
 from tests.support.records import build, chat
 from tests.support.reference_models import lively
 from tests.support.same_run import TOLERANCE, differences, fit, one_process
@@ -130,8 +135,34 @@ def test_data_whose_labels_are_all_tokens_are_refused(tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("weigh", ["answer", "token"])
-def test_it_trains_on_ranks_as_in_one_process(weigh):
+@pytest.mark.parametrize(
+    ("weigh", "strategy"),
+    [
+        ("answer", {"class_path": "FSDP"}),
+        ("token", {"class_path": "HybridParallel", "init_args": {"tensor": 2, "data_shard": 1}}),
+    ],
+    ids=["sharded", "shared vocabulary"],
+)
+def test_it_trains_on_ranks_as_in_one_process(weigh, strategy):
     overlay = {"data": {"class_path": "tests.support.uneven.UnevenAnswers"}, "model": {"objective": {"class_path": "plugins.objectives.supervised_fine_tuning.SupervisedFineTuning", "init_args": {"weigh": weigh, "chunk_tokens": 9}}}}  # fmt: skip
-    apart = differences(fit({**overlay, "trainer": {"strategy": {"class_path": "FSDP"}}}, 2), one_process(overlay))  # fmt: skip
+    found, expected = fit({**overlay, "trainer": {"strategy": strategy}}, 2), one_process(overlay)
+    apart = differences(found, expected)
     assert max(apart.values()) < TOLERANCE, apart
+    for step, figures in expected.record["figures"].items():
+        assert found.record["figures"][step]["train/accuracy"] == pytest.approx(
+            figures["train/accuracy"], rel=1e-6
+        )
+
+
+def test_where_ranks_share_a_vocabulary_none_has_all_logits():
+    dist.init_process_group("fake", store=FakeStore(), rank=2, world_size=8)
+    try:
+        mesh = init_device_mesh("cpu", (8,))
+        own = torch.randn(5, 100, generator=torch.Generator().manual_seed(0))
+        shared = DTensor.from_local(own, mesh, [Shard(1)], run_check=False)
+        with LargestTensor() as largest:
+            found = most_probable(shared)
+        assert torch.equal(found, 200 + own.argmax(-1))  # the fake group sends what this rank has
+        assert largest.bytes <= own.numel() * 8  # ids
+    finally:
+        dist.destroy_process_group()

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from core.contracts import Network
+from core.contracts import Network, Objective
 from core.language_module import LanguageModule
 from plugins.objectives.causal_lm import CausalLM
 from plugins.strategies.mesh_strategy import MeshStrategy
@@ -51,6 +52,7 @@ def shards(
     rank: int,
     world: int,
     resumed: bool = False,
+    objective: Objective | None = None,
     **options: Any,
 ) -> Iterator[LanguageModule]:
     """Yields the module of one rank behind the strategy's `setup`, whose network began with seed 0.
@@ -61,6 +63,7 @@ def shards(
         rank: Of the rank.
         world: How many there are.
         resumed: Whether a checkpoint is going to be read; it is not.
+        objective: None: `CausalLM`.
         options: Of the trainer.
     """
     here = min(world, MACHINE)
@@ -79,7 +82,7 @@ def shards(
             enable_model_summary=False,
             **options,
         )
-        module = LanguageModule(build, CausalLM(), torch.optim.SGD)
+        module = LanguageModule(build, objective or CausalLM(), torch.optim.SGD)
         module.trainer = trainer
         trainer.ckpt_path = "step.ckpt" if resumed else None
         strategy.connect(module)
@@ -91,3 +94,4 @@ def shards(
     finally:
         dist.destroy_process_group()
         os.environ.pop("LOCAL_RANK", None)
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]  # of this process, which `setup_environment` has set

@@ -109,6 +109,14 @@ def answering(answer: Callable[[BaseHTTPRequestHandler, bytes], None]) -> Iterat
         server.server_close()
 
 
+def answer_with(handler: BaseHTTPRequestHandler, status: int, content: bytes = b"") -> None:
+    """Answers a request with a status."""
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(content)))
+    handler.end_headers()
+    handler.wfile.write(content)
+
+
 def passed_on(handler: BaseHTTPRequestHandler, body: bytes, url: str) -> None:
     """Answers a request as the server at a URL does."""
     place = url.removeprefix("http://")

@@ -7,7 +7,7 @@ import pytest
 from obstore.store import LocalStore
 
 from core.errors import ConfigError
-from tests.support.object_storage import KEYS, answering
+from tests.support.object_storage import KEYS, answer_with, answering
 from toolkit import object_storage
 from toolkit.object_storage import ObjectFolder, require_storage_url
 
@@ -116,11 +116,7 @@ def test_wrong_credentials_and_an_outage(status, monkeypatch):
 
     def answer(handler, body):
         requests[handler.command] += 1
-        handler.send_response(status)
-        content = DENIED if status == 403 else b""
-        handler.send_header("Content-Length", str(len(content)))
-        handler.end_headers()
-        handler.wfile.write(content)
+        answer_with(handler, status, DENIED if status == 403 else b"")
 
     with answering(answer) as url:
         monkeypatch.setenv("AWS_ENDPOINT_URL", url)

@@ -10,58 +10,17 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from core import durable
 from core.errors import ConfigError
+from toolkit.holders import Holder, alive, myself
 
 CLAIM = ".claimed"
 """The lock file. It exists while a run owns the folder, and holds the fields of :class:`Holder` as JSON."""
-
-
-@dataclass(frozen=True)
-class Holder:
-    """The job and process that own a folder.
-
-    Attributes:
-        job: Name of the job from :func:`plugins.cli.runs.restarts.job`; None without a launcher.
-        host: Name of the machine; "" if no process holds the folder, as between two starts of a job.
-        process: Process id.
-        started: Start time of the process in clock ticks since boot: process ids are reused.
-        space: PID namespace: each container has its own process ids.
-    """
-
-    job: str | None = None
-    host: str = ""
-    process: int = 0
-    started: str = ""
-    space: str = ""
-
-
-def myself(job: str | None = None) -> Holder:
-    """Returns this process as a holder."""
-    return Holder(job, socket.gethostname(), os.getpid(), start_of(os.getpid()), _space())
-
-
-def start_of(process: int) -> str:
-    """Returns the start time of a process; "-" if it has ended, or without /proc."""
-    try:
-        state, *others = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "-"
-    # A zombie has ended, and its parent has not waited for it yet.
-    return "-" if state in "ZX" else others[18]
-
-
-def _space() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
 
 
 def read_claim(folder: Path) -> Holder | None:
@@ -75,24 +34,6 @@ def read_claim(folder: Path) -> Holder | None:
         return Holder(**found) if isinstance(found, dict) else Holder()
     except (ValueError, TypeError):
         return Holder(job=text or None)  # the format of earlier versions: the job alone
-
-
-def alive(holder: Holder) -> bool | None:
-    """Returns whether the owner of a folder is running; None if it is on another machine or in another container."""
-    here = myself()
-    if not holder.host:
-        return False
-    if (holder.host, holder.space) != (here.host, here.space):
-        return None
-    if here.started != "-":
-        return start_of(holder.process) == holder.started
-    try:
-        os.kill(holder.process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def write_claim(folder: Path, holder: Holder) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from core import catalog
 from core.errors import ConfigError
 from plugins.cli.configuration.arguments import last
-from plugins.cli.runs.claims import start_of
+from toolkit.holders import start_of
 
 
 def job(arguments: Sequence[str]) -> str | None:

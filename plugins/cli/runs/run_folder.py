@@ -19,6 +19,7 @@ from plugins.cli.runs import claims
 from plugins.cli.runs.claims import CLAIM, unmakeable
 from toolkit.local_paths import in_url
 from toolkit.object_storage import SCHEMES
+from toolkit.storage_owner import OWNER
 
 RECORDED = ("config.yaml", "techniques.txt")
 """What a training run writes into its folder as it starts."""
@@ -126,7 +127,7 @@ class Claim:
         if stays:
             return
         with suppress(OSError):
-            for name in RECORDED if failure and bare else ():
+            for name in (OWNER, *RECORDED) if failure and bare else ():
                 if name not in self.before:
                     (self.folder / name).unlink(missing_ok=True)
             for path in self.made:
@@ -135,7 +136,7 @@ class Claim:
     def _is_bare(self) -> bool:
         """Returns whether the run has written nothing but its record."""
         try:
-            return _names(self.folder) - self.before <= {CLAIM, *RECORDED}
+            return _names(self.folder) - self.before <= {CLAIM, OWNER, *RECORDED}
         except (OSError, MemoryError):  # the error that ended the run is the one to report
             return False
 

@@ -238,7 +238,7 @@ def test_weights_of_another_network_are_refused_before_the_run_begins(form, what
     ("path", "words"),
     [
         ("b.ckpt", "Did you mean a.ckpt?"),
-        ("s3://bucket/weights", "Download them"),
+        ("s3://bucket/weights.safetensors", "Download them"),
         ("tiny.yaml", "tiny.yaml"),
         ("gemma", "Gemma3ForCausalLM"),
     ],

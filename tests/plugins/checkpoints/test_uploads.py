@@ -4,6 +4,7 @@ import os
 import signal
 from copy import deepcopy
 from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -15,12 +16,16 @@ from core.errors import ConfigError
 from plugins.checkpoints import finding, remote_copies
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.checkpoint import read_checkpoint
+from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.cli.runs.run_folder import fill_in
+from plugins.networks.gpt import GPT
 from tests.conftest import TINY
-from tests.support.object_storage import answering, passed_on
+from tests.support.object_storage import answer_with, answering, passed_on
 from tests.support.same_run import same_bits
+from toolkit import object_storage
 from toolkit.checkpoint_places import RemotePlace
+from toolkit.storage_owner import OWNER
 
 CONTENT = {
     "state_dict": {"w": torch.arange(10.0), "b": torch.ones(2, dtype=torch.bfloat16)},
@@ -72,7 +77,7 @@ def test_it_comes_back_and_what_completes_it_is_written_last(plugin, save, stora
 
 
 @FORMATS
-def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, capsys):
+def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, capsys, tmp_path):
     prefix = f"damaged-{plugin.__name__}"
     url = f"s3://corpora/{prefix}"
     for step in (1, 2, 3):
@@ -98,23 +103,23 @@ def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, c
         finding.resolve(f"{url}/step-00000003.ckpt", Path())
     assert len(str(error.value).splitlines()) <= 3
     # The next run deletes what was not completed.
-    RemotePlace(url).check(resumed=True)
+    RemotePlace(url).check(True, tmp_path, "")
     assert newest
     assert not [key for key in storage.keys(prefix) if "step-00000003" in key]
     with pytest.raises(ConfigError, match="holds checkpoints of another run"):
-        RemotePlace(url).check(resumed=False)
+        RemotePlace(url).check(False, tmp_path, "")
 
 
-def test_what_somebody_copied_there_is_left_alone(environment, storage):
+def test_what_somebody_copied_there_is_left_alone(environment, storage, tmp_path):
     """Such as a run's local checkpoints, by `aws s3 sync`: no run may take them for its unfinished uploads."""
     url = "s3://corpora/by-hand"
     storage.put("by-hand/step-00000001.ckpt", b"all that there is")
-    RemotePlace(url).check(resumed=True)
+    RemotePlace(url).check(True, tmp_path, "")
     with pytest.raises(ConfigError, match=r"checkpoints of another run \(step-00000001.ckpt\)"):
-        RemotePlace(url).check(resumed=False)
+        RemotePlace(url).check(False, tmp_path, "")
     with pytest.raises(ConfigError, match="copied there without complete"):
         finding.resolve(f"{url}/step-00000001.ckpt", Path())
-    assert storage.keys("by-hand") == ["step-00000001.ckpt"]
+    assert storage.keys("by-hand") == [OWNER, "step-00000001.ckpt"]
 
 
 def test_a_wrong_name_beside_a_run_connects_to_nothing(tmp_path, monkeypatch):
@@ -148,13 +153,13 @@ def test_a_damaged_tensor_file_is_found_when_it_is_read(save, storage):
         read_checkpoint(finding.resolve(url, Path()))
 
 
-def test_the_steps_of_a_discarded_history(save, storage):
+def test_the_steps_of_a_discarded_history(save, storage, tmp_path):
     """They are used where there is no other, and replaced by the same step of the new history, which pruning spares."""
     url = "s3://corpora/history"
     for step in (1, 2):
         save(AtomicCheckpoint, url, step)
     place = RemotePlace(url)
-    place.check(resumed=True)
+    place.check(True, tmp_path, "")
     assert place.set_aside(1) == {"step-00000002.ckpt": "step-00000002.abandoned.ckpt"}
     assert place.present(["step-00000001.ckpt", "step-00000002.abandoned.ckpt"]) != []
     assert finding.resolve(url, Path()).name == "step-00000001.ckpt"
@@ -165,24 +170,89 @@ def test_the_steps_of_a_discarded_history(save, storage):
     io.remove_checkpoint(f"{url}/step-00000002.abandoned.ckpt")
     io.remove_checkpoint(f"{url}/step-00000001.ckpt")
     io.teardown()
-    assert storage.keys("history") == ["step-00000002.ckpt", "step-00000002.ckpt.complete"]
+    assert storage.keys("history") == [OWNER, "step-00000002.ckpt", "step-00000002.ckpt.complete"]
 
 
-def test_an_upload_that_fails_leaves_the_file_here(environment, tmp_path):
+@FORMATS
+def test_what_cannot_be_uploaded_stays_here(plugin, storage, environment, monkeypatch, tmp_path):
+    """Once the run is to end, an outage of the storage is not waited out: no step is lost, also none saved afterwards."""
+    monkeypatch.setattr(object_storage, "LOOK_S", 0.05)
+    down, staged, url = [], tmp_path / "uploads", f"s3://corpora/outage-{plugin.__name__}"
+
+    def answer(handler, body):
+        if down:
+            answer_with(handler, 503)
+        else:
+            passed_on(handler, body, storage.url)
+
+    with answering(answer) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        io = plugin()
+        io.stage_in(staged)
+        io.save_checkpoint(CONTENT, f"{url}/step-00000007.ckpt")
+        io.wait()
+        down.append(True)
+        io.save_checkpoint(CONTENT, f"{url}/step-00000008.ckpt")
+        io.end_soon()
+        with pytest.raises(ConfigError, match=r"cannot be (read|written)") as error:
+            io.wait()
+        assert f"complete in {staged}: step-00000008.ckpt." in str(error.value)
+        io.save_checkpoint(CONTENT, f"{url}/step-00000009.ckpt")
+        with pytest.raises(ConfigError) as error:
+            io.wait()
+        io.teardown()
+    lines = str(error.value).splitlines()
+    assert len(lines) <= 6
+    assert lines[-3:] == [
+        f"Not uploaded, and complete in {staged}: step-00000008.ckpt, step-00000009.ckpt.",
+        f"To go on from there: --ckpt_path {staged}/step-00000009.ckpt",
+        f"To upload by hand: aws s3 sync {staged} {url}",
+    ]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", storage.url)
+    assert same_bits(read_checkpoint(finding.resolve(f"{staged}/step-00000008.ckpt", Path())), CONTENT)
+    storage.upload(staged, f"outage-{plugin.__name__}")  # by hand
+    copy = finding.resolve(url, Path())
+    assert copy.name == "step-00000009.ckpt"
+    assert same_bits(read_checkpoint(copy), CONTENT)
+    io = plugin()
+    io.stage_in(staged)  # by a run that resumes from it
+    assert (staged / "step-00000009.ckpt").exists()
+    io.save_checkpoint(CONTENT, f"{url}/step-00000010.ckpt")
+    io.teardown()
+    assert not staged.exists()
+
+
+def test_a_slow_upload_of_a_run_that_is_to_end_is_not_cut_off(storage, environment, monkeypatch, tmp_path):
+    monkeypatch.setattr(object_storage, "LOOK_S", 0.02)
+    ended, looks = [], []
+
+    def answer(handler, body):
+        looks.append(handler.path.endswith("/complete"))
+        if handler.command == "PUT" and handler.path.endswith(".ckpt") and not ended:
+            ended.append(io.end_soon())
+            while sum(looks) < 3:
+                sleep(0.01)
+        passed_on(handler, body, storage.url)
+
+    with answering(answer) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        io = AtomicCheckpoint()
+        io.stage_in(tmp_path / "uploads")
+        io.save_checkpoint(CONTENT, "s3://corpora/slow/step-00000007.ckpt")
+        io.wait()
+        io.teardown()
+    assert storage.keys("slow") == ["step-00000007.ckpt", "step-00000007.ckpt.complete"]
+
+
+def test_the_other_error_of_a_run_is_not_hidden(environment, tmp_path, capsys):
     io = AtomicCheckpoint()
     io.stage_in(tmp_path / "uploads")
     io.save_checkpoint(CONTENT, "s3://nowhere/run/step-00000007.ckpt")
-    with pytest.raises(ConfigError, match="NoSuchBucket") as error:
-        io.wait()
-    io.teardown()
-    kept = tmp_path / "uploads" / "step-00000007.ckpt"
-    assert str(error.value).splitlines()[-1] == f"The checkpoint is complete here: --ckpt_path {kept}."
-    assert same_bits(read_checkpoint(kept), CONTENT)
-    io.stage_in(tmp_path / "uploads")  # by a run that resumes from it
-    assert kept.exists()
-    io.save_checkpoint(CONTENT, "s3://corpora/later/step-00000008.ckpt")
-    io.teardown()
-    assert not (tmp_path / "uploads").exists()
+    try:
+        raise ZeroDivisionError
+    except ZeroDivisionError:
+        io.teardown()
+    assert "NoSuchBucket" in capsys.readouterr().err
 
 
 def test_copies_that_nobody_uses_make_room(save, monkeypatch, tmp_path):
@@ -210,6 +280,13 @@ def written_config(folder, tiny, dirpath=None, **trainer):
     return f"--config={path}"
 
 
+def two_ranks():
+    """Returns what torchrun sets for each of two ranks."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "uploads"}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+
+
 @pytest.mark.ci
 def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, tmp_path):
     """kill -9 as step 4 is about to become complete: the run resumes from step 2, and no bit differs at the end."""
@@ -233,6 +310,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
         )
     assert done.code == -9
     assert storage.keys("killed") == [
+        OWNER,
         "step-00000002.ckpt",
         "step-00000002.ckpt.complete",
         "step-00000004.ckpt",
@@ -243,7 +321,7 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
         "From checkpoint: s3://corpora/killed/step-00000002.ckpt" in done.succeeded("the resumed run").stdout
     )
     names = ("step-00000004.ckpt", "step-00000006.ckpt")
-    assert storage.keys("killed") == [word for name in names for word in (name, f"{name}.complete")]
+    assert storage.keys("killed") == [OWNER, *(word for name in names for word in (name, f"{name}.complete"))]
     assert not (tmp_path / "there" / "uploads").exists()
     for name in names:
         (tmp_path / name).write_bytes(storage.read(f"killed/{name}"))
@@ -258,13 +336,7 @@ def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, en
     trained = {}
     for name, dirpath in (("here", None), ("there", "s3://corpora/ranks/checkpoints")):
         options = written_config(tmp_path / name, TINY, dirpath, **sharded)
-        shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-        shared |= {
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "TORCHELASTIC_RUN_ID": "uploads",
-        }
-        places = [environment | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        places = [environment | ranks for ranks in two_ranks()]
         run(["fit", options], tmp_path / name, ranks=2, environments=places).succeeded(name)
         trained[name] = name
     files = {
@@ -279,3 +351,66 @@ def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, en
     other = read_checkpoint(tmp_path / "here" / "checkpoints" / "step-00000006.ckpt")
     for part in ("state_dict", "optimizer_states", "lr_schedulers", "loops"):
         assert same_bits(one[part], other[part])
+    network = GPT(**TINY["model"]["network"]["init_args"])
+    InitialWeights("s3://corpora/ranks").change_network(network)
+    assert same_bits(
+        {f"network.{name}": value for name, value in network.state_dict().items()}, one["state_dict"]
+    )
+    assert "tensors from s3://corpora/ranks/checkpoints/step-00000006.ckpt" in capsys.readouterr().err
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("strategy", "plugin", "refused"),
+    [("DDP", "AtomicCheckpoint", "4.ckpt"), ("FSDP", "ShardedCheckpoint", "4.ckpt/__1_0.distcp")],
+)
+def test_all_ranks_end_with_what_one_could_not_upload(
+    strategy, plugin, refused, storage, environment, tmp_path
+):
+    """Of step 4: it is found at the save of step 6, which is complete on this machine too."""
+
+    def answer(handler, body):
+        if handler.command == "PUT" and handler.path.partition("?")[0].endswith(refused):
+            answer_with(handler, 403)
+        else:
+            passed_on(handler, body, storage.url)
+
+    more = {"strategy": strategy, "devices": 2, "plugins": [plugin]}
+    options = written_config(tmp_path / "run", TINY, f"s3://corpora/refused-{plugin}", **more)
+    with answering(answer) as url:
+        places = [{**environment, **ranks, "AWS_ENDPOINT_URL": url} for ranks in two_ranks()]
+        done = run(["fit", options], tmp_path / "run", ranks=2, environments=places)
+    kept = f"complete in {tmp_path}/run/uploads: step-00000004.ckpt, step-00000006.ckpt."
+    assert (done.codes, done.error_text.count(kept)) == ((2, 2), 2)
+    there = storage.keys(f"refused-{plugin}")
+    assert {name[:13] for name in there if name.endswith("complete")} == {"step-00000002"}
+    for step in (4, 6):
+        found = read_checkpoint(tmp_path / "run" / "uploads" / f"step-{step:08d}.ckpt")
+        assert found["global_step"] == step
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_an_outage_ends_the_run_and_loses_nothing(number, code, storage, environment, tmp_path):
+    """While step 50 is uploaded: on SIGTERM the run saves the step after which it ends, too."""
+    sent, name = [], f"signal-{code}"
+
+    def answer(handler, body):
+        if sent or "step-00000050" in handler.path:
+            if not sent:
+                sent.append(os.kill(int((tmp_path / "pid.0").read_text()), number))
+            answer_with(handler, 503)
+        else:
+            passed_on(handler, body, storage.url)
+
+    options = written_config(tmp_path / "run", TINY, f"s3://corpora/{name}", max_steps=100_000)
+    progress = f"{{class_path: tests.support.killing.Progress, init_args: {{folder: {tmp_path}}}}}"
+    with answering(answer) as url:
+        places = [{**environment, "AWS_ENDPOINT_URL": url}]
+        more = ["--callbacks.PeriodicCheckpoint.every_n_steps=50", f"--trainer.callbacks+={progress}"]
+        done = run(["fit", options, *more], tmp_path / "run", environments=places)
+    staged = tmp_path / "run" / "uploads"
+    assert done.code == code, done.stderr
+    assert f"Not uploaded, and complete in {staged}: step-00000050.ckpt" in done.stderr
+    assert read_checkpoint(staged / "step-00000050.ckpt")["global_step"] == 50
+    assert len(list(staged.glob("*.ckpt"))) == (1 if number == signal.SIGINT else 2)

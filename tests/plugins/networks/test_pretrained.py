@@ -1,6 +1,7 @@
 """`Pretrained`: logits and gradients of the wrapped model, weights from safetensors, generation, refusals."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,13 @@ import yaml
 
 from core.errors import ConfigError
 from plugins.networks.pretrained import Pretrained
+from plugins.strategies.fsdp import FSDP
+from plugins.strategies.tensors import local_shard, part
 from tests.support.cli_runs import checkpoint, core, state  # noqa: F401
+from tests.support.fake_ranks import shards
 from tests.support.reference_models import tokens
 from toolkit.generation.rows import Rows
+from toolkit.safetensors_files import LazyTensor
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {"intermediate_size": 48, "max_position_embeddings": 32}
@@ -63,6 +68,37 @@ def test_logits_gradients_and_generated_tokens_are_the_models(name, tmp_path):
             while len(new) < 8:
                 new.append(int(rows.step([0], new[-1:]).argmax()))
         assert new == greedy, cached
+
+
+class Counted(Pretrained):
+    """Notes how many numbers are read at once."""
+
+    deferred_init = True
+
+    def initial_value(self, name, tensor):
+        start = super().initial_value(name, tensor)
+        if not isinstance(start, LazyTensor):
+            return start
+
+        def read_part(place):
+            Counted.parts.append(start.part(place))
+            return Counted.parts[-1]
+
+        return replace(start, read=pytest.fail, read_part=read_part)
+
+
+@pytest.mark.parametrize("name", ["Gemma 2, caps and windows", "GPT-NeoX"])
+def test_each_rank_reads_its_part_of_the_file_and_no_more(name, tmp_path):
+    expected = dict(saved(name, tmp_path / "m").named_parameters())
+    Counted.parts = []
+    with shards(lambda: Counted(str(tmp_path / "m")), FSDP(), 3, 8) as module:
+        own = dict(module.network.model.named_parameters())
+        other = [
+            n for n, p in expected.items() if not torch.equal(local_shard(own[n]), part(p.detach(), own[n]))
+        ]
+    assert other == []
+    sizes = [local_shard(parameter).numel() for parameter in own.values()]
+    assert sorted(part.numel() for part in Counted.parts) == sorted(size for size in sizes if size)
 
 
 def test_random_weights_are_the_models_initialisation(tmp_path):

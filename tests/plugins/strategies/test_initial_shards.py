@@ -11,11 +11,20 @@ import torch
 from lightning.pytorch import Callback, seed_everything
 from torch.distributed.tensor import DTensor
 
+from core.contracts import ChangesNetwork
 from core.errors import ConfigError
 from core.technique import technique
+from plugins.adapters.bottleneck_adapter import BottleneckAdapter
+from plugins.adapters.ia3 import IA3
 from plugins.adapters.lora import LoRA
+from plugins.adapters.prefix_tuning import PrefixTuning
+from plugins.adapters.prompt_tuning import PromptTuning
 from plugins.networks.gpt import GPT
 from plugins.networks.olmoe import OLMoE
+from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives.multi_token_prediction import MultiTokenPrediction
+from plugins.objectives.ppo import PPO
+from plugins.objectives.reward_model import RewardModel
 from plugins.strategies.fsdp import FSDP
 from plugins.strategies.hybrid_parallel import HybridParallel
 from plugins.strategies.initial_shards import PREFIX, stand_in
@@ -81,12 +90,52 @@ def test_each_rank_has_its_part_of_what_one_process_begins_with(build, strategy,
     assert names == expected.keys()
 
 
+SPLIT = partial(HybridParallel, tensor=2, data_shard=2)
+ADDED = {
+    "DoRA": (lambda: (CausalLM(), LoRA(rank=2, use_dora=True)), FSDP),
+    "reward": (lambda: (RewardModel(), BottleneckAdapter(size=2)), SPLIT),
+    "predictions": (lambda: (MultiTokenPrediction(CausalLM(), depth=2), PrefixTuning(count=3)), FSDP),
+    "reference": (lambda: (PPO(kl=0.1), IA3(input_layers=[])), SPLIT),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n != "DoRA")) for n in ADDED])
+def test_what_adapters_and_objectives_add_begins_as_in_one_process(name):
+    build, (added, strategy) = partial(GPT, **DENSE), ADDED[name]
+    seed_everything(0, verbose=False)
+    network, (objective, adapter) = build(), added()
+    if isinstance(objective, ChangesNetwork):
+        objective.change_network(network)
+    adapter.change_network(network)
+    expected = named_tensors(torch.nn.ModuleDict({"network": network, "objective": objective}))
+    objective, adapter = added()
+    with (
+        LargestTensor() as largest,
+        shards(build, strategy(), 1, 4, objective=objective, callbacks=[adapter]) as module,
+    ):
+        own = named_tensors(module)
+        assert own.keys() == expected.keys()
+        own.pop("objective.kl_coefficient", None)  # has a value: rank 0, which does not exist, sends it
+        assert [n for n, t in own.items() if not torch.equal(local_shard(t), part(expected[n], t))] == []
+        trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    assert largest.bytes <= max(tensor.nbytes for tensor in expected.values())
+    assert trained == {f"network.{n}" for n, p in network.named_parameters() if p.requires_grad} | {
+        f"objective.{n}" for n, p in objective.named_parameters() if p.requires_grad
+    }
+
+
 def test_other_weights_are_drawn_from_another_seed():
     build = partial(GPT, **DENSE)
-    with shards(build, FSDP(), 1, 4) as module:
+
+    def adapted():
+        network = build()
+        LoRA(rank=2).change_network(network)
+        return network
+
+    with shards(build, FSDP(), 1, 4, callbacks=[LoRA(rank=2)]) as module:
         seed_everything(7, verbose=False)
         assert module.trainer.strategy.draw_weights()
-        assert other(module, seeded(build, 7)) == []
+        assert other(module, seeded(adapted, 7)) == []
 
 
 def test_one_rank_of_1024_draws_little_more_than_its_part_and_holds_no_more_than_one_parameter():
@@ -94,7 +143,8 @@ def test_one_rank_of_1024_draws_little_more_than_its_part_and_holds_no_more_than
     Counting.drawn = 0
     with torch.device("meta"):
         sizes = [parameter.numel() for parameter in build().parameters()]
-    with LargestTensor() as largest, shards(build, FSDP(), 511, 1024) as module:
+    added = {"objective": RewardModel(), "callbacks": [LoRA(rank=4)]}
+    with LargestTensor() as largest, shards(build, FSDP(), 511, 1024, **added) as module:
         own = sum(local_shard(p).numel() for p in module.network.parameters())
     assert own < sum(sizes) / 500
     # of 1 to 4 rows a rank draws tiles of 32
@@ -112,12 +162,12 @@ def test_nothing_is_drawn_that_a_checkpoint_has():
         assert torch.equal(table, expected["position_table"])
 
 
-def test_where_something_changes_weights_rank_0_has_them_all_and_a_line_says_so(capsys):
+def test_where_something_looks_at_weights_rank_0_has_them_all_and_a_line_says_so(capsys):
     build = partial(GPT, **DENSE)
-    with shards(build, FSDP(), 0, 1, callbacks=[LoRA(rank=2)]) as module:
+    with shards(build, FSDP(), 0, 1, callbacks=[PromptTuning(count=2)]) as module:
         weight = module.network.layers[0].attention.q_proj.weight
         assert torch.equal(local_shard(weight), seeded(build)["layers.0.attention.q_proj.weight"])
-    line = "FSDP: rank 0 initialises the whole network in its memory: LoRA changes it."
+    line = "FSDP: rank 0 initialises the whole network in its memory: PromptTuning looks at its weights, or does not say how what it adds begins."
     assert line in capsys.readouterr().err
 
 

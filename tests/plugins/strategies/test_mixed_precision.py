@@ -71,10 +71,11 @@ def test_blocks_compute_without_autocast_where_nothing_asks_it(precision, given,
     block = Block()
     Formats(precision, given, None).set_up(block)
     with torch.autocast("cpu", BF16):
-        x, rope, on = block(torch.ones(2), torch.ones(2))
-    assert on is inside
-    assert rope.dtype is FP32
-    assert x.dtype is (BF16 if given is None else FP32)
+        called = block(torch.ones(2), torch.ones(2)), block(rope=torch.ones(2), x=torch.ones(2))
+    for x, rope, on in called:
+        assert on is inside
+        assert rope.dtype is FP32
+        assert x.dtype is (BF16 if given is None else FP32)
 
 
 def attends(x):

@@ -13,15 +13,16 @@ from conformance.runs import run
 from conformance.workshop import workshop, write_config
 from core.errors import ConfigError
 from plugins.cli.runs import claims
-from plugins.cli.runs.claims import CLAIM, Holder, alive, leave, myself, take_claim
+from plugins.cli.runs.claims import CLAIM, leave, take_claim
 from tests.conftest import TINY
+from toolkit.holders import Holder, alive, myself, start_of
 
 
 @pytest.fixture
 def sleeper():
     """Another process of this machine, as a holder."""
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    yield Holder(None, myself().host, process.pid, claims.start_of(process.pid), myself().space)
+    yield Holder(None, myself().host, process.pid, start_of(process.pid), myself().space)
     process.kill()
     process.wait()
 
@@ -39,11 +40,11 @@ def test_a_living_process_keeps_its_folder(tmp_path, sleeper):
 @pytest.mark.parametrize("reaped", [True, False], ids=["over", "a zombie"])
 def test_the_claim_of_a_dead_process_is_taken_over(reaped, tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    holder = Holder(None, myself().host, process.pid, claims.start_of(process.pid), myself().space)
+    holder = Holder(None, myself().host, process.pid, start_of(process.pid), myself().space)
     process.stdin.write(b"\n")
     process.stdin.close()
     deadline = time.monotonic() + 240
-    while claims.start_of(process.pid) != "-" and time.monotonic() < deadline:
+    while start_of(process.pid) != "-" and time.monotonic() < deadline:
         time.sleep(0.01)
     if reaped:
         process.wait()
@@ -128,7 +129,7 @@ def test_a_second_resume_is_refused_and_leaves_the_firsts_files(tmp_path):
     leftover.write_bytes(b"being written")
     holder = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        found = Holder(None, myself().host, holder.pid, claims.start_of(holder.pid), myself().space)
+        found = Holder(None, myself().host, holder.pid, start_of(holder.pid), myself().space)
         claims.write_claim(folder, found)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         second = run([*words, "--ckpt_path=last", "--trainer.max_steps=8"], folder)
