@@ -213,7 +213,7 @@ class NetworkComparison:
                 for a, b, p in zip(*pair, self.network.parameters(), strict=True)
                 if id(p) in routers
             ]
-            found["doctor/objective_of_weights"] = of_weights(*pair, [*self.network.parameters()])
+            found["doctor/objective_of_weights"] = of_weights(pair[0], pair[1], [*self.network.parameters()])
             found["doctor/objective_routers"] = float(torch.stack(of_routers).max()) if of_routers else 0.0
             found |= self._on_logits(batch)
         return found

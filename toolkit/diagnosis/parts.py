@@ -64,7 +64,8 @@ def class_remedy(
 
 def taken_by(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns those of some arguments that a class, or one that it derives from, has a name for."""
-    names = {name for one in kind.__mro__ for name in signature(one.__init__).parameters}
+    methods = [vars(one)["__init__"] for one in kind.__mro__ if "__init__" in vars(one)]
+    names = {name for method in methods for name in signature(method).parameters}
     return {name: value for name, value in arguments.items() if name in names}
 
 
