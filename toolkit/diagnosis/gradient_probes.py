@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.training.loss_ranks import dp_rank
 from core.training.seeding import mix, seed_generators
+from core.training.shards import local_tensors
 
 
 class _Compared(NamedTuple):
@@ -256,7 +257,9 @@ class OptimizerState:
                 if "step" in state:
                     counts[id(parameter)] = float(state["step"])
                 if isinstance(state.get("exp_avg_sq"), Tensor) and "betas" in group:
-                    sums[id(parameter)] = state["exp_avg_sq"].float().sum()
+                    sums[id(parameter)] = (
+                        local_tensors([state["exp_avg_sq"]])[0].float().sum()
+                    )  # this rank's part
         squares = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
         before, old_counts, old_squares = self._last
         self._last = step, counts, squares
