@@ -12,7 +12,9 @@ from toolkit.lone_ranks import WithoutOthers
 
 RANKS = 4
 
-gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # which warns where it has another name
+gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # which warns where it has another name
 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
