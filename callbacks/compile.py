@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,6 +26,7 @@ from toolkit.further_blocks import further_blocks
 from toolkit.local_paths import require_local_path
 from toolkit.routing import RoutesTokens, all_routers
 from toolkit.trials import say
+from toolkit.updates import CompilesUpdate
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -38,6 +40,33 @@ SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
 
 TORCH = str(Path(torch.__file__).parent)
 
+LENGTH_OF_A_RUN = ("data.batch_size", "data.sequence_length", "trainer.max_steps")
+MANY_SHAPES = ("AdaptiveBatchSize", "BatchSizeRamp", "SequenceLengthSchedule")
+"""Each shape would be compiled: their runs are not advised to."""
+
+COMPILER_SECONDS = 60
+SPEED = {"cpu": 1e11, "cuda": 4e14}
+"""FLOPs a second of one process in steps, for an estimate: small networks on two cores, large ones in bf16 on an H100."""
+
+SAVED = {"cpu": ((2e6, 0.13), (12e6, 0.05)), "cuda": ((float("inf"), 0.14),)}
+"""Up to how many parameters, and the share of a step that is saved. On a CPU as measured (tests/benchmarks/RESULTS.md), larger networks
+gain less; on GPUs as torchtitan published for Llama 3.1 8B: 6,667 tokens/s and 5,762 without."""
+
+UNKNOWN = "has no update that could be compiled (toolkit.updates.CompilesUpdate)"
+
+KEPT = {
+    **dict.fromkeys(("AdamW", "SGD"), "steps with one kernel of torch's already"),
+    **dict.fromkeys(
+        ("AdamW8bit", "PagedAdamW8bit", "Lion8bit"),
+        "steps with kernels of bitsandbytes, which cannot be compiled",
+    ),
+    **dict.fromkeys(("Muon", "SOAP"), "spends its step in products of matrices, which are kernels already"),
+    "Adafactor": "reads norms of each tensor on the host, where every graph would break off",
+    "TorchaoAdamW8bit": "compiles its step itself",
+    "DeepSpeedZero": "steps the optimizer itself, on flat partitions of many weights",
+}
+"""Why the step of an optimizer, or under a strategy, is not compiled."""
+
 ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
@@ -45,7 +74,7 @@ ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
     paper="PyTorch 2, ASPLOS 2024, doi:10.1145/3620665.3640366; block by block: torchtitan, arXiv:2410.06511",
     after=("ActivationCheckpointing",),
     before=("ActivationOffload",),
-    offers=("keeps_weights",),
+    offers=("keeps_weights", "advice"),
     conflicts={
         "StochasticDepth": "it runs a block for other rows in each step, and each number of rows would be compiled"
     },
@@ -67,11 +96,13 @@ class Compile(Callback):
             one graph, which takes longer to compile, and needs all weights on each rank.
         dynamic: Whether one graph is made for all shapes; false: each shape has its own, which is faster.
         backend: What compiles. "aot_eager" and "eager" trace alone, and run operators as they are.
+        optimizer: Whether the update of the optimizer is compiled, too: one graph for all weights. For AdEMAMix, Lion and
+            ScheduleFreeAdamW, whose updates are many kernels; others are refused.
         cache: A folder for compiled code, such as one that all machines see. It is run as it is found there. None: where
             TORCHINDUCTOR_CACHE_DIR says, or torch's folder in the temporary one.
 
     Raises:
-        ConfigError: If the network has no blocks, or others may write to `cache`.
+        ConfigError: If the network has no blocks, the optimizer cannot be compiled, or others may write to `cache`.
 
     Example:
         trainer:
@@ -86,15 +117,18 @@ class Compile(Callback):
         dynamic: bool = False,
         backend: Literal["inductor", "aot_eager", "eager"] = "inductor",
         cache: str | None = None,
+        optimizer: bool = False,
     ) -> None:
         if cache is not None:
             require_local_path(cache, "Compile: cache")
         self.scope, self.dynamic, self.backend, self.cache = scope, dynamic, backend, cache
+        self.optimizer = optimizer
         self._regions: list[Region] = []
         self._graphs: list[dict[str, Any]] = []
         self._told: int | None = None
         self._breaks_before = 0
         self._undo = ExitStack()
+        self._stepped: Any = None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -103,8 +137,29 @@ class Compile(Callback):
         for item in run.selected:
             if reason := _obstacle(item, arguments.get("scope", "blocks"), run.world_size):
                 yield f"{item.name} {reason}"
+            if arguments.get("optimizer") and (reason := _kept_as_it_is(item)):
+                yield f"{item.name} {reason}: set optimizer to false"
         if arguments.get("backend", "inductor") == "inductor" and not run.offline:
             yield from _missing_tools(run.accelerator)
+
+    @classmethod
+    def advice(cls, run: Run, network: Network) -> str | None:
+        """Returns what a run without it would save, if that is several times what the compiler takes."""
+        rows, length, steps = (run.argument(path) for path in LENGTH_OF_A_RUN)
+        parts = run.argument("trainer.accumulate_grad_batches") or 1
+        reshaped = any(item.name in MANY_SHAPES for item in run.selected)
+        if run.offline or run.accelerator not in SPEED or reshaped:
+            return None
+        if not all(isinstance(number, int) and number > 0 for number in (rows, length, steps, parts)):
+            return None
+        parameters = sum(parameter.numel() for parameter in network.parameters())
+        saved = next((share for most, share in SAVED[run.accelerator] if parameters <= most), 0.0)
+        seconds = network.flops_per_token(length) * rows * length * parts * steps / SPEED[run.accelerator]
+        if saved * seconds < 3 * COMPILER_SECONDS:
+            return None
+        source = ", as published for Llama 3.1 8B" if run.accelerator == "cuda" else ""
+        gain = f"about {saved:.0%} of the time of these {steps:,} steps{source}"
+        return f"Compile would save {gain}: --trainer.callbacks+=Compile"
 
     # -- what is compiled -------------------------------------------------------------------------
 
@@ -114,7 +169,7 @@ class Compile(Callback):
             return
         if not network.blocks:
             raise ConfigError(f"Compile: {type(network).__name__} has no blocks: take scope=whole.")
-        compiled, apart = self.compiled(), _leave_out_routers(network)
+        compiled, apart, self._regions = self.compiled(), _leave_out_routers(network), []
         for block in [*network.blocks, *further_blocks(network)]:
             inner = [module for module in block.modules() if module is not block and module not in apart]
             block.forward = Region(block.forward, inner, compiled)  # type: ignore[method-assign]
@@ -124,6 +179,7 @@ class Compile(Callback):
         """Sets what torch has in settings of the process alone; `teardown` restores them."""
         from torch._dynamo import config, graph_break_reasons
 
+        self._graphs, self._told, self._stepped = [], None, None
         self._breaks_before = len(graph_break_reasons)
         # DDP's splitting of graphs does not know activation checkpointing, and blocks are split already.
         self._undo.enter_context(
@@ -142,21 +198,23 @@ class Compile(Callback):
             modules = [*pl_module.network.modules(), *pl_module.objective.modules()]
             pl_module.compute_loss = Region(pl_module.compute_loss, modules, self.compiled())
             self._regions = [pl_module.compute_loss]
+        compiled = self.compiled()
         for region in self._regions:
-            region.settle()
+            region.settle(compiled)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Compiles the update of the optimizer, before the first step: who searches a learning rate builds another one."""
+        if self.optimizer and self._stepped is not trainer.optimizers[0]:
+            self._stepped = optimizer = trainer.optimizers[0]
+            if not isinstance(optimizer, CompilesUpdate):
+                raise ConfigError(f"Compile: {type(optimizer).__name__} {UNKNOWN}: set optimizer to false.")
+            # Of all shapes in one: it is bound by memory, and a network has many.
+            build = partial(_build, self.backend, self._graphs)
+            optimizer.compile_update(partial(torch.compile, backend=build, dynamic=True))
 
     def compiled(self) -> Callable[..., Any]:
-        """Returns what calls a function with arguments, compiled."""
-        return torch.compile(_call, backend=self._build, dynamic=self.dynamic)
-
-    def _build(self, graph: Any, inputs: Any) -> Any:
-        """Counts a graph that torch has traced, and hands it to the compiler."""
-        from torch._dynamo import lookup_backend
-
-        given = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
-        operators = sum(node.op.startswith("call") for node in graph.graph.nodes)
-        self._graphs.append({"operators": operators, "inputs": [str(list(v.shape)) for v in given]})
-        return lookup_backend(self.backend)(graph, inputs)
+        """Returns what calls a function with arguments, compiled; one for each fit, so that its graphs are counted anew."""
+        return torch.compile(_call, backend=partial(_build, self.backend, self._graphs), dynamic=self.dynamic)
 
     # -- what is said of it -----------------------------------------------------------------------
 
@@ -174,6 +232,10 @@ class Compile(Callback):
             self._regions = []
         self._undo.close()
 
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Restores them where a run ends with an error, which has no `teardown`."""
+        self.teardown(trainer, pl_module, "fit")
+
     def _report(self, trainer: Trainer) -> None:
         first, self._told = self._told is None, len(self._graphs)
         if not trainer.is_global_zero:
@@ -183,6 +245,7 @@ class Compile(Callback):
         if first:
             say(trainer, self, f"{_summary(len(self._graphs), breaks)}{self._unheard()}; {path}")
         settings = {"scope": self.scope, "dynamic": self.dynamic, "backend": self.backend}
+        settings["optimizer"] = self.optimizer
         text = json.dumps(settings | {"graphs": self._graphs, "breaks": breaks}, indent=1)
         try:
             durable.write(path, text + "\n")
@@ -214,8 +277,9 @@ class Region:
         self._hooks: list[Any] = []
         self._settled = 0
 
-    def settle(self) -> None:
+    def settle(self, compiled: Callable[..., Any]) -> None:
         """Takes the hooks that there are now, those of the strategy, for a part of the function."""
+        self.compiled = compiled
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         self._hooks = [getattr(module, kind) for module in self.modules for kind in kinds]
         self._settled = sum(map(len, self._hooks))
@@ -229,6 +293,16 @@ class Region:
         if not torch.is_grad_enabled() or self.is_heard():
             return self.plain(*args, **kwargs)
         return self.compiled(self.plain, *args, **kwargs)
+
+
+def _build(backend: str, found: list[dict[str, Any]], graph: Any, inputs: Any) -> Any:
+    """Notes a graph that torch has traced, and hands it to the compiler."""
+    from torch._dynamo import lookup_backend
+
+    given = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
+    operators = sum(node.op.startswith("call") for node in graph.graph.nodes)
+    found.append({"operators": operators, "inputs": [str(list(v.shape)) for v in given]})
+    return lookup_backend(backend)(graph, inputs)
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -300,6 +374,14 @@ def _obstacle(item: Selected, scope: str, ranks: int) -> str | None:
     ):
         return f"computes gradients of inputs and of weights apart with {own['schedule']}, and a compiled block both at once: take 1F1B"
     return None
+
+
+def _kept_as_it_is(item: Selected) -> str | None:
+    """Returns why the optimizer's update cannot be compiled with a part of the run."""
+    if item.kind != "optimizers" or item.name in KEPT:
+        return KEPT.get(item.name)
+    known = isinstance(item.target, type) and issubclass(item.target, CompilesUpdate)
+    return None if known else UNKNOWN
 
 
 def _missing_tools(accelerator: str) -> Iterator[str]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from lightning.pytorch import Trainer
@@ -18,7 +18,10 @@ from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.new_weights import begin
 from toolkit.snapshot_ring import SnapshotRing
-from toolkit.trials import NOT_RESTORABLE, say
+from toolkit.trials import NOT_RESTORABLE, offloaded, say
+
+if TYPE_CHECKING:
+    from toolkit.selection import Run, Selected
 
 DEVIATIONS = 1.959964
 """Of the normal distribution: an interval of 95%."""
@@ -96,6 +99,12 @@ class ConvergenceMonitor(Callback):
         self._restarted, self._due = 0, False
         self._ring: SnapshotRing | None = None
         self._found: dict[str, Any] = {}
+
+    @classmethod
+    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
+        """Yields that the first weights cannot be restored."""
+        if own.arguments.get("restarts"):
+            yield from offloaded(run)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the validations so far, the verdict, and the restarts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import torch
@@ -10,10 +11,12 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from core.contracts import ClipsGradients
 from core.errors import ConfigError, nearest
 from core.technique import technique
 from core.training.loss_ranks import scale_gradients
 from core.training.shards import gradients, local_tensors
+from toolkit.shards import HoldsParts
 
 Method = Literal["norm", "value", "adaptive"]
 EPS = 1e-6
@@ -73,6 +76,7 @@ class GradientClip(Callback):
             )
         self.method, self.limit = method, limit
         self.alpha, self.z, self.warmup_steps = alpha, z, warmup_steps
+        self._clamp: Callable[..., None] | None = None
         self._steps = 0
         self._norms = torch.zeros(warmup_steps if method == "adaptive" else 0)
         self._mean = self._variance = torch.zeros(())
@@ -90,17 +94,23 @@ class GradientClip(Callback):
             self._norms, self._mean, self._variance = (value.to(device, copy=True) for value in values)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Moves the statistics to the device."""
+        """Moves the statistics to the device; asks the strategy whether it keeps gradients where parameters do not show them."""
         statistics = self._norms, self._mean, self._variance
         self._norms, self._mean, self._variance = (value.to(pl_module.device) for value in statistics)
+        strategy: Any = trainer.strategy
+        keeps = isinstance(strategy, HoldsParts) and isinstance(strategy, ClipsGradients)
+        self._clamp = strategy.clip_gradients if keeps else None
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
         """Clips."""
         if self.method == "value":
             assert self.limit is not None
-            own = local_tensors(gradients(optimizer))
             if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
                 pl_module.gradient_norm(optimizer)  # to be logged as it is now
+            if self._clamp is not None:
+                self._clamp(optimizer, self.limit, "value")
+                return
+            own = local_tensors(gradients(optimizer))
             torch._foreach_clamp_min_(own, -self.limit)
             torch._foreach_clamp_max_(own, self.limit)
             return

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from core.contracts import NormsGradients, ScalesLosses
@@ -23,6 +23,7 @@ from core.training.seeding import mix
 from toolkit.gradient_noise import estimate
 from toolkit.routing import RoutesTokens
 from toolkit.sharded_squares import ShardedSquares
+from toolkit.shards import HoldsParts
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -34,7 +35,6 @@ LOSS_DIVISOR = 4096.0
 @technique(
     paper="An Empirical Model of Large-Batch Training, arXiv:1812.06162, equation 2.9 and appendix A.1",
     conflicts={
-        "DeepSpeedZero": "its gradients are flat shards of many weights; take FSDP or DDP",
         "OOMGuard": "it computes micro-batches in parts and repeats them; set data.batch_size to what fits",
     },
     # the halves are computed before others listen to the step, and after the clock has seen the batch come
@@ -54,18 +54,19 @@ class GradientNoiseScale(Callback):
 
     Logged in every `every_n_steps`th optimizer step, once both averages are positive: `noise_scale/tokens`, and
     `noise_scale/batch_ratio`, over the label tokens of the step. Tokens of a row are not independent: the figure counts tokens
-    of rows as long as those of the run. Under `FSDP` and `HybridParallel` gradients are averaged over the ranks in each
+    of rows as long as those of the run. Under `DeepSpeedZero` the parts are the micro-batches of each rank, whose gradients are
+    measured as backward computes them. Under `FSDP` and `HybridParallel` they are averaged over the ranks in each
     micro-batch, and the parts are those of all ranks; in a measured step over replicas, too, which other steps leave to the
     last micro-batch: its sums are rounded in another order. A measured step with micro-batches takes memory for one more copy
-    of the rank's gradients. All other steps cost nothing.
+    of the rank's gradients, except under `DeepSpeedZero`. All other steps cost nothing.
 
     Args:
         every_n_steps: Optimizer steps between two that are measured.
         average: Share of the moving averages that is kept at each measurement, from 0 to below 1.
 
     Raises:
-        ConfigError: If an argument is out of range, or a step cannot be taken apart: one micro-batch under a sharded strategy,
-            in a network with experts, or of a single row.
+        ConfigError: If an argument is out of range, or a step cannot be taken apart: one micro-batch under a sharded strategy
+            (under `DeepSpeedZero`: on one rank), in a network with experts, or of a single row.
 
     Example:
         trainer:
@@ -84,7 +85,8 @@ class GradientNoiseScale(Callback):
         self.signal = self.noise = self._batch = 0.0
         self.measurements = 0
         self._squares: ShardedSquares | None = None
-        self._sharded = False
+        self._sharded = self._flat = False
+        self._heard: _Heard | None = None
         self._parts: list[tuple[Tensor, Tensor]] | None = None
         self._last: tuple[list[Tensor | None], Tensor] | None = None
         self._whole: Tensor | None = None
@@ -121,11 +123,14 @@ class GradientNoiseScale(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checks that steps can be taken apart."""
         network: Any = pl_module.network
-        self._sharded = isinstance(trainer.strategy, NormsGradients)
-        if trainer.accumulate_grad_batches == 1 and (self._sharded or isinstance(network, RoutesTokens)):
+        self._flat = isinstance(trainer.strategy, HoldsParts)
+        self._sharded = isinstance(trainer.strategy, NormsGradients) and not self._flat
+        averages = self._sharded or self._flat
+        parts = trainer.accumulate_grad_batches * (trainer.world_size if self._flat else 1)
+        if parts == 1 and (averages or isinstance(network, RoutesTokens)):
             why = (
                 f"{type(trainer.strategy).__name__} averages its gradients over the ranks in backward"
-                if self._sharded
+                if averages
                 else f"{type(network).__name__} counts the tokens of its experts in each forward"
             )
             raise ConfigError(
@@ -133,7 +138,8 @@ class GradientNoiseScale(Callback):
                 "Set --trainer.accumulate_grad_batches=2 (and half of data.batch_size), or leave it out."
             )
         named = {name: p for name, p in network.named_parameters() if p.requires_grad}
-        self._squares = ShardedSquares({"all": named}, pl_module.device)
+        self._trained = list(named.values())
+        self._squares = None if self._flat else ShardedSquares({"all": named}, pl_module.device)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -142,11 +148,13 @@ class GradientNoiseScale(Callback):
         if (trainer.global_step + 1) % self.every_n_steps or self._parts is not None:
             return
         self._parts, self._last = [], None
-        if trainer.accumulate_grad_batches == 1 and not self._sharded:
+        if trainer.accumulate_grad_batches == 1 and not self._sharded and not self._flat:
             self._measure_halves(trainer, pl_module, batch)
 
     def on_before_backward(self, trainer: Trainer, pl_module: Any, loss: Tensor) -> None:
-        """Lets FSDP sum a micro-batch that is measured over replicas at once, which it leaves to the last of a step."""
+        """Listens to backward; lets FSDP sum a micro-batch over replicas at once, which it leaves to the last of a step."""
+        if self._parts is not None and self._flat:
+            self._heard = _Heard(loss, self._trained)
         if self._parts is not None and self._sharded:
             from torch.distributed.fsdp import FSDPModule
 
@@ -155,10 +163,18 @@ class GradientNoiseScale(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Measures what a micro-batch added to the gradients."""
-        if self._parts is None or pl_module.step_sums is None or self._squares is None:
+        if self._parts is None or pl_module.step_sums is None:
             return
         more = is_accumulating(trainer)
         weight = pl_module.step_sums[1].clone()
+        if self._heard is not None:
+            heard, self._heard = self._heard.end() / trainer.world_size, None
+            since = self._last[1] if self._last is not None else torch.zeros_like(weight)
+            factor = LOSS_DIVISOR * trainer.accumulate_grad_batches
+            self._parts.append((heard * factor**2, weight - since))
+            self._last = [], weight
+            return
+        assert self._squares is not None
         gradients = self._squares.gradients()
         before, since = self._last or (None, torch.zeros_like(weight))
         # without shards, the last backward averages over the ranks all that they had of their own
@@ -215,6 +231,9 @@ class GradientNoiseScale(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forgets a step that breaks off."""
         self._parts = self._last = self._whole = None
+        if self._heard is not None:
+            self._heard.end()
+            self._heard = None
 
     def _add(self, signal: float, noise: float) -> None:
         if math.isfinite(signal) and math.isfinite(noise):  # an overflow of fp16 is no measurement
@@ -238,6 +257,33 @@ class GradientNoiseScale(Callback):
                 found = torch.autograd.grad(loss.total, parameters, allow_unused=True)
                 self._parts.append((self._squares.sums(found), loss.weight.detach().double()))
         self._last = [], torch.stack([weight for _, weight in self._parts]).sum()
+
+
+class _Heard:
+    """Norms of the gradients of one backward on this rank, before a strategy reduces them.
+
+    Args:
+        loss: Of which backward is about to run; its own gradient is the scale of all.
+        parameters: Those that are trained.
+    """
+
+    def __init__(self, loss: Tensor, parameters: list[nn.Parameter]) -> None:
+        self._norms: list[Tensor] = []
+        self._scale: list[Tensor] = []
+        self._handles = [parameter.register_hook(self._hear) for parameter in parameters]
+        self._handles.append(loss.register_hook(self._scale.append))
+
+    def _hear(self, gradient: Tensor) -> None:
+        self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32))
+
+    def end(self) -> Tensor:
+        """Stops listening; returns the sum of squares, (1,)."""
+        for handle in self._handles:
+            handle.remove()
+        if not self._norms:
+            return torch.zeros(1, dtype=torch.float64)
+        squares = torch.stack(self._norms).double().square().sum()
+        return (squares / self._scale[0].double().square()).reshape(1)
 
 
 def _difference(now: list[Tensor | None], before: list[Tensor | None]) -> list[Tensor | None]:

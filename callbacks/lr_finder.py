@@ -20,7 +20,7 @@ from core.errors import ConfigError, deprecated
 from core.technique import technique
 from toolkit import pictures
 from toolkit.learning_rates import rebuild_at, resume_at, set_rates
-from toolkit.trials import compatibility_errors, say, trial
+from toolkit.trials import NOT_RESTORABLE, compatibility_errors, say, trial
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,11 +49,7 @@ class Curve(NamedTuple):
 
 @technique(
     paper="the range test: Smith, arXiv:1506.01186, section 3.3; steepest slope and minimum/10 as in fastai's lr_find",
-    conflicts=dict.fromkeys(
-        ("DeepSpeedZero", "DeepSpeedStrategy"),
-        "it builds the optimizer again for the rate that it finds, and DeepSpeed keeps the first: take --trainer.strategy=FSDP",
-    )
-    | {"LearningRateFinder": "both would set the learning rate"},
+    conflicts=NOT_RESTORABLE | {"LearningRateFinder": "both would set the learning rate"},
     after=("BatchSizeFinder", "RandomRestart"),
 )
 class LRFinder(Callback):

@@ -20,6 +20,7 @@ from core.contracts import HasStepContext, RunsAsForward, ScalesLosses
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.shards import gradients, local_tensors
+from toolkit.shards import HoldsParts, RunsBackward
 from toolkit.updates import drop_update, drops_updates
 
 
@@ -58,7 +59,9 @@ class NonFiniteGuard(Callback):
         self._batches, self._figures = [[]], []
         self._bad = torch.zeros((), dtype=torch.bool, device=pl_module.device)
         precision: Any = trainer.precision_plugin
-        self._scaled = isinstance(precision, ScalesLosses) and precision.scaler is not None
+        own = isinstance(precision, ScalesLosses) and precision.scaler is not None
+        # DeepSpeed's engine has a scaler of its own
+        self._scaled = own or precision.precision == "16-mixed"
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Keeps the micro-batch."""
@@ -117,21 +120,22 @@ def repeat(trainer: Trainer, pl_module: Any, batches: list[tuple[Any, int]]) -> 
     gathers = isinstance(strategy, RunsAsForward)  # what is sharded over ranks
     step = partial(strategy.run_as_forward, "training_step") if gathers else pl_module.training_step
     context = strategy.step_context if isinstance(strategy, HasStepContext) else nullcontext
+    backward = strategy.run_backward if isinstance(strategy, RunsBackward) else torch.Tensor.backward
     pl_module.zero_grad()
-    with watched(pl_module.network) as found, quiet():
+    with watched(pl_module.network, strategy) as found, quiet():
         for batch, index in batches:
             with trainer.precision_plugin.train_step_context():
                 loss: Any = step(batch, index)
             if not found and not bool(loss.isfinite()):
                 found.append("the loss, while what the network returned was finite")
             with context():
-                loss.backward()
+                backward(loss)
     return found[0] if found else None
 
 
 @contextmanager
-def watched(network: nn.Module) -> Iterator[list[str]]:
-    """Yields a list to which the first non-finite output and gradient of a module are added."""
+def watched(network: nn.Module, strategy: Any = None) -> Iterator[list[str]]:
+    """Yields a list to which the first non-finite weight, output or gradient of a module is added."""
     found: list[str] = []
     handles: list[Any] = []
 
@@ -145,7 +149,9 @@ def watched(network: nn.Module) -> Iterator[list[str]]:
                 return
 
     for name, parameter in network.named_parameters():
-        note(f"the weight {name}, before the step", parameter.detach())
+        held = isinstance(strategy, HoldsParts) and parameter.requires_grad
+        weight = strategy.weight_parts([parameter])[0] if held else parameter.detach()
+        note(f"the weight {name}, before the step", weight)
         if parameter.requires_grad:
             handles.append(parameter.register_hook(lambda g, name=name: note(f"the gradient of {name}", g)))
     for name, module in network.named_modules():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +22,8 @@ from core.training.seeding import mix
 from core.training.shards import gradients
 from toolkit import memory_limits
 from toolkit.gradient_buckets import average_in_buckets
+from toolkit.joint_steps import JointSteps
+from toolkit.lone_ranks import DropsSteps
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -30,10 +35,13 @@ DDP_OPTIONS = {
 }
 """Option of DDP -> the values under which gradients cannot be averaged after backward; last, one under which they can."""
 
+EXCHANGING = ("tensor", "pipeline", "context", "expert")
+"""Sizes of a strategy's mesh with which ranks send each other activations."""
+
 
 @technique(
     paper="gradient accumulation in place of memory, as in Composer's automatic microbatching",
-    conflicts=memory_limits.GATHERING,
+    conflicts=memory_limits.TALKING,
     before=("LRFinder", "RandomRestart"),
     after=("BatchSizeFinder",),
 )
@@ -47,8 +55,11 @@ class OOMGuard(Callback):
     rounding. The number of parts is saved in checkpoints. The run ends if a single row does not fit, and also if an
     update or a validation runs out of memory.
 
-    On several ranks (DDP) each splits its own micro-batches. Gradients are averaged after backward, not during it:
-    the other ranks wait there for one that repeats the step.
+    Under `DDP` each rank splits its own micro-batches. Gradients are averaged after backward, not during it: the other ranks
+    wait there for one that repeats the step. Under `FSDP` and `HybridParallel`, where ranks exchange weights and gradients
+    during forward and backward, all split theirs alike. A rank that runs out of memory makes the exchanges for which the
+    others wait in a step on a single row, and all repeat theirs. For this they tell each other after each part whether
+    memory was enough: log2(ranks) messages between CPUs, which do not wait for the device.
 
     Args:
         memory_limit: On a CPU: bytes that forward and backward may take beyond what the process holds when training
@@ -71,6 +82,7 @@ class OOMGuard(Callback):
         self.parts = 1
         self._most: int | None = None
         self._step: list[tuple[Any, int]] = []
+        self._joint: JointSteps | None = None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -81,6 +93,12 @@ class OOMGuard(Callback):
                 yield (
                     f"it averages gradients after backward, where DDP does not support {name}={value}: set "
                     f"--trainer.strategy.{name}={good}"
+                )
+        for size in EXCHANGING:
+            if (run.argument(f"trainer.strategy.{size}") or 1) > 1:
+                yield (
+                    f"ranks repeat a step together, and with {size} above 1 their messages depend on the rows of a part: set "
+                    f"--trainer.strategy.{size}=1, or take BatchSizeFinder"
                 )
         word = run.argument("trainer.strategy")
         if isinstance(word, str) and "find_unused_parameters_true" in word:
@@ -98,6 +116,8 @@ class OOMGuard(Callback):
         """Replaces the function that computes the gradients of a micro-batch."""
         if self.memory_limit is not None:
             self._most = memory_limits.ceiling(self.memory_limit)
+        if isinstance(trainer.strategy, DropsSteps):
+            self._joint = JointSteps(pl_module, trainer.strategy)
         [optimizer] = trainer.optimizers
         replace_closure(
             trainer,
@@ -109,7 +129,7 @@ class OOMGuard(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restores the function."""
         restore_closure(trainer)
-        self._step = []
+        self._step, self._joint = [], None
 
     def _gradients(self, trainer: Trainer, optimizer: Any, batch: Any, number: int) -> ClosureResult:
         """Adds the gradients of a micro-batch to those of the step, with as many attempts as needed."""
@@ -124,53 +144,95 @@ class OOMGuard(Callback):
             module.train_sums, module.step_sums, module.in_parts = self._window.copy(), None, True
             memory_limits.give_back()
             todo = self._step
-        if trainer.world_size > 1 and not is_accumulating(trainer):
+        if trainer.world_size > 1 and self._joint is None and not is_accumulating(trainer):
             average_in_buckets(gradients(optimizer))
         return ClosureResult(loss)
 
     def _attempt(self, trainer: Trainer, optimizer: Any, todo: list[tuple[Any, int]]) -> Tensor | None:
         """Computes micro-batches of the step; returns the loss of the last, or None: out of memory."""
-        try:
-            with memory_limits.limited(self._most):
-                for batch, number in todo:
-                    loss = self._micro_batch(trainer, optimizer, batch, number)
-        except Exception as error:
-            if not memory_limits.is_out_of_memory(error):
-                raise
-            return None  # the traceback of the error holds the graph: both are freed here
-        return loss
-
-    def _micro_batch(self, trainer: Trainer, optimizer: Any, batch: Any, number: int) -> Tensor:
         total = None
-        for part, rows in enumerate(split(batch, self.parts)):
-            # Not through DDP's forward, which may wait for other ranks. Each part has its own random numbers.
-            index = mix(number, part) if part else number
-            with trainer.precision_plugin.train_step_context():
-                output: Any = trainer.lightning_module.training_step(rows, index)
-            if not part:
-                zero_gradients(trainer, number, optimizer)
-            loss = output / trainer.accumulate_grad_batches
-            total = loss.detach().clone() if total is None else total + loss.detach()
-            trainer.strategy.backward(loss, optimizer)
-        assert total is not None
+        for batch, number in todo:
+            total, pieces = None, split(batch, self.parts)
+            for part, rows in enumerate(pieces):
+                more = part + 1 < len(pieces) or number != todo[-1][1] or is_accumulating(trainer)
+                loss = self._part(trainer, Part(rows, number, part, more, optimizer))
+                if loss is None:
+                    return None
+                total = loss if total is None else total + loss
         return total
 
+    def _part(self, trainer: Trainer, part: Part) -> Tensor | None:
+        """Computes one part; returns its loss, or None: out of memory, of one of the ranks if they talk meanwhile."""
+        with memory_limits.limited(self._most):
+            if self._joint is not None:
+                return self._joint.run(
+                    partial(part.compute, trainer), partial(part.first_row().compute, trainer)
+                )
+            try:
+                return part.compute(trainer)
+            except Exception as error:
+                if not memory_limits.is_out_of_memory(error):
+                    raise
+        return None  # the traceback of the error holds the graph: both are freed here
+
     def _halve(self, trainer: Trainer, batch: Any) -> None:
-        rows = len(batch["input_ids"])
+        short = trainer.global_rank if self._joint is None else self._joint.failed
+        rows, where = len(batch["input_ids"]), f"in step {trainer.global_step + 1}, on rank {short}"
         now = -(-rows // self.parts)
         if now == 1:
             raise ConfigError(
-                f"OOMGuard: out of memory in step {trainer.global_step + 1}, on rank {trainer.global_rank}, with a single "
-                f"row of {batch['input_ids'].shape[1]:,} tokens.\nShorten --data.sequence_length, add "
-                "ActivationCheckpointing, or shard the model: --trainer.strategy=FSDP."
+                f"OOMGuard: out of memory {where}, with a single row of {batch['input_ids'].shape[1]:,} tokens.\n"
+                "Shorten --data.sequence_length, add ActivationCheckpointing, or shard the model: --trainer.strategy=FSDP."
             )
         self.parts *= 2
-        print(
-            f"OOMGuard: out of memory in step {trainer.global_step + 1}, on rank {trainer.global_rank}: micro-batches of "
-            f"{rows} rows are computed in parts of {-(-rows // self.parts)}, not {now}, from now on.",
-            file=sys.stderr,
-            flush=True,
-        )
+        if trainer.global_rank == short:
+            print(
+                f"OOMGuard: out of memory {where}: micro-batches of {rows} rows are computed in parts of "
+                f"{-(-rows // self.parts)}, not {now}, from now on.",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a micro-batch.
+
+    Attributes:
+        rows: A batch of them.
+        micro_batch: Number of the micro-batch in its epoch.
+        number: Number of the part in the micro-batch.
+        more: Whether other parts of the optimizer step follow.
+        optimizer: Whose gradients are zeroed before the first backward of a step.
+    """
+
+    rows: dict[str, Tensor]
+    micro_batch: int
+    number: int
+    more: bool
+    optimizer: Any
+
+    def first_row(self) -> Part:
+        """Returns a part of a single row."""
+        return replace(self, rows={name: values[:1] for name, values in self.rows.items()})
+
+    def compute(self, trainer: Trainer) -> Tensor:
+        """Runs forward and backward; returns the loss."""
+        # Each part has its own random numbers.
+        index = mix(self.micro_batch, self.number) if self.number else self.micro_batch
+        strategy: Any = trainer.strategy
+        sharded = isinstance(strategy, DropsSteps)
+        with strategy.block_backward_sync() if sharded and self.more else nullcontext():
+            if sharded:
+                output: Any = strategy.training_step(self.rows, index)
+            else:  # not through DDP's forward, which may wait for other ranks
+                with trainer.precision_plugin.train_step_context():
+                    output = trainer.lightning_module.training_step(self.rows, index)
+            if not self.number:
+                zero_gradients(trainer, self.micro_batch, self.optimizer)
+            loss = output / trainer.accumulate_grad_batches
+            strategy.backward(loss, self.optimizer)
+        return loss.detach().clone()
 
 
 def split(batch: dict[str, Tensor], parts: int) -> list[dict[str, Tensor]]:

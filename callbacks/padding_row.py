@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
+from toolkit.shards import HoldsParts
 
 
 @technique(
     paper="nn.Embedding(padding_idx) of torch; here also for the weight of a tied head and for shards",
-    conflicts={"DeepSpeedZero": "it keeps gradients where no row of them can be set to zero"},
     before=["GradientClip"],
 )
 class PaddingRow(Callback):
@@ -61,6 +61,9 @@ class PaddingRow(Callback):
         """Finds the embeddings, which a strategy may have sharded; some stages of a pipeline have none."""
         network: Any = pl_module.network
         self._weights = embeddings(network)
+        if isinstance(trainer.strategy, HoldsParts):  # it takes gradients away as backward computes them
+            for weight in self._weights:
+                weight.register_hook(lambda gradient: gradient * _all_but(gradient, self.padding_id))
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Sets the row's gradient to zero, before it is measured and clipped."""

@@ -19,7 +19,7 @@ from core.errors import ConfigError
 from core.technique import technique
 from toolkit import pictures
 from toolkit.new_weights import begin
-from toolkit.snapshots import tensors
+from toolkit.snapshots import HoldsWeights, tensors
 from toolkit.trials import NOT_RESTORABLE, compatibility_errors, say, trial
 
 if TYPE_CHECKING:
@@ -153,6 +153,8 @@ def _put(trainer: Trainer, weights: list[Tensor]) -> None:
     with torch.no_grad():
         for tensor, value in zip(tensors(trainer), weights, strict=True):
             tensor.copy_(value)
+    if isinstance(trainer.strategy, HoldsWeights):
+        trainer.strategy.weights_restored()
 
 
 def _score(losses: list[float]) -> float:

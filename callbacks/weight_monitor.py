@@ -24,9 +24,6 @@ FIGURES = ("gradient_norm", "weight_norm", "update_norm")
 
 @technique(
     paper="update-to-weight ratio: Karpathy, CS231n, 'ratio of weights to updates' (about 1e-3); by layer: LARS, arXiv:1708.03888",
-    conflicts={
-        "DeepSpeedZero": "its gradients are flat shards of many weights; FSDP shards them weight by weight"
-    },
     before=("SkipStep", "GradientClip"),
     observer=True,
 )
@@ -70,7 +67,7 @@ class WeightMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Asks the network for its groups, and counts on how many ranks each weight is."""
         network: Any = pl_module.network
-        self._norms = ShardedSquares(weight_groups(network, self.detail), pl_module.device)
+        self._norms = ShardedSquares(weight_groups(network, self.detail), pl_module.device, trainer.strategy)
         blocks = [group for group in self._norms.groups if re.fullmatch(r"block\.\d+", group)]
         self.update_history = UpdateHistory(blocks)
 

@@ -24,11 +24,18 @@ class WithoutOthers(TorchDispatchMode):
     What other ranks would send is what this rank sends. So a step takes as much memory as usual, and one that breaks off leaves
     no rank waiting. It covers what goes through torch's dispatcher: FSDP2, tensor parallelism, DTensors.
 
+    Args:
+        first: How many; those that come after so many are made with the other ranks. None: all.
+
     Raises:
         NotImplementedError: For a collective that it does not know, before anything is sent.
     """
 
     supports_higher_order_operators = True  # flex_attention is one
+
+    def __init__(self, first: int | None = None) -> None:
+        super().__init__()
+        self._left = first
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
@@ -41,6 +48,10 @@ class WithoutOthers(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in _AFTERWARDS:
             return func(*args, **(kwargs or {}))
+        if self._left == 0:
+            return func(*args, **(kwargs or {}))
+        if self._left is not None:
+            self._left -= 1
         known = _IN_PLACE if namespace == "c10d" else _FUNCTIONAL
         if name not in known:
             raise NotImplementedError(f"{func} without other ranks")

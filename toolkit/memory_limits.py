@@ -23,21 +23,11 @@ _MESSAGES = re.compile(
 memory is taken past torch's caching allocator, of the CUDA runtime, NCCL and the driver.
 """
 
-_WAITING = (
-    "ranks gather parameters in forward: one that runs out of memory in the middle of a run would leave the others waiting in "
-    "a collective, which nothing can end for them"
-)
-GATHERING = dict.fromkeys(
-    ("DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"), _WAITING
-) | dict.fromkeys(("FSDP", "HybridParallel"), f"{_WAITING}; BatchSizeFinder finds before the run what fits")
-"""For `@technique(conflicts=...)`: strategies under which one rank that runs out of memory blocks the others."""
-
 TALKING = dict.fromkeys(
     ("DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"),
-    "ranks talk in each step past torch's dispatcher, or by means that a trial step cannot make without the others: "
-    "take FSDP",
+    "ranks talk in each step past torch's dispatcher, or by means that no rank has without the others: take FSDP",
 )
-"""For `@technique(conflicts=...)`: strategies under which no rank can try a step by itself (`toolkit.lone_ranks`)."""
+"""For `@technique(conflicts=...)`: strategies under which no rank can try or repeat a step by itself (`toolkit.lone_ranks`)."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

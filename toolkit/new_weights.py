@@ -12,7 +12,8 @@ from core.lightning_compat import collect_rng_states, set_rng_states
 from core.training.network_changes import apply_network_changes
 from core.training.shards import reshard
 from toolkit.initial_values import DrawsWeights
-from toolkit.shards import copy_to_shard
+from toolkit.shards import HoldsParts, copy_to_shard
+from toolkit.snapshots import HoldsWeights
 
 __all__ = ["begin"]
 
@@ -34,7 +35,8 @@ def begin(trainer: Trainer, seed: int) -> None:
         trainer.precision_plugin.module_init_context(),
     ):
         network = apply_network_changes(module.build_network(), trainer)
-    random = collect_rng_states()
+    random, strategy = collect_rng_states(), trainer.strategy
+    put = strategy.put_weight if isinstance(strategy, HoldsParts) else copy_to_shard
     reshard(module)
     own = {**dict(module.network.named_parameters()), **dict(module.network.named_buffers())}
     device, main = trainer.strategy.root_device, trainer.is_global_zero
@@ -43,5 +45,7 @@ def begin(trainer: Trainer, seed: int) -> None:
         if trainer.world_size > 1:
             dist.broadcast(value, 0)
         if name in own:  # of a pipeline's stages each has some
-            copy_to_shard(own[name], value)
+            put(own[name], value)
+    if isinstance(strategy, HoldsWeights):
+        strategy.weights_restored()
     set_rng_states(random)

@@ -1,10 +1,11 @@
-"""Which rank a launcher gave this process, known before anything is built or connected."""
+"""Which rank a launcher gave this process, known before anything is connected; groups of ranks for messages from the CPU."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
-__all__ = ["launched_rank"]
+__all__ = ["launched_rank", "lazy_group"]
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 """Variables of torchrun, Lightning's own launcher, SLURM and LSF; the first that is set counts."""
@@ -13,3 +14,21 @@ RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 def launched_rank() -> int | None:
     """Returns the rank of this process by its environment; None without a launcher."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
+
+
+def lazy_group() -> Any:
+    """Makes a process group of all ranks for messages from the CPU, in which two connect when they first exchange something.
+
+    Otherwise gloo connects every rank with all others. Called on every rank.
+    """
+    import torch.distributed as dist
+
+    name = "TORCH_GLOO_LAZY_INIT"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        return dist.new_group(backend="gloo")
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before

@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from torch import Tensor
+from lightning.pytorch import Callback, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from core.contracts import IGNORED_LABEL, MarksEndOfText, PackedBatches
-from core.training.shards import total_norm
+from core.training.shards import reshard
 from toolkit.document_places import LocatesDocuments, Place
+from toolkit.sharded_squares import ShardedSquares
 from toolkit.trials import training_batches, trial
 
 __all__ = [
@@ -148,10 +150,18 @@ def only(
     return result
 
 
+class _AsksForNorm(Callback):
+    """Has the norm of the gradients computed while there are gradients, and before `trainer.gradient_clip_val`."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Optimizer) -> None:
+        pl_module.gradient_norm(optimizer)
+
+
 def measure(trainer: Trainer, micro_batches: Sequence[Any]) -> Measured:
     """Makes a trial step on micro-batches; called on every rank."""
     module: Any = trainer.lightning_module
     with trial(trainer, batches=map(copy, micro_batches)) as steps:
+        trainer.callbacks = [*trainer.callbacks, _AsksForNorm()]  # type: ignore[attr-defined]
         loss = float(next(steps))
         norm = float(module.gradient_norm(trainer.optimizers[0]))
     return Measured(loss, norm)
@@ -160,16 +170,21 @@ def measure(trainer: Trainer, micro_batches: Sequence[Any]) -> Measured:
 def update_norms(
     trainer: Trainer, micro_batches: Sequence[Any], group_of: Callable[[str], str]
 ) -> dict[str, float]:
-    """Returns the norm of what a trial step changes of each group of weights; called on every rank."""
+    """Returns the norm of what a trial step changes of each group of weights, of all ranks; called on every rank."""
     module: Any = trainer.lightning_module
-    named = [(group_of(name), p) for name, p in module.network.named_parameters() if p.requires_grad]
-    before = [p.detach().clone() for _, p in named]
-    changes: dict[str, list[Tensor]] = {}
+    reshard(module)
+    groups: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in module.network.named_parameters():
+        if parameter.requires_grad:
+            groups.setdefault(group_of(name), {})[name] = parameter
+    squares = ShardedSquares(groups, module.device, trainer.strategy)
+    before = [weight.clone() for weight in squares.weights()]
     with trial(trainer, batches=map(copy, micro_batches)) as steps:
         next(steps)
-        for (group, p), old in zip(named, before, strict=True):
-            changes.setdefault(group, []).append(p.detach() - old)
-    return {group: float(total_norm(found)) for group, found in changes.items()}
+        sums = squares.sums([now - old for now, old in zip(squares.weights(), before, strict=True)])
+    if trainer.world_size > 1:
+        sums = trainer.strategy.reduce(sums, reduce_op="sum")  # type: ignore[assignment]
+    return dict(zip(squares.groups, sums.sqrt().tolist(), strict=True))
 
 
 def guilty(

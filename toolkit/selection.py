@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from core.errors import deprecated
 from core.technique import Declaration
 
-__all__ = ["Run", "Selected"]
+if TYPE_CHECKING:
+    from core.contracts import Network
+
+__all__ = ["AdvisesRuns", "Run", "Selected"]
 
 Keys = tuple[str | int, ...]
 
@@ -98,3 +101,16 @@ class Run:
             value = dict(enumerate(value)) if isinstance(value, list) else value
             value = value.get(keys[-1]) if isinstance(value, Mapping) else None
         return value, tuple(keys)
+
+
+@runtime_checkable
+class AdvisesRuns(Protocol):
+    """A callback that runs may gain from which do not select it, and whose `@technique` offers "advice"."""
+
+    @classmethod
+    def advice(cls, run: Run, network: Network) -> str | None:
+        """Returns one line for the user with what would be gained and the option that adds it, or None.
+
+        It is shown where the run could be started with the callback added. Only what the configuration says counts, so
+        that two runs of it are told the same.
+        """

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from core.training.shards import local_tensors
-from toolkit.shards import gradient_like
+from toolkit.shards import HoldsParts, gradient_like
 
 __all__ = ["ShardedSquares"]
 
@@ -25,19 +25,28 @@ class ShardedSquares:
     Args:
         groups: Name of a group -> name -> parameter, of this rank; a weight may be in several.
         device: Of the sums.
+        strategy: The run's, which may keep weights and gradients where parameters do not show them.
 
     Attributes:
         groups: Names of the groups of all ranks, in the order of the sums: a stage of a pipeline has only its own.
     """
 
-    def __init__(self, groups: Mapping[str, Mapping[str, nn.Parameter]], device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: Mapping[str, Mapping[str, nn.Parameter]],
+        device: torch.device,
+        strategy: object = None,
+    ) -> None:
         own = {name: parameter for group in groups.values() for name, parameter in group.items()}
         self._parameters = list(own.values())
+        self._holder = strategy if isinstance(strategy, HoldsParts) else None
         elements = {
             name: (local.numel(), parameter.numel())
             for (name, parameter), local in zip(own.items(), local_tensors(own.values()), strict=True)
         }
         self.groups, copies = _agree(list(groups), elements)
+        if self._holder is not None:
+            copies = dict.fromkeys(copies, 1.0)
         wide = torch.float32 if device.type == "mps" else torch.float64
         shares = torch.zeros(len(self.groups), len(own), dtype=wide)
         places = {name: index for index, name in enumerate(own)}
@@ -48,10 +57,14 @@ class ShardedSquares:
 
     def weights(self) -> list[Tensor]:
         """Returns this rank's shards of the weights, in order; no copies."""
+        if self._holder is not None:
+            return self._holder.weight_parts(self._parameters)
         return [weight.detach() for weight in local_tensors(self._parameters)]
 
     def gradients(self) -> list[Tensor | None]:
         """Returns this rank's shards of the gradients, in the order of the weights."""
+        if self._holder is not None:
+            return [*self._holder.gradient_parts(self._parameters)]
         found = [gradient_like(parameter) for parameter in self._parameters]
         return [None if gradient is None else local_tensors([gradient])[0] for gradient in found]
 

@@ -9,7 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-__all__ = ["GathersNetworks", "ReadsItself", "copy_to_shard", "gradient_like", "is_sharded"]
+__all__ = [
+    "GathersNetworks",
+    "HoldsParts",
+    "ReadsItself",
+    "RunsBackward",
+    "copy_to_shard",
+    "gradient_like",
+    "is_sharded",
+]
 
 
 @runtime_checkable
@@ -21,6 +29,34 @@ class GathersNetworks(Protocol):
 
         Called on every rank, within `core.contracts.RunsAsForward.run_as_forward`, without gradients.
         """
+
+
+@runtime_checkable
+class HoldsParts(Protocol):
+    """A strategy that keeps weights and gradients in tensors of its own, where parameters do not show them: DeepSpeed ZeRO.
+
+    Each element is on one rank. Weights are those that are trained.
+    """
+
+    def weight_parts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Returns this rank's part of each weight, flat and possibly empty; no copies."""
+
+    def gradient_parts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Returns this rank's part of each gradient, for `on_before_optimizer_step`; flat and possibly empty."""
+
+    def put_weight(self, tensor: Tensor, value: Tensor) -> None:
+        """Writes this rank's part of a weight or buffer, given the whole; called on every rank.
+
+        The network has it after `weights_restored` of `toolkit.snapshots.HoldsWeights`, once for all.
+        """
+
+
+@runtime_checkable
+class RunsBackward(Protocol):
+    """A strategy whose engine runs backward and keeps the gradients, such as DeepSpeed's."""
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Runs backward without telling callbacks of it; called on every rank."""
 
 
 @runtime_checkable

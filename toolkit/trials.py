@@ -20,11 +20,11 @@ from core.training.stopping import listen
 from toolkit import snapshots
 from toolkit.selection import Run
 
-NOT_RESTORABLE = dict.fromkeys(
-    ("DeepSpeedZero", "DeepSpeedStrategy"),
-    "it measures or draws weights one by one, and DeepSpeed keeps flat partitions of many: take --trainer.strategy=FSDP",
-)
-"""For `@technique(conflicts=...)`: strategies under which weights cannot be measured, or drawn again, in trial steps."""
+NOT_RESTORABLE = {
+    "DeepSpeedStrategy": "it restores weights and states of the optimizer, which Lightning's own does not show: take "
+    "--trainer.strategy=DeepSpeedZero"
+}
+"""For `@technique(conflicts=...)`: strategies under which the state of training cannot be restored."""
 
 
 def offloaded(run: Run) -> Iterator[str]:
@@ -53,6 +53,7 @@ def compatibility_errors(run: Run) -> Iterator[str]:
             "its trial steps cannot restore the error that PowerSGD keeps: take --trainer.strategy.compression="
             "none for this run"
         )
+    yield from offloaded(run)
 
 
 @contextmanager

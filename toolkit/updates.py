@@ -1,14 +1,31 @@
-"""Dropping an optimizer's update on the device, without the host waiting for the decision."""
+"""Dropping an optimizer's update on the device, without the host waiting for the decision; compiling updates."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-__all__ = ["DropsUpdates", "drop_update", "drops_updates"]
+__all__ = ["CompilesUpdate", "DropsUpdates", "drop_update", "drops_updates"]
+
+
+Function = Callable[..., Any]
+
+
+@runtime_checkable
+class CompilesUpdate(Protocol):
+    """An optimizer of many small kernels, of which torch.compile can make few."""
+
+    def compile_update(self, compiled: Callable[[Function], Function]) -> None:
+        """Steps with a compiled function from now on.
+
+        Args:
+            compiled: Returns a function compiled, with dynamic shapes. What changes from step to step has to be in tensors:
+                another graph is made for each other number.
+        """
 
 
 @runtime_checkable

@@ -170,7 +170,9 @@ def _make_room() -> None:
 
 
 def _forget(folder: int) -> None:
-    for key in list(_mapped):  # at once: this may be called while another folder is forgotten, or a chunk makes room
+    for key in list(
+        _mapped
+    ):  # at once: this may be called while another folder is forgotten, or a chunk makes room
         if key[0] == folder:
             _mapped.pop(key, None)
 

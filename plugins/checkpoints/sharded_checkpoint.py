@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.checkpoints.shard_writing import write
 from plugins.checkpoints.uploads import folder_of
 from toolkit.local_paths import is_url
-
-LAZY = "TORCH_GLOO_LAZY_INIT"
+from toolkit.ranks import lazy_group
 
 
 @technique(
@@ -67,16 +65,7 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
         Called on every rank as the run starts: the others would not notice a rank that dies meanwhile.
         """
-        # gloo connects each pair of ranks when they first exchange something, instead of every rank with all others.
-        before = os.environ.get(LAZY)
-        os.environ[LAZY] = "1"
-        try:
-            group: Any = dist.new_group(backend="gloo")
-        finally:
-            del os.environ[LAZY]
-            if before is not None:
-                os.environ[LAZY] = before
-        self._group = group
+        self._group = lazy_group()
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Writes this rank's shards of a checkpoint; called on every rank."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,10 +11,13 @@ from torch import Tensor
 
 from core.technique import Package, technique
 from core.training.shards import local_tensors
+from plugins.optimizers.fused_update import FusesUpdate
 from plugins.optimizers.half_precision import ChecksEps
 from plugins.optimizers.libraries import library, not_with_lightnings
 from plugins.optimizers.own_shards import StepsOwnShards
 from toolkit.shards import is_sharded
+
+AdamWScheduleFree: Any = library("schedulefree").AdamWScheduleFree
 
 
 @technique(
@@ -22,7 +26,7 @@ from toolkit.shards import is_sharded
     conflicts=not_with_lightnings("their checkpoints hold one set of weights, this has two"),
     owns=("learning_rate",),
 )
-class ScheduleFreeAdamW(ChecksEps, StepsOwnShards, library("schedulefree").AdamWScheduleFree):  # type: ignore[misc]
+class ScheduleFreeAdamW(FusesUpdate, ChecksEps, StepsOwnShards, AdamWScheduleFree):  # type: ignore[misc]
     """Schedule-Free AdamW: a running average of the weights, which replaces the decay of a learning rate schedule.
 
     Validation and checkpoints use the average; training continues from the exact trained weights. After a linear
@@ -47,6 +51,9 @@ class ScheduleFreeAdamW(ChecksEps, StepsOwnShards, library("schedulefree").AdamW
 
     group_state = ("k", "train_mode", "weight_sum", "lr_max", "scheduled_lr")
     """Keys of the parameter groups that change from step to step."""
+
+    written = ("exp_avg_sq", "z")
+    param_groups: list[dict[str, Any]]
 
     def __init__(
         self,
@@ -99,6 +106,46 @@ class ScheduleFreeAdamW(ChecksEps, StepsOwnShards, library("schedulefree").AdamW
             for number, own in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
+
+    def begin(self, group: dict[str, Any], parameters: Iterable[Tensor]) -> Sequence[float]:
+        """See `FusesUpdate`."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                own = local_tensors([parameter.detach()])[0]
+                state = {"z": own.clone(), "exp_avg_sq": torch.zeros_like(own)}
+                self.state[parameter].update(state)
+        moved: dict[str, Any] = {**group, "params": []}
+        groups = self.param_groups
+        self.param_groups = [moved]
+        try:
+            AdamWScheduleFree.step(self)  # without parameters it moves the settings of the group alone
+        finally:
+            self.param_groups = groups
+        group.update({name: moved[name] for name in self.group_state})
+        rate, count, (beta1, beta2) = moved["scheduled_lr"], moved["k"], moved["betas"]
+        total = moved["weight_sum"]
+        share = count ** moved["r"] * moved["lr_max"] ** moved["weight_lr_power"] / total if total else 0.0
+        return (
+            beta2,
+            1 - beta2,
+            1 - beta2**count,
+            moved["eps"],
+            moved["weight_decay"],
+            share,
+            rate * (beta1 * (1 - share) - 1),
+            rate,
+        )
+
+    @staticmethod
+    def update(
+        numbers: Sequence[Tensor], gradient: Tensor, parameter: Tensor, *state: Tensor
+    ) -> Sequence[Tensor]:
+        """See `FusesUpdate`."""
+        beta2, new_square, debias, eps, decay, share, ahead, rate = numbers
+        square, z = state
+        square = square * beta2 + new_square * gradient * gradient
+        step = gradient / ((square / debias).sqrt() + eps) + decay * parameter
+        return parameter.lerp(z, share) + ahead * step, square, z - rate * step
 
     def _set_mode(self, training: bool) -> None:
         for group in self.param_groups:

@@ -17,10 +17,6 @@ from plugins.strategies.deepspeed_engine import library
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
 
-CONFLICTS = {
-    "NonFiniteGuard": "it runs a step again outside of DeepSpeed's engine, which drops a step whose "
-    "gradient norm is not finite by itself",
-}
 ELEMENTWISE = (torch.optim.Adam, torch.optim.SGD, torch.optim.NAdam, torch.optim.RAdam, torch.optim.RMSprop)
 """Elementwise optimizers, which ZeRO's flat partitions need; AdamW is a subclass of Adam."""
 FORMATS = {None: 32, "32": 32, "32-true": 32, "bf16": "bf16", "bf16-mixed": "bf16", "16": 16, "16-mixed": 16}
@@ -50,7 +46,7 @@ def compatibility_errors(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     if optimizer is not None:
         yield from _optimizer(run, optimizer)
     yield from _precision(run, given)
-    yield from _techniques(run, stage)
+    yield from _techniques(run, given)
 
 
 def _nvme(run: Run, path: str | None) -> Iterator[str]:
@@ -113,19 +109,27 @@ def _word(run: Run) -> str | None:
     return None if word is None else str(word)
 
 
-def _techniques(run: Run, stage: int) -> Iterator[str]:
+def _techniques(run: Run, given: Mapping[str, Any]) -> Iterator[str]:
     by_name = {item.name: item for item in run.selected}
-    value = "clips single values of gradients, to which DeepSpeed gives no access: take norm"
-    if (clip := by_name.get("GradientClip")) and clip.arguments.get("method") == "value":
-        yield f"{run.named(clip)}, method value, {value} or adaptive"
-    if (
-        run.argument("trainer.gradient_clip_val")
-        and run.argument("trainer.gradient_clip_algorithm") == "value"
-    ):
-        yield f"trainer.gradient_clip_algorithm value {value}"
+    if given["offload_optimizer"] == "nvme":
+        yield from _on_disk(run, by_name)
     average = by_name.get("ExponentialMovingAverage")
-    if average and (stage == 3 or FORMATS.get(_word(run)) != 32):
+    if average and (given["stage"] == 3 or FORMATS.get(_word(run)) != 32):
         yield (
             f"{run.named(average)} averages full weights in float32, which the network only has in stages 1 and 2 "
             "with --trainer.precision=32-true"
         )
+
+
+def _on_disk(run: Run, by_name: Mapping[str, Selected]) -> Iterator[str]:
+    where = "are on the disk: set offload_optimizer to cpu"
+    if monitor := by_name.get("WeightMonitor"):
+        yield f"{run.named(monitor)} keeps the optimizer's weights of a step, which {where}"
+    values = f"clips single values of gradients, which {where}, or clip their norm"
+    if (clip := by_name.get("GradientClip")) and clip.arguments.get("method") == "value":
+        yield f"{run.named(clip)}, method value, {values}"
+    if (
+        run.argument("trainer.gradient_clip_val")
+        and run.argument("trainer.gradient_clip_algorithm") == "value"
+    ):
+        yield f"trainer.gradient_clip_algorithm value {values}"

@@ -133,6 +133,17 @@ class EngineOptimizer(Optimizer):
         """The states of the run's optimizer, by flat partition."""
         return self.zero.optimizer.state
 
+    def replace(self, optimizer: Optimizer) -> None:
+        """Steps the flat partitions by another optimizer from now on, which has no states yet.
+
+        Args:
+            optimizer: Was built of the network's parameters, with the groups of the present one.
+        """
+        for group, present in zip(optimizer.param_groups, self.param_groups, strict=True):
+            group["params"] = present["params"]
+        self.zero.optimizer = optimizer
+        self.defaults = optimizer.defaults
+
     def drop_update(self, drop: Tensor) -> None:
         """Leaves out the update of this step if the flag, 0-d, of any call is true; see `toolkit.updates.DropsUpdates`."""
         self._dropped = drop if self._dropped is None else self._dropped | drop
@@ -146,8 +157,12 @@ class EngineOptimizer(Optimizer):
 
         zero = self.zero
         groups = [zero.scaled_global_norm()] if self.stage < 3 else zero._get_norm_groups()
-        norm: Tensor = combine_grad_norm_groups(groups) / zero.loss_scale
-        return norm if self.factor is None else norm * self.factor.to(norm.device)
+        return self.scaled(combine_grad_norm_groups(groups))
+
+    def scaled(self, values: Tensor) -> Tensor:
+        """Returns what DeepSpeed has of gradients, or their norm, without its loss scale and times the factor."""
+        values = values / self.zero.loss_scale
+        return values if self.factor is None else values * self.factor.to(values.device)
 
     def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]  # Lightning always gives one
         """Runs the closure (forward, backward, hooks); then DeepSpeed unscales and clips gradients, and steps."""

@@ -30,6 +30,20 @@ def with_full_shapes(module: nn.Module, state: dict[str, Any], prefix: str, meta
             state[key] = torch.empty(parameter.ds_shape, dtype=parameter.dtype, device="meta")
 
 
+@contextmanager
+def in_full_shape(module: nn.Module) -> Iterator[None]:
+    """Gives sharded parameters their full shape, without memory, for what chooses among them by their dimensions."""
+    cut: list[Any] = [parameter for parameter in module.parameters() if is_cut(parameter)]
+    present = [parameter.data for parameter in cut]
+    for parameter in cut:
+        parameter.data = parameter.data.new_empty(()).expand(parameter.ds_shape)
+    try:
+        yield
+    finally:
+        for parameter, data in zip(cut, present, strict=True):
+            parameter.data = data
+
+
 # -- weights -----------------------------------------------------------------------------------------
 
 
@@ -110,6 +124,38 @@ def _own_part(value: Tensor, parameter: Any) -> Tensor:
     size = parameter.ds_tensor.numel()
     own = value.flatten()[dist.get_rank() * size :][:size]
     return nn.functional.pad(own, (0, size - own.numel()))
+
+
+def weight_part(parameter: Any, zero: Any) -> Tensor:
+    """Returns this rank's part of a trained weight in the optimizer's float32, flat, without padding; a view if it is in memory."""
+    if is_cut(parameter):
+        part, _ = zero._get_fp32_opt_state_partition(parameter, release_swap_buffers=True)
+        part = _unpadded(part.detach(), parameter)
+        return part.clone() if zero.swap_optimizer else part  # from NVMe it is in memory that is used again
+    place = parameter._hp_mapping
+    return _nothing(parameter) if place is None else place.hp_fragment.detach()
+
+
+def gradient_part(parameter: Any, zero: Any) -> Tensor:
+    """Returns this rank's part of what DeepSpeed steps by, without padding, between backward and step; a view."""
+    if is_cut(parameter):
+        part, _ = zero._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
+        return _unpadded(part, parameter)
+    place = parameter._hp_mapping
+    if place is None:
+        return _nothing(parameter)
+    found: Tensor = place.get_lp_grad_fragment(parameter._index_in_param_group)
+    return found
+
+
+def _nothing(parameter: Tensor) -> Tensor:
+    return parameter.detach().new_empty(0, dtype=torch.float32)
+
+
+def _unpadded(part: Tensor, parameter: Any) -> Tensor:
+    """Returns the elements of a partition that belong to the parameter: the last ranks may have fewer, or none."""
+    left = parameter.ds_numel - dist.get_rank() * parameter.ds_tensor.numel()
+    return part[: max(left, 0)]
 
 
 # -- states of the optimizer -------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +20,10 @@ from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
 from plugins.strategies.deepspeed_engine import EngineOptimizer
-from plugins.strategies.initial_shards import InitialShards
+from plugins.strategies.initial_shards import InitialShards, RowNorms, draw_shard
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.tensors import replace, state_of
+from toolkit.initial_values import Start
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -33,7 +34,6 @@ Place = Literal["none", "cpu", "nvme"]
 @technique(
     paper="ZeRO, arXiv:1910.02054; ZeRO-Offload, arXiv:2101.06840; ZeRO-Infinity, arXiv:2104.07857; deepspeed",
     needs=(Package("deepspeed>=0.19,<0.20", extra="deepspeed"),),
-    conflicts=deepspeed_checks.CONFLICTS,
     strategy_words=("deepspeed",),
     replaces={
         "DeepSpeedStrategy": "Lightning's hides gradients from what has to scale them by the number of tokens"
@@ -163,11 +163,17 @@ class DeepSpeedZero(MeshStrategy):
             yield parameter
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Builds the run's optimizer, which only DeepSpeed refers to.
+        """Builds the run's optimizer, which only DeepSpeed refers to; techniques that find a learning rate build it again.
 
         Lightning's wrapper would inherit its destructor, which in DeepSpeed's own optimizers frees their kernel.
         """
-        [self._inner], self.lr_scheduler_configs = lightning_compat.init_optimizers(self.language_module)
+        module = self.language_module
+        with deepspeed_state.in_full_shape(module):
+            [inner], self.lr_scheduler_configs = lightning_compat.init_optimizers(module)
+        if self.zero is None:
+            self._inner = inner
+        else:
+            self._stepped.replace(inner)
 
     def _start_engine(
         self, module: LightningModule, optimizer: Optimizer | None, format: torch.dtype
@@ -195,7 +201,7 @@ class DeepSpeedZero(MeshStrategy):
         )[0]
         if optimizer is not None:
             self.zero = self.model.optimizer
-            self.optimizers = [EngineOptimizer(self.model, self.stage)]
+            self.optimizers, self._inner = [EngineOptimizer(self.model, self.stage)], None
 
     # -- steps ------------------------------------------------------------------------------------
 
@@ -219,9 +225,12 @@ class DeepSpeedZero(MeshStrategy):
         """Runs DeepSpeed's backward, which averages gradients over the ranks."""
         module = self.language_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # calls hooks
-        # Lightning divides by the number of micro-batches.
-        self._engine.backward(closure_loss, scale_wrt_gas=False)
+        self.run_backward(closure_loss)
         return self.precision_plugin.post_backward(closure_loss, module)
+
+    def run_backward(self, loss: Tensor) -> None:
+        """Runs DeepSpeed's backward without telling callbacks of it; see `toolkit.shards.RunsBackward`."""
+        self._engine.backward(loss, scale_wrt_gas=False)  # Lightning divides by the number of micro-batches
 
     @property
     def _engine(self) -> Any:
@@ -242,8 +251,28 @@ class DeepSpeedZero(MeshStrategy):
         return self._stepped.gradient_norm()
 
     def clip_gradients(self, optimizer: Any, clip: float | None = None, algorithm: str | None = None) -> None:
-        """Makes the step scale gradients to a norm of at most `clip`."""
-        self.zero.clip_grad = float(clip or 0.0)
+        """Makes the step scale gradients to a norm of at most `clip`, or clamps each value to it ("value")."""
+        self.zero.clip_grad = 0.0 if algorithm == "value" else float(clip or 0.0)
+        if clip and algorithm == "value":
+            limit = clip / self._stepped.scaled(torch.ones((), device=self.root_device))
+            trained = (p for p in self.language_module.parameters() if id(p) in self.numbers)
+            for part in self._gradients(trained):
+                part.clamp_(-limit.to(part), limit.to(part))
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def weight_parts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Returns this rank's part of each weight, in the optimizer's float32; see `toolkit.shards.HoldsParts`."""
+        return [deepspeed_state.weight_part(parameter, self.zero) for parameter in parameters]
+
+    def gradient_parts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Returns this rank's part of each gradient, times the factor of the step."""
+        return [self._stepped.scaled(part.flatten().float()) for part in self._gradients(parameters)]
+
+    def _gradients(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+        if self.offload_optimizer != "none" and self.root_device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # DeepSpeed copies them to the host without waiting
+        return [deepspeed_state.gradient_part(parameter, self.zero) for parameter in parameters]
 
     # -- snapshots --------------------------------------------------------------------------------
 
@@ -254,6 +283,24 @@ class DeepSpeedZero(MeshStrategy):
     def weights_restored(self) -> None:
         """Copies the partitions to the network; called on every rank."""
         deepspeed_state.copy_weights_to_network(self.zero, self.stage)
+
+    def draw_weights(self) -> bool:
+        """Draws all weights again, one at a time; False if rank 0 has to initialise them."""
+        drawn = super().draw_weights()
+        if drawn:
+            self.weights_restored()
+        return drawn
+
+    def draw_weight(self, tensor: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
+        """Draws a whole parameter or buffer, and keeps this rank's part."""
+        whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
+        draw_shard(whole, start, seed, name)
+        self.put_weight(tensor, whole)
+
+    def put_weight(self, tensor: Tensor, value: Tensor) -> None:
+        """Writes this rank's part of a parameter or buffer, rounded as DeepSpeed rounded it at first."""
+        value = value.to(self.root_device, tensor.dtype)
+        deepspeed_state.put_weight(tensor, value, self.zero)
 
     # -- checkpoints ------------------------------------------------------------------------------
 

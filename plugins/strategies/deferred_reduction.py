@@ -34,12 +34,13 @@ class DeferredReduction:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Context of the backward of a micro-batch that others of its step follow."""
+        """Context of the backward of a micro-batch, or of a part of one within it, that others of its step follow."""
+        before = self._deferring
         self._defer(True)
         try:
             yield
         finally:
-            self._defer(False)
+            self._defer(before)
         self._widen()
 
     def check(self) -> None:

@@ -29,10 +29,10 @@ from core.training import shards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.strategies import gradients, initial_shards, tensors
 from plugins.strategies.deferred_reduction import DeferredReduction
-from plugins.strategies.initial_shards import Begins, InitialShards, Stored
+from plugins.strategies.initial_shards import Begins, InitialShards, RowNorms, Stored
 from plugins.strategies.mixed_precision import FORMATS, Format, Formats
 from plugins.strategies.shared_scaler import SharedScaler
-from toolkit.initial_values import new_seed
+from toolkit.initial_values import Start, named, new_seed
 from toolkit.initial_weights import SeesWeights
 
 
@@ -248,11 +248,15 @@ class MeshStrategy(ParallelStrategy):
             return False
         network, seed = self.language_module.network, self._common_seed()
         shards.reshard(network)
-        for name, tensor in tensors.named_tensors(network).items():
+        for name, tensor in named(network):
             start, key = initial_shards.opened(name, self.starts[initial_shards.PREFIX + name])
             start = start.otherwise if isinstance(start, Stored) else start
-            initial_shards.draw_shard(tensor, start, seed, key)
+            self.draw_weight(tensor, start, seed, key)
         return True
+
+    def draw_weight(self, tensor: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
+        """Draws this rank's shard of a parameter or buffer; called on every rank."""
+        initial_shards.draw_shard(tensor.detach(), start, seed, name)
 
     def model_to_device(self) -> None:
         """Does nothing: `setup` places each shard."""

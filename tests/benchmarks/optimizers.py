@@ -1,11 +1,13 @@
 """What each optimizer costs and brings: state, step time, validation loss at equal tokens.
 
     python -m tests.benchmarks.optimizers --picture optimizers.png
+    python -m tests.benchmarks.optimizers --compiled
 
 State: bytes of all tensors of the state after a step, per parameter. Step time: CPU time of the step alone, on the
 quickstart's network, as a ratio to fused AdamW's, which takes every second turn in the same process; the median of
 the ratios. Validation loss: `fit` on the quickstart's text with its seed, batches and schedule, for so many steps,
-at the best of a few learning rates.
+at the best of a few learning rates. With `--compiled`: the step of those whose update Compile compiles, beside that of their library,
+in CPU time and in turn, and the seconds of the first compiled step, which the compiler takes with an empty cache.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +30,9 @@ import torch
 import yaml
 
 from core import catalog
+from tests.benchmarks.compiled_step import LLAMA, SIZES
 from toolkit import pictures
+from toolkit.updates import CompilesUpdate
 
 RATES: dict[str, tuple[float, ...]] = {
     "AdamW": (2e-3, 4e-3, 8e-3),
@@ -52,12 +57,13 @@ HOUSE = Path(__file__).resolve().parents[2]
 QUICKSTART = HOUSE / "configs" / "quickstart.yaml"
 
 
-def network() -> Any:
-    """Returns the quickstart's network with random gradients."""
+def network(options: Mapping[str, Any] | None = None) -> Any:
+    """Returns a network, that of the quickstart if none is given, with random gradients."""
     from plugins.networks.gpt import GPT
 
     torch.manual_seed(0)
-    built = GPT(**yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))["model"]["network"]["init_args"])
+    written = yaml.safe_load(QUICKSTART.read_text(encoding="utf-8"))
+    built = GPT(**(options or written["model"]["network"]["init_args"]))
     for block in built.blocks:
         for parameter in block.parameters():
             if parameter.ndim == 2:
@@ -115,6 +121,43 @@ def cost(name: str, rounds: int) -> tuple[float, float]:
     if name == "SOAP":  # every tenth step makes a new basis: the mean, not the median
         return state_bytes(stepped) / sum(p.numel() for p in own.parameters()), statistics.mean(ratios)
     return state_bytes(stepped) / sum(p.numel() for p in own.parameters()), statistics.median(ratios)
+
+
+def compiled_cost(name: str, size: str, rounds: int) -> tuple[float, float, list[float], float]:
+    """Returns seconds of a step as it is and compiled, quartiles of the ratios, and seconds of the first compiled step."""
+    options = {key: value for key, value in SIZES[size].items() if key not in ("rows", "length")} | LLAMA
+    own, other = network(options), network(options)
+    library, fused = optimizer(name, own), optimizer(name, other)
+    torch.compiler.reset()
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache
+        fused.compile_update(partial(torch.compile, dynamic=True))
+        begin = time.perf_counter()
+        fused.step()
+        first = time.perf_counter() - begin
+        library.step()
+        times = [(seconds(library), seconds(fused)) for _ in range(rounds)]
+    ratios = statistics.quantiles((slow / fast for slow, fast in times), n=4)
+    return *(statistics.median(side) for side in zip(*times, strict=True)), ratios, first
+
+
+def print_compiled(names: list[str], rounds: int) -> None:
+    """Prints one line for each optimizer whose update is compiled, and size."""
+    print(
+        "| optimizer | size | ms a step | compiled | times as fast (quartiles) | first step, s |\n"
+        + "| --- " * 6
+        + "|"
+    )
+    for name in names:
+        if not issubclass(catalog.find(name, "optimizers").load(), CompilesUpdate):
+            continue
+        for size in SIZES:
+            slow, fast, ratios, first = compiled_cost(name, size, rounds)
+            print(
+                f"| {name} | {size} | {slow * 1000:.1f} | {fast * 1000:.1f} | {ratios[1]:.1f} ({ratios[0]:.1f} to {ratios[2]:.1f}) | "
+                f"{first:.0f} |",
+                flush=True,
+            )
 
 
 def validation_loss(name: str, rate: float, steps: int, folder: Path) -> float:
@@ -195,7 +238,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40, help="timed steps: %(default)s")
     parser.add_argument("--rates", choices=("all", "one"), default="all", help="learning rates: %(default)s")
     parser.add_argument("--picture", type=Path, help="where to draw")
+    parser.add_argument("--compiled", action="store_true", help="measure compiled updates alone")
     options = parser.parse_args()
+    if options.compiled:
+        print_compiled(options.names or list(RATES), options.rounds)
+        return
     parameters = sum(p.numel() for p in network().parameters())
     print(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, {parameters:,} parameters, {options.steps} steps"

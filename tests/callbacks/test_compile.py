@@ -17,6 +17,9 @@ from plugins.networks.gpt import GPT
 from plugins.networks.mixtral import Mixtral
 from plugins.objectives.balanced_routing import BalancedRouting
 from plugins.objectives.causal_lm import CausalLM
+from plugins.optimizers.ademamix import AdEMAMix
+from plugins.optimizers.lion import Lion
+from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from tests.support.cli_runs import RUN, checkpoint, core, finished, state, trained  # noqa: F401
 from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_batches
 
@@ -29,9 +32,9 @@ def new_compiler():
     torch.compiler.reset()  # what another test compiled of the same code counts
 
 
-def fitted(folder, callbacks, batches, network=tiny_gpt, ckpt_path=None, **options):
+def fitted(folder, callbacks, batches, network=tiny_gpt, ckpt_path=None, parts=None, **options):
     """Returns the module, the losses, and what the run folder says of the compiler."""
-    record, made = Record(), module(network)
+    record, made = Record(), module(network, **(parts or {}))
     fit(folder, made, batches, [*callbacks, record], ckpt_path=ckpt_path, max_epochs=1, **options)
     said = json.loads((folder / FILE).read_text()) if (folder / FILE).exists() else None
     return made, [figures["train/loss"] for figures in record.figures], said
@@ -45,29 +48,32 @@ def assert_close(one, other):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("scope", "device"),
+    ("scope", "device", "stepped"),
     [
-        pytest.param("blocks", "cpu", marks=pytest.mark.ci),
-        pytest.param("whole", "cpu", marks=pytest.mark.slow),
-        pytest.param("blocks", "gpu", marks=pytest.mark.gpu),
-        pytest.param("whole", "gpu", marks=pytest.mark.gpu),
+        pytest.param("blocks", "cpu", False, marks=pytest.mark.ci),
+        pytest.param("whole", "cpu", True, marks=pytest.mark.slow),
+        pytest.param("blocks", "gpu", True, marks=pytest.mark.gpu),
+        pytest.param("whole", "gpu", True, marks=pytest.mark.gpu),
     ],
 )
-def test_compiled_weights_and_losses_are_those_without(scope, device, tmp_path):
+def test_compiled_weights_and_losses_are_those_without(scope, device, stepped, tmp_path):
     """With inductor's kernels. They are kept in the given folder: another run has the same bits and compiles nothing."""
     batches, options = uneven_batches(4), {"accelerator": device}
+    if stepped:  # the epsilon keeps gradients that are zero in theory from moving anything
+        options["parts"] = {"optimizer": lambda groups: AdEMAMix(groups, lr=0.01, eps=1e-3)}
+    compiler = {"scope": scope, "cache": str(tmp_path / "cache"), "optimizer": stepped}
     plain, losses, said = fitted(tmp_path / "plain", [], batches, **options)
     assert said is None
     cache = tmp_path / "cache"
-    made, found, said = fitted(tmp_path / "compiled", [Compile(scope, cache=str(cache))], batches, **options)
+    made, found, said = fitted(tmp_path / "compiled", [Compile(**compiler)], batches, **options)
     assert found == pytest.approx(losses, rel=ROUNDING)
     assert_close(made.state_dict(), plain.state_dict())
-    assert len(said["graphs"]) == 1
+    assert len(said["graphs"]) == 1 + stepped
     assert said["breaks"] == []
     kernels = set(cache.rglob("*.so")) | set(cache.rglob("*.cubin"))
     assert kernels
     torch.compiler.reset()
-    again, same, _ = fitted(tmp_path / "again", [Compile(scope, cache=str(cache))], batches, **options)
+    again, same, _ = fitted(tmp_path / "again", [Compile(**compiler)], batches, **options)
     assert same == found
     assert all(torch.equal(made.state_dict()[name], w) for name, w in again.state_dict().items())
     assert set(cache.rglob("*.so")) | set(cache.rglob("*.cubin")) == kernels
@@ -226,13 +232,65 @@ def test_a_copy_computes_with_its_own_weights():
     assert list(copied.state_dict()) == list(tiny_gpt().state_dict())
 
 
-def test_settings_of_the_process_are_restored(tmp_path):
+@pytest.mark.parametrize("scope", ["blocks", pytest.param("whole", marks=pytest.mark.ci)])
+def test_a_second_fit_begins_anew(scope, tmp_path, capfd):
+    """After one that an error ended: with another module, and with that module again."""
     from torch._dynamo import config
 
-    before = config.recompile_limit, config.optimize_ddp
-    made, _, _ = fitted(tmp_path, [Compile("whole", backend="eager")], uneven_batches(2))
+    before, compile_ = (config.recompile_limit, config.optimize_ddp), Compile(scope, backend="eager")
+    with pytest.raises(ZeroDivisionError):
+        fitted(tmp_path / "ended", [compile_, Fail()], uneven_batches(2))
     assert (config.recompile_limit, config.optimize_ddp) == before
-    assert "compute_loss" not in vars(made)
+    made, batches = module(tiny_gpt), uneven_batches(2)
+    for lengths in (1, 2):
+        folder = tmp_path / str(lengths)
+        fit(folder, made, batches, [compile_], max_epochs=1)
+        assert len(json.loads((folder / FILE).read_text())["graphs"]) == lengths
+        assert "not compiled" not in capfd.readouterr().err
+        assert (config.recompile_limit, config.optimize_ddp) == before
+        assert "compute_loss" not in vars(made)
+        batches += uneven_batches(2, length=14)
+
+
+class Fail(Callback):
+    def on_train_batch_start(self, *args):
+        raise ZeroDivisionError
+
+
+# The optimizer --------------------------------------------------------------------------------------------
+
+SCHEDULED = [
+    pytest.param(AdEMAMix, {"alpha_beta3_steps": 20}, id="AdEMAMix"),
+    pytest.param(Lion, {}, id="Lion", marks=pytest.mark.ci),
+    pytest.param(ScheduleFreeAdamW, {"warmup_steps": 10}, id="ScheduleFreeAdamW", marks=pytest.mark.ci),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), SCHEDULED)
+def test_one_graph_steps_all_weights_at_every_rate(kind, options, tmp_path):
+    """Thirty steps; of the network's graphs there is one. ScheduleFree's and AdEMAMix's settings change by themselves, too."""
+
+    def stepped(name, **changes):
+        rates = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))  # noqa: E731
+        made = module(
+            lambda: tiny_gpt(
+                bias=False
+            ),  # keys' biases have gradients of rounding alone, whose sign is chance
+            optimizer=lambda groups: kind(groups, lr=0.01, **options),
+            lr_scheduler=rates,
+        )
+        runner = fit(
+            tmp_path / name, made, uneven_batches(30), [Compile(backend="eager", **changes)], max_epochs=1
+        )
+        said = json.loads((tmp_path / name / FILE).read_text())
+        assert said["breaks"] == []
+        return made.state_dict(), runner.optimizers[0].param_groups[0], len(said["graphs"])
+
+    weights, group, graphs = stepped("library")
+    found, same, more = stepped("compiled", optimizer=True)
+    assert_close(found, weights)
+    assert {**same, "params": 0} == {**group, "params": 0}
+    assert (graphs, more) == (1, 2)
 
 
 # Mistakes -----------------------------------------------------------------------------------------------
@@ -243,6 +301,10 @@ def test_settings_of_the_process_are_restored(tmp_path):
     [
         (["--trainer.callbacks.scope=block"], "Did you mean blocks?"),
         (["--trainer.callbacks.scope=whole", "--trainer.callbacks+=ActivationOffload"], "take scope=blocks"),
+        (
+            ["--trainer.callbacks.optimizer=true"],
+            "AdamW steps with one kernel of torch's already: set optimizer to false",
+        ),
         (["--trainer.callbacks+=StochasticDepth"], "each number of rows would be compiled"),
         (["--trainer.callbacks.cache=s3://bucket/cache"], "not to URLs"),
     ],

@@ -10,6 +10,7 @@ import pytest
 
 from callbacks.convergence_monitor import SLOPE, judge, slope_at_end
 from core.errors import ConfigError
+from tests.support import token_runs
 from tests.support.cli_runs import checkpoint, core, state  # noqa: F401
 from tests.support.same_states import same
 
@@ -96,6 +97,23 @@ def test_a_run_that_diverges_begins_again_and_a_resumed_one_does_the_same(core):
         again = state(checkpoint(14, WATCHED))
         for part in ("state_dict", "optimizer_states", "loops"):
             assert same(again[part], end[part]), (path, part)
+
+
+@pytest.mark.slow
+def test_under_zero_a_run_begins_again_as_under_ddp():
+    uphill = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5, "maximize": True}}
+    parts = (
+        {"trainer": {"max_steps": 9, "val_check_interval": 1}, "model": {"optimizer": uphill}},
+        token_runs.callback("ConvergenceMonitor", window=5, tolerance=0.0, restarts=1),
+    )
+    zero = token_runs.strategy("DeepSpeedZero", stage=3, persistence_threshold=0)
+    found = token_runs.fit(*parts, zero, ranks=2)
+    expected = token_runs.fit(*parts, token_runs.strategy("DDP"), ranks=2)
+    assert "begins again at step 5 from seed" in found.error_text
+    losses = [
+        [figures["train/loss"] for figures in run.record["figures"].values()] for run in (found, expected)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 @pytest.mark.ci

@@ -76,6 +76,8 @@ RANKS = {
         "trainer": {**strategy("FSDP")["trainer"], "num_sanity_val_steps": 1}
     },  # leaves parameters gathered
     "tensor": strategy("HybridParallel", tensor=2),
+    "ZeRO-2": strategy("DeepSpeedZero", stage=2, offload_optimizer="cpu"),
+    "ZeRO-3": strategy("DeepSpeedZero", stage=3, persistence_threshold=0),
 }
 
 

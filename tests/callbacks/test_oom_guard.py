@@ -1,10 +1,13 @@
 """A run that would die goes on in smaller parts, loses nothing, and is the run that had them from the start."""
 
+import numpy as np
 import pytest
 import torch
 
 from callbacks.oom_guard import OOMGuard, split
+from conformance.workshop import workshop
 from core.errors import ConfigError
+from datamodules.preparation.writers.token_shards import TokenShards
 from tests.support.same_run import weights_apart
 from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
 
@@ -74,12 +77,63 @@ def test_a_resumed_run_goes_on_in_parts():
     assert "OOMGuard: out of memory" not in found.error_text
 
 
-@pytest.mark.parametrize("batch", [pytest.param(0, marks=pytest.mark.slow), 1])
-def test_one_of_two_ranks_runs_out(batch):
-    parts = MODEL, strategy("DDP"), shape(8, 2)
-    found = fit(*parts, squeezed(rank=1, batch=batch), ranks=2)
-    assert state_of(found, "OOMGuard") == {"parts": 1}  # rank 0's
-    is_the_same_run(found, fit(*parts, ranks=2))
+@pytest.mark.parametrize(
+    ("sharing", "batch", "parts"),
+    [
+        pytest.param("DDP", 0, 1, marks=pytest.mark.slow),
+        ("DDP", 1, 1),
+        pytest.param("FSDP", 0, 2, marks=pytest.mark.slow),
+        pytest.param("FSDP", 1, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_one_of_two_ranks_runs_out(sharing, batch, parts):
+    usual = MODEL, strategy(sharing), shape(8, 2)
+    found = fit(*usual, squeezed(step=1, rank=1, batch=batch), ranks=2)
+    assert "out of memory in step 2, on rank 1" in found.error_text
+    assert state_of(found, "OOMGuard") == {"parts": parts}  # rank 0's
+    is_the_same_run(found, fit(*usual, ranks=2))
+
+
+def same_steps(steps, ranks):
+    """Returns the overlay of steps that all have the same batches, and change nothing."""
+    folder = workshop() / f"{steps} same steps of {ranks} ranks"
+    step = np.random.default_rng(0).integers(0, 64, ranks * 2 * 4 * 12)  # two micro-batches of 4 rows
+    for part, times in (("train", steps + 1), ("validation", 1)):
+        TokenShards(1 << 20).write([np.tile(step, times)], folder / part, vocab_size=64)
+    return {
+        "trainer": {"max_steps": steps, "accumulate_grad_batches": 2, "limit_val_batches": 0},
+        "model": {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.0}}},
+        "data": {"init_args": {"folder": str(folder), "shuffle": False}},
+    }
+
+
+@pytest.mark.parametrize(
+    ("sharding", "steps", "ranks"),
+    [
+        pytest.param(strategy("FSDP", stage=2), 20, 2, marks=pytest.mark.ci),
+        pytest.param(strategy("FSDP", stage=3), 152, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 152, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, 4, marks=pytest.mark.slow),
+        pytest.param(strategy("HybridParallel", data_shard=2), 62, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, steps, ranks):
+    """In forward or backward, in either micro-batch, on one rank or two: gradients are those of a step in parts, bit by bit."""
+    fails = {
+        "class_path": "tests.support.failing.FailsAnywhere",
+        "init_args": {"failures": steps * 3 // 4},
+    }
+    guard = callback("OOMGuard", memory_limit=ENDLESS)["trainer"]["callbacks"]
+    fit(sharding, same_steps(steps, ranks), {"trainer": {"callbacks": [fails, *guard]}}, ranks=ranks)
+
+
+@pytest.mark.ci
+def test_ranks_that_share_weights_end_where_a_row_does_not_fit():
+    done = fit(MODEL, strategy("FSDP"), shape(2, 1), squeezed(limit=500_000, rank=1), ranks=2, code=1)
+    assert done.codes[1] == 2
+    said = (done.folder.parent / "output.1.err").read_text(encoding="utf-8")
+    assert "Out of memory on rank 1, also with a single row" in said
+    assert "Another rank died: rank 1" in done.error_text
 
 
 def test_a_row_that_does_not_fit_ends_the_run():
@@ -107,7 +161,7 @@ def test_the_limit_is_in_bytes():
     ("parts", "said"),
     [
         ([callback("OOMGuard")], "memory_limit is needed on a CPU"),
-        ([squeezed(), strategy("HybridParallel")], "BatchSizeFinder finds before the run what fits"),
+        ([squeezed(), strategy("HybridParallel", tensor=2)], "set --trainer.strategy.tensor=1"),
         ([squeezed(), strategy("DDP", compression="bf16")], "--trainer.strategy.compression=none"),
         (
             [squeezed(), {"trainer": {"strategy": "ddp_find_unused_parameters_true"}}],

@@ -51,6 +51,10 @@ STRATEGIES = [
     {"class_path": "FSDP"},
     {"class_path": "HybridParallel", "init_args": {"tensor": 2}},
     {"class_path": "HybridParallel", "init_args": {"pipeline": 2}},
+    pytest.param(
+        {"class_path": "DeepSpeedZero", "init_args": {"stage": 3, "persistence_threshold": 0}},
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -121,6 +121,8 @@ RANKS = {
     "FSDP": (strategy("FSDP"),),
     "tensor": (strategy("HybridParallel", tensor=2), ROTARY),
     "pipeline": (strategy("HybridParallel", pipeline=2),),
+    "ZeRO-2": (strategy("DeepSpeedZero", stage=2),),
+    "ZeRO-3": (strategy("DeepSpeedZero", stage=3, persistence_threshold=0),),
 }
 
 
@@ -130,14 +132,25 @@ RANKS = {
     [
         "FSDP",
         pytest.param("tensor", marks=pytest.mark.ci),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "pipeline")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "pipeline", "ZeRO-2", "ZeRO-3")),
     ],
 )
 def test_two_ranks_go_on_with_the_best_seed(name):
     found = fit(*RANKS[name], RESTART, ranks=2)
     best = state_of(found, "RandomRestart")["seed"]
-    assert best == int(np.argmin(losses_of(found)[1][-1, 1:]))
+    losses = losses_of(found)[1]
+    assert best == int(np.argmin(losses[-1, 1:]))
+    assert len({*losses[0, 1:]}) == 4  # each seed has weights of its own
     ended_alike(found, fit(*RANKS[name], seed(best), ranks=2))
+
+
+@pytest.mark.ci
+def test_under_zero_the_run_begins_with_the_best_seed_at_the_rate_that_is_found():
+    zero, finder = RANKS["ZeRO-3"][0], callback("LRFinder", num_steps=12, min_lr=1e-3, then="use")
+    found = fit(zero, callbacks(finder, RESTART), ranks=2)
+    best, rate = state_of(found, "RandomRestart")["seed"], state_of(found, "LRFinder")["rate"]
+    assert len({*losses_of(found)[1][0, 1:]}) == 4  # each seed has weights of its own
+    ended_alike(found, fit(zero, seed(best), {"model": {"optimizer": {"init_args": {"lr": rate}}}}, ranks=2))
 
 
 @pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])

@@ -11,11 +11,15 @@ from lightning.pytorch.callbacks import Callback
 from callbacks.activation_monitor import ActivationMonitor
 from callbacks.spike_report import REQUEST, ROLLBACKS, SpikeReport
 from callbacks.weight_monitor import WeightMonitor
+from conformance.case import tiny, with_text
+from conformance.runs import run
+from conformance.workshop import workshop, write_config
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.cli.preflight import ordered
 from plugins.optimizers.adamw import AdamW
 from tests.benchmarks.guilty_document import judge, tokenizer
+from tests.support.same_run import same_bits
 from tests.support.tiny_training import VOCAB, Record, module, trainer
 from tests.support.tokens import StoredTokens
 from toolkit.snapshot_ring import SnapshotRing
@@ -76,6 +80,45 @@ def test_a_report_on_request_lists_the_documents_of_the_step(train, tmp_path, mi
     parts = [part for place in places for part in place.split("; ")]
     assert sum(int(part.rpartition("+")[2]) for part in parts) == 4 * 12 * micro_batches
     assert set(report["blocks"]) >= {"embed_tokens", "layers.0", "layers.1"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_under_zero_a_report_says_what_it_says_in_one_process(stage):
+    def train(name, rows, ranks=1, strategy="auto", report=True):
+        folder = workshop() / f"spike-report-{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / REQUEST).touch()
+        callbacks = [
+            {"class_path": "conformance.recorder.Recorder", "init_args": {"folder": str(folder)}},
+            *([{"class_path": "SpikeReport", "init_args": {"window": 100}}] if report else []),
+            {"class_path": "conformance.recorder.Saver", "init_args": {"folder": str(folder), "save_at": 4}},
+        ]
+        trainer = {
+            "devices": ranks, "strategy": strategy, "default_root_dir": str(folder), "callbacks": callbacks,
+            "max_steps": 4, "log_every_n_steps": 2, "plugins": [{"class_path": "AtomicCheckpoint"}],
+        }  # fmt: skip
+        optimizer = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}
+        overlay = {
+            "trainer": trainer,
+            "model": {"optimizer": optimizer},
+            "data": {"init_args": {"batch_size": rows}},
+        }
+        values = with_text(tiny([overlay]), {})
+        done = run(["fit", f"--config={write_config(folder.name, values)}"], folder, ranks=ranks)
+        assert done.code == 0, done.error_text
+        return done
+
+    def said(done):
+        return json.loads(next((done.folder / "spike_report").glob("*.json")).read_text())
+
+    zero = {"class_path": "DeepSpeedZero", "init_args": {"stage": stage, "persistence_threshold": 0}}
+    found, alone = train(f"zero-{stage}", 2, 2, zero), train("alone", 4)
+    one, other = said(found), said(alone)
+    assert one.pop("blocks") == pytest.approx(other.pop("blocks"), rel=1e-3)  # rounded to the weights
+    assert one == other
+    without = train(f"without-{stage}", 2, 2, zero, report=False)
+    assert same_bits(found.checkpoint()["state_dict"], without.checkpoint()["state_dict"])
 
 
 class Planted(Callback):

@@ -170,7 +170,7 @@ def test_what_a_network_sees_is_measured():
     torch.manual_seed(0)
     network = tiny_gpt(position="rotary").eval()
     [batch] = uneven_batches(1)
-    assert visibility(network, batch) == {"doctor/sees_future": 0.0}
+    assert not any(visibility(network, batch).values())
     ids = torch.tensor([[0] * 5 + [1] * 7] * 2)
     positions = torch.tensor([[*range(5), *range(7)]] * 2)
     separate = batch | {"document_ids": ids, "position_ids": positions}

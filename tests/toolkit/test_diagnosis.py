@@ -15,6 +15,7 @@ from toolkit.diagnosis.data_probes import (
     repeated_rows,
     seen_spans,
 )
+from toolkit.diagnosis.foreign import found
 from toolkit.diagnosis.report import read_config, remedy_text
 
 CONFIG = {
@@ -162,6 +163,8 @@ def changed(path, value):
         ("weight_decay_too_large", "model.optimizer.init_args.weight_decay", 30.0),
         ("epsilon_too_large", "model.optimizer.init_args.eps", 1.0),
         ("clip_too_low", "trainer.gradient_clip_val", 1e-6),
+        ("optimizer_state_lost", "model.optimizer.init_args.betas", [0.0, 0.0]),
+        ("stale_gradients", "model.optimizer.init_args.betas", [0.9995, 0.999]),
         ("warmup_too_long", "model.lr_scheduler.init_args.warmup_steps", 0.9),
     ],
 )
@@ -197,6 +200,28 @@ def test_a_part_of_another_package_is_taken_out_or_unwrapped():
     wrapped = {"class_path": "acme.Packing", "init_args": {"inner": {"class_path": "BestFit"}}}
     [finding] = diagnose(Case(history, changed("data.init_args.packing", wrapped)))
     assert finding.remedy["data"]["init_args"]["packing"] == {"class_path": "BestFit"}
+    derived = {"class_path": "acme.OurAdamW", "init_args": {"lr": 1e-3, "factor": 2.0}}
+    case = Case(healthy(), changed("model.optimizer", derived))
+    own = {"class_path": "AdamW", "init_args": {"lr": 1e-3}}
+    assert found(case, "rate_too_high", 1, "", 0.9).remedy == {"model": {"optimizer": own}}
+
+
+def test_an_adapter_is_for_weights_that_were_read():
+    history = healthy()
+    with_figure("doctor/frozen", 0.9, (1,))(history)
+    config = changed("trainer.callbacks", [{"class_path": "Freeze", "init_args": {"last_blocks": 1}}])
+    [finding] = diagnose(Case(history, config))
+    assert finding.cause == "frozen_weights"
+    assert finding.remedy == {"trainer": {"callbacks": {"Freeze": None}}}
+    config["model"]["weights"] = "runs/base"
+    assert causes(history, config) == []
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(0, []), (32, ["batch_too_small"]), (4096, [])])
+def test_a_step_has_enough_tokens(tokens, expected):
+    history = healthy()
+    history.add(40, {"train/tokens": 40.0 * tokens})
+    assert causes(history) == expected
 
 
 def test_history_goes_back_and_is_bounded(tmp_path):

@@ -13,6 +13,7 @@ from toolkit.diagnosis.comparisons import initial_figures
 from toolkit.diagnosis.foreign import KINDS
 from toolkit.diagnosis.network_comparison import NetworkComparison
 from toolkit.diagnosis.row_comparison import compare
+from toolkit.diagnosis.step_comparison import StepSize
 
 
 def compared(change=lambda network: None, objective=None, **options):
@@ -101,7 +102,9 @@ def test_an_objective_that_differs_is_known_by_its_gradient():
     found = compared(objective=Changed(factor=3.0))
     assert found["objective_factor"] == pytest.approx(3.0, rel=1e-5)
     assert found["objective_rest"] < 1e-5
+    assert compared(objective=CausalLM(l2=0.1))["objective_of_weights"] > 0.9
     found = compared(objective=Changed(reward=0.01))
+    assert found["objective_of_weights"] < 0.0
     assert found["objective_slope"] < 0
     assert found["objective_labelled"] >= 1.0
     assert found["objective_rest"] > 0.01
@@ -143,3 +146,21 @@ def test_initial_weights_are_those_of_the_configuration_or_not():
     assert found["doctor/initial_size"] == pytest.approx(3.0, rel=0.1)
     assert found["doctor/initial_center"] == pytest.approx(1.0, rel=0.2)
     assert found["doctor/initial_alike"] == 1.0
+
+
+@torch.no_grad()
+def test_what_is_taken_back_of_a_step_is_measured():
+    network = torch.nn.Linear(4, 4, bias=False)
+    size = StepSize(SimpleNamespace(network=network))
+    first = network.weight.clone()
+    for kept in (0.02, 1.0):
+        size.begin()
+        before = network.weight.clone()
+        network.weight.mul_(1.1)
+        [step] = size.figures().values()
+        assert step == pytest.approx(0.1, rel=1e-5)
+        if kept < 1:
+            network.weight.copy_(before + kept * 0.1 * before)
+        found = [*size.taken_back().values()]
+        assert found == (pytest.approx([1 - kept, 1.0], rel=1e-4) if kept < 1 else [])
+    assert torch.allclose(network.weight, 1.1 * 1.002 * first)

@@ -6,12 +6,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.lone_ranks import WithoutOthers
 
 RANKS = 4
 
-gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # which warns where it has another name
+gather = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)  # which warns where it has another name
 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -40,6 +43,31 @@ def test_each_collective_has_the_shape_of_all_ranks_and_the_values_of_this_one()
     assert exchanged.tolist() == [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
     assert torch.equal(summed, own)
     assert torch.equal(sent, own)
+
+
+class Sent(TorchDispatchMode):
+    """Notes the operators that get this far."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_after_the_first_ones_collectives_are_made_with_the_others():
+    own, whole = torch.arange(4.0), torch.zeros(16)
+    with Sent() as sent, WithoutOthers(2):
+        dist.all_reduce(own)
+        dist.all_gather_into_tensor(whole, own)
+        assert not sent.names
+        dist.reduce_scatter_tensor(torch.zeros(1), own)
+        dist.all_reduce(own)
+    assert torch.equal(whole, own.repeat(RANKS))
+    assert sent.names == ["_reduce_scatter_base_", "allreduce_"]
 
 
 def test_an_input_that_lies_in_its_output_is_kept():

@@ -127,6 +127,12 @@ class Case:
         return steps if steps > 0 else float("inf")
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the run goes on from weights that were trained before."""
+        trained = self.option("model.weights") or self.option("ckpt_path")
+        return bool(trained) or self.class_of("model.network") == "Pretrained"
+
+    @property
     def is_causal(self) -> bool:
         """Whether the objective predicts the next token."""
         return self.class_of("model.objective") in ("", "CausalLM", "BalancedRouting", "MultiTokenPrediction")

@@ -19,7 +19,7 @@ from toolkit.diagnosis.history import History
 from toolkit.diagnosis.network_comparison import NetworkComparison
 from toolkit.diagnosis.plain import PlainParts
 from toolkit.diagnosis.row_comparison import RowComparison, read_ms
-from toolkit.diagnosis.step_comparison import StateBetween, UpdateComparison, state_of
+from toolkit.diagnosis.step_comparison import StateBetween, StepSize, UpdateComparison, state_of
 from toolkit.initial_values import initial_values
 from toolkit.intervals import length, union
 
@@ -46,10 +46,12 @@ class Comparisons:
         self._update: UpdateComparison | None = None
         self._network: NetworkComparison | None = None
         self._found: dict[str, float] = {}
+        self._sizes: dict[str, float] = {}
         self._times = _RankTimes()
         self._tokens = 0
         self._first = trainer.global_step
         self._calls = self._extra = self._depth = 0
+        self._size = StepSize(module)
         self._handles: list[Any] = []
 
     def start(
@@ -86,23 +88,27 @@ class Comparisons:
         return found
 
     def _read_times(self) -> dict[str, float]:
-        """Returns how long a batch takes to read, in the run and with leyden's packing."""
+        """Returns how long a batch takes to read, in the run, on the rank that reads slowest, and with leyden's packing."""
         assert self.rows is not None
         data: Any = self.trainer.datamodule
-        loader, order = (
-            data.training_loader,
-            {"shuffle": data.shuffle, "seed": data.seed, "rank": 0, "world_size": 1},
-        )
-        length = loader.batches.sequence_length
-        live = data.packed("train", sequence_length=length, batch_size=data.batch_size, **order)
-        return {"time/read_ms": read_ms(live), "time/plain_read_ms": self.rows.read_ms()}
+        own = torch.tensor(read_ms(data.packed("train", **self.rows.order)), dtype=torch.float64)
+        slowest = float(self.module.all_gather(own.to(self.module.device)).max())
+        return {"time/read_ms": slowest, "time/plain_read_ms": self.rows.read_ms()}
 
     def _steps(self, *_: Any) -> None:
+        if not self._depth:
+            self._sizes |= (
+                self._size.taken_back()
+            )  # the closure of a step, with its hooks, is called within it
+            if not (self.trainer.global_step + 1) % self.trainer.log_every_n_steps:
+                self._size.begin()
         self._depth += 1
 
     def _stepped(self, *_: Any) -> None:
         self._depth -= 1  # `step` of a class may call that of its base, and each calls the hooks
         self._calls += not self._depth
+        if not self._depth:
+            self._sizes |= self._size.figures()
 
     def cursor(self) -> Any:
         """Returns where the next batch should begin."""
@@ -151,7 +157,7 @@ class Comparisons:
         if not self.active or self.rows is None:
             return ranks
         tokens, self._tokens = self._tokens, 0
-        found, self._found = self._found, {}
+        found, self._found, self._sizes = self._found | self._sizes, {}, {}
         update, self._update = self._update, None
         if update is not None:
             found |= update.figures()
@@ -260,7 +266,9 @@ def initial_figures(live: nn.Module, own: nn.Module) -> dict[str, float]:
     size, center, form, alike = 1.0, 0.0, 0.0, 0
     sums = dict[tuple[Any, ...], int]()
     starts = initial_values(own) or {}
-    for (name, given), (_, drawn) in zip(live.named_parameters(), own.named_parameters(), strict=True):
+    named = dict(live.named_parameters())
+    for name, drawn in own.named_parameters():
+        given = named[name]
         if not given.is_floating_point() or given.numel() < 16:
             continue
         a, b = given.detach().float().flatten(), drawn.detach().float().flatten()

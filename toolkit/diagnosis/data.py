@@ -10,20 +10,19 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import network_remedy, packing_remedy, without_callbacks
+from toolkit.diagnosis.parts import packing_remedy, taken_out
 
 
 def _of_packing(case: Case, cause: str, since: int, evidence: str, confidence: float, advice: str) -> Finding:
     """Returns a finding about batches: a packing or a callback that is not leyden's may have changed them."""
-    return Finding(
-        cause, since, evidence, confidence, advice, packing_remedy(case) or without_callbacks(case)
-    )
+    return Finding(cause, since, evidence, confidence, advice, packing_remedy(case) or taken_out(case))
 
 
 def labels_shifted(case: Case) -> Iterator[Finding]:
     """Labels are not the tokens that follow."""
     found = case.worst("doctor/labels_next", 0.95, above=False)
-    if case.is_causal and found:
+    altered = _usually(case, "doctor/rows_other") > 0.02  # inputs: labels are not those of them
+    if case.is_causal and found and not (altered and case.last("doctor/labels_elsewhere") < 0.5):
         offset, share = case.last("doctor/labels_offset"), case.last("doctor/labels_elsewhere")
         where = "the inputs themselves" if offset == 0 else f"{offset:.0f} tokens ahead"
         which = f"; {share:.0%} are {where}" if share > max(found[1], 0.3) else ""
@@ -31,6 +30,11 @@ def labels_shifted(case: Case) -> Iterator[Finding]:
             case, "labels_shifted", found[0], f"{found[1]:.0%} of the labels are the next token{which}", 0.99,
             "Take a packing whose labels are the next tokens",
         )  # fmt: skip
+
+
+def _usually(case: Case, name: str) -> float:
+    values = case.series(name).values
+    return float(np.median(values)) if len(values) else 0.0
 
 
 def few_labels(case: Case) -> Iterator[Finding]:
@@ -53,7 +57,7 @@ def sees_documents(case: Case) -> Iterator[Finding]:
             case, "mask_leak", joined[0] if joined else 1, seen if share > 1e-3 else apart, 0.98,
             "Pass document_ids that keep documents apart",
         )  # fmt: skip
-        yield finding if joined or finding.remedy else replace(finding, remedy=network_remedy(case))
+        yield finding if joined or finding.remedy else replace(finding, remedy=taken_out(case))
 
 
 def positions_wrong(case: Case) -> Iterator[Finding]:
@@ -92,7 +96,7 @@ def duplicates(case: Case) -> Iterator[Finding]:
     if alike := case.worst("doctor/ranks_alike", 0.5):
         yield Finding(
             "duplicates", alike[0], "ranks read the same rows", 0.945, "Give each rank rows of its own",
-            packing_remedy(case) or without_callbacks(case),
+            packing_remedy(case) or taken_out(case),
         )  # fmt: skip
         return
     before, during = case.worst("doctor/repeated_rows", 0.1), case.worst("doctor/rows_again", 0.1)
@@ -121,7 +125,7 @@ def not_shuffled(case: Case) -> Iterator[Finding]:
     """Batches that follow each other are alike."""
     errors = case.last("doctor/neighbours_alike")
     off = case.option("data.shuffle") is False
-    if errors > (3.0 if off else 5.0):
+    if errors > (3.0 if off else 5.0) and not case.option("trainer.overfit_batches"):
         remedy: dict[str, Any] = {"data": {"init_args": {"shuffle": True}}} if off else packing_remedy(case)
         evidence = f"neighbouring batches are more alike than others, by {errors:.0f} standard errors"
         yield Finding("not_shuffled", 1, evidence, 0.9, "Shuffle the training rows", remedy)
@@ -139,15 +143,17 @@ def validation_leak(case: Case) -> Iterator[Finding]:
 
 
 def over_fitting(case: Case) -> Iterator[Finding]:
-    """After several epochs the validation loss is far above the training loss, or rises."""
+    """After several epochs the validation loss is far above the training loss, or rises; or does both by far."""
     val, train, epochs = case.series("val/loss"), case.series("train/loss"), case.last("epoch/all")
-    if not len(val) or not np.isfinite(val.values).all() or not epochs > 1.5:
+    if not len(val) or not np.isfinite(val.values).all():
         return
     best = int(np.argmin(val.values))
     recent = train.since(val.steps[-1] - max(4, 0.1 * val.steps[-1])).values
     gap = val.values[-1] - (float(np.median(recent)) if len(recent) else math.nan)
     rises = best < len(val) - 1 and val.values[-1] > 1.01 * val.values[best]
     widened = _widened(case)
+    if not epochs > 1.5 and not (rises and gap > 0.5 * val.values[best]):
+        return
     if gap > (0.1 if rises else 0.15) * val.values[best] or widened > 0.05 * val.values[best]:
         yield Finding(
             "over_fitting", int(val.steps[best]),

@@ -49,6 +49,10 @@ def network(case: Case) -> Iterator[Finding]:
         scores.setdefault(*DEFAULTS[kind])
     if not scores:
         return
+    if kind == "norm" and (of_norms := scores.keys() & {"exploding_gradients", "vanishing_gradients"}):
+        scores = {
+            cause: scores[cause] for cause in of_norms
+        }  # what follows in attention and logits comes from there
     cause = max(scores, key=lambda name: scores[name][0])
     score, what = scores[cause]
     if score >= 1:
@@ -67,6 +71,7 @@ DEFAULTS = {
     "head": ("logit_growth", (1.0, "logits are others")),
     "block": ("vanishing_gradients", (1.0, "what blocks are given or hand on is another")),
     "network": ("logit_growth", (1.0, "logits are others")),
+    "matrix": ("low_precision_weights", (1.0, "a matrix multiplies by other weights than it has")),
 }
 """Kind of the part that differs -> the cause where no symptom shows."""
 
@@ -96,7 +101,11 @@ def _symptoms(at: object) -> dict[str, tuple[float, str]]:
     times("dead_block", "block_adds", 4.0, True, "a block adds to what it is given a share of")
     more("dead_units", "dead_units", 0.1, "hidden units are zero:")
     more("dead_experts", "experts_unused", 0.1, "experts are not chosen:")
-    for name, cause in (("sees_future", "sees_future"), ("sees_documents", "mask_leak")):
+    alike = [1 - value(f"{prefix}_attention_entropy") for prefix in ("own", "usual")]  # type: ignore[operator]
+    if alike[1] > 1e-5 and alike[0] < 0.05 * alike[1]:
+        scores["attention_collapse"] = 1.5, "attention weighs all tokens alike"
+    leaks = {"sees_future": "sees_future", "sees_documents": "mask_leak", "sees_rows": "mask_leak"}
+    for name, cause in leaks.items():
         if (share := value(f"now_{name}")) > 1e-3:  # type: ignore[operator]
             scores[cause] = 100.0, f"logits move by {share:.1%} with tokens that they must not see"
     return scores
@@ -149,6 +158,11 @@ def objective(case: Case) -> Iterator[Finding]:
         cause, what = (
             "labels_shifted",
             f"{at('next', 1.0):.0%} of the labels that it takes are the next token",
+        )
+    elif at("of_weights", 0.0) > 0.5:
+        cause, what = (
+            "weight_decay_too_large",
+            f"{at('of_weights', 0.0):.0%} of the difference draws weights to zero",
         )
     elif at("routers", 0.0) > 3 * rest:
         cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
@@ -267,6 +281,18 @@ def _added_epsilon(case: Case, sure: float) -> Iterator[Finding]:
 
 def _moments(case: Case, sure: float) -> Iterator[Finding]:
     """What the optimizer keeps is not what its gradients make of it."""
+    if memory := case.worst("doctor/memory_times", 0.5, above=False) or case.worst(
+        "doctor/memory_times", 2.0
+    ):
+        cause = "optimizer_state_lost" if memory[1] < 1 else "stale_gradients"
+        yield found(
+            case,
+            cause,
+            memory[0],
+            f"the optimizer remembers {memory[1]:.2g} times as many steps as is configured",
+            sure,
+        )
+        return
     more = case.worst("doctor/state_squares_larger", 0.05)
     changed = [
         case.worst(f"doctor/state_{one}", 0.05)
@@ -333,9 +359,13 @@ def between(case: Case) -> Iterator[Finding]:
         yield found(
             case, "optimizer_state_lost", lost[0], "the optimizer's state is not that of the checkpoint", 0.94
         )
+    elif grown := case.worst("doctor/squares_grown", 0.05):
+        evidence = f"the means of squared gradients of {grown[1]:.0%} of the tensors are larger than after the step before"
+        yield found(case, "epsilon_too_large", grown[0], evidence, 0.935)
     elif moved := case.worst("doctor/state_moved", 0.05):
         evidence = f"{moved[1]:.0%} of the optimizer's state is another one than after the step before"
-        yield found(case, "optimizer_state_lost", moved[0], evidence, 0.935)
+        once = int((case.series("doctor/state_moved").values > 0.05).sum()) == 1
+        yield found(case, "optimizer_state_lost", moved[0], evidence, 0.77 if once else 0.935)
     yield from _moved(case, validated)
 
 
@@ -353,6 +383,10 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
         yield found(case, "average_wrong", since, f"a validation changes {share:.0%} of the weights", 0.92)
     elif len(resumed) and np.isin(weights[0].steps, resumed).all():
         yield found(case, "weights_not_restored", since, start, 0.955)
+    elif back := _taken_back(case):
+        cause = "weights_not_updated" if back[0] > 0.995 else "rate_too_low"
+        cause = cause if back[1] > 0.995 else "weight_decay_too_large"
+        yield found(case, cause, since, f"{start}: {back[0]:.0%} of a step is taken back", 0.944)
     elif weights[1]:
         yield found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
     elif grown > 0.002 and of_ends > 0.99:
@@ -367,4 +401,34 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
         yield found(case, "low_precision_weights", since, f"{start} a little, as if they were rounded", 0.9)
 
 
-RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between)
+def step_sizes(case: Case) -> Iterator[Finding]:
+    """A few steps move weights far more than the others for their rate, or again and again one does not move them."""
+    steps, sizes, rate = case.together("doctor/step_size", "train/lr")
+    later = (steps > SETTLED) & (rate > 1e-3 * rate.max(initial=0.0))
+    steps, each = steps[later], sizes[later] / rate[later]
+    usual = float(np.median(each)) if len(each) >= SETTLED else math.nan
+    still = steps[each == 0]
+    if len(still) >= 2:
+        yield found(
+            case, "weights_not_updated", int(still[0]), f"in {len(still)} of {len(each)} steps no weight changes", 0.9
+        )  # fmt: skip
+    elif (far := each > 6 * usual).any() and far.sum() <= BRIEF:
+        yield found(
+            case, "spike_by_optimizer", int(steps[far][0]), f"a step moves weights {each.max() / usual:.3g} times as far for its rate as others",
+            0.79,
+        )  # fmt: skip
+
+
+SETTLED = 6
+"""Steps after which Adam's moments are no longer those of the first one."""
+
+
+def _taken_back(case: Case) -> tuple[float, float] | None:
+    """Returns which share of steps is taken back before the next ones, and how nearly nothing else is changed; None: none is."""
+    _, back, cosine = case.together("doctor/step_back", "doctor/step_back_cosine")
+    if len(back) <= BRIEF or not (np.median(cosine) > 0.9 and np.median(back) > 0.3):
+        return None
+    return float(np.median(back)), float(np.median(cosine))
+
+
+RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between, step_sizes)

@@ -6,12 +6,12 @@ import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding
 from toolkit.diagnosis.history import Series
-from toolkit.diagnosis.parts import is_known, network_remedy, packing_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import packing_remedy, suspects, taken_out
 
 BRIEF = 4
 """Logged steps that a passing fault takes at most."""
 
-KINDS = ("network", "embedding", "attention", "mlp", "norm", "router", "head", "block")
+KINDS = ("network", "embedding", "attention", "mlp", "norm", "router", "head", "block", "matrix")
 """What a part that differs may be; `doctor/part_kind` is its place here."""
 
 APART = 2e-3
@@ -23,10 +23,8 @@ def found(case: Case, cause: str, since: int, evidence: str, confidence: float) 
     advice = (
         f"Leave out {suspects(case)}, which is not leyden's" if suspects(case) else "Take leyden's own part"
     )
-    by_data = cause in OF_DATA
-    remedies = [packing_remedy(case), without_callbacks(case), network_remedy(case), _objective_remedy(case)]
-    remedies = remedies if by_data else [*remedies[1:], remedies[0]]
-    remedy = next((one for one in remedies if one), {})
+    packing, others = packing_remedy(case), taken_out(case)
+    remedy = (packing or others) if cause in OF_DATA else (others or packing)
     return Finding(cause, since, evidence, confidence, advice, remedy)
 
 
@@ -34,15 +32,6 @@ OF_DATA = (
     "labels_shifted", "few_labels", "mask_leak", "position_ids", "tokenizer_mismatch", "duplicates", "not_shuffled",
     "validation_leak", "over_fitting", "data_restarted",
 )  # fmt: skip
-
-
-def _objective_remedy(case: Case) -> dict[str, object]:
-    objective = case.option("model.objective")
-    path = str(objective.get("class_path", "")) if isinstance(objective, dict) else ""
-    if is_known(path):
-        return {}
-    wrapped = case.option("model.objective.objective")
-    return {"model": {"objective": wrapped if isinstance(wrapped, dict) else {"class_path": "CausalLM"}}}
 
 
 def beyond(case: Case, name: str, limit: float) -> tuple[Series, bool] | None:

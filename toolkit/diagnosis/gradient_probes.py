@@ -12,6 +12,7 @@ from torch import Tensor
 
 from core.training.loss_ranks import dp_rank
 from core.training.seeding import mix, seed_generators
+from core.training.shards import local_tensors
 
 
 class _Compared(NamedTuple):
@@ -108,25 +109,36 @@ class GradientCheck:
         result |= _of_gradients(compared, norm, self.clip, norm_before_clipping)
         if result.get("doctor/gradient_cosine", 1.0) < 0.9:  # what else they are like
             given = [torch.zeros_like(p) if p.grad is None else p.grad.detach() for _, p in self.named]
-            result["doctor/gradient_of_weights"] = _of_weights(given, self.gradients, self.before)
+            result["doctor/gradient_of_weights"] = of_weights(given, self.gradients, self.before)
+            result["doctor/gradient_signs"] = _same_signs(given, self.gradients)
             for name, part in self.parts.items():
                 result[f"doctor/gradient_like_{name}"] = _cosine(given, part)
         return result
 
 
-def _of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
-    """Returns the share of the square of what is added to gradients that points along the weights, as a decay in them does."""
+def of_weights(given: Sequence[Tensor], expected: Sequence[Tensor], weights: Sequence[Tensor]) -> float:
+    """Returns the share of the square of what is added to gradients that points along the weights, as a decay in them does.
+
+    Below 0: it points against them.
+    """
     dot = sum(float((a.float() * b.float()).sum()) for a, b in zip(given, expected, strict=True))
     own = sum(float(b.float().square().sum()) for b in expected)
     shares, whole = 0.0, 0.0
+    weights = [weight.detach().float() for weight in weights]
     rests = [a.float() - dot / max(own, 1e-300) * b.float() for a, b in zip(given, expected, strict=True)]
     for rest, weight in zip(rests, weights, strict=True):
         if weight.numel() > 1 and weight.ndim > 1:
             whole += float(rest.square().sum())
-            shares += float((rest * weight.float()).sum()) ** 2 / max(
-                float(weight.float().square().sum()), 1e-300
-            )
+            along = float((rest * weight).sum())
+            shares += along * abs(along) / max(float(weight.square().sum()), 1e-300)
     return shares / whole if whole > 1e-6 * own else 0.0
+
+
+def _same_signs(given: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Returns the share of the gradients that are not zero whose signs are those of the expected ones."""
+    known = sum(int(((a != 0) & (b != 0)).sum()) for a, b in zip(given, expected, strict=True))
+    same = sum(int((a.float() * b.float() > 0).sum()) for a, b in zip(given, expected, strict=True))
+    return same / max(known, 1)
 
 
 def _cosine(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
@@ -245,7 +257,9 @@ class OptimizerState:
                 if "step" in state:
                     counts[id(parameter)] = float(state["step"])
                 if isinstance(state.get("exp_avg_sq"), Tensor) and "betas" in group:
-                    sums[id(parameter)] = state["exp_avg_sq"].float().sum()
+                    sums[id(parameter)] = (
+                        local_tensors([state["exp_avg_sq"]])[0].float().sum()
+                    )  # this rank's part
         squares = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True)) if sums else {}
         before, old_counts, old_squares = self._last
         self._last = step, counts, squares

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, network_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import guard_remedy, suspects, taken_out
 
 
 def _advice(case: Case, otherwise: str) -> str:
@@ -24,7 +24,7 @@ def non_finite(case: Case) -> Iterator[Finding]:
             yield Finding(
                 "non_finite", step, f"{name} is {series.values[bad][0]:g}", 0.97,
                 "Drop such steps, or go back before them; NonFiniteGuard names the module",
-                guard_remedy(case, step) if step > 1 else without_callbacks(case),
+                taken_out(case) or (guard_remedy(case, step) if step > 1 else {}),
             )  # fmt: skip
             return
 
@@ -51,7 +51,7 @@ def underflow(case: Case) -> Iterator[Finding]:
         yield Finding(
             "fp16_underflow", int(steps[0]), f"{lost.values[lost.steps == steps[-1]][0]:.0%} of the gradients are zero that are not, "
             f"computed again (precision {scale or '32-true'})", 0.95,
-            "Scale the loss as FP16Mixed does, or train in bf16-mixed", remedy or without_callbacks(case),
+            "Scale the loss as FP16Mixed does, or train in bf16-mixed", remedy or taken_out(case),
         )  # fmt: skip
 
 
@@ -82,7 +82,13 @@ def _turned(case: Case) -> Finding:
     if len(of_weights) and float(np.median(of_weights)) > 0.9:
         return Finding(
             "weight_decay_too_large", since, f"a decay of the weights is added to gradients, and turns them (cosine {worst:.2f})",
-            0.945, _advice(case, "Decay weights in the optimizer alone"), without_callbacks(case),
+            0.945, _advice(case, "Decay weights in the optimizer alone"), taken_out(case),
+        )  # fmt: skip
+    signs = case.series("doctor/gradient_signs").since(since).values
+    if len(signs) and float(np.median(signs)) > 0.98:
+        return Finding(
+            "fp16_underflow", since, f"{np.median(signs):.1%} of the gradients have the signs of those of the loss, and other sizes (cosine "
+            f"{worst:.2f}): something rounds them", 0.93, _advice(case, "Send and keep gradients in float32"), taken_out(case),
         )  # fmt: skip
     for part, cause, what in (
         ("last_batch", "batch_too_small", "the last micro-batch"),
@@ -92,12 +98,12 @@ def _turned(case: Case) -> Finding:
         if len(like) and float(np.median(like)) > 0.995:
             return Finding(
                 cause, since, f"the gradients of a step are those of {what} alone", 0.945,
-                _advice(case, "Average gradients over all micro-batches and ranks"), without_callbacks(case),
+                _advice(case, "Average gradients over all micro-batches and ranks"), taken_out(case),
             )  # fmt: skip
     return Finding(
         "stale_gradients", since, f"the gradients of a step point elsewhere than those of its loss "
         f"(cosine {worst:.2f}), as if earlier ones were kept", 0.93,
-        _advice(case, "Zero gradients before each step"), without_callbacks(case),
+        _advice(case, "Zero gradients before each step"), taken_out(case),
     )  # fmt: skip
 
 
@@ -114,14 +120,24 @@ def _of_another_length(case: Case) -> Finding:
         return Finding(
             "clip_too_low", since, f"the optimizer gets gradients of norm {given[0]:.2g} in all steps, "
             f"{np.median(ratio.values[wrong]):.2g} of the loss's", 0.9, _advice(case, "Clip at 1.0"),
-            without_callbacks(case) or {"trainer": {"gradient_clip_val": 1.0}},
+            taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
+        )  # fmt: skip
+    early = ratio.values[: GROWING + 1]
+    if len(early) > GROWING and 0.9 < early[0] < 1.1 and (early[1:] > 1.2 * early[:-1]).all():
+        return Finding(
+            "stale_gradients", since, f"gradients are {early[1]:.3g}, {early[2]:.3g} and {early[3]:.3g} times those of the loss: earlier ones add "
+            "up", 0.93, _advice(case, "Zero gradients before each step"), taken_out(case),
         )  # fmt: skip
     accumulated = case.number("trainer.accumulate_grad_batches", 1)
     return Finding(
         "gradient_scale", since, f"gradients are {np.median(ratio.values[wrong]):.3g} times those of the "
         f"mean loss ({accumulated:.0f} micro-batches)", 0.9,
-        _advice(case, "Average gradients over micro-batches and ranks once"), without_callbacks(case),
+        _advice(case, "Average gradients over micro-batches and ranks once"), taken_out(case),
     )  # fmt: skip
+
+
+GROWING = 3
+"""Examined steps in a row in which what adds up grows."""
 
 
 def loss_scale(case: Case) -> Iterator[Finding]:
@@ -134,7 +150,7 @@ def loss_scale(case: Case) -> Iterator[Finding]:
         yield Finding(
             "gradient_scale", int(steps[0]), f"the loss that is trained on is {np.median(times):.3g} times that of its batches", 0.91,
             _advice(case, "Average the loss over tokens and micro-batches once"),
-            without_callbacks(case) or {"model": {"objective": {"class_path": "CausalLM"}}},
+            taken_out(case) or {"model": {"objective": {"class_path": "CausalLM"}}},
         )  # fmt: skip
 
 
@@ -148,7 +164,7 @@ def low_precision(case: Case) -> Iterator[Finding]:
     ):
         yield Finding(
             "low_precision_weights", found[0], f"{found[1]:.0%} of the weights are rounded to few values or digits", 0.945,
-            _advice(case, "Keep weights in float32"), without_callbacks(case) or network_remedy(case),
+            _advice(case, "Keep weights in float32"), taken_out(case),
         )  # fmt: skip
 
 
@@ -164,7 +180,7 @@ def rounded(case: Case) -> Iterator[Finding]:
         yield Finding(
             "fp16_underflow", cosine.first_step(rough), f"gradients point to {cosine.values[rough].min():.4f} where those of the loss do: "
             "something rounds them", 0.8, _advice(case, "Scale the loss as FP16Mixed does, or train in bf16-mixed"),
-            without_callbacks(case) or network_remedy(case),
+            taken_out(case),
         )  # fmt: skip
 
 
@@ -181,37 +197,40 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
     if back:
         yield Finding(
             "weights_not_updated", back[0], f"after a step {back[1]:.0%} of the tensors get back the values that they had before it",
-            0.94, _advice(case, "Look for what writes weights"), without_callbacks(case),
+            0.94, _advice(case, "Look for what writes weights"), taken_out(case),
         )  # fmt: skip
         return
     if len(both):
+        rounds = "16-true" in str(case.option("trainer.precision", ""))
         yield Finding(
-            "weights_not_updated", int(steps[both[0]]), f"{share[both[0] + 1]:.1%} of the weights have a gradient and do not change",
-            0.94, _advice(case, "Give the optimizer all parameters"), without_callbacks(case),
+            "low_precision_weights" if rounds else "weights_not_updated", int(steps[both[0]]),
+            f"{share[both[0] + 1]:.1%} of the weights have a gradient and do not change",
+            0.94, _advice(case, "Keep weights in float32" if rounds else "Give the optimizer all parameters"),
+            {"trainer": {"precision": "bf16-mixed"}} if rounds else taken_out(case),
         )  # fmt: skip
 
 
 def frozen(case: Case) -> Iterator[Finding]:
-    """Weights are not trained, without an adapter or a pattern that says so, or get no gradient."""
-    said = any(
-        str(item.get("class_path", "")).rpartition(".")[2] in ADAPTERS
-        or "adapters" in str(item.get("class_path"))
-        for item in case.callbacks()
-    )
+    """Weights are not trained, without an adapter over weights that were read, or get no gradient."""
+    names = [str(item.get("class_path", "")) for item in case.callbacks()]
+    adapters = [name for name in names if name.rpartition(".")[2] in ADAPTERS or "adapters" in name]
+    said = adapters and case.has_weights
     found, nothing = case.worst("doctor/frozen", 0.0), case.series("doctor/without_gradient")
     always = (
         len(nothing) >= 2 and float(nothing.values.min()) > 0
     )  # what is dropped at random has one in other steps
     without = (int(nothing.steps[0]), float(nothing.values.min())) if always else None
     if found and not said:
+        what = "they were not read from a trained run" if adapters else "no adapter is selected"
+        remedy = {"trainer": {"callbacks": dict.fromkeys(adapters)}} if adapters else taken_out(case)
         yield Finding(
-            "frozen_weights", found[0], f"{found[1]:.1%} of the weights are not trained, and no adapter is selected", 0.9,
-            _advice(case, "Set requires_grad"), without_callbacks(case),
+            "frozen_weights", found[0], f"{found[1]:.1%} of the weights are not trained, and {what}", 0.9,
+            f"Leave out {' and '.join(adapters)}, or set model.weights" if adapters else _advice(case, "Set requires_grad"), remedy,
         )  # fmt: skip
     elif without and not said:
         yield Finding(
             "frozen_weights", without[0], f"the loss gives {without[1]:.1%} of the weights no gradient", 0.84,
-            _advice(case, "Look for detach() and no_grad() in the network"), network_remedy(case) or without_callbacks(case),
+            _advice(case, "Look for detach() and no_grad() in the network"), taken_out(case),
         )  # fmt: skip
 
 
@@ -233,7 +252,7 @@ def by_depth(case: Case) -> Iterator[Finding]:
             yield Finding(
                 cause, found[0], f"the gradient of hidden states changes by a factor of {found[1]:.3g} on its way down through a "
                 "block", 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
-                without_callbacks(case) or network_remedy(case) or {"trainer": {"gradient_clip_val": 1.0}},
+                taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
             )  # fmt: skip
             return
 
@@ -244,7 +263,7 @@ def dead_block(case: Case) -> Iterator[Finding]:
     if zeros > 0:
         yield Finding(
             "dead_block", 1, f"{zeros:.0f} blocks have matrices of zeros alone", 0.93,
-            _advice(case, "Initialise its weights"), without_callbacks(case),
+            _advice(case, "Initialise its weights"), taken_out(case),
         )  # fmt: skip
         return
     blocks = case.blocks("gradient_norm")
@@ -257,7 +276,7 @@ def dead_block(case: Case) -> Iterator[Finding]:
         index = int(np.argmax(dead))
         yield Finding(
             "dead_block", int(blocks[index].steps[0]), f"block {index} has gradients below {DEAD:g} of those of others", 0.89,
-            _advice(case, "Initialise its weights"), without_callbacks(case),
+            _advice(case, "Initialise its weights"), taken_out(case),
         )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import network_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import suspects, taken_out
 
 
 def _advice(case: Case, otherwise: str) -> str:
@@ -22,14 +22,14 @@ def sees_future(case: Case) -> Iterator[Finding]:
     if case.is_causal and share > 1e-3:
         yield Finding(
             "sees_future", 1, f"logits move by {share:.1%} with tokens that follow", 0.985,
-            "Take a network whose attention is causal", network_remedy(case),
+            "Take a network whose attention is causal", taken_out(case),
         )  # fmt: skip
 
 
 def bad_initialisation(case: Case) -> Iterator[Finding]:
     """The first loss is far from that of a uniform guess, logits do not differ, or one block is unlike the others."""
     loss, vocabulary = case.series("train/loss"), case.number("model.network.vocab_size", 0)
-    if case.option("model.weights") or case.option("ckpt_path"):
+    if case.has_weights:
         return
     uniform, deviation = math.log(max(vocabulary, 2)), case.last("doctor/initial_logit_deviation")
     blocks, matrices = case.last("doctor/blocks_unlike"), case.last("doctor/matrices_unlike")
@@ -60,8 +60,14 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
     if evidence:
         yield Finding(
             "bad_initialisation", 1, evidence[0][0], evidence[0][1], _advice(case, "Initialise as GPT-2, N(0, 0.02)"),
-            without_callbacks(case),
+            taken_out(case) or _usual_init(case),
         )  # fmt: skip
+
+
+def _usual_init(case: Case) -> dict[str, Any]:
+    """Returns the overlay without deviations of initial weights that are set; else nothing."""
+    given = case.option("model.network.init_std")
+    return {"model": {"network": {"init_args": {"init_std": None}}}} if given else {}
 
 
 def logit_growth(case: Case) -> Iterator[Finding]:
@@ -75,7 +81,7 @@ def logit_growth(case: Case) -> Iterator[Finding]:
             "logit_growth", int(spread.steps[at]), f"logits deviate by {before[at]:.3g}, then by {after[at]:.3g} at step "
             f"{spread.steps[at + 1]}; below 5 is usual", 0.775,
             _advice(case, "Keep logits small with a z-loss"),
-            without_callbacks(case) or _z_loss(case),
+            taken_out(case) or _z_loss(case),
         )  # fmt: skip
 
 
@@ -96,7 +102,7 @@ def dead_units(case: Case) -> Iterator[Finding]:
         "BERT",
     )  # others have gated units, or a choice of their own
     smooth = {"model": {"network": {"init_args": {"activation": "gelu_tanh"}}}} if takes else {}
-    remedy = without_callbacks(case) or smooth
+    remedy = taken_out(case) or smooth
     share = case.last("doctor/initial_dead_units")
     if share > 0.25:
         yield Finding(
@@ -127,7 +133,7 @@ def attention_collapse(case: Case) -> Iterator[Finding]:
         yield Finding(
             "attention_collapse", 1 if entropy < 0.5 or not late else late[0],
             f"{when}the entropy of attention weights in a block is {value:.0%} of that of equal ones", 0.87 if when else 0.7,
-            _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
+            _advice(case, "Normalise queries and keys, as Qwen3 does"), taken_out(case),
         )  # fmt: skip
 
 
@@ -137,7 +143,7 @@ def monitors(case: Case) -> Iterator[Finding]:
         if (bad := (zeros.values[:-1] > 0.97) & (zeros.values[1:] > 0.97)).any():
             yield Finding(
                 "dead_units", zeros.first_step(bad), f"{zeros.values[-1]:.1%} of the hidden values of block {index} are zero", 0.69,
-                _advice(case, "Take activation=gelu_tanh, or a lower rate"), without_callbacks(case),
+                _advice(case, "Take activation=gelu_tanh, or a lower rate"), taken_out(case),
             )  # fmt: skip
             break
     for index, entropy in enumerate(case.blocks("attention", "/entropy")):
@@ -145,7 +151,7 @@ def monitors(case: Case) -> Iterator[Finding]:
         if (bad := low[:-1] & low[1:]).any():
             yield Finding(
                 "attention_collapse", entropy.first_step(bad), f"the entropy of attention in block {index} fell from {entropy.values[0]:.2g} to "
-                f"{entropy.values[-1]:.2g} nats", 0.69, _advice(case, "Normalise queries and keys, as Qwen3 does"), without_callbacks(case),
+                f"{entropy.values[-1]:.2g} nats", 0.69, _advice(case, "Normalise queries and keys, as Qwen3 does"), taken_out(case),
             )  # fmt: skip
             break
 
@@ -157,7 +163,7 @@ def dead_experts(case: Case) -> Iterator[Finding]:
     run of 400 steps with a loss for it, all did within 100.
     """
     unused, load = case.last("doctor/initial_experts_unused"), case.series("routing/min_load")
-    remedy = {**without_callbacks(case), "model": {"objective": _balanced(case)}}
+    remedy = {**taken_out(case), "model": {"objective": _balanced(case)}}
     advice = "Balance the experts with BalancedRouting or BiasBalancing"
     if unused > 0:
         yield Finding(
@@ -201,7 +207,7 @@ def head_is_copy(case: Case) -> Iterator[Finding]:
     if case.last("doctor/head_is_copy") > 0:
         yield Finding(
             "untied_embedding", 1, "the head has the values of the embedding, but is trained apart from it", 0.86,
-            _advice(case, "Tie them, or initialise the head by itself"), network_remedy(case) or without_callbacks(case),
+            _advice(case, "Tie them, or initialise the head by itself"), taken_out(case),
         )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from core.contracts import IGNORED_LABEL
 from core.training.seeding import seed_generators
 from toolkit.diagnosis.data_probes import figures_of, label_counts
 from toolkit.diagnosis.foreign import APART, KINDS
+from toolkit.diagnosis.gradient_probes import of_weights
 from toolkit.diagnosis.network_probes import backward_gains, inner_state, visibility
 from toolkit.generation.rows import evaluating
 from toolkit.network_parts import NamesParts
@@ -130,6 +131,11 @@ class NetworkComparison:
 
     def _kind(self, name: str) -> str:
         network = self.network
+        if (
+            isinstance(network.get_submodule(name), nn.Linear)
+            and network.output_weight is not network.get_submodule(name).weight
+        ):
+            return "matrix"
         kinds = dict(network.parts_by_kind()) if isinstance(network, NamesParts) else {}
         if isinstance(network, RoutesTokens):
             kinds["router"] = network.routers
@@ -143,10 +149,15 @@ class NetworkComparison:
             name = name.rpartition(".")[0]
         return "network"
 
+    def _parameters(self, network: Any) -> list[nn.Parameter]:
+        """Returns the parameters of a network that leyden's has, too."""
+        names = {name for name, _ in self.network.named_parameters()}
+        return [p for name, p in network.named_parameters() if name in names]
+
     def _gradients(self, network: Any, objective: Any, batch: Mapping[str, Tensor]) -> list[Tensor]:
         seed_generators(SEED, self.device)
         with torch.enable_grad():
-            parameters = [p for _, p in network.named_parameters()]
+            parameters = self._parameters(network)
             for p in parameters:
                 p.requires_grad_(p.requires_grad or network is self.network)
             loss, _ = objective.loss(network, batch)
@@ -164,7 +175,7 @@ class NetworkComparison:
         `backward_lost` is the share of the weights in tensors that get no gradient, `backward_holes` that of single zeros in others.
         """
         pair = [self._gradients(network, self.objective, batch) for network in (self.live, self.network)]
-        trained = [p.requires_grad for p in self.live.parameters()]
+        trained = [p.requires_grad for p in self._parameters(self.live)]
         both = [(a, b) for a, b, is_trained in zip(*pair, trained, strict=True) if is_trained]
         whole = torch.stack([b.norm() for _, b in both]).norm() if both else torch.zeros(())
         large = [(a, b, float(a.norm() / b.norm())) for a, b in both if b.norm() > 1e-4 * whole]
@@ -202,6 +213,7 @@ class NetworkComparison:
                 for a, b, p in zip(*pair, self.network.parameters(), strict=True)
                 if id(p) in routers
             ]
+            found["doctor/objective_of_weights"] = of_weights(pair[0], pair[1], [*self.network.parameters()])
             found["doctor/objective_routers"] = float(torch.stack(of_routers).max()) if of_routers else 0.0
             found |= self._on_logits(batch)
         return found

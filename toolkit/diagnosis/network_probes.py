@@ -23,7 +23,7 @@ def visibility(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     """Returns how much logits change with tokens that they must not depend on, over how much with those they may.
 
     `doctor/sees_future`: of positions before a token that is changed. `doctor/sees_documents`: of the documents behind the
-    first, where positions restart within rows.
+    first, where positions restart within rows. `doctor/sees_rows`: of other rows than the first.
     """
     ids, found = batch["input_ids"], dict[str, float]()
     with evaluating(network):
@@ -35,6 +35,12 @@ def visibility(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
             )
             share = _ratio(moved[:, :place], moved[:, place])
             found["doctor/sees_future"] = max(share, found.get("doctor/sees_future", 0.0))
+        if len(ids) > 1:
+            first = (torch.arange(len(ids)) == 0)[:, None]
+            moved = (
+                (_logits(network, {**batch, "input_ids": _other(ids, first, network)}) - plain).abs().amax(-1)
+            )
+            found["doctor/sees_rows"] = _ratio(moved[1:], moved[0])
         number = document_numbers(batch)
         if number is not None and bool((number > 0).any()):
             first, later = number == 0, number > 0

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, network_remedy, suspects, without_callbacks
+from toolkit.diagnosis.foreign import BRIEF
+from toolkit.diagnosis.parts import guard_remedy, network_remedy, schedule_remedy, suspects, without_callbacks
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
@@ -27,7 +28,7 @@ def _usual_rate(case: Case) -> float:
     ratio, rate = case.series(UPDATE), case.series("train/lr")
     if not len(ratio) or not len(rate) or ratio.steps[0] != rate.steps[0] or ratio.values[0] <= 0:
         return math.nan
-    if case.option("model.weights") or case.option("ckpt_path") or not math.isfinite(case.max_steps):
+    if case.has_weights or not math.isfinite(case.max_steps):
         return math.nan
     return 3 / math.sqrt(case.max_steps) * float(rate.values[0] / ratio.values[0])
 
@@ -79,7 +80,7 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
             )
         )
         yield Finding(
-            "rate_too_high", at, f"the rate goes from {before:.3g} to {after:.3g}, and the loss rises", 0.8,
+            "rate_too_high", at, f"the rate goes from {before:.3g} to {after:.3g}, and the loss rises", 0.806,
             "Let the schedule and the config alone set the rate", without_callbacks(case) or _rate_overlay(before),
         )  # fmt: skip
         return
@@ -87,9 +88,10 @@ def rate_too_high(case: Case) -> Iterator[Finding]:
     rates, given = case.series("train/lr"), case.number("model.optimizer.lr", math.inf)
     if len(rates) and (over := rates.values > 3 * given).any():
         first, falls = rates.first_step(over), int(np.argmax(rates.values)) == 0
+        brief = over.sum() <= BRIEF and not over[0] and not over[-1]
         yield Finding(
-            "no_warmup" if falls else "rate_too_high", first, f"the rate is {rates.values.max():.3g}, and {given:g} is set", 0.805,
-            "Take a schedule whose highest rate is that of the optimizer", without_callbacks(case) or {"model": _schedule(case, 0.12)},
+            "spike_by_optimizer" if brief else "no_warmup" if falls else "rate_too_high", first, f"the rate is {rates.values.max():.3g}, and {given:g} is set", 0.805,
+            "Take a schedule whose highest rate is that of the optimizer", without_callbacks(case) or schedule_remedy(case) or {"model": _schedule(case, 0.12)},
         )  # fmt: skip
     # Adam's first updates move every weight by the rate: without a warm-up, half as much does harm
     wild = ~(ratio.values < np.where((ratio.steps <= 2) & unwarmed, WILD / 2, WILD))
@@ -129,7 +131,7 @@ def rate_too_low(case: Case) -> Iterator[Finding]:
         yield Finding(
             "rate_too_low", int(ratio.steps[0]), f"at the full rate of {peak:g} all steps of the run together would move "
             f"weights by {move:.1%} of their size", 0.66,
-            f"Raise the rate to about {usual:.1g}, or let LRFinder choose it", _rate_overlay(usual),
+            f"Raise the rate to about {usual:.1g}, or let LRFinder choose it", schedule_remedy(case) or _rate_overlay(usual),
         )  # fmt: skip
 
 
@@ -137,22 +139,27 @@ FEW_STEPS = 24
 """A run of fewer, such as a trial of a configuration, moves weights little at any rate."""
 
 
-def group_hardly_moves(case: Case) -> Iterator[Finding]:
-    """One kind of weights is updated far less than the others (figures of `WeightMonitor`)."""
-    ratios = {name: case.series(f"update_ratio/{name}") for name in ("embedding", "head", "attention", "mlp")}
-    found = {
-        name: series for name, series in ratios.items() if len(series) >= 3 and (series.values[:3] > 0).all()
-    }
-    for name, series in found.items():
-        others = [float(np.median(each.values[:3])) for other, each in found.items() if other != name]
-        own = float(np.median(series.values[:3]))
-        if others and own < float(np.median(others)) / 30:
-            yield Finding(
-                "rate_too_low", int(series.steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
-                f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
-                _own_options(case, "lr", _peak(case)) or without_callbacks(case),
-            )  # fmt: skip
-            return
+def group_moves_otherwise(case: Case) -> Iterator[Finding]:
+    """One kind of weights, or one block of new ones, is updated far less or more than the others (figures of `WeightMonitor`)."""
+    groups = case.groups("update_ratio")
+    kinds = [name for name in ("embedding", "head", "attention", "mlp") if name in groups]
+    blocks = [] if case.has_weights else [name for name in groups if name.startswith("block.")]
+    for names in (kinds, blocks):
+        usual = {
+            name: float(np.median(groups[name].values[:3]))
+            for name in names
+            if len(groups[name]) >= 3 and (groups[name].values[:3] > 0).all()
+        }
+        for name, own in usual.items():
+            others = [one for other, one in usual.items() if other != name]
+            times = own / float(np.median(others)) if others else 1.0
+            if times < 1 / 30 or (times > 15 and own > WILD):
+                yield Finding(
+                    "rate_too_low" if times < 1 else "rate_too_high", int(groups[name].steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
+                    f"{np.median(others):.2g}", 0.75, f"Give {name} the rate of the others",
+                    _own_options(case, "lr", _peak(case)) or without_callbacks(case),
+                )  # fmt: skip
+                return
 
 
 def _own_options(case: Case, option: str, value: float) -> dict[str, Any]:
@@ -166,8 +173,9 @@ def _own_options(case: Case, option: str, value: float) -> dict[str, Any]:
 
 def _schedule(case: Case, warmup: float) -> dict[str, Any]:
     """Returns the overlay of a warm-up, of the schedule that there is, or of a cosine."""
+    own = schedule_remedy(case, warmup).get("model")
     name = {} if case.option("model.lr_scheduler") else {"class_path": "WarmupCosine"}
-    return {"lr_scheduler": {**name, "init_args": {"warmup_steps": warmup}}}
+    return own or {"lr_scheduler": {**name, "init_args": {"warmup_steps": warmup}}}
 
 
 def schedule_ends_early(case: Case) -> Iterator[Finding]:
@@ -176,7 +184,7 @@ def schedule_ends_early(case: Case) -> Iterator[Finding]:
     if not len(rate) or not math.isfinite(steps):
         return
     highest = float(rate.values.max())
-    peak = min(_peak(case), highest) if math.isfinite(_peak(case)) else highest
+    peak = min(case.number("model.optimizer.lr", highest), highest)
     low = (rate.values < 0.02 * peak) & np.maximum.accumulate(rate.values >= 0.5 * peak)
     planned = case.number("model.lr_scheduler.total_steps", math.inf)
     planned = planned * steps if planned <= 1 else planned
@@ -190,7 +198,7 @@ def schedule_ends_early(case: Case) -> Iterator[Finding]:
         yield Finding(
             "schedule_ends_early", int(since), evidence, 0.9,
             "Let the schedule end with the run",
-            {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}} if math.isfinite(planned) else without_callbacks(case),
+            {"model": {"lr_scheduler": {"init_args": {"total_steps": None}}}} if math.isfinite(planned) else without_callbacks(case) or schedule_remedy(case),
         )  # fmt: skip
 
 
@@ -204,6 +212,8 @@ def warmup_too_long(case: Case) -> Iterator[Finding]:
     still = late and bool((np.diff(rate.values) > 0).all())
     grows = rate.values[-1] > 1.05 * float(np.median(rate.up_to(rate.steps[-1] / 4).values))
     stuck = late and grows and given / 50 < highest < 0.5 * given
+    begins = case.series("train/lr").steps[rate.values >= 0.5 * (given or highest)]
+    stuck = stuck or bool(len(begins) and begins[0] > 0.4 * steps and rate.values[0] < 0.25 * given)
     if still or stuck or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
         evidence = f"the rate rises for {max(warmup, rate.steps[-1]):.0f} of {steps:.0f} steps"
         yield Finding(
@@ -355,19 +365,39 @@ SPAN = 10
 
 
 def batch_far_from_noise(case: Case) -> Iterator[Finding]:
-    """The batch is far smaller or larger than the gradient noise scale."""
-    ratio = case.series("noise_scale/batch_ratio")
-    if len(ratio) < 3:
-        return
-    now = float(np.median(ratio.values[-3:]))
-    if now > 30 or 0 < now < 1 / 30:
-        batches = int(case.number("trainer.accumulate_grad_batches", 1))
-        many = {"trainer": {"accumulate_grad_batches": batches * max(2, round(min(now, 1000) / 10))}}
+    """The batch is far smaller or larger than the gradient noise scale, or has next to no tokens."""
+    ratio, tokens = case.series("noise_scale/batch_ratio"), case.last("train/tokens") / max(case.step, 1)
+    now = float(np.median(ratio.values[-3:])) if len(ratio) >= 3 else 1.0
+    few = case.is_causal and 0 < tokens < FEW_TOKENS and case.class_of("data") in PRETRAINING
+    if now > 30 or 0 < now < 1 / 30 or few:
+        batches, small = int(case.number("trainer.accumulate_grad_batches", 1)), few or now > 1
+        times = max(2, round(min(now, 1000) / 10), round(256 / tokens) if few else 0)
+        what = f"the gradient noise scale is {now:.3g} times the batch"
         yield Finding(
-            "batch_too_small" if now > 1 else "batch_too_large", int(ratio.steps[-3]),
-            f"the gradient noise scale is {now:.3g} times the batch", 0.7,
-            "Take more micro-batches a step" if now > 1 else "Take fewer tokens a step, and more steps",
-            many if now > 1 else {"trainer": {"accumulate_grad_batches": max(1, batches // 4)}},
+            "batch_too_small" if small else "batch_too_large", 1 if few else int(ratio.steps[-3]),
+            f"a step has {tokens:.0f} tokens" if few else what, 0.7,
+            "Take more micro-batches a step" if small else "Take fewer tokens a step, and more steps",
+            {"trainer": {"accumulate_grad_batches": batches * times if small else max(1, batches // 4)}},
+        )  # fmt: skip
+
+
+FEW_TOKENS = 100
+"""Tokens of a step whose gradient is mostly noise from the first steps on."""
+
+PRETRAINING = ("PretrainDataModule", "MixtureDataModule")
+
+
+def memory_of_optimizer(case: Case) -> Iterator[Finding]:
+    """The optimizer is set to forget gradients at once, or to go by those of a thousand steps before."""
+    betas = case.option("model.optimizer.betas")
+    first, second = betas[:2] if isinstance(betas, list | tuple) and len(betas) >= 2 else (0.9, 0.95)
+    longest = max(float(first), case.number("model.optimizer.momentum", 0.9))
+    if second < 0.5 or longest >= 0.998:
+        usual = {"betas": [0.9, 0.95]} if second < 0.5 or first >= 0.998 else {"momentum": 0.95}
+        yield Finding(
+            "optimizer_state_lost" if second < 0.5 else "stale_gradients", 1,
+            f"squared gradients are kept with a factor of {second:g} from step to step, gradients of {longest:g}", 0.76,
+            "Take usual values, such as 0.9 and 0.95", {"model": {"optimizer": {"init_args": usual}}},
         )  # fmt: skip
 
 
@@ -400,7 +430,7 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    rate_too_high, rate_too_low, group_hardly_moves, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
+    rate_too_high, rate_too_low, group_moves_otherwise, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
     average_left_in,
-    clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise,
+    clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise, memory_of_optimizer,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from core import catalog
@@ -14,6 +15,11 @@ OURS = ("core.", "toolkit.", "conformance.", "plugins.", "callbacks.", "datamodu
 def is_known(class_path: str) -> bool:
     """Returns whether a class is leyden's, Lightning's or torch's, or is named by a short name."""
     return "." not in class_path or class_path.startswith(OURS)
+
+
+def known_class(kind: type) -> type:
+    """Returns the first class of leyden, Lightning or torch that a class is or derives from; itself if there is none."""
+    return next((one for one in kind.__mro__ if one.__module__.startswith(OURS)), kind)
 
 
 def packing_remedy(case: Case) -> dict[str, Any]:
@@ -28,20 +34,65 @@ def packing_remedy(case: Case) -> dict[str, Any]:
     return {"data": {"init_args": {"packing": found}}}
 
 
-def network_remedy(case: Case) -> dict[str, Any]:
-    """Returns the overlay that takes the registered network which a foreign one has the arguments of; else nothing."""
-    network = case.option("model.network")
-    path = str(network.get("class_path", "")) if isinstance(network, Mapping) else ""
-    if is_known(path) or not isinstance(network, Mapping):
+def class_remedy(
+    case: Case, place: str, kind: str, otherwise: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Returns the overlay that takes leyden's class in the place of a foreign one; else nothing.
+
+    The part that it wraps; or the registered class whose name its own one ends with, with the arguments that this takes.
+
+    Args:
+        case: The run.
+        place: Such as "model.network".
+        kind: Of registered classes, such as "networks".
+        otherwise: What is taken where there is no such class.
+    """
+    part = case.option(place)
+    path = str(part.get("class_path", "")) if isinstance(part, Mapping) else ""
+    if is_known(path) or not isinstance(part, Mapping):
         return {}
     name = path.rpartition(".")[2]
-    bases = [
-        entry.name for entry in catalog.entries() if entry.kind == "networks" and name.endswith(entry.name)
-    ]
-    if not bases:
-        return {}
-    arguments = network.get("init_args") or {}
-    return {"model": {"network": {"class_path": max(bases, key=len), "init_args": dict(arguments)}}}
+    bases = [entry for entry in catalog.entries() if entry.kind == kind and name.endswith(entry.name)]
+    found = inner(part) or (dict(otherwise) if otherwise else None)
+    if bases:
+        base = max(bases, key=lambda entry: len(entry.name))
+        found = {"class_path": base.name, "init_args": taken_by(base.load(), part.get("init_args") or {})}
+    for key in reversed(place.split(".") if found else ()):
+        found = {key: found}
+    return found or {}
+
+
+def taken_by(kind: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns those of some arguments that a class, or one that it derives from, has a name for."""
+    methods = [vars(one)["__init__"] for one in kind.__mro__ if "__init__" in vars(one)]
+    names = {name for method in methods for name in signature(method).parameters}
+    return {name: value for name, value in arguments.items() if name in names}
+
+
+def network_remedy(case: Case) -> dict[str, Any]:
+    """Returns the overlay that takes the registered network which a foreign one has the arguments of; else nothing."""
+    return class_remedy(case, "model.network", "networks")
+
+
+def schedule_remedy(case: Case, warmup: float = 0.12) -> dict[str, Any]:
+    """Returns the overlay that takes leyden's schedule in the place of a foreign one, or a cosine; else nothing."""
+    cosine = {"class_path": "WarmupCosine", "init_args": {"warmup_steps": warmup}}
+    return class_remedy(case, "model.lr_scheduler", "schedules", cosine)
+
+
+PLACES: tuple[tuple[Any, ...], ...] = (
+    ("model.objective", "objectives", {"class_path": "CausalLM"}),
+    ("model.optimizer", "optimizers", {"class_path": "AdamW"}),
+    ("data", "datamodules"),
+    ("trainer.strategy", "strategies"),
+)
+"""Where else a foreign class may be, and what is taken in its place."""
+
+
+def taken_out(case: Case) -> dict[str, Any]:
+    """Returns the overlay that takes out foreign callbacks, or takes leyden's own in the place of another foreign part; else nothing."""
+    found = without_callbacks(case) or network_remedy(case) or schedule_remedy(case)
+    return found or next((one for place in PLACES if (one := class_remedy(case, *place))), {})
 
 
 def foreign_callbacks(case: Case) -> list[str]:

@@ -16,7 +16,7 @@ from core.errors import ConfigError
 from core.technique import declaration_of
 from core.training.parameter_groups import parameter_groups
 from toolkit.diagnosis.case import Case
-from toolkit.diagnosis.parts import OURS, inner, is_known
+from toolkit.diagnosis.parts import OURS, inner, is_known, known_class, taken_by
 
 KEEPING = ("ConvergenceMonitor", "ExponentialMovingAverage", "OOMGuard", "PeriodicCheckpoint")
 """Callbacks of leyden that act, and change neither batches, network, gradients nor updates."""
@@ -56,9 +56,12 @@ class PlainParts:
         for part in self.module.objective.modules():
             if isinstance(part, ChangesNetwork):
                 part.change_network(found)
-        alike = [(name, p.shape) for name, p in found.named_parameters()]
-        if alike != [(name, p.shape) for name, p in live.named_parameters()]:
-            return None
+        own, given = ({name: p.shape for name, p in one.named_parameters()} for one in (found, live))
+        heads = [
+            {name for name, p in one.named_parameters() if p is one.output_weight} for one in (found, live)
+        ]
+        if not own.items() <= given.items() or heads[0] != heads[1]:
+            return None  # other weights, or a head that is tied in one of them alone
         first = next(live.parameters())
         return found.to(device=first.device, dtype=first.dtype)
 
@@ -73,14 +76,16 @@ class PlainParts:
 
     def packing(self) -> Any:
         """Returns a new packing."""
-        value = self.case.option("data.packing")
+        value, kind = self.case.option("data.packing"), None
         if isinstance(value, Mapping) and not is_known(str(value.get("class_path", ""))):
-            value = inner(value)
-        return self._build(None, value) if value is not None else None
+            kind = _registered(type(self.trainer.datamodule.packing))
+            value = value if kind else inner(value)
+        return self._build(kind, value) if value is not None else None
 
     def batches(self, split: str, **order: Any) -> PackedBatches | None:
         """Returns the batches of a split as leyden's own packing makes them."""
         data: Any = copy.copy(self.trainer.datamodule)
+        data.__class__ = known_class(type(data))
         if (packing := self.packing()) is None or not hasattr(data, "packing"):
             return None
         data.packing = packing
@@ -132,7 +137,8 @@ class PlainParts:
         given = dict(value) if isinstance(value, Mapping) else {"class_path": value}
         try:
             kind = kind or catalog.find(str(given["class_path"])).load()
-            arguments = {name: _plain(one) for name, one in (given.get("init_args") or {}).items()}
+            taken = taken_by(kind, given.get("init_args") or {})
+            arguments = {name: _plain(one) for name, one in taken.items()}
             with torch.random.fork_rng():
                 return kind(*first, **arguments)
         except (ConfigError, TypeError):  # it takes what leyden's class does not, or is none

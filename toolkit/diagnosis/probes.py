@@ -23,6 +23,7 @@ from toolkit.diagnosis.gradient_probes import (
     norms_of,
     ranks_apart,
 )
+from toolkit.diagnosis.parts import known_class
 
 __all__ = ["Probes"]
 
@@ -74,7 +75,7 @@ class Probes:
 
     def sizes(self, trainer: Trainer, module: Any) -> list[float]:
         """Returns the norms of the weights; nothing where no process has them."""
-        if type(trainer.strategy).__name__ not in WHOLE:
+        if known_class(type(trainer.strategy)).__name__ not in WHOLE:
             return []
         return norms_of(
             [p.detach() for p in module.network.parameters() if p.is_floating_point()]
@@ -122,7 +123,7 @@ class Probes:
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         self._kept, self._check, self._fixed, self.stepped = [], None, None, False
         self._state = OptimizerState()
-        whole, figures = type(trainer.strategy).__name__ in WHOLE, dict[str, float]()
+        whole, figures = known_class(type(trainer.strategy)).__name__ in WHOLE, dict[str, float]()
         validation: list[Batch] = []
         self._is_whole = whole
         examines = whole and module.network.output_weight is not None

@@ -34,6 +34,7 @@ class RowComparison:
     def __init__(self, plain: PlainParts) -> None:
         self.plain = plain
         self.batches: Any = None
+        self.order: dict[str, Any] = {}
         self._ahead = 0
         self._known: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         self._seen: set[int] = set()
@@ -46,10 +47,9 @@ class RowComparison:
             return
         self._order = {"sequence_length": loader.batches.sequence_length, "seed": data.seed}
         place = self.plain.trainer.distributed_sampler_kwargs or {"rank": 0, "num_replicas": 1}
-        ranks = {"rank": place["rank"], "world_size": place["num_replicas"]}
-        self.batches = self.plain.batches(
-            "train", batch_size=data.batch_size, shuffle=data.shuffle, **self._order, **ranks
-        )
+        self.order = {"batch_size": data.batch_size, "shuffle": data.shuffle, **self._order}
+        self.order |= {"rank": place["rank"], "world_size": place["num_replicas"]}
+        self.batches = self.plain.batches("train", **self.order)
         if self.batches is not None and cursor is not None:
             self.batches.cursor = cursor
         self._ahead = 0
@@ -91,15 +91,7 @@ class RowComparison:
 
     def read_ms(self) -> float:
         """Returns how many milliseconds leyden's packing takes to read a batch, the median of a few; NaN: it is not known."""
-        data = self.plain.trainer.datamodule
-        order = {
-            "rank": 0,
-            "world_size": 1,
-            "batch_size": data.batch_size,
-            "shuffle": data.shuffle,
-            **self._order,
-        }
-        batches = self.plain.batches("train", **order)
+        batches = self.plain.batches("train", **self.order)
         return read_ms(batches) if batches is not None else float("nan")
 
     def in_validation(self, batch: Mapping[str, Any]) -> dict[str, float]:
@@ -143,7 +135,8 @@ class RowComparison:
         """Says where rows come from that are not the expected ones.
 
         The share of their spans that are in training and in validation text; of rows, the share that are near another of the batch,
-        and that came before in it or in earlier ones that were compared.
+        and that came before in it or in earlier ones that were compared. Of tokens, the share that are the expected ones; of those
+        that are not, the share with the id that most have, and over all with the ids that they should have.
         """
         other = ids[(ids != expected).any(1)] if ids.shape == expected.shape else ids
         spans, of = spans_of([{"input_ids": other}])
@@ -175,6 +168,8 @@ class RowComparison:
             differ = ids != expected
             found["doctor/rows_kept"] = 1 - float(differ[differ.any(1)].float().mean())
             found["doctor/rows_one_id"] = float(ids[differ].bincount().max() / differ.sum())
+            always = torch.isin(expected, expected[differ]).sum()
+            found["doctor/rows_always"] = float(differ.sum() / always)
         found["doctor/rows_came_before"] = again / max(len(numbers_of_rows), 1)
         return found
 

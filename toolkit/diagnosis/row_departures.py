@@ -80,12 +80,13 @@ def origin(case: Case) -> Iterator[Finding]:
                 f"{start}: {held_out:.0%} of their text is validation text",
                 0.955,
             )
-        elif usual("one_id") > 0.9 and usual("kept") > 0.1:
+        elif usual("one_id") > 0.9 and usual("kept") > 0.1 and usual("always") < 0.95:
             evidence = f"{start}: one token takes the place of {1 - usual('kept'):.0%} of theirs"
             yield found(case, "dropout_too_high", since, evidence, 0.957)
-        elif max(trained, held_out) < 0.5:
+        elif max(trained, held_out) < 0.5 or usual("kept") > 0.5:
             evidence = (
-                f"{start}, and {1 - max(trained, held_out):.0%} of their text is not in the stored tokens"
+                f"{start}: {1 - usual('kept'):.0%} of the tokens are others, and {1 - max(trained, held_out):.0%} of the text is not in "
+                "the stored tokens"
             )
             finding = found(case, "spike_by_data" if passes else "tokenizer_mismatch", since, evidence, 0.955)
             yield _guarded(case, finding) if passes else finding

@@ -10,15 +10,18 @@ from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.history import Series
 from toolkit.diagnosis.parts import packing_remedy, without_callbacks
 
+WINDOW = 6
+"""Logged steps of which the median counts: the first one waits for the data to be opened."""
 
-def _steadily(case: Case, name: str, limit: float) -> tuple[int, float] | None:
-    """Returns since when the median of `WINDOW` logged values of a figure is above a limit, and the figure; None: never."""
+
+def _steadily(case: Case, name: str, limit: float, window: int = WINDOW) -> tuple[int, float] | None:
+    """Returns since when the median of some logged values of a figure is above a limit, and the figure; None: never."""
     series = case.series(name)
-    if len(series) < WINDOW:
+    if len(series) < window:
         return None
-    middle = np.median(np.lib.stride_tricks.sliding_window_view(series.values, WINDOW), axis=1)
+    middle = np.median(np.lib.stride_tricks.sliding_window_view(series.values, window), axis=1)
     bad = middle > limit
-    return (int(series.steps[int(np.argmax(bad)) + WINDOW - 1]), float(middle[bad][0])) if bad.any() else None
+    return (int(series.steps[int(np.argmax(bad)) + window - 1]), float(middle[bad][0])) if bad.any() else None
 
 
 def data_bound(case: Case) -> Iterator[Finding]:
@@ -39,7 +42,7 @@ def reading(case: Case) -> Iterator[Finding]:
     if read > 5 * plain and share > 0.08 and len(case.series("time/step_p50_ms")) >= WINDOW:
         yield Finding(
             "data_bound", int(case.series("time/step_p50_ms").steps[WINDOW - 1]), f"a batch takes {read:.2g} ms to read, with leyden's packing {plain:.2g} "
-            f"ms: {share:.0%} of a step", 0.843, "Take leyden's packing", packing_remedy(case) or without_callbacks(case),
+            f"ms: {share:.0%} of a step", 0.849, "Take leyden's packing", packing_remedy(case) or without_callbacks(case),
         )  # fmt: skip
 
 
@@ -107,7 +110,7 @@ def rank_times(case: Case) -> Iterator[Finding]:
             "straggler", int(behind.steps[at]), f"the slowest rank works longer than the median by {behind.values[at]:.0%} of the time", 0.848,
             "Let Heartbeat name it", without_callbacks(case) or {"trainer": {"callbacks": {"Heartbeat": {}}}},
         )  # fmt: skip
-    elif waits := case.worst("time/collectives_least", 0.5):
+    elif waits := _steadily(case, "time/collectives_least", 0.5, WATCHED):
         yield Finding(
             "communication_bound", waits[0], f"every rank is in collectives for {waits[1]:.0%} of the time and more", 0.846,
             "Send less, or less often", without_callbacks(case),
@@ -138,9 +141,6 @@ def fragmentation(case: Case) -> Iterator[Finding]:
 
 WATCHED = 10
 """Looks in a row, each over the last dozen watched steps, in which one rank is behind."""
-
-WINDOW = 6
-"""Logged steps of which the median counts: the first one waits for the data to be opened."""
 
 RULES: tuple[Rule, ...] = (
     reading,

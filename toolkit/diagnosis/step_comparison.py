@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -123,7 +124,7 @@ class UpdateComparison:
 
     def _of_settings(self, optimizer: Any) -> dict[str, float]:
         """Returns how the settings of groups differ from the configured ones, where they differ most."""
-        rate = eps = 1.0
+        rate = eps = memory = 1.0
         decay = 0.0
         for group in optimizer.param_groups:
             for twin in group["params"]:
@@ -131,11 +132,14 @@ class UpdateComparison:
                 if given is None:
                     continue
                 rate = _further(rate, given["lr"], group["lr"])
+                for name in ("betas", "momentum"):
+                    memory = _further(memory, _horizon(given.get(name)), _horizon(group.get(name)))
                 eps = _further(eps, given.get("eps", 1.0), group.get("eps", 1.0))
                 decay = max(
                     decay, float(given.get("weight_decay", 0.0)) - float(group.get("weight_decay", 0.0))
                 )
-        return {"doctor/rate_times": rate, "doctor/eps_times": eps, "doctor/decay_more": decay}
+        found = {"doctor/rate_times": rate, "doctor/eps_times": eps, "doctor/decay_more": decay}
+        return found | {"doctor/memory_times": memory}
 
     def _epsilon(self, after: Sequence[Tensor]) -> dict[str, float]:
         """Returns the epsilon with which the step would have come out most nearly as it did, if it is nearly so."""
@@ -178,6 +182,12 @@ class UpdateComparison:
         return {f"doctor/state_{name}": count / total for name, count in counts.items()} if total else {}
 
 
+def _horizon(decays: Any) -> float:
+    """Returns the steps over which a decay, or the longest of two, remembers; 1: there is none."""
+    given = decays if isinstance(decays, list | tuple) else [decays or 0.0]
+    return 1 / max(1 - max(map(float, given)), 1e-9)
+
+
 def _further(ratio: float, given: float, configured: float) -> float:
     """Returns whichever is further from 1: a ratio, or that of two values."""
     own = float(given) / max(float(configured), 1e-30) if configured > 0 else 1.0
@@ -201,6 +211,46 @@ def _fit(now: Tensor, before: Tensor, then: Tensor) -> tuple[float, float, float
     if left > 0.5 * rest:
         return alone, 0.0, max(rest - rounding, 0.0) / size
     return float(found[0]), float(found[1]), max(left - rounding, 0.0) / size
+
+
+class StepSize:
+    """How far the optimizer moves the weights in a step, and how much of that is taken back before the next one.
+
+    Args:
+        module: The LanguageModule.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.weights = [p.detach() for p in module.network.parameters() if p.requires_grad]
+        self._before: list[Tensor] = []
+        self._after: list[Tensor] = []
+
+    def begin(self) -> None:
+        """Keeps the weights before a step."""
+        self._before = [weight.clone() for weight in self.weights]
+
+    def figures(self) -> dict[str, float]:
+        """Returns the norm of the change over that of the weights."""
+        if not self._before:
+            return {}
+        size = nn.utils.get_total_norm(self._before)
+        moved = nn.utils.get_total_norm(torch._foreach_sub(self.weights, self._before))
+        self._after = [weight.clone() for weight in self.weights]
+        return {"doctor/step_size": float(moved / size.clamp(min=1e-30))}
+
+    def taken_back(self) -> dict[str, float]:
+        """Returns, before the next step, which share of the kept one was undone, and how nearly nothing else was changed."""
+        before, after, self._before, self._after = self._before, self._after, [], []
+        if not after:
+            return {}
+        step, change = (torch._foreach_sub(one, after) for one in (before, self.weights))
+        along, own, other = (
+            sum(float((a * b).sum()) for a, b in zip(*pair, strict=True))
+            for pair in ((step, change), (step, step), (change, change))
+        )
+        if other == 0 or own == 0:
+            return {}
+        return {"doctor/step_back": along / own, "doctor/step_back_cosine": along / math.sqrt(own * other)}
 
 
 class StateBetween:
@@ -230,6 +280,11 @@ class StateBetween:
             found["doctor/weights_grown"] = statistics.median(ratio for ratio, _ in ratios)
             found["doctor/weights_moved_at_ends"] = sum(ends[index] for _, index in ratios) / len(ratios)
         states = state_of(optimizer)
+        grown = [
+            name == "exp_avg_sq" and b > 1.001 * a
+            for a, b, name in zip(kept[2], states, (name for name, _ in _state(optimizer)), strict=False)
+        ]
+        found["doctor/squares_grown"] = sum(grown) / max(len(grown), 1)
         return found | {"doctor/state_moved": _share(kept[2], states)}
 
 
@@ -257,11 +312,15 @@ def weights_of(module: Any) -> list[float]:
 
 def state_of(optimizer: Any) -> list[float]:
     """Returns a number of each tensor that an optimizer keeps: its norm, and where it is large, changes with its parameter."""
-    found = [
-        value.detach().float()
+    found = [value.detach().float() for _, value in _state(optimizer)]
+    return norms_of(found) if found else []
+
+
+def _state(optimizer: Any) -> list[tuple[str, Tensor]]:
+    return [
+        (name, value)
         for group in optimizer.param_groups
         for p in group["params"]
-        for _, value in sorted(optimizer.state.get(p, {}).items())
+        for name, value in sorted(optimizer.state.get(p, {}).items())
         if isinstance(value, Tensor) and value.numel() > 1
     ]
-    return norms_of(found) if found else []

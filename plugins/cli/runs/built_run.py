@@ -46,6 +46,7 @@ from plugins.cli.runs import (
     restarts,
     run_folder,
 )
+from plugins.cli.runs.advice import advice
 from plugins.cli.runs.checkpoint_errors import raise_if_from_checkpoint
 from plugins.cli.runs.network_draft import NetworkDraft
 from plugins.cli.runs.no_profiler import NoProfiler
@@ -168,7 +169,8 @@ class BuiltRun:
             () if offline else launchers.faults(hardware.cluster_environment, devices, nodes, self.selected)
         )
         accelerator = hardware.accelerator.name()
-        preflight.check(run(selected, accelerator, devices, devices * nodes), *faults)
+        self.run_checked = run(selected, accelerator, devices, devices * nodes)
+        preflight.check(self.run_checked, *faults)
         if self.starts and accelerator == "cuda":
             cuda_memory.let_segments_grow()
 
@@ -260,6 +262,7 @@ class BuiltRun:
         trained = sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
         share = f", {trained:,} of them trained ({trained / parameters:.2%})" if trained < parameters else ""
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters{share}"
+        self.advice = list(advice(self.run_checked, network)) if self.only == "fit" else []
         with self._building(), optimizers_without_compiler():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:
@@ -271,6 +274,8 @@ class BuiltRun:
             return
         network = f"{self.network_summary}\n" if self.starts else ""  # `check` ends with it
         print(f"{table(self.selected)}\n{network}Run folder: {self.folder}", flush=True)
+        for line in self.advice:
+            print(line, flush=True)
         if self.request.checkpoint is not None:
             print(f"From checkpoint: {shown(self.request.checkpoint)}", flush=True)
             current = {key: value for key, value in self.config.items() if key in SECTIONS}

@@ -138,12 +138,20 @@ def soap(t, p, g, s, b=0.95):
     return (p - LR * u) * (1 - LR * DECAY)
 
 
+def fused(optimizer):
+    """Steps with the function that `Compile` compiles."""
+    optimizer.compile_update(lambda function: function)
+    return optimizer
+
+
 FORMULAS = {
     "SGD": (lambda p: SGD(p, LR, weight_decay=DECAY), sgd, ["m"], 1e-12),
     "Lion": (lambda p: Lion(p, LR, weight_decay=DECAY), lion, ["m"], 1e-12),
     # torch keeps squares of gradients above float32's smallest difference: 1e-7 of values of about 1
     "Adafactor": (lambda p: Adafactor(p, LR, weight_decay=DECAY), adafactor, ["row", "col"], 1e-6),
     "AdEMAMix": (lambda p: AdEMAMix(p, LR, weight_decay=DECAY, alpha_beta3_steps=4), ademamix, ["m", "v", "slow"], 1e-12),
+    "Lion, fused": (lambda p: fused(Lion(p, LR, weight_decay=DECAY)), lion, ["m"], 1e-12),
+    "AdEMAMix, fused": (lambda p: fused(AdEMAMix(p, LR, weight_decay=DECAY, alpha_beta3_steps=4)), ademamix, ["m", "v", "slow"], 1e-12),
     "SOAP": (lambda p: SOAP(p, LR, weight_decay=DECAY, precondition_frequency=100), soap, ["m", "v"], 1e-9),
 }  # fmt: skip
 
@@ -264,9 +272,10 @@ def schedule_free(values, warmup=3, b1=0.9, b2=0.95):
     return results
 
 
-def test_schedule_free_trains_y_and_shows_x():
+@pytest.mark.parametrize("change", [lambda optimizer: optimizer, fused], ids=["library", "fused"])
+def test_schedule_free_trains_y_and_shows_x(change):
     values = parameters()
-    optimizer = ScheduleFreeAdamW(values, LR, weight_decay=DECAY, warmup_steps=3)
+    optimizer = change(ScheduleFreeAdamW(values, LR, weight_decay=DECAY, warmup_steps=3))
     trained(optimizer, values)
     expected, before = schedule_free(parameters()), [v.detach().clone() for v in values]
     for value, (y, _) in zip(values, expected, strict=True):
