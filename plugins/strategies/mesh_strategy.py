@@ -243,13 +243,15 @@ class MeshStrategy(ParallelStrategy):
         return int(seed)
 
     def draw_weights(self) -> bool:
-        """Draws all weights of the network again, each rank its shards; False if rank 0 has to initialise them."""
+        """Draws all weights again that the network began with, each rank its shards; False if rank 0 has to initialise them."""
         if not self.starts:
             return False
-        network, seed = self.language_module.network, self._common_seed()
-        shards.reshard(network)
-        for name, tensor in named(network):
-            start, key = initial_shards.opened(name, self.starts[initial_shards.PREFIX + name])
+        module, seed = self.language_module, self._common_seed()
+        shards.reshard(module)
+        for name, tensor in named(module):
+            if name not in self.starts:  # of an objective, such as a coefficient
+                continue
+            start, key = initial_shards.opened(name, self.starts[name])
             start = start.otherwise if isinstance(start, Stored) else start
             self.draw_weight(tensor, start, seed, key)
         return True

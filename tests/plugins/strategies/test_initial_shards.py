@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.distributed.tensor import DTensor
 
 from core.contracts import ChangesNetwork
 from core.errors import ConfigError
+from core.language_module import LanguageModule
 from core.technique import technique
 from plugins.adapters.bottleneck_adapter import BottleneckAdapter
 from plugins.adapters.ia3 import IA3
@@ -32,7 +33,9 @@ from plugins.strategies.tensors import local_shard, named_tensors, part
 from tests.conformance.broken.networks import Convolving
 from tests.support.fake_ranks import shards
 from tests.support.largest_tensor import LargestTensor
+from tests.support.same_run import same_bits
 from toolkit.initial_values import initial_values
+from toolkit.new_weights import begin
 from toolkit.positions import explain_position_mixing
 
 DENSE = dict(vocab_size=520, n_layer=4, n_head=4, n_embd=64, max_sequence_length=32, position="rotary")
@@ -127,15 +130,36 @@ def test_what_adapters_and_objectives_add_begins_as_in_one_process(name):
 def test_other_weights_are_drawn_from_another_seed():
     build = partial(GPT, **DENSE)
 
-    def adapted():
-        network = build()
+    def added():
+        network, objective = build(), RewardModel()
+        objective.change_network(network)
         LoRA(rank=2).change_network(network)
-        return network
+        return torch.nn.ModuleDict({"network": network, "objective": objective})
 
-    with shards(build, FSDP(), 1, 4, callbacks=[LoRA(rank=2)]) as module:
-        seed_everything(7, verbose=False)
-        assert module.trainer.strategy.draw_weights()
-        assert other(module, seeded(adapted, 7)) == []
+    with shards(build, FSDP(), 1, 4, objective=RewardModel(), callbacks=[LoRA(rank=2)]) as module:
+        begin(module.trainer, 7)
+        expected = seeded(added, 7)
+        own = named_tensors(module)
+        assert own.keys() == expected.keys()
+        assert [n for n, t in own.items() if not torch.equal(local_shard(t), part(expected[n], t))] == []
+
+
+def test_a_network_with_other_weights_keeps_the_head_that_the_optimizer_steps():
+    """A head of its own for the second network would be used, and never trained."""
+    seed_everything(0, verbose=False)
+    build, trainer = partial(GPT, **DENSE), Trainer(accelerator="cpu", logger=False)
+    module = LanguageModule(build, RewardModel(), torch.optim.SGD)
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    module.configure_model()
+    before = dict(module.named_parameters())
+    begin(trainer, 7)
+    assert all(tensor is before[name] for name, tensor in module.named_parameters())
+    expected, objective = seeded(build, 7), RewardModel()
+    seed_everything(7, verbose=False)
+    objective.change_network(build())
+    assert same_bits(dict(module.objective.state_dict()), dict(objective.state_dict()))
+    assert other(module, expected) == []
 
 
 def test_one_rank_of_1024_draws_little_more_than_its_part_and_holds_no_more_than_one_parameter():
