@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -149,8 +151,16 @@ class RemotePlace:
         return own
 
     def set_aside(self, step: int) -> dict[str, str]:
-        """Marks the checkpoints after a step."""
-        patient = ObjectFolder(self.folder.url, uploads=True)  # the run may be in the middle
+        """Marks the checkpoints after a step; an outage is waited out, as the run may be in the middle, unless Ctrl-C ends it."""
+        ending = threading.Event()
+        with ThreadPoolExecutor(1) as thread:  # requests hold up signals, a wait for another thread does not
+            try:
+                return thread.submit(self._set_aside, step, ending).result()
+            finally:
+                ending.set()
+
+    def _set_aside(self, step: int, ending: threading.Event) -> dict[str, str]:
+        patient = ObjectFolder(self.folder.url, uploads=True, ending=ending)
         renamed = {
             found.name: remote_checkpoints.set_aside(found)
             for found in remote_checkpoints.listed(patient).complete

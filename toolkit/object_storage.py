@@ -95,7 +95,7 @@ class ObjectFolder:
         url: Such as `s3://bucket/runs/first`.
         option: What the URL was given for, for messages.
         uploads: Whether an outage is waited out, as by a run that uploads.
-        ending: Is set once the run is to end: `put`, `remove`, `look_up` and `below` then go on only as long as the
+        ending: Is set once the run is to end: `put`, `remove`, `look_up`, `level` and `below` then go on only as long as the
             storage answers. For threads without an event loop.
     """
 
@@ -179,7 +179,10 @@ class ObjectFolder:
         import obstore
 
         with self._explaining("read"):
-            found = obstore.list_with_delimiter(self._store)
+            found = self._done(
+                lambda: obstore.list_with_delimiter(self._store),
+                lambda: obstore.list_with_delimiter_async(self._store),
+            )
         objects = {self._name(item): _stored(item) for item in found["objects"]}
         return objects, [str(prefix).rstrip("/").rpartition("/")[2] for prefix in found["common_prefixes"]]
 

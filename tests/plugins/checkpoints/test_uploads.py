@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from copy import deepcopy
 from pathlib import Path
 from time import sleep
@@ -171,6 +172,22 @@ def test_the_steps_of_a_discarded_history(save, storage, tmp_path):
     io.remove_checkpoint(f"{url}/step-00000001.ckpt")
     io.teardown()
     assert storage.keys("history") == [OWNER, "step-00000002.ckpt", "step-00000002.ckpt.complete"]
+
+
+def test_ctrl_c_ends_the_wait_of_a_run_that_goes_back_in_an_outage(environment, monkeypatch):
+    monkeypatch.setattr(object_storage, "LOOK_S", 0.05)
+    pressed = []
+
+    def answer(handler, body):
+        if not pressed:
+            pressed.append(signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
+        answer_with(handler, 503)
+
+    with answering(answer) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(KeyboardInterrupt):
+            RemotePlace("s3://corpora/back").set_aside(1)
+    assert pressed
 
 
 @FORMATS
