@@ -77,6 +77,8 @@ class TrainingDoctor(Callback):
         self._start: dict[str, float] = {}
         self._examining = self._resumes = self._saves = False
         self._resumed: Any = None
+        self._settings: str | None = None  # of the checkpoint
+        self._changed = False
         self._sizes: list[float] = []
         self._state: list[float] = []
         self._validation: dict[str, float] = {}
@@ -87,13 +89,15 @@ class TrainingDoctor(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Returns the figures so far, and which causes were said."""
         state = {"history": self.history.state_dict(), "told": list(self._told), "next": self._next}
-        return {**state, "probes": self._probes.state_dict()}
+        settings = Case(self.history, self._config).rate_settings
+        return {**state, "probes": self._probes.state_dict(), "settings": settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on with those of a checkpoint."""
         self.history.load_state_dict(state_dict["history"])
         self._told, self._next = list(state_dict["told"]), state_dict["next"]
         self._probes.load_state_dict(state_dict.get("probes", {"rows": [-1], "norms": []}))
+        self._settings = state_dict.get("settings")
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the data and at what the network sees."""
@@ -104,6 +108,7 @@ class TrainingDoctor(Callback):
         state = [] if is_fresh else self._state
         self._start = self._probes.start(trainer, pl_module, is_fresh, self._config, state)
         self._resumes, self._seen = not is_fresh, trainer.global_step
+        self._changed = self._settings not in (None, Case(self.history, self._config).rate_settings)
         self._began, self._saving, self._saved = time.monotonic(), 0.0, 0.0
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -154,6 +159,8 @@ class TrainingDoctor(Callback):
         """Computes the gradients of the step again, where it is examined."""
         if self._resumed is not None:
             self._compare_with_end(trainer, optimizer)
+            if self._changed:
+                log_figures(trainer, {"doctor/settings_changed": 1.0})
         if between := self._probes.between(pl_module):
             log_figures(trainer, between)
         if self._examining:

@@ -217,6 +217,20 @@ def test_an_adapter_is_for_weights_that_were_read():
     assert causes(history, config) == []
 
 
+@pytest.mark.parametrize(
+    ("at_first", "expected"),
+    [(30e-3, ["no_warmup"]), (1e-3, ["warmup_too_long"]), (0.0, ["schedule_ends_early"])],
+)
+def test_rates_of_other_settings_are_not_judged(at_first, expected):
+    """Of a run that was resumed with a lower rate, a higher one, or more steps than the schedule had."""
+    history = healthy(70)
+    for step in range(1, 71):
+        history.add(step, {"train/lr": 6e-3 if step > 50 else at_first or 6e-3 * (step < 40)})
+    assert causes(history) == expected
+    history.add(51, {"doctor/settings_changed": 1.0})
+    assert causes(history) == []
+
+
 @pytest.mark.parametrize(("tokens", "expected"), [(0, []), (32, ["batch_too_small"]), (4096, [])])
 def test_a_step_has_enough_tokens(tokens, expected):
     history = healthy()

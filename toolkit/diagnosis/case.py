@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
@@ -10,6 +11,11 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.history import History, Series
+
+SETTINGS_CHANGED = "doctor/settings_changed"
+"""Logged in the first step of a run that was resumed with other `RATE_SETTINGS`."""
+
+RATE_SETTINGS = ("trainer.max_steps", "model.optimizer", "model.lr_scheduler")
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,10 @@ class Case:
     def series(self, name: str) -> Series:
         """Returns a figure over steps."""
         if name not in self._cache:
-            self._cache[name] = self.history.series(name)
+            found = self.history.series(name)
+            if name == "train/lr" and len(changed := self.history.series(SETTINGS_CHANGED)):
+                found = found.since(changed.steps[-1])  # the configuration says nothing of rates before
+            self._cache[name] = found
         return self._cache[name]
 
     def last(self, name: str) -> float:
@@ -125,6 +134,11 @@ class Case:
         """The steps of the run; infinite if they are not known."""
         steps = self.number("trainer.max_steps", -1)
         return steps if steps > 0 else float("inf")
+
+    @property
+    def rate_settings(self) -> str:
+        """What the learning rate of a step follows from, to be compared."""
+        return json.dumps([self.option(path) for path in RATE_SETTINGS], sort_keys=True, default=str)
 
     @property
     def has_weights(self) -> bool:

@@ -210,12 +210,15 @@ def warmup_too_long(case: Case) -> Iterator[Finding]:
     given, highest = case.number("model.optimizer.lr", 0.0), float(rate.values.max())
     late = rate.steps[-1] > 0.4 * steps
     still = late and bool((np.diff(rate.values) > 0).all())
-    grows = rate.values[-1] > 1.05 * float(np.median(rate.up_to(rate.steps[-1] / 4).values))
+    early = rate.up_to(rate.steps[-1] / 4).values  # none, of a run that was resumed with other settings
+    grows = len(early) > 0 and rate.values[-1] > 1.05 * float(np.median(early))
     stuck = late and grows and given / 50 < highest < 0.5 * given
     begins = case.series("train/lr").steps[rate.values >= 0.5 * (given or highest)]
     stuck = stuck or bool(len(begins) and begins[0] > 0.4 * steps and rate.values[0] < 0.25 * given)
     if still or stuck or (warmup > 0.4 * steps and rate.values[-1] > rate.values[0]):
-        evidence = f"the rate rises for {max(warmup, rate.steps[-1]):.0f} of {steps:.0f} steps"
+        evidence = (
+            f"the rate rises for {max(warmup, rate.steps[-1] if still else 0):.0f} of {steps:.0f} steps"
+        )
         yield Finding(
             "warmup_too_long", int(rate.steps[4]), f"the rate is {highest:.2g} at most until step {rate.steps[-1]}, and {given:g} is set"
             if stuck else evidence, 0.8, "Warm up over the first 10% of the steps",
