@@ -215,6 +215,8 @@ def test_an_adapter_is_for_weights_that_were_read():
     assert finding.remedy == {"trainer": {"callbacks": {"Freeze": None}}}
     config["model"]["weights"] = "runs/base"
     assert causes(history, config) == []
+    config["model"] |= {"weights": None, "network": {"class_path": "acme.TheirPretrained"}}
+    assert causes(history, config) == []
 
 
 @pytest.mark.parametrize(

@@ -117,11 +117,14 @@ class Case:
         value = self.option(path)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
+    def class_path(self, path: str) -> str:
+        """Returns the class that the configuration has at a place, as it is written there."""
+        value = self.option(path)
+        return str((value.get("class_path") if isinstance(value, Mapping) else value) or "")
+
     def class_of(self, path: str) -> str:
         """Returns the name of the class that the configuration has at a place, without its module."""
-        value = self.option(path)
-        name = value.get("class_path") if isinstance(value, Mapping) else value
-        return str(name or "").rpartition(".")[2]
+        return self.class_path(path).rpartition(".")[2]
 
     def callbacks(self) -> list[Mapping[str, Any]]:
         """Returns the configured callbacks, each with `class_path` and `init_args`."""

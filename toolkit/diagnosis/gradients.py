@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import guard_remedy, suspects, taken_out
+from toolkit.diagnosis.parts import guard_remedy, is_known, suspects, taken_out
 
 
 def _advice(case: Case, otherwise: str) -> str:
@@ -214,7 +214,8 @@ def frozen(case: Case) -> Iterator[Finding]:
     """Weights are not trained, without an adapter over weights that were read, or get no gradient."""
     names = [str(item.get("class_path", "")) for item in case.callbacks()]
     adapters = [name for name in names if name.rpartition(".")[2] in ADAPTERS or "adapters" in name]
-    said = adapters and case.has_weights
+    reads = not is_known(case.class_path("model.network"))  # it may read weights by itself
+    said = adapters and (case.has_weights or reads)
     found, nothing = case.worst("doctor/frozen", 0.0), case.series("doctor/without_gradient")
     always = (
         len(nothing) >= 2 and float(nothing.values.min()) > 0

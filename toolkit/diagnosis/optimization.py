@@ -369,7 +369,8 @@ SPAN = 10
 
 def batch_far_from_noise(case: Case) -> Iterator[Finding]:
     """The batch is far smaller or larger than the gradient noise scale, or has next to no tokens."""
-    ratio, tokens = case.series("noise_scale/batch_ratio"), case.last("train/tokens") / max(case.step, 1)
+    ratio, seen = case.series("noise_scale/batch_ratio"), case.series("train/tokens")
+    tokens = float(seen.values[-1] / max(seen.steps[-1], 1)) if len(seen) else 0.0
     now = float(np.median(ratio.values[-3:])) if len(ratio) >= 3 else 1.0
     few = case.is_causal and 0 < tokens < FEW_TOKENS and case.class_of("data") in PRETRAINING
     if now > 30 or 0 < now < 1 / 30 or few:
