@@ -1,5 +1,7 @@
 """The rules of a diagnosis on given figures; reading and writing; what is measured of data, against closed forms."""
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -204,6 +206,14 @@ def test_a_part_of_another_package_is_taken_out_or_unwrapped():
     case = Case(healthy(), changed("model.optimizer", derived))
     own = {"class_path": "AdamW", "init_args": {"lr": 1e-3}}
     assert found(case, "rate_too_high", 1, "", 0.9).remedy == {"model": {"optimizer": own}}
+
+
+def test_a_package_that_is_not_installed_is_no_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    monkeypatch.delitem(sys.modules, "plugins.optimizers.lion", raising=False)
+    config = changed("model.optimizer", {"class_path": "acme.OurLion", "init_args": {"lr": 1e-3}})
+    remedy = found(Case(healthy(), config), "rate_too_high", 1, "", 0.9).remedy
+    assert remedy == {"model": {"optimizer": {"class_path": "AdamW"}}}
 
 
 def test_an_adapter_is_for_weights_that_were_read():

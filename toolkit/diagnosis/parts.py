@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
 from core import catalog
+from core.errors import ConfigError
 from toolkit.diagnosis.case import Case
 
 OURS = ("core.", "toolkit.", "conformance.", "plugins.", "callbacks.", "datamodules.", "lightning.", "torch.")
@@ -56,7 +58,8 @@ def class_remedy(
     found = inner(part) or (dict(otherwise) if otherwise else None)
     if bases:
         base = max(bases, key=lambda entry: len(entry.name))
-        found = {"class_path": base.name, "init_args": taken_by(base.load(), part.get("init_args") or {})}
+        with suppress(ConfigError):  # its package is not installed
+            found = {"class_path": base.name, "init_args": taken_by(base.load(), part.get("init_args") or {})}
     for key in reversed(place.split(".") if found else ()):
         found = {key: found}
     return found or {}
