@@ -208,6 +208,13 @@ def test_a_part_of_another_package_is_taken_out_or_unwrapped():
     assert found(case, "rate_too_high", 1, "", 0.9).remedy == {"model": {"optimizer": own}}
 
 
+@pytest.mark.parametrize(("gain", "expected"), [(140.0, []), (2000.0, ["exploding_gradients"])])
+def test_trained_blocks_may_change_gradients_a_hundredfold(gain, expected):
+    history = healthy(200)
+    history.add(160, {"doctor/gain_most": gain, "doctor/gain_least": 0.9})
+    assert causes(history, changed("trainer.max_steps", 400)) == expected
+
+
 def test_a_package_that_is_not_installed_is_no_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
     monkeypatch.delitem(sys.modules, "plugins.optimizers.lion", raising=False)
