@@ -8,6 +8,7 @@
     python -m tests.faults run --out FOLDER --half second-unseen
     python -m tests.faults run --out FOLDER --half third-unseen
     python -m tests.faults run --out FOLDER --half fourth-unseen
+    python -m tests.faults run --out FOLDER --half fifth-unseen
     python -m tests.faults run --out FOLDER --half harmless       # clean runs with parts of others
     python -m tests.faults run --out FOLDER --half clean --recipes gpt-2-ranks gpt-resumed
 
@@ -30,6 +31,7 @@ import yaml
 from tests.faults import report
 from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS, Fault
+from tests.faults.fifth_unseen import FIFTH_UNSEEN
 from tests.faults.fourth_unseen import FOURTH_UNSEEN
 from tests.faults.harmless import HARMLESS
 from tests.faults.recipes import RECIPES, VARIANTS, recipe
@@ -44,6 +46,7 @@ SETS = {
     "second-unseen": SECOND_UNSEEN,
     "third-unseen": THIRD_UNSEEN,
     "fourth-unseen": FOURTH_UNSEEN,
+    "fifth-unseen": FIFTH_UNSEEN,
     "harmless": HARMLESS,
 }
 """Faults beside those of the catalogue."""
