@@ -59,7 +59,8 @@ class OOMGuard(Callback):
     wait there for one that repeats the step. Under `FSDP` and `HybridParallel`, where ranks exchange weights and gradients
     during forward and backward, all split theirs alike. A rank that runs out of memory makes the exchanges for which the
     others wait in a step on a single row, and all repeat theirs. For this they tell each other after each part whether
-    memory was enough: log2(ranks) messages between CPUs, which do not wait for the device.
+    memory was enough: log2(ranks) messages between CPUs, which do not wait for the device. All need the same number of rows
+    in a micro-batch there, as leyden's data modules give them.
 
     Args:
         memory_limit: On a CPU: bytes that forward and backward may take beyond what the process holds when training
