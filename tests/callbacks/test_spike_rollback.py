@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -417,12 +417,15 @@ def test_steps_that_come_again_are_logged_saved_and_drawn_again(train, tmp_path)
     assert (tmp_path / "run/loss_curve.png").exists()
 
 
-def test_the_best_checkpoint_is_forgotten_when_training_goes_back_behind_it():
-    saver = PeriodicCheckpoint(keep_best=True)
+def test_the_best_checkpoint_is_forgotten_when_training_goes_back_behind_it(tmp_path):
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, default_root_dir=tmp_path)
+    saver = PeriodicCheckpoint(dirpath=str(tmp_path), keep_best=True)
+    saver.setup(trainer, None, "fit")
+    saver.on_train_start(trainer, None)
     saver._best, saver.best_model_path, saver._saved_step = 1.0, "folder/step-00000040.ckpt", 40
-    saver._go_back(40)
+    saver._go_back(trainer, 40)
     assert saver.best_model_path
-    saver._go_back(30)
+    saver._go_back(trainer, 30)
     assert (saver._best, saver.best_model_path) == (math.inf, "")
 
 

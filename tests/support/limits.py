@@ -14,6 +14,9 @@ from toolkit import memory_limits
 M_MMAP_THRESHOLD = -3
 """Of mallopt: from so many bytes on an allocation is mapped, and unmapped when it is given up."""
 
+M_TRIM_THRESHOLD = -1
+"""Of mallopt: with so many free bytes at the heap's end they are given back."""
+
 M_TOP_PAD = -2
 """Of mallopt: so many bytes more are added to the heap than an allocation needs."""
 

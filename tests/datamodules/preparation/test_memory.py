@@ -1,5 +1,6 @@
 """What a preparation keeps in memory."""
 
+import ctypes
 import pkgutil
 import random
 import subprocess
@@ -13,6 +14,7 @@ from datamodules.preparation.readers.text_documents import TextDocuments
 from datamodules.preparation.token_preparation import TokenPreparation
 from datamodules.preparation.tokenizers.bpe_tokenizer import BPETokenizer
 from datamodules.preparation.writers.token_shards import TokenShards
+from tests.support.limits import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
 
 WORDS = [f"{a}{b}{c}" for a in "bcdfgh" for b in ("al", "er", "inu", "oto") for c in ("", "ta", "mes")]
 
@@ -42,6 +44,9 @@ def test_what_training_a_tokenizer_took_is_given_back_before_workers_start(tmp_p
         TextDocuments(source), BPETokenizer(vocab_size=1024), TokenShards(), engine=Engine()
     )
     (tmp_path / "out").mkdir()
+    libc = ctypes.CDLL(None)  # tests before this one may have told malloc to keep what is freed
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 17)
     before = resident()
     preparation.run(tmp_path / "out", source)
     assert sizes

@@ -338,8 +338,8 @@ def test_what_is_interrupted_leaves_nothing(words, how, llama, core, tmp_path, m
                 raise MemoryError() if how == "out of memory" else ValueError("a tensor")
         return read()
 
-    def initialised(self, shape, dtype, read):
-        initialise(self, shape, dtype, lambda: interrupted(read))
+    def initialised(self, shape, dtype, read, *more):
+        initialise(self, shape, dtype, lambda: interrupted(read), *more)
 
     monkeypatch.setattr(LazyTensor, "__init__", initialised)
     done = core(*words)
