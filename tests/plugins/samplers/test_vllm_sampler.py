@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import statistics
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -123,7 +124,8 @@ def test_the_engine_has_the_weights_of_now_in_each_rollout(callbacks, options, n
     # an engine with the first weights would be as far away as the reference, or farther
     assert len(gaps) == 8
     assert max(gaps) < near
-    assert not kl or max(one["rollout/kl"] for one in figures.figures) > 1e-2
+    # of 16 answers, so that a single one may be near 0; the first rollout is the reference's own
+    assert not kl or statistics.mean(abs(one["rollout/kl"]) for one in figures.figures[1:]) > 1e-2
 
 
 def test_a_folder_of_another_network_is_refused(vllm, tmp_path):
