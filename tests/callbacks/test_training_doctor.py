@@ -182,6 +182,33 @@ def test_what_a_network_sees_is_measured():
     assert visibility(network, batch)["doctor/sees_future"] > 0.01
 
 
+def test_rows_that_see_each_other_see_no_future(monkeypatch):
+    torch.manual_seed(0)
+    network = tiny_gpt(position="rotary").eval()
+    [batch] = uneven_batches(1)
+    forward = network.forward
+
+    def flat(batch):
+        rows = {"input_ids": batch["input_ids"].flatten()[:16].view(1, -1)}  # two rows of 8 as one
+        return forward(rows).view(2, 8, -1)
+
+    monkeypatch.setattr(network, "forward", flat)
+    seen = visibility(network, {"input_ids": batch["input_ids"].flatten()[:16].view(2, 8)})
+    assert seen["doctor/sees_rows"] > 0.01
+    assert seen["doctor/sees_future"] == 0.0
+
+
+def test_blocks_that_are_not_run_are_counted(monkeypatch):
+    network = tiny_gpt(position="rotary")
+    [batch] = uneven_batches(1)
+    assert inner_state(network, batch)["doctor/blocks_idle"] == 0
+    embed = torch.nn.Embedding(network.vocab_size, network.n_embd)
+    monkeypatch.setattr(
+        network, "forward", lambda batch: network.blocks[0](embed(batch["input_ids"]), None, None, None)
+    )
+    assert inner_state(network, batch)["doctor/blocks_idle"] == len(network.blocks) - 1
+
+
 def test_attention_units_and_zeros_are_measured():
     torch.manual_seed(0)
     network = tiny_gpt(activation="relu")

@@ -78,6 +78,12 @@ def prior_biases(network: Any, value: float) -> None:
         nn.init.constant_(block.mlp.up_proj.bias, value)
 
 
+def _attends(network: Any, attend: Callable[..., Tensor]) -> None:
+    """Gives each block another function of attention, the first argument of which is the one it has."""
+    for block in network.blocks:
+        block.attention.attend = partial(attend, block.attention.attend)
+
+
 def cosine_scores(network: Any, temperature: float) -> None:
     """Attention scores are cosines over a temperature that is far too low."""
 
@@ -86,8 +92,7 @@ def cosine_scores(network: Any, temperature: float) -> None:
         found: Tensor = inner(F.normalize(q, dim=-1), F.normalize(k, dim=-1), *rest, **options)
         return found
 
-    for block in network.blocks:
-        block.attention.attend = partial(attend, block.attention.attend)
+    _attends(network, attend)
 
 
 def in_both_directions(network: Any) -> None:
@@ -98,8 +103,7 @@ def in_both_directions(network: Any) -> None:
         found: Tensor = inner(q, k, v, None if mask is None else mask | mask.mT, *rest, **options)
         return found
 
-    for block in network.blocks:
-        block.attention.attend = partial(attend, block.attention.attend)
+    _attends(network, attend)
 
 
 def causal_alone(network: Any) -> None:
@@ -110,8 +114,7 @@ def causal_alone(network: Any) -> None:
         found: Tensor = inner(q, k, v, None, *rest, **options)
         return found
 
-    for block in network.blocks:
-        block.attention.attend = partial(attend, block.attention.attend)
+    _attends(network, attend)
 
 
 class NewEmbeddings(Callback):

@@ -135,8 +135,8 @@ class SlowDisk(Packing):
         return batches  # type: ignore[no-any-return]
 
 
-class SameOnEachRank(Packing):
-    """A packing that does not know of ranks: each trains on the same rows.
+class Wrong(Packing):
+    """Batches of a packing, with a mistake.
 
     Args:
         packing: The packing.
@@ -144,6 +144,10 @@ class SameOnEachRank(Packing):
 
     def __init__(self, packing: Packing) -> None:
         self.packing = packing
+
+
+class SameOnEachRank(Wrong):
+    """A packing that does not know of ranks: each trains on the same rows."""
 
     def batches(self, folder: Path, **order: Any) -> PackedBatches:
         """Returns the packing's batches, in training those of a single rank."""
@@ -151,15 +155,8 @@ class SameOnEachRank(Packing):
         return self.packing.batches(folder, **(order | alone))
 
 
-class AllFiles(Packing):
-    """A packing whose pattern of training files matches the validation file, too: half of the rows are of it.
-
-    Args:
-        packing: The packing.
-    """
-
-    def __init__(self, packing: Packing) -> None:
-        self.packing = packing
+class AllFiles(Wrong):
+    """A packing whose pattern of training files matches the validation file, too: half of the rows are of it."""
 
     def batches(self, folder: Path, **order: Any) -> PackedBatches:
         """Returns the packing's batches, in training mixed with those of the validation split."""

@@ -48,7 +48,13 @@ def few_labels(case: Case) -> Iterator[Finding]:
 
 
 def sees_documents(case: Case) -> Iterator[Finding]:
-    """Logits depend on other documents of a row, or document_ids do not part what positions part."""
+    """Logits depend on other rows, or other documents of a row, or document_ids do not part what positions part."""
+    if (rows := case.last("doctor/sees_rows")) > 1e-3:
+        yield Finding(
+            "mask_leak", 1, f"logits move by {rows:.1%} with tokens of another row", 0.98,
+            "Take a network whose rows do not see each other", taken_out(case),
+        )  # fmt: skip
+        return
     share, joined = case.last("doctor/sees_documents"), case.worst("doctor/documents_joined", 0.1)
     if (share > 1e-3 or joined) and not case.last("doctor/begins_behind_end") < 0.5:
         seen = f"logits move by {share:.1%} with tokens of another document of the row"

@@ -260,7 +260,13 @@ def by_depth(case: Case) -> Iterator[Finding]:
 
 
 def dead_block(case: Case) -> Iterator[Finding]:
-    """A block has no gradient."""
+    """A block has no gradient, or is not run."""
+    if (idle := case.last("doctor/initial_blocks_idle")) > 0:
+        yield Finding(
+            "dead_block", 1, f"{idle:.0f} of the network's blocks are not run", 0.965,
+            _advice(case, "Run them all"), taken_out(case),
+        )  # fmt: skip
+        return
     zeros = case.last("doctor/blocks_of_zeros")
     if zeros > 0:
         yield Finding(

@@ -22,18 +22,19 @@ from toolkit.routing import RoutesTokens, Routing, count_experts, recorded
 def visibility(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     """Returns how much logits change with tokens that they must not depend on, over how much with those they may.
 
-    `doctor/sees_future`: of positions before a token that is changed. `doctor/sees_documents`: of the documents behind the
+    `doctor/sees_future`: of positions before a token that is changed, in its row. `doctor/sees_documents`: of the documents behind the
     first, where positions restart within rows. `doctor/sees_rows`: of other rows than the first.
     """
     ids, found = batch["input_ids"], dict[str, float]()
     with evaluating(network):
         plain = _logits(network, batch)
         for place in {ids.shape[1] // 4, ids.shape[1] // 2, ids.shape[1] - 1} - {0}:
-            here = torch.arange(ids.shape[1]) == place
+            here = torch.zeros(ids.shape, dtype=torch.bool)
+            here[-1, place] = True  # in one row: what others see of it is `sees_rows`
             moved = (
                 (_logits(network, {**batch, "input_ids": _other(ids, here, network)}) - plain).abs().amax(-1)
             )
-            share = _ratio(moved[:, :place], moved[:, place])
+            share = _ratio(moved[-1, :place], moved[-1, place])
             found["doctor/sees_future"] = max(share, found.get("doctor/sees_future", 0.0))
         if len(ids) > 1:
             first = (torch.arange(len(ids)) == 0)[:, None]
@@ -70,12 +71,14 @@ def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     """Returns figures of logits, attention, hidden units and experts on a batch.
 
     `doctor/logit_deviation` over the vocabulary and `doctor/max_logit`; `doctor/attention_entropy`, of the block where it is
-    least, over that of equal weights; `doctor/block_adds`, how large what a block adds is beside its input, of the one where it is least; `doctor/dead_units`, the share of hidden units that are next to 0 for all tokens in the
+    least, over that of equal weights; `doctor/block_adds`, how large what a block adds is beside its input, of the one where it is least; `doctor/blocks_idle`, how
+    many blocks are not run; `doctor/dead_units`, the share of hidden units that are next to 0 for all tokens in the
     block where most are; `doctor/experts_unused`, the share that no token chooses in the layer where most are, given
     `TOKENS_PER_EXPERT` choices for each.
     """
     zeros: list[Tensor] = []
     added: list[Tensor] = []
+    idle = set(range(len(network.blocks)))
     readers = network.parts_by_kind().get(MLP_READERS, ()) if isinstance(network, NamesParts) else ()
     handles = [
         reader.register_forward_pre_hook(
@@ -86,6 +89,10 @@ def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     handles += [
         block.register_forward_hook(lambda _, inputs, output: added.append(_added(inputs[0], _first(output))))
         for block in network.blocks
+    ]
+    handles += [
+        block.register_forward_pre_hook(lambda _, inputs, number=number: idle.discard(number))
+        for number, block in enumerate(network.blocks)
     ]
     try:
         with (
@@ -100,6 +107,7 @@ def inner_state(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     found = {
         "doctor/logit_deviation": float(logits.std(-1).mean()),
         "doctor/max_logit": float(logits.abs().max()),
+        "doctor/blocks_idle": float(len(idle)),
     }
     if attention.found:
         found["doctor/attention_entropy"] = float(torch.stack(attention.found).min())
