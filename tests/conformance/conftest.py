@@ -647,7 +647,8 @@ def stored_teacher(vocab_size=1024):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         network = GPT(**init_args)
-    with torch.no_grad():  # as it begins it is as undecided as its pupil: what differs would be lost in rounding
+    # As it begins it is as undecided as its pupil: what differs would be lost in rounding.
+    with torch.no_grad():
         for parameter in network.parameters():
             parameter.mul_(4.0)
     return str(store(network, init_args, path, tokenizer=tokenizer))
