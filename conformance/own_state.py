@@ -49,8 +49,8 @@ LEAST_LEAK = 0.5
 OURS = ("Recorder", "Saver")
 Figures = dict[str, dict[int, float]]
 
-MEASURED = re.compile(r"(_(us|ms|s|seconds|bytes|kib|mib|gib|watts|joules)|_per_second)$")
-"""How names of figures end that are measured in time, memory or energy: those are never the same."""
+MEASURED = re.compile(r"(_(us|ms|s|seconds|bytes|kib|mib|gib|watts|joules|celsius)|_per_second|/utilization)$")
+"""How names of figures end that are measured in time, memory, energy or heat: those are never the same."""
 
 
 def figures_of(run: Run) -> Figures:

@@ -199,7 +199,9 @@ def entries() -> tuple[Entry, ...]:
 @cache
 def _origin(distribution: Distribution | None) -> tuple[str, str]:
     """Returns name and version of a distribution, as far as it says; reading them takes a millisecond."""
-    metadata: Any = distribution.metadata if distribution else {}
+    metadata: Any = {}
+    with contextlib.suppress(FileNotFoundError):  # newer versions raise it where the file is missing
+        metadata = distribution.metadata if distribution else {}
     return metadata.get("Name") or "?", metadata.get("Version") or "?"
 
 

@@ -62,7 +62,10 @@ def test_an_entry_point_that_leads_nowhere_hurts_only_the_run_that_names_it(pack
         prepare(["--trainer.callbacks+=AcmeGuard"])
 
 
-def test_metadata_without_name_and_version_is_no_reason_to_fail(packages):
+@pytest.mark.parametrize("backport", [False, True])  # which, once imported, finds all distributions
+def test_metadata_without_name_and_version_is_no_reason_to_fail(packages, backport):
+    if backport:
+        pytest.importorskip("importlib_metadata")
     info = packages.folder / "acme_bare-1.0.dist-info"
     info.mkdir()
     (info / "entry_points.txt").write_text("[leyden.callbacks]\nAcmeBare = acme_bare:AcmeBare\n")
