@@ -118,10 +118,10 @@ def _pipeline_errors(
             f"schedule {given['schedule']} starts with messages of ranks to themselves in torch {torch.__version__}, "
             "which gloo cannot send: take InterleavedZeroBubble, or a newer torch"
         )
-    if any(item.name == "MemoryMonitor" for item in run.selected):
+    if any(item.name == "MemoryMonitor" and item.arguments.get("at_step") != 0 for item in run.selected):
         yield (
             "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
-            "not distinguish: leave it out (--callbacks.-MemoryMonitor)"
+            "not distinguish: set its at_step to 0, which shows the allocator alone, or leave it out (--callbacks.-MemoryMonitor)"
         )
 
 
