@@ -169,7 +169,7 @@ def as_text(trace: Trace) -> str:
     gaps = [("idle ms", "where", "after", "before")]
     for lane, found in trace.gaps().items():
         gaps += [(f"{ms:,.3f}", lane, before[:MOST_NAME], after[:MOST_NAME]) for ms, before, after in found]
-    return "\n\n".join(map(_columns, (table(trace), idle, gaps))) + "\n"
+    return f"{_columns(table(trace))}\n\n{_columns(idle)}\n\n{_columns(gaps)}\n"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:
