@@ -196,8 +196,8 @@ def same(one, other):
     return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
 
 
-@pytest.mark.parametrize("kind", ["MDS", "Parquet"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["MDS", pytest.param("Parquet", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ci)])
 def test_it_resumes_anywhere_with_any_number_of_workers_and_ranks(build, kind, workers):
     data = build(kind)
     expected = taken(loader(data), 200)  # more than an epoch

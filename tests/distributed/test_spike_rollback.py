@@ -69,13 +69,14 @@ def one_process():
     return fit("one-process")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "readers", "init_args", "on_disk"),
     [
-        pytest.param("DDP", 2, {}, False, marks=pytest.mark.ci),
-        pytest.param("FSDP", 2, {"stage": 3}, True, marks=pytest.mark.ci),
-        pytest.param("FSDP", 2, {"stage": 2}, False, marks=pytest.mark.ci),
-        pytest.param("HybridParallel", 1, {"tensor": 2}, True, marks=pytest.mark.ci),
+        ("DDP", 2, {}, False),
+        ("FSDP", 2, {"stage": 3}, True),
+        ("FSDP", 2, {"stage": 2}, False),
+        ("HybridParallel", 1, {"tensor": 2}, True),
         ("HybridParallel", 1, {"pipeline": 2}, False),
         pytest.param("DeepSpeedZero", 2, {"stage": 2}, False, marks=pytest.mark.slow),
         pytest.param(

@@ -102,6 +102,7 @@ def test_a_copy_of_spike_rollback_trains_as_ours():
     assert_same(found, expected)
 
 
+@pytest.mark.ci
 def test_a_copy_of_fsdp_trains_as_ours_and_as_one_process():
     found, expected = (
         fit_same({"trainer": {"strategy": {"class_path": name, "init_args": {"stage": 3}}}}, 2)

@@ -71,6 +71,7 @@ def source(tmp_path, monkeypatch):
     return tmp_path / "source"
 
 
+@pytest.mark.ci
 def test_each_piece_is_read_once_and_no_byte_changes(source, tmp_path, monkeypatch):
     once = contents(prepare(source, tmp_path / "once", **options()))
     assert sorted(READ) == [*range(len(set(READ)))]
@@ -102,6 +103,7 @@ class Forgets(Backwards):
         yield from super().run(work, tasks)
 
 
+@pytest.mark.ci
 def test_what_is_not_kept_is_read_again(source, tmp_path):
     whole = contents(prepare(source, tmp_path / "whole", **options()))
     READ.clear()

@@ -393,6 +393,7 @@ def command(source, folder, *more):
     return [*words, "--data.reader=JSONLinesDocuments", "--data.tokenizer.vocab_size=300", *more]
 
 
+@pytest.mark.ci
 def test_without_space_it_says_so_and_with_space_it_goes_on(source, tmp_path, capsys):
     with small_disk(tmp_path / "disk", "150k") as disk:
         assert main(command(source, disk / "out")) == 2
