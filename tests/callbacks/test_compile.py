@@ -238,6 +238,7 @@ def test_a_copy_computes_with_its_own_weights():
     assert list(copied.state_dict()) == list(tiny_gpt().state_dict())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scope", ["blocks", pytest.param("whole", marks=pytest.mark.ci)])
 def test_a_second_fit_begins_anew(scope, tmp_path, capfd):
     """After one that an error ended: with another module, and with that module again."""
@@ -267,11 +268,12 @@ class Fail(Callback):
 
 SCHEDULED = [
     pytest.param(AdEMAMix, {"alpha_beta3_steps": 20}, id="AdEMAMix"),
-    pytest.param(Lion, {}, id="Lion", marks=pytest.mark.ci),
-    pytest.param(ScheduleFreeAdamW, {"warmup_steps": 10}, id="ScheduleFreeAdamW", marks=pytest.mark.ci),
+    pytest.param(Lion, {}, id="Lion"),
+    pytest.param(ScheduleFreeAdamW, {"warmup_steps": 10}, id="ScheduleFreeAdamW"),
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "options"), SCHEDULED)
 def test_one_graph_steps_all_weights_at_every_rate(kind, options, tmp_path):
     """Thirty steps; of the network's graphs there is one. ScheduleFree's and AdEMAMix's settings change by themselves, too."""

@@ -38,7 +38,11 @@ def figures(runner):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.ci), {"precision": "bf16-mixed"}],
+    [
+        {},
+        pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.ci),
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.ci),
+    ],
 )
 def test_what_parameters_gradients_and_optimizer_take_follows_from_their_number(options, tmp_path):
     trained, runner = run(tmp_path, MemoryMonitor(at_step=3), gradient_clip_val=0.5, **options)

@@ -200,6 +200,7 @@ def test_two_processes_may_prepare_at_once(tmp_path, corpus):
 LANDMARKS = ["", "train", "train/chunk-0-1.bin", "train/index.json", "validation/index.json", "manifest.json"]
 
 
+@pytest.mark.ci
 def test_after_kills_the_data_is_the_same_as_without(tmp_path, corpus):
     undisturbed = contents(prepared(corpus, tmp_path / "whole").folder)
     cache_dir = tmp_path / "killed"

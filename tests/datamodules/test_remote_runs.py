@@ -107,6 +107,7 @@ def test_a_network_that_is_too_small_for_it(local, storage, config, capsys):
     assert len(message.splitlines()) <= 10
 
 
+@pytest.mark.ci
 def test_a_bucket_that_is_not_there(config, capsys):
     assert main(["fit", f"--config={config('s3://nowhere-at-all/corpus')}"]) == 2
     message = capsys.readouterr().err

@@ -107,6 +107,7 @@ def test_a_rollback_is_that_of_one_process(name, readers, init_args, on_disk, on
         assert len({path.name.split(".")[1] for path in (found.folder / "snapshots").iterdir()}) == 2
 
 
+@pytest.mark.ci
 def test_when_tries_are_used_up_all_ranks_stop_as_for_other_mistakes():
     done = start("stop", **ON_TWO, strategy={"class_path": "DDP"}, last=99, gradient=float("nan"), retries=2)
     assert done.code == 2

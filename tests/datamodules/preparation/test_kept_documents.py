@@ -123,6 +123,7 @@ class NoRoom(Backwards):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.ci
 def test_no_room_is_a_message_and_the_same_again_goes_on(source, tmp_path):
     whole = contents(prepare(source, tmp_path / "whole", **options()))
     with pytest.raises(ConfigError, match=r"documents-2/.*\n.*make room"):

@@ -82,6 +82,7 @@ def test_an_optimizer_that_warms_up_by_itself(plot, tiny):
     )
 
 
+@pytest.mark.ci
 def test_of_a_long_run_some_steps_are_kept(plot):
     code, output, rows = plot("--trainer.max_steps=12000")
     assert code == 0

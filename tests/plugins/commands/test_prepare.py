@@ -286,7 +286,7 @@ class FirstOfItsKind(Transform):
         return batch.filter(pyarrow.array(keep))
 
 
-@pytest.mark.parametrize("engine", [None, LocalEngine(2)])
+@pytest.mark.parametrize("engine", [None, pytest.param(LocalEngine(2), marks=pytest.mark.ci)])
 def test_a_stage_may_look_at_all_documents_first(source, tmp_path, engine):
     folder = prepare(source, tmp_path / "out", transforms=[FirstOfItsKind()], engine=engine)
     kept = documents_of(folder, "train") + documents_of(folder, "validation")

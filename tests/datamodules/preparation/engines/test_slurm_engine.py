@@ -127,6 +127,7 @@ def test_an_error_of_a_task_arrives_and_the_array_is_cancelled(tmp_path, jobs, f
     assert list((tmp_path / "slurm").iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_run_that_ends_early_cancels_the_array(tmp_path, jobs, folder):
     running = engine(tmp_path).run(Work(folder, {}), TASKS)
     next(running)
