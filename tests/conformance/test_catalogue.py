@@ -115,7 +115,10 @@ def marks(case, proof):
     beside = case.entry.name in BESIDE_PROCESSES and (
         proof.contract == "Engine" or proof.name in (*DEAR, "config_round_trips")
     )
-    return [pytest.mark.ci] * (long or again or alike or watched or beside or (seldom and proof.name in DEAR))
+    each = proof.name == "its_fingerprint_tells_texts_apart"  # reads all documents again for each change
+    return [pytest.mark.ci] * (
+        each or long or again or alike or watched or beside or (seldom and proof.name in DEAR)
+    )
 
 
 PROMISES = [
