@@ -342,7 +342,7 @@ class SameInWorkers(Packing):
         def drawn(wanted: Sequence[Any], own: slice) -> Batch:
             return read([rows[one] for one in source.integers(len(rows), size=len(wanted))], own)
 
-        found.read = drawn  # type: ignore[method-assign]
+        found.read = drawn  # type: ignore[method-assign, assignment]
         return found
 
 
