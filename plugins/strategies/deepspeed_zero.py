@@ -232,6 +232,11 @@ class DeepSpeedZero(MeshStrategy):
         """Runs DeepSpeed's backward without telling callbacks of it; see `toolkit.shards.RunsBackward`."""
         self._engine.backward(loss, scale_wrt_gas=False)  # Lightning divides by the number of micro-batches
 
+    def drop_step(self) -> None:
+        """Drops what forward or backward left that broke off, in stages 1 and 2; see `toolkit.lone_ranks.DropsSteps`."""
+        self._engine.set_gradient_accumulation_boundary(True)
+        deepspeed_state.drop_step(self.zero)
+
     @property
     def _engine(self) -> Any:
         return self.model

@@ -63,9 +63,10 @@ TENSOR = strategy("HybridParallel", data_shard=1, tensor=2)
     [
         strategy("DDP"),
         strategy("FSDP"),
+        pytest.param(strategy("DeepSpeedZero", stage=2), marks=pytest.mark.ci),
         pytest.param(TENSOR, marks=pytest.mark.slow),
     ],
-    ids=["DDP", "FSDP", "tensor"],
+    ids=["DDP", "FSDP", "DeepSpeedZero", "tensor"],
 )
 def test_all_ranks_take_what_fits_on_each(spread):
     """Under FSDP a try breaks off in the middle of forward on one rank alone, and the run after it is bitwise the same."""
