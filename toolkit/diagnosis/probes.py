@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -25,11 +26,15 @@ from toolkit.diagnosis.gradient_probes import (
     ranks_apart,
 )
 from toolkit.diagnosis.parts import known_class
+from toolkit.whole_networks import as_forward
 
 __all__ = ["Probes"]
 
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 """Strategies under which every process has all weights."""
+
+GATHERS = ("FSDP",)
+"""Strategies that gather the weights of a block for its forward, where all ranks run the network together."""
 
 ROWS = 8
 """Rows that are read at a time, however large the batches of the run are, and on which the network is examined."""
@@ -138,9 +143,8 @@ class Probes:
             if training and _has_labels(training[0]):
                 self.rows.begin = SeenRows.number(training[0])
                 figures |= self._of_data(data, training, validation)
-                if examines:
-                    first = trainer.strategy.batch_to_device(first_tokens(_divided(training)))
-                    figures |= network_probes.visibility(module.network, first)
+                if examines or self._gathers(trainer, module):
+                    figures |= self._seen(trainer, module, first_tokens(_divided(training)))
         untrained = is_fresh and trainer.global_step == 0  # else it was added to a run that goes on
         if untrained and self._fixed is not None:
             state = network_probes.inner_state(module.network, self._fixed)
@@ -182,6 +186,17 @@ class Probes:
         tokens = ROWS * length
         spans = max(SPANS * self.batches, LEAST_TOKENS // tokens)
         return max(self.batches, min(spans, MOST_TOKENS // tokens))
+
+    def _gathers(self, trainer: Trainer, module: Any) -> bool:
+        gathers = known_class(type(trainer.strategy)).__name__ in GATHERS
+        return gathers and module.network.output_weight is not None
+
+    def _seen(self, trainer: Trainer, module: Any, batch: Mapping[str, Any]) -> dict[str, float]:
+        """Returns what the network sees of a batch, which is the same on every rank."""
+        look = partial(
+            network_probes.visibility, module.network, trainer.strategy.batch_to_device(dict(batch))
+        )
+        return look() if self._is_whole else as_forward(trainer, module, "look", look)
 
     def _of_data(self, data: Any, read: Sequence[Batch], validation: Sequence[Batch]) -> dict[str, float]:
         loader = data.training_loader
