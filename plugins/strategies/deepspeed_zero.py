@@ -20,7 +20,7 @@ from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
 from plugins.strategies.deepspeed_engine import EngineOptimizer
-from plugins.strategies.initial_shards import InitialShards, RowNorms, draw_shard
+from plugins.strategies.initial_shards import InitialShards, RowNorms, Spread, draw_shard
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.tensors import replace, state_of
 from toolkit.initial_values import Start
@@ -291,7 +291,7 @@ class DeepSpeedZero(MeshStrategy):
             self.weights_restored()
         return drawn
 
-    def draw_weight(self, tensor: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
+    def draw_weight(self, tensor: Tensor, start: Start | RowNorms | Spread, seed: int, name: str) -> None:
         """Draws a whole parameter or buffer, and keeps this rank's part."""
         whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
         draw_shard(whole, start, seed, name)

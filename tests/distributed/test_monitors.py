@@ -40,7 +40,7 @@ def figures(model, ranks=1, **strategy):
 
 
 LAYOUTS = [
-    pytest.param(UNTIED, {"kind": "FSDP"}, id="FSDP"),
+    pytest.param(UNTIED, {"kind": "FSDP"}, id="FSDP", marks=pytest.mark.ci),
     pytest.param(UNTIED, {"kind": "DDP"}, id="DDP", marks=pytest.mark.ci),
     pytest.param(UNTIED, {"tensor": 2, "sequence": 2}, id="tensor and sequence", marks=pytest.mark.ci),
     pytest.param(
