@@ -62,10 +62,8 @@ class StoredBatches(Prefetching):
         """Returns a batch with the source of each token, where that is asked for: see :class:`toolkit.sources.MarksDocuments`."""
         if self.document_sources is None:
             return batch
-        sources = torch.full(batch["input_ids"].shape, -1, dtype=torch.int64)
+        sources, of = np.full(batch["input_ids"].shape, -1, np.int64), self.document_sources
         for place in self.places_in(rows):
-            sources[place.row, place.column : place.column + place.tokens] = int(
-                self.document_sources[place.document]
-            )
-        cast(Any, batch)[SOURCES] = sources
+            sources[place.row, place.column : place.column + place.tokens] = of[place.document]
+        cast(Any, batch)[SOURCES] = torch.from_numpy(sources)
         return batch
