@@ -20,6 +20,7 @@ from core.technique import technique
 from core.training.loop_state import convert_batch_counts
 from toolkit import memory_limits
 from toolkit.lone_ranks import DropsSteps, WithoutOthers
+from toolkit.shards import RunsBackward
 from toolkit.trials import compatibility_errors, restored_after, say, training_batches
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ ALONE = ("pipeline", "context", "expert")
 @technique(
     paper="doubling and bisection as in Lightning's BatchSizeFinder, over the divisors of the batch",
     owns=("batch_size",),
-    conflicts=memory_limits.TALKING
+    conflicts={name: why for name, why in memory_limits.TALKING.items() if name != "DeepSpeedZero"}
     | {"GradientAccumulationScheduler": "both would decide how many micro-batches a step takes"},
     before=("LRFinder", "RandomRestart"),
 )
@@ -46,7 +47,9 @@ class BatchSizeFinder(Callback):
 
     On several ranks each tries without communication; then all agree on what fits everywhere. So no rank waits
     for one that ran out of memory. Under `FSDP` and `HybridParallel` a try takes the memory of gathered weights and reduced
-    gradients, and each rank fills it by itself. Validation uses micro-batches of the same size.
+    gradients, and each rank fills it by itself; so it does under `DeepSpeedZero` in stage 2, without offloading. In
+    stage 3 ranks have to agree on the order in which parameters are gathered, which a step that broke off on one of them
+    has not recorded. Validation uses micro-batches of the same size.
 
     Args:
         memory_limit: On a CPU: bytes that a step may take beyond what the process holds when the search begins.
@@ -80,6 +83,8 @@ class BatchSizeFinder(Callback):
                     f"each rank tries steps by itself, and with {size} above 1 what a rank computes depends on what others "
                     f"send: set --trainer.strategy.{size}=1, or data.batch_size by hand"
                 )
+        if strategy is not None and strategy.name == "DeepSpeedZero":
+            yield from _of_deepspeed(given)
         if run.argument("trainer.strategy.static_graph"):
             yield "DDP would record its first trial step as the static graph: set --trainer.strategy.static_graph=false"
 
@@ -202,8 +207,27 @@ class Attempt:
                 with trainer.precision_plugin.train_step_context():
                     loss: Any = run("training_step", batch, number)
                 with strategy.step_context() if isinstance(strategy, HasStepContext) else nullcontext():
-                    loss.backward()
-        self.optimizer.step()
+                    if isinstance(strategy, RunsBackward):
+                        strategy.run_backward(loss)
+                    else:
+                        loss.backward()
+        self.optimizer.step(lambda: None)  # that of DeepSpeed needs a closure
+
+
+def _of_deepspeed(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yields under which options of DeepSpeedZero no rank can try a step by itself."""
+    if given.get("stage") == 3:
+        yield (
+            "in stage 3 all ranks record the same order in which parameters are gathered, and a step that breaks off on one "
+            "rank has none: set --trainer.strategy.stage=2, or data.batch_size by hand"
+        )
+    elif given.get("stage") == 1:
+        yield "its trial steps are proven in stage 2 of DeepSpeedZero: set --trainer.strategy.stage=2, or data.batch_size by hand"
+    elif given.get("offload_optimizer", "none") != "none":
+        yield (
+            "copies of gradients to the host may still be under way when a step breaks off: set "
+            "--trainer.strategy.offload_optimizer=none, or data.batch_size by hand"
+        )
 
 
 def widened(batch: Mapping[str, Any], length: int) -> dict[str, Tensor]:

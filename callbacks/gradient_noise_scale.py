@@ -20,7 +20,7 @@ from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import dp_size, sum_over
 from core.training.seeding import mix
-from toolkit.gradient_noise import estimate
+from toolkit.gradient_noise import MeasuresParts, estimate
 from toolkit.routing import RoutesTokens
 from toolkit.sharded_squares import ShardedSquares
 from toolkit.shards import HoldsParts
@@ -57,8 +57,10 @@ class GradientNoiseScale(Callback):
     of rows as long as those of the run. Under `DeepSpeedZero` the parts are the micro-batches of each rank, whose gradients are
     measured as backward computes them. Under `FSDP` and `HybridParallel` they are averaged over the ranks in each
     micro-batch, and the parts are those of all ranks; in a measured step over replicas, too, which other steps leave to the
-    last micro-batch: its sums are rounded in another order. A measured step with micro-batches takes memory for one more copy
-    of the rank's gradients, except under `DeepSpeedZero`. All other steps cost nothing.
+    last micro-batch: its sums are rounded in another order. So are those of a pipeline, which in a measured step runs each
+    micro-batch, or each half of a single one, through a schedule of its own: stages wait longer, and nothing is computed twice.
+    A measured step with micro-batches takes memory for one more copy of the rank's gradients, except under `DeepSpeedZero`. All
+    other steps cost nothing.
 
     Args:
         every_n_steps: Optimizer steps between two that are measured.
@@ -66,7 +68,8 @@ class GradientNoiseScale(Callback):
 
     Raises:
         ConfigError: If an argument is out of range, or a step cannot be taken apart: one micro-batch under a sharded strategy
-            (under `DeepSpeedZero`: on one rank), in a network with experts, or of a single row.
+            (under `DeepSpeedZero`: on one rank; in a pipeline: whose halves have too few micro-batches for its schedule), in a
+            network with experts, or of a single row.
 
     Example:
         trainer:
@@ -85,17 +88,16 @@ class GradientNoiseScale(Callback):
         self.signal = self.noise = self._batch = 0.0
         self.measurements = 0
         self._squares: ShardedSquares | None = None
-        self._sharded = self._flat = False
+        self._sharded = self._flat = self._stages = False
         self._heard: _Heard | None = None
         self._parts: list[tuple[Tensor, Tensor]] | None = None
         self._last: tuple[list[Tensor | None], Tensor] | None = None
         self._whole: Tensor | None = None
+        self._staged: list[tuple[Tensor, Tensor]] | None = None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields that a step of one row, or in a pipeline, has no parts."""
-        if any((item.arguments.get("pipeline") or 1) > 1 for item in run.selected):
-            yield "a pipeline computes all micro-batches of a step at once: set pipeline to 1, or leave it out"
+        """Yields that a step of one row has no parts."""
         rows, batches = run.argument("data.batch_size"), run.argument("trainer.accumulate_grad_batches")
         rows = rows * batches if isinstance(rows, int) and isinstance(batches, int) else 2
         if rows < 2:
@@ -126,17 +128,12 @@ class GradientNoiseScale(Callback):
         self._flat = isinstance(trainer.strategy, HoldsParts)
         self._sharded = isinstance(trainer.strategy, NormsGradients) and not self._flat
         averages = self._sharded or self._flat
+        strategy: Any = trainer.strategy
         parts = trainer.accumulate_grad_batches * (trainer.world_size if self._flat else 1)
-        if parts == 1 and (averages or isinstance(network, RoutesTokens)):
-            why = (
-                f"{type(trainer.strategy).__name__} averages its gradients over the ranks in backward"
-                if averages
-                else f"{type(network).__name__} counts the tokens of its experts in each forward"
-            )
-            raise ConfigError(
-                f"GradientNoiseScale compares parts of a step, and there is one micro-batch: {why}.\n"
-                "Set --trainer.accumulate_grad_batches=2 (and half of data.batch_size), or leave it out."
-            )
+        staged = strategy.step_parts(parts) if isinstance(strategy, MeasuresParts) else 0
+        self._stages = staged > 0
+        if (staged or parts) == 1 and (averages or isinstance(network, RoutesTokens)):
+            raise ConfigError(self._one_part(strategy, network, averages))
         named = {name: p for name, p in network.named_parameters() if p.requires_grad}
         self._trained = list(named.values())
         self._squares = None if self._flat else ShardedSquares({"all": named}, pl_module.device)
@@ -148,6 +145,8 @@ class GradientNoiseScale(Callback):
         if (trainer.global_step + 1) % self.every_n_steps or self._parts is not None:
             return
         self._parts, self._last = [], None
+        strategy: Any = trainer.strategy
+        self._staged = strategy.measure_parts() if self._stages else None
         if trainer.accumulate_grad_batches == 1 and not self._sharded and not self._flat:
             self._measure_halves(trainer, pl_module, batch)
 
@@ -163,7 +162,9 @@ class GradientNoiseScale(Callback):
 
     def on_after_backward(self, trainer: Trainer, pl_module: Any) -> None:
         """Measures what a micro-batch added to the gradients."""
-        if self._parts is None or pl_module.step_sums is None:
+        if self._staged:
+            self._take(trainer, self._staged)
+        if self._parts is None or self._stages or pl_module.step_sums is None:
             return
         more = is_accumulating(trainer)
         weight = pl_module.step_sums[1].clone()
@@ -230,7 +231,7 @@ class GradientNoiseScale(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Forgets a step that breaks off."""
-        self._parts = self._last = self._whole = None
+        self._parts = self._last = self._whole = self._staged = None
         if self._heard is not None:
             self._heard.end()
             self._heard = None
@@ -240,6 +241,23 @@ class GradientNoiseScale(Callback):
             # from zero: what is missing at first is the same share of both, and their ratio is logged
             self.signal = self.average * self.signal + (1 - self.average) * signal
             self.noise = self.average * self.noise + (1 - self.average) * noise
+
+    def _one_part(self, strategy: object, network: nn.Module, averages: bool) -> str:
+        why = f"{type(network).__name__} counts the tokens of its experts in each forward"
+        if self._stages:
+            why = f"{type(strategy).__name__} runs all of it through one schedule"
+        elif averages:
+            why = f"{type(strategy).__name__} averages its gradients over the ranks in backward"
+        return (
+            f"GradientNoiseScale compares parts of a step, and there is one micro-batch: {why}.\n"
+            f"Set --trainer.accumulate_grad_batches=2 (and half of data.batch_size), or leave it out."
+        )
+
+    def _take(self, trainer: Trainer, staged: list[tuple[Tensor, Tensor]]) -> None:
+        """Takes what stages of a pipeline have measured, each that of all."""
+        factor = dp_size(trainer) ** 2 / trainer.world_size
+        self._parts = [(square.double().reshape(1) * factor, weight) for square, weight in staged]
+        self._last, self._staged = ([], torch.stack([weight for _, weight in staged]).sum()), None
 
     def _measure_halves(self, trainer: Trainer, pl_module: Any, batch: Mapping[str, Any]) -> None:
         """Computes the gradients of both halves of a micro-batch, beside those of the step."""

@@ -11,12 +11,14 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError
 from core.technique import technique
+from toolkit.initial_values import clear_row
 from toolkit.shards import HoldsParts
 
 
 @technique(
     paper="nn.Embedding(padding_idx) of torch; here also for the weight of a tied head and for shards",
     before=["GradientClip"],
+    offers=("keeps_weights",),
 )
 class PaddingRow(Callback):
     """Begins with zeros in the embedding's row of one token, and keeps them: the row's gradient is set to zero in each step.
@@ -53,9 +55,7 @@ class PaddingRow(Callback):
         if not weights:
             raise ConfigError(f"PaddingRow: {type(network).__name__} has no nn.Embedding of its vocabulary.")
         for weight in weights:
-            if not weight.is_meta:
-                with torch.no_grad():
-                    weight[self.padding_id] = 0.0
+            clear_row(weight, self.padding_id)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the embeddings, which a strategy may have sharded; some stages of a pipeline have none."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -102,21 +103,19 @@ class PeriodicCheckpoint(Checkpoint):
         self._saved_step = trainer.global_step
         if is_url(self.dirpath):
             require_uploads(self._io, self.dirpath).stage_in(Path(trainer.default_root_dir, "uploads"))
-        fault = self._fault(trainer)
-        fault, self._owner = trainer.strategy.broadcast((fault, self._owner))
-        if fault:
-            raise ConfigError(fault)  # on every rank: the others would wait for the first
+        self._raise_on_all(trainer, self._fault(trainer))  # the others would wait for the first
+        self._owner = trainer.strategy.broadcast(self._owner)
 
-    def _fault(self, trainer: Trainer) -> str | None:
+    def _fault(self, trainer: Trainer) -> ConfigError | None:
         """Prepares the place on the first rank; returns why nothing can be written there."""
         try:
             if trainer.is_global_zero:
                 folder = Path(trainer.default_root_dir)
                 self._owner = self._place.check(bool(trainer.ckpt_path), folder, self._owner)
                 if trainer.ckpt_path:
-                    self._set_aside(trainer.global_step)
+                    self._set_aside(trainer, trainer.global_step)
         except (ConfigError, OSError) as error:
-            return str(error)
+            return ConfigError(str(error))
         return None
 
     def on_train_batch_end(
@@ -147,13 +146,15 @@ class PeriodicCheckpoint(Checkpoint):
         if isinstance(self._io, StagesUploads):
             self._io.end_soon()
         if isinstance(exception, SIGTERMException):
+            faults = list(map(str, exception.args))
             try:
                 self.on_train_end(trainer, pl_module)
-            except ConfigError as error:
+            except (ConfigError, SIGTERMException) as error:
                 if not is_url(self.dirpath):
                     raise
-                if trainer.is_global_zero:  # the step is on this machine: the run ends by its signal
-                    print(error, file=sys.stderr, flush=True)
+                faults.append(str(error))  # the step is on this machine: the run ends by its signal
+            for fault in dict.fromkeys(faults) if trainer.is_global_zero else ():
+                print(fault, file=sys.stderr, flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves the last step, and waits until it is on the disk."""
@@ -182,13 +183,14 @@ class PeriodicCheckpoint(Checkpoint):
         """Training has gone back to a step: later steps will be saved again."""
         self._saved_step = 0
         self._settle(trainer)
-        _raise_on_all(trainer, _attempt(lambda: self._set_aside(step)) if trainer.is_global_zero else None)
+        fault = _attempt(lambda: self._set_aside(trainer, step)) if trainer.is_global_zero else None
+        self._raise_on_all(trainer, fault)
         if self.best_model_path and (step_named(Path(self.best_model_path)) or 0) > step:
             self._best, self.best_model_path = float("inf"), ""
 
-    def _set_aside(self, step: int) -> None:
+    def _set_aside(self, trainer: Trainer, step: int) -> None:
         """Renames the checkpoints after a step that the run continues from: they belong to a discarded history."""
-        for old, name in self._place.set_aside(step).items():
+        for old, name in self._place.set_aside(step, lambda: self._is_to_end(trainer)).items():
             self._written = [name if written == old else written for written in self._written]
             print(
                 f"{self._place.path_of(old)} is after step {step}, from which the run continues: renamed to {name}.",
@@ -197,16 +199,18 @@ class PeriodicCheckpoint(Checkpoint):
 
     def _save(self, trainer: Trainer, step: int) -> None:
         self._due = False
+        self._end_outages(trainer)
         path = self.path_of(step)
         name = Path(path).name
         self._written = [*(written for written in self._written if written != name), name]
         self._restored.discard(name)
         fault = _attempt(lambda: trainer.save_checkpoint(path), trainer.strategy.barrier)
-        if fault is None and trainer.is_global_zero and isinstance(self._io, StagesUploads):
+        self._saved_step, saved = step, fault is None
+        if saved and trainer.is_global_zero and isinstance(self._io, StagesUploads):
             fault = _attempt(self._io.require_uploaded)  # other ranks may know a moment earlier or later
-        _raise_on_all(trainer, fault)
+        self._raise_on_all(trainer, fault, of_storage=saved)
         self._place.saved(name)
-        self._saved_step, self.last_model_path = step, str(path)
+        self.last_model_path = str(path)
         if isinstance(self._io, MeasuresStall):
             for logger in trainer.loggers:
                 logger.log_metrics({"checkpoint/stall_s": self._io.stall_s}, step=step)
@@ -218,8 +222,34 @@ class PeriodicCheckpoint(Checkpoint):
 
     def _settle(self, trainer: Trainer) -> None:
         """Waits until what was saved is complete."""
-        _raise_on_all(trainer, _attempt(self._wait))
+        self._end_outages(trainer)
+        self._raise_on_all(trainer, _attempt(self._wait))
         self._place.settled()
+
+    def _is_to_end(self, trainer: Trainer) -> bool:
+        """Returns whether this rank has received a signal to end."""
+        module: Any = trainer.lightning_module
+        return trainer.received_sigterm or (module.stop_signals is not None and module.stop_signals.received)
+
+    def _end_outages(self, trainer: Trainer) -> None:
+        """Lets no outage of the storage be waited out by a rank that has received a signal."""
+        if isinstance(self._io, StagesUploads) and is_url(self.dirpath) and self._is_to_end(trainer):
+            self._io.end_soon()
+
+    def _raise_on_all(self, trainer: Trainer, error: ConfigError | None, of_storage: bool = True) -> None:
+        """Raises the first rank's error on every rank, which would wait for it; called on every rank.
+
+        Where a signal has ended a wait for the storage, the run ends by the signal, with that error as its text.
+        """
+        told, of_storage = trainer.strategy.broadcast((None if error is None else str(error), of_storage))
+        if told and of_storage and is_url(self.dirpath):
+            ends = torch.tensor(float(self._is_to_end(trainer)), device=trainer.strategy.root_device)
+            if trainer.world_size > 1:
+                ends = trainer.strategy.reduce(ends, reduce_op="sum")
+            if ends:
+                raise SIGTERMException(told) from error
+        if error is not None or told:
+            raise ConfigError(told or str(error)) from error
 
     def path_of(self, step: int) -> Path | str:
         """Returns the path, or the URL, of the checkpoint of a step."""
@@ -256,13 +286,6 @@ def _attempt(action: Callable[[], None], otherwise: Callable[[], None] | None = 
             otherwise()
         return error
     return None
-
-
-def _raise_on_all(trainer: Trainer, error: ConfigError | None) -> None:
-    """Raises the first rank's error on every rank, which would wait for it; called on every rank."""
-    told = trainer.strategy.broadcast(None if error is None else str(error))
-    if error is not None or told:
-        raise ConfigError(told or str(error)) from error
 
 
 def _order(name: str) -> tuple[bool, int]:

@@ -110,6 +110,10 @@ class TrainingDoctor(Callback):
         self._resumes, self._seen = not is_fresh, trainer.global_step
         self._changed = self._settings not in (None, Case(self.history, self._config).rate_settings)
         self._began, self._saving, self._saved = time.monotonic(), 0.0, 0.0
+        if missing := self._start.get("doctor/not_optimized"):  # at once: there may be no first step
+            log_figures(trainer, {"doctor/not_optimized": missing})
+            self._take(trainer)
+            self._tell(trainer)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Starts the clock of a checkpoint that is written in training; keeps sizes of the weights in it."""
@@ -135,7 +139,9 @@ class TrainingDoctor(Callback):
         logged, rest = divmod(trainer.global_step + 1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
         if not rest and self._is_due(logged):
             early = trainer.global_step < EARLY_STEPS
-            self._probes.keep(batch, batch_idx, compares=early or logged // max(1, self._every) % SELDOM == 0)
+            self._probes.keep(
+                pl_module, batch, batch_idx, compares=early or logged // max(1, self._every) % SELDOM == 0
+            )
             self._examining = True
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -220,6 +226,8 @@ class TrainingDoctor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the finished run."""
         self._probes.close()
+        if trainer.should_stop and trainer.global_step < trainer.max_steps:
+            log_figures(trainer, {"doctor/ended_at": float(trainer.global_step)})
         self._take(trainer)
         self._tell(trainer)
 

@@ -49,7 +49,9 @@ LEAST_LEAK = 0.5
 OURS = ("Recorder", "Saver")
 Figures = dict[str, dict[int, float]]
 
-MEASURED = re.compile(r"(_(us|ms|s|seconds|bytes|kib|mib|gib|watts|joules|celsius)|_per_second|/utilization)$")
+MEASURED = re.compile(
+    r"(_(us|ms|s|seconds|bytes|kib|mib|gib|watts|joules|celsius)|_per_second|/utilization)$"
+)
 """How names of figures end that are measured in time, memory, energy or heat: those are never the same."""
 
 

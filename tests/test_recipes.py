@@ -70,12 +70,8 @@ def sentences():
     return path
 
 
-BY_DEFAULT = {"gpt2_1558m_fsdp"}  # of two ranks; the largest takes eight
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in BY_DEFAULT)) for name in RECIPES]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_shrunken(name, tmp_path):
     shrunken = yaml.safe_load((FOLDER / "shrunken" / f"{name}.yaml").read_text(encoding="utf-8"))
     words = ["fit", f"--config=recipes/{name}", f"--config=recipes/shrunken/{name}"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from core.contracts import Network
 from core.errors import ConfigError
 from core.training.weights import EXTRA_STATE
+from toolkit.initial_values import cleared_rows
 
 __all__ = ["Adapter", "HasPeftForm", "change_layer", "restore_layer"]
 
@@ -36,12 +37,13 @@ class _Base:
         named = dict(network.named_parameters())
         text = "\n".join(f"{name} {tuple(parameter.shape)}" for name, parameter in named.items())
         self._names = hashlib.sha256(text.encode()).hexdigest()
+        self._cleared = {n: cleared_rows(p) for n, p in named.items() if p.is_meta}
         self._samples = {n: None if p.is_meta else _samples(p) for n, p in named.items()}
 
     def see(self, name: str, value: Tensor) -> None:
         """Notes samples of a parameter, whole."""
         if name in self._samples:
-            self._samples[name] = _samples(value)
+            self._samples[name] = _samples(value, self._cleared.get(name, ()))
 
     @property
     def record(self) -> dict[str, Any] | None:
@@ -185,10 +187,15 @@ def _stored(network: nn.Module) -> set[str]:
 # -- the record of a base -------------------------------------------------------------------------------
 
 
-def _samples(parameter: Tensor) -> Tensor:
+def _samples(parameter: Tensor, cleared: Sequence[int] = ()) -> Tensor:
+    """Returns some of the values of a parameter, of which some rows are zero instead."""
     flat = parameter.detach().view(-1)
     count = min(SAMPLES, len(flat))
-    return flat[torch.arange(count, device=flat.device) * len(flat) // max(count, 1)].float().cpu()
+    places = torch.arange(count, device=flat.device) * len(flat) // max(count, 1)
+    found = flat[places].float().cpu()
+    for row in cleared:
+        found[(places * len(parameter) // len(flat)).cpu() == row] = 0.0
+    return found
 
 
 def _difference(record: Any, base: Mapping[str, Any]) -> str | None:

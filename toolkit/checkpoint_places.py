@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from core.errors import ConfigError
 from toolkit import remote_checkpoints, storage_owner
 from toolkit.checkpoint_names import ABANDONED, step_named
 from toolkit.local_paths import is_url
-from toolkit.object_storage import ObjectFolder
+from toolkit.object_storage import LOOK_S, ObjectFolder
 
 __all__ = ["LocalPlace", "Place", "RemotePlace", "StagesUploads", "place_of", "require_uploads"]
 
@@ -53,8 +53,13 @@ class Place(Protocol):
             The id of the run at this place, for its checkpoints; "" if it needs none.
         """
 
-    def set_aside(self, step: int) -> dict[str, str]:
-        """Renames the checkpoints after a step, which belong to a discarded history; returns the new names."""
+    def set_aside(self, step: int, ends: Callable[[], bool] | None = None) -> dict[str, str]:
+        """Renames the checkpoints after a step, which belong to a discarded history; returns the new names.
+
+        Args:
+            step: The step.
+            ends: Returns whether the run is to end: an outage of the storage is then not waited out any more.
+        """
 
     def saved(self, name: str) -> None:
         """A checkpoint is being written, and the one before it is complete."""
@@ -92,7 +97,7 @@ class LocalPlace:
             )
         return ""
 
-    def set_aside(self, step: int) -> dict[str, str]:
+    def set_aside(self, step: int, ends: Callable[[], bool] | None = None) -> dict[str, str]:
         """Renames the checkpoints after a step."""
         renamed = {}
         for path in sorted(self.folder.glob("step-*.ckpt")):
@@ -150,14 +155,17 @@ class RemotePlace:
         self._complete = {found.name for found in complete}
         return own
 
-    def set_aside(self, step: int) -> dict[str, str]:
-        """Marks the checkpoints after a step; an outage is waited out, as the run may be in the middle, unless Ctrl-C ends it."""
+    def set_aside(self, step: int, ends: Callable[[], bool] | None = None) -> dict[str, str]:
+        """Marks the checkpoints after a step; an outage is waited out, as the run may be in the middle, unless a signal ends it."""
         ending = threading.Event()
         with ThreadPoolExecutor(1) as thread:  # requests hold up signals, a wait for another thread does not
             try:
-                return thread.submit(self._set_aside, step, ending).result()
+                marked = thread.submit(self._set_aside, step, ending)
+                while not wait([marked], LOOK_S).done and not (ends is not None and ends()):
+                    pass
             finally:
                 ending.set()
+            return marked.result()
 
     def _set_aside(self, step: int, ending: threading.Event) -> dict[str, str]:
         patient = ObjectFolder(self.folder.url, uploads=True, ending=ending)

@@ -1,11 +1,13 @@
-"""The gradient noise scale: its estimate, and what a callback offers that measures it."""
+"""The gradient noise scale: its estimate, what a callback offers that measures it, and what a strategy offers to it."""
 
 from __future__ import annotations
 
 import math
 from typing import Protocol, runtime_checkable
 
-__all__ = ["MeasuresGradientNoise", "estimate"]
+from torch import Tensor
+
+__all__ = ["MeasuresGradientNoise", "MeasuresParts", "estimate"]
 
 
 @runtime_checkable
@@ -22,6 +24,21 @@ class MeasuresGradientNoise(Protocol):
     @property
     def batch_ratio(self) -> float | None:
         """See above."""
+
+
+@runtime_checkable
+class MeasuresParts(Protocol):
+    """A strategy that may compute all micro-batches of a step with the last one, as those with pipelines do."""
+
+    def step_parts(self, batches: int) -> int:
+        """Returns into how many parts a step of so many micro-batches can be taken; 0: each is computed as it comes."""
+
+    def measure_parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Lets the coming step be computed part by part; called on every rank, before its first micro-batch.
+
+        Returns a list, empty until the last backward of the step. Then it has for each part the squared norm of the gradient of
+        its summed losses, averaged over the ranks that have different tokens, and the weight of this rank's tokens; both 0-d.
+        """
 
 
 def estimate(small: float, inverse_small: float, big: float, inverse_big: float) -> tuple[float, float]:

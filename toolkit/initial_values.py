@@ -11,9 +11,9 @@ import hashlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,23 +23,32 @@ from core.training.seeding import mix
 from toolkit.safetensors_files import LazyTensor
 
 __all__ = [
+    "STRIP",
     "Added",
     "CopyOf",
     "DrawsWeights",
     "Fill",
     "HasInitialValues",
     "NormsOf",
+    "SpreadOf",
     "Start",
+    "ZeroRows",
     "added_start",
+    "clear_row",
+    "clear_rows",
+    "cleared_rows",
     "copied",
     "draw",
     "draw_part",
     "initial_values",
+    "is_random",
     "named",
     "new_seed",
     "normal",
+    "spread",
     "start_added",
     "start_as_norms",
+    "start_as_spread",
     "uniform",
 ]
 
@@ -59,8 +68,21 @@ MOST_THREADS = 16
 Fill = Callable[[Tensor, torch.Generator], object]
 """Fills any part of a parameter in place, element by element, with numbers of a generator."""
 
-Start = Fill | Tensor | LazyTensor | float
-"""How a tensor begins: with a distribution, with these values, with those of a file, or with one number."""
+
+class ZeroRows(NamedTuple):
+    """A tensor that begins as another one does, with zeros in some rows.
+
+    Attributes:
+        start: How the other one begins.
+        rows: Their numbers.
+    """
+
+    start: Any  # a Start
+    rows: Sequence[int]
+
+
+Start = Fill | Tensor | LazyTensor | float | ZeroRows
+"""How a tensor begins: with a distribution, with these values, with those of a file, with one number, or with rows of zeros."""
 
 
 @runtime_checkable
@@ -132,9 +154,11 @@ class CopyOf(NamedTuple):
 
     Attributes:
         source: The other one.
+        cleared: Its rows that had been set to zero by then.
     """
 
     source: Tensor
+    cleared: Sequence[int]
 
 
 class NormsOf(NamedTuple):
@@ -142,15 +166,34 @@ class NormsOf(NamedTuple):
 
     Attributes:
         source: The matrix.
+        cleared: Its rows that had been set to zero by then.
     """
 
     source: Tensor
+    cleared: Sequence[int]
 
 
-Noted = Added | CopyOf | NormsOf
+class SpreadOf(NamedTuple):
+    """A tensor that begins with normal numbers, which spread as those in a matrix of the network.
 
-_NOTE = "_leyden_begins"
-"""Attribute of a tensor on the meta device. A weak reference would keep torch from swapping it for a real one."""
+    Attributes:
+        source: The matrix.
+        cleared: Its rows that had been set to zero by then.
+        name: That the numbers depend on.
+    """
+
+    source: Tensor
+    cleared: Sequence[int]
+    name: str
+
+
+Noted = Added | CopyOf | NormsOf | SpreadOf
+
+_NOTE, _CLEARED = "_leyden_begins", "_leyden_cleared"
+"""Attributes of a tensor on the meta device. A weak reference would keep torch from swapping it for a real one."""
+
+STRIP = 1024
+"""Rows of a matrix that are looked at together; those of whole tiles."""
 
 _seeds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Network -> the seed that it was drawn with."""
@@ -182,7 +225,7 @@ def copied(module: M) -> M:
     found = copy.deepcopy(module)
     for (_, source), (_, tensor) in zip(named(module), named(found), strict=True):
         if tensor.is_meta:
-            vars(tensor)[_NOTE] = CopyOf(source)
+            vars(tensor)[_NOTE] = CopyOf(source, cleared_rows(source))
     return found
 
 
@@ -193,7 +236,59 @@ def start_as_norms(tensor: Tensor, source: Tensor) -> None:
         tensor: (n,), a parameter that is added to the network.
         source: (n, m).
     """
-    vars(tensor)[_NOTE] = NormsOf(source)
+    vars(tensor)[_NOTE] = NormsOf(source, cleared_rows(source))
+
+
+def start_as_spread(tensor: Tensor, source: Tensor, network: nn.Module, name: str) -> None:
+    """Fills a parameter that is added to a network with normal numbers, or notes it on the meta device.
+
+    Args:
+        tensor: The parameter.
+        source: A matrix of the network, whose standard deviation they have.
+        network: The network.
+        name: As for :func:`start_added`.
+    """
+    if tensor.is_meta:
+        vars(tensor)[_NOTE] = SpreadOf(source, cleared_rows(source), name)
+    else:
+        start_added(tensor, normal(spread(source.detach().split(STRIP))), network, name)
+
+
+def spread(strips: Iterable[Tensor]) -> float:
+    """Returns the standard deviation of the numbers in a matrix, given in strips; rounded to float32."""
+    count, sums = 0, torch.zeros(2, dtype=torch.float64)
+    for strip in strips:
+        wide = strip.double()
+        count, sums = count + wide.numel(), sums + torch.stack((wide.sum(), wide.square().sum())).cpu()
+    mean, square = (sums / count).tolist()
+    return float(torch.tensor(max(square - mean**2, 0.0)).sqrt())
+
+
+@torch.no_grad()
+def clear_row(tensor: Tensor, row: int) -> None:
+    """Sets a row of a parameter of the network to zero; on the meta device it is noted that it begins so."""
+    if tensor.is_meta:
+        vars(tensor)[_CLEARED] = (*cleared_rows(tensor), row)
+    else:
+        tensor[row] = 0.0
+
+
+def cleared_rows(tensor: Tensor) -> Sequence[int]:
+    """Returns the rows of a tensor on the meta device that were set to zero."""
+    found: Sequence[int] = vars(tensor).get(_CLEARED, ())
+    return found
+
+
+def clear_rows(part: Tensor, rows: Sequence[int], first: int) -> None:
+    """Sets rows of a whole to zero, in a part of it that begins with the row `first`."""
+    for row in rows:
+        if 0 <= row - first < len(part):
+            part[row - first] = 0.0
+
+
+def is_random(start: Start) -> bool:
+    """Returns whether a tensor begins with random numbers."""
+    return callable(start.start if isinstance(start, ZeroRows) else start)
 
 
 def added_start(tensor: Tensor) -> Noted | None:
@@ -239,7 +334,10 @@ def draw_part(
     whole = target.shape if shape is None else shape
     offset = offset or [0] * len(whole)
     target = target.detach()
-    if isinstance(start, LazyTensor):
+    if isinstance(start, ZeroRows):
+        draw_part(target, start.start, seed, name, shape, offset)
+        clear_rows(target, start.rows, offset[0])
+    elif isinstance(start, LazyTensor):
         if target.numel():
             ends = (first + size for first, size in zip(offset, target.shape, strict=True))
             target.copy_(start.part(tuple(map(slice, offset, ends))))

@@ -110,6 +110,7 @@ _IN_PLACE = {
     "allreduce_": _keep,
     "allreduce_coalesced_": _keep,
     "broadcast_": _keep,
+    "reduce_": _keep,
     "barrier": _keep,
     "_allgather_base_": _repeat,
     "allgather_": _gather_lists,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +14,9 @@ from torch import nn
 from core.errors import ConfigError
 from core.lightning_compat import is_accumulating
 
-__all__ = ["Handle", "SampledSteps", "in_training_forward"]
+__all__ = ["Handle", "SampledSteps", "in_training_forward", "unheard"]
+
+_tried: list[None] = []  # an entry for each `unheard` that is open
 
 
 class Handle(Protocol):
@@ -79,4 +82,16 @@ class SampledSteps(Callback, ABC):
 
 def in_training_forward(module: nn.Module) -> bool:
     """Returns whether a hook is called by the forward of training: not by evaluation, nor by what is computed again in backward."""
-    return module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+    return (
+        not _tried and module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0
+    )
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Context in which `in_training_forward` is False: of a forward whose values mean nothing, such as one for the shapes alone."""
+    _tried.append(None)
+    try:
+        yield
+    finally:
+        _tried.pop()

@@ -12,6 +12,7 @@ from core.technique import technique
 from plugins.adapters.prompt_tuning import Prompts
 from plugins.adapters.virtual_tokens import VirtualTokenAdapter, VirtualTokens
 from plugins.networks.parts.decoder import Decoder
+from toolkit.initial_values import start_added, uniform
 
 ENCODERS = ("mlp", "lstm")
 
@@ -30,13 +31,20 @@ class EncodedPrompts(Prompts):
         super().__init__(count, network)
         device, width = self.embeddings.device, network.n_embd
         self.lstm = None
-        with torch.device(device):
+        with torch.device("meta"):  # the constructors of torch would draw numbers
             if encoder == "lstm":
                 self.lstm = nn.LSTM(width, hidden, num_layers=2, bidirectional=True, batch_first=True)
                 layers = [nn.Linear(2 * hidden, 2 * hidden), nn.ReLU(), nn.Linear(2 * hidden, width)]
             else:
                 layers = [nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(), nn.Linear(hidden, width)]  # fmt: skip
             self.mlp = nn.Sequential(*layers)
+        for child in self.children():
+            child.to_empty(device=device)
+        for place, part in self.named_modules():
+            if isinstance(part, nn.Linear | nn.LSTM):
+                bound = (part.in_features if isinstance(part, nn.Linear) else hidden) ** -0.5  # as torch's
+                for leaf, parameter in part.named_parameters():
+                    start_added(parameter, uniform(-bound, bound), network, f"virtual.{place}.{leaf}")
 
     def embedded(self) -> Tensor:
         """Returns what the first block is given, (n, C)."""
@@ -46,7 +54,7 @@ class EncodedPrompts(Prompts):
         return self.mlp(x)  # type: ignore[no-any-return]
 
 
-@technique(paper="P-Tuning, arXiv:2103.10385, section 3.2: GPT Understands, Too")
+@technique(paper="P-Tuning, arXiv:2103.10385, section 3.2: GPT Understands, Too", offers=("keeps_weights",))
 class PTuning(VirtualTokenAdapter):
     """Trains n virtual tokens as `PromptTuning` does, whose embeddings an encoder makes of learned ones.
 

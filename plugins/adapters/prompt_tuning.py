@@ -15,7 +15,7 @@ from core.technique import technique
 from plugins.adapters.peft_folder import PeftFolder
 from plugins.adapters.virtual_tokens import Making, VirtualTokenAdapter, VirtualTokens, keys_and_values
 from plugins.networks.parts.decoder import Decoder
-from toolkit.initial_values import normal, start_added
+from toolkit.initial_values import start_as_spread
 
 TYPE, EMBEDDINGS = "PROMPT_TUNING", "prompt_embeddings"
 """Of peft: the kind of its folder, the tensor in it."""
@@ -36,9 +36,7 @@ class Prompts(VirtualTokens):
         self.shift = count
         weight = network.embed_tokens.weight
         self.embeddings = nn.Parameter(torch.empty(count, network.n_embd, device=weight.device))
-        if not weight.is_meta:
-            start = normal(float(weight.detach().float().std()))
-            start_added(self.embeddings, start, network, "virtual.embeddings")
+        start_as_spread(self.embeddings, weight, network, "virtual.embeddings")
 
     def embedded(self) -> Tensor:
         """Returns what the first block is given, (n, C)."""
@@ -56,7 +54,7 @@ class Prompts(VirtualTokens):
         return found
 
 
-@technique(paper="Prompt Tuning, arXiv:2104.08691, section 2")
+@technique(paper="Prompt Tuning, arXiv:2104.08691, section 2", offers=("keeps_weights",))
 class PromptTuning(VirtualTokenAdapter):
     """Trains the embeddings of n virtual tokens, which come before each document: n C parameters.
 

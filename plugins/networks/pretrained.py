@@ -16,6 +16,7 @@ from core.contracts import Network
 from core.errors import ConfigError, nearest
 from core.technique import Package, technique
 from plugins.checkpoints.foreign import open_foreign
+from plugins.networks.parts.recorded_initialisation import recorded_starts
 from toolkit.initial_values import Start, draw, named
 from toolkit.safetensors_files import LazyTensor
 from toolkit.shards import copy_to_shard
@@ -33,8 +34,8 @@ class Pretrained(Network):
 
     The folder is read again by a run that resumes and by `generate`. Nothing is downloaded, no code of the folder is run,
     and weights are read from safetensors files alone, and become float32. Under a strategy that shards it each rank reads its part
-    of them, unless transformers stores them in another form than it computes with, as some mixtures of experts: then, and without
-    `weights`, rank 0 has the whole model. Llama, Qwen, Gemma and others have classes here, which also have tensor and pipeline
+    of them, unless transformers stores them in another form than it computes with, as some mixtures of experts: then rank 0 has the
+    whole model. Without `weights` each rank draws its part, unless the model computes its first values from others. Llama, Qwen, Gemma and others have classes here, which also have tensor and pipeline
     parallelism, masks between documents, and import and export.
 
     Args:
@@ -74,17 +75,18 @@ class Pretrained(Network):
 
     @cached_property
     def _starts(self) -> dict[str, Start]:
-        """Name -> how it begins, of all that is read as it is stored, and of buffers that are computed; empty: it is not."""
-        stored = _as_they_are(self.folder, self.model) if self.weights else {}
-        return {**stored, **_computed(self.model, stored)} if stored else {}
+        """Name -> how it begins, of all that is read as it is stored, or drawn, and of buffers that are computed; empty: unknown."""
+        found = _as_they_are(self.folder, self.model) if self.weights else _drawn(self.model)
+        return {**found, **_computed(self.model, found)} if found else {}
 
     def initial_value(self, name: str, tensor: Tensor) -> Start | None:
-        """Returns how a parameter or buffer begins, if it is read as it is stored; see `toolkit.initial_values`."""
+        """Returns how a parameter or buffer begins, if it is read as it is stored, or drawn; see `toolkit.initial_values`."""
         return self._starts.get(name.removeprefix("model."))
 
     @torch.no_grad()
     def init_weights(self) -> None:
         """Reads the folder's weights in place; without them, initialises every parameter and buffer as the model does."""
+        self.model.tie_weights(recompute_mapping=False)  # `to_empty` may have made two of one
         if all(self.initial_value(name, tensor) is not None for name, tensor in named(self)):
             draw(self)
             return
@@ -234,6 +236,19 @@ def _as_they_are(folder: Path, model: PreTrainedModel) -> dict[str, Start]:
     ):
         return {}
     return {name: found[id(tensor)] for name, tensor in named(model) if id(tensor) in found}
+
+
+def _drawn(model: PreTrainedModel) -> Mapping[str, Start]:
+    """Returns how each parameter begins as the model initialises it; empty: it is not known."""
+    there = {
+        id(own): nn.Parameter(torch.empty_like(own, device="meta"))
+        if isinstance(own, nn.Parameter)
+        else own.to("meta")
+        for _, own in named(model)
+    }
+    empty = copy.deepcopy(model, there)
+    _forget_initialised(empty)
+    return recorded_starts(empty, empty.initialize_weights)
 
 
 def _computed(model: PreTrainedModel, stored: Mapping[str, Start]) -> dict[str, Start]:

@@ -46,7 +46,9 @@ class Distillation(Objective):
     - `jensen_shannon`: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2.
 
     Logged are `divergence`, D, and `cross_entropy`. Validation has the cross-entropy alone, comparable with other objectives.
-    The teacher is read again by a run that resumes: it is not part of checkpoints, and each rank has all of it. It needs the
+    The teacher is read again by a run that resumes: it is not part of checkpoints. Each rank reads it in its first step and has all
+    of it, under every strategy: on the device what its parameters take, in float32 4 bytes each, and in CPU memory, as it is
+    read, the same once or twice. It has no gradients, no optimizer state and no activations that are kept. It needs the
     tokenizer of the data: before a run it is compared with the one that the teacher has with it.
 
     Args:

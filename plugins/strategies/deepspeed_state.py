@@ -148,6 +148,25 @@ def gradient_part(parameter: Any, zero: Any) -> Tensor:
     return found
 
 
+def drop_step(zero: Any) -> None:
+    """Puts DeepSpeed's optimizer into the state before a step that broke off, in stages 1 and 2 without offloading."""
+    for bucket in zero.ipg_buckets.values():
+        bucket.clear()
+    zero.extra_large_param_to_reduce.clear()
+    for number in range(len(zero.params_already_reduced)):
+        zero.params_already_reduced[number] = False
+    zero._release_ipg_buffers()
+    zero._release_preflattened_grad_buffers()
+    zero.zero_grad()
+    for gradients in (zero.averaged_gradients, zero.all_grad_tensors):
+        gradients.update(dict.fromkeys(gradients))
+    for flat in zero.single_partition_of_fp32_groups:
+        flat.grad = None
+    zero.micro_step_id = -1
+    zero._backward_active_depth = 0
+    zero.clear_backward_seen_flag()
+
+
 def _nothing(parameter: Tensor) -> Tensor:
     return parameter.detach().new_empty(0, dtype=torch.float32)
 

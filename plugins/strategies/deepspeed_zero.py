@@ -20,7 +20,7 @@ from core.errors import ConfigError
 from core.technique import Package, technique
 from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
 from plugins.strategies.deepspeed_engine import EngineOptimizer
-from plugins.strategies.initial_shards import InitialShards, RowNorms, draw_shard
+from plugins.strategies.initial_shards import InitialShards, RowNorms, Spread, draw_shard
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.tensors import replace, state_of
 from toolkit.initial_values import Start
@@ -232,6 +232,11 @@ class DeepSpeedZero(MeshStrategy):
         """Runs DeepSpeed's backward without telling callbacks of it; see `toolkit.shards.RunsBackward`."""
         self._engine.backward(loss, scale_wrt_gas=False)  # Lightning divides by the number of micro-batches
 
+    def drop_step(self) -> None:
+        """Drops what forward or backward left that broke off, in stages 1 and 2; see `toolkit.lone_ranks.DropsSteps`."""
+        self._engine.set_gradient_accumulation_boundary(True)
+        deepspeed_state.drop_step(self.zero)
+
     @property
     def _engine(self) -> Any:
         return self.model
@@ -291,7 +296,7 @@ class DeepSpeedZero(MeshStrategy):
             self.weights_restored()
         return drawn
 
-    def draw_weight(self, tensor: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
+    def draw_weight(self, tensor: Tensor, start: Start | RowNorms | Spread, seed: int, name: str) -> None:
         """Draws a whole parameter or buffer, and keeps this rank's part."""
         whole = torch.empty(getattr(tensor, "ds_shape", tensor.shape), dtype=tensor.dtype)
         draw_shard(whole, start, seed, name)

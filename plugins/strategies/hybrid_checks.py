@@ -118,7 +118,14 @@ def _pipeline_errors(
             f"schedule {given['schedule']} starts with messages of ranks to themselves in torch {torch.__version__}, "
             "which gloo cannot send: take InterleavedZeroBubble, or a newer torch"
         )
-    if any(item.name == "MemoryMonitor" for item in run.selected):
+    selected = {item.name for item in run.selected}
+    single = run.argument("trainer.accumulate_grad_batches") in (None, 1)
+    if "GradientNoiseScale" in selected and single and not layout.half_of(microbatches):
+        yield (
+            f"microbatches is {microbatches}, and GradientNoiseScale compares halves of a batch, each in a {given['schedule']} of "
+            "its own: set --trainer.accumulate_grad_batches=2, or microbatches to twice the stages"
+        )
+    if "MemoryMonitor" in selected:
         yield (
             "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
             "not distinguish: leave it out (--callbacks.-MemoryMonitor)"

@@ -211,7 +211,7 @@ class HybridParallel(MeshStrategy):
         stages = cut(network, layout, here)
         shards = self._shard_stages(network, stages) if self._shard.size() > 1 else None
         microbatches = self.microbatches or layout.stages
-        options = (microbatches, self._stages, self.root_device, self._reduced, shards)
+        options = (microbatches, self._stages, self.root_device, self._reduced, self._squares, shards)
         self.pipeline = Pipeline(network, objective, stages, layout, *options)
 
     def _shard_stages(self, network: Network, stages: Mapping[int, Stage]) -> StageShards:
@@ -337,11 +337,26 @@ class HybridParallel(MeshStrategy):
         """Returns the norm of the gradients of all stages, a 0-d tensor; tied ones count once."""
         if self.pipeline is None:
             return super().gradient_norm(optimizer)
-        parameters = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
-        counted = [p.grad for p in parameters if self._counts_tied or id(p) not in self._tied]
-        squares = gradients.squared_norm(counted)
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        return self._squares(parameters, [p.grad for p in parameters]).sqrt()
+
+    def _squares(self, parameters: Sequence[nn.Parameter], found: Sequence[Tensor]) -> Tensor:
+        pairs = zip(parameters, found, strict=True)
+        squares = gradients.squared_norm(g for p, g in pairs if self._counts_tied or id(p) not in self._tied)
         dist.all_reduce(squares, group=self._stages)
-        return squares.sqrt()
+        return squares
+
+    def step_parts(self, batches: int) -> int:
+        """Returns into how many parts a step of so many batches is taken apart; see `toolkit.gradient_noise.MeasuresParts`."""
+        if self.pipeline is None:
+            return 0
+        halves = self.pipeline.layout.half_of(self.pipeline.microbatches)
+        return 2 if batches == 1 and halves else batches
+
+    def measure_parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Computes the coming step part by part; returns a list that gets the squared norm and the weight of each."""
+        assert self.pipeline is not None
+        return self.pipeline.measure()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Returns the full weights on rank 0 and nothing on others, or this rank's shards; called on every rank."""

@@ -22,14 +22,22 @@ from core.technique import declaration_of
 from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.strategies import tensors
 from toolkit.initial_values import (
+    STRIP,
     Added,
     CopyOf,
+    Fill,
     NormsOf,
+    SpreadOf,
     Start,
+    ZeroRows,
     added_start,
+    clear_rows,
+    cleared_rows,
     draw_part,
     initial_values,
     named,
+    normal,
+    spread,
 )
 from toolkit.initial_weights import SeesWeights
 
@@ -52,11 +60,11 @@ class Stored(NamedTuple):
     """
 
     read: Callable[[], Tensor]
-    otherwise: Any  # a Start, or RowNorms
+    otherwise: Any  # a Start, or what is derived of one
 
 
-class RowNorms(NamedTuple):
-    """Norms of the rows of a matrix that is drawn.
+class Derived(NamedTuple):
+    """Values that follow from a matrix of the network.
 
     Attributes:
         start: How the matrix begins.
@@ -64,15 +72,42 @@ class RowNorms(NamedTuple):
         matrix: On the meta device: its shape and data type.
     """
 
-    start: Start
+    start: Any  # a Start, or Stored
     name: str
     matrix: Tensor
 
+    def rows(self, seed: int, first: int, count: int) -> Tensor:
+        """Draws rows of the matrix, and no others."""
+        found = self.matrix.new_empty((count, self.matrix.shape[1]), device="cpu")
+        draw_part(found, self.start, seed, self.name, self.matrix.shape, (first, 0))
+        return found
+
+
+class RowNorms(Derived):
+    """Norms of the rows of a matrix that is drawn."""
+
     def fill(self, target: Tensor, seed: int, first: int) -> None:
-        """Fills with the norms of the rows from `first` on; others are not drawn."""
-        rows = self.matrix.new_empty((len(target), self.matrix.shape[1]), device="cpu")
-        draw_part(rows, self.start, seed, self.name, self.matrix.shape, (first, 0))
-        target.copy_(_norms(rows))
+        """Fills with the norms of the rows from `first` on."""
+        target.copy_(_norms(self.rows(seed, first, len(target))))
+
+
+class Spread(Derived):
+    """Normal numbers that spread as those in a matrix."""
+
+    def normal(self, seed: int) -> Fill:
+        """Returns their distribution, of a matrix that is drawn."""
+        count = len(self.matrix)
+        return normal(
+            spread(self.rows(seed, first, min(STRIP, count - first)) for first in range(0, count, STRIP))
+        )
+
+    def normal_of_stored(self, device: torch.device) -> Fill:
+        """Returns their distribution, of a matrix that rank 0 reads; called on every rank."""
+        found = torch.zeros((), device=device)
+        if dist.get_rank() == 0:
+            found.fill_(spread(self.start.read().split(STRIP)))
+        dist.broadcast(found, 0)
+        return normal(float(found))
 
 
 def _norms(matrix: Tensor) -> Tensor:
@@ -126,30 +161,59 @@ def _explain_whole(trainer: Trainer, module: Any) -> str | None:
     return None
 
 
-def added_starts(module: nn.Module, starts: Mapping[str, Any]) -> dict[str, Added]:
-    """Returns name in the module -> how it begins, of what was added to the network, or to the objective for it.
+def added_starts(module: nn.Module, starts: Mapping[str, Any]) -> dict[str, Begins]:
+    """Returns name in the module -> how it begins, of what was added to the network, or to the objective for it, or changed.
 
     Args:
         module: On the meta device, its parameters not sharded yet.
         starts: The same of the network itself.
     """
-    names, found = {id(tensor): name for name, tensor in named(module)}, {}
+    names, found = {id(tensor): name for name, tensor in named(module)}, dict[str, Any]()
     for name, tensor in named(module):
         noted = added_start(tensor)
-        source = names.get(id(noted.source), "") if isinstance(noted, CopyOf | NormsOf) else ""
-        if source in starts:
-            assert isinstance(noted, CopyOf | NormsOf)
-            start, key = starts[source], source.removeprefix(PREFIX)
-            noted = Added(_norms_of(start, key, noted.source) if isinstance(noted, NormsOf) else start, key)
         if isinstance(noted, Added):
             found[name] = noted
+        elif noted is not None and (source := names.get(id(noted.source), "")) in starts:
+            found[name] = _derived(
+                noted, _cleared(starts[source], noted.cleared), source.removeprefix(PREFIX)
+            )
+        if (rows := cleared_rows(tensor)) and name in starts:
+            found[name] = ZeroRows(starts[name], rows)
     return found
 
 
-def _norms_of(start: Any, key: str, matrix: Tensor) -> Any:
+def _derived(noted: CopyOf | NormsOf | SpreadOf, start: Any, key: str) -> Added:
+    """Returns how a tensor begins that follows from another one, which begins so and whose numbers depend on the key."""
+    if isinstance(noted, CopyOf):
+        return Added(start, key)
+    matrix = noted.source.detach()
+    found: Any
+    if isinstance(noted, SpreadOf):
+        found, key = Spread(start, key, matrix), noted.name
+    elif isinstance(start, Stored):
+        found = Stored(lambda: _norms(start.read()), RowNorms(start.otherwise, key, matrix))
+    else:
+        found = RowNorms(start, key, matrix)
+    return Added(found, key)
+
+
+def _cleared(start: Any, rows: Sequence[int]) -> Any:
+    """Returns how a tensor begins that has zeros in some rows from then on."""
+    if not rows or not isinstance(start, Stored):
+        return ZeroRows(start, rows) if rows else start
+
+    def read() -> Tensor:
+        clear_rows(value := start.read(), rows, 0)
+        return value
+
+    return Stored(read, ZeroRows(start.otherwise, rows))
+
+
+def as_drawn(start: Any) -> Any:
+    """Returns how a tensor begins where nothing is stored."""
     if isinstance(start, Stored):
-        return Stored(lambda: _norms(start.read()), RowNorms(start.otherwise, key, matrix.detach()))
-    return RowNorms(start, key, matrix.detach())
+        return start.otherwise
+    return start._replace(start=as_drawn(start.start)) if isinstance(start, ZeroRows | Spread) else start
 
 
 def opened(name: str, start: Any) -> tuple[Any, str]:
@@ -157,7 +221,7 @@ def opened(name: str, start: Any) -> tuple[Any, str]:
     return start if isinstance(start, Added) else (start, name.removeprefix(PREFIX))
 
 
-def draw_shard(target: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
+def draw_shard(target: Tensor, start: Start | RowNorms | Spread, seed: int, name: str) -> None:
     """Draws this rank's shard of a tensor.
 
     Args:
@@ -166,13 +230,20 @@ def draw_shard(target: Tensor, start: Start | RowNorms, seed: int, name: str) ->
         seed: Of the network, the same on every rank.
         name: In the network.
     """
-    own, offset = tensors.local_shard(target), (0,) * target.ndim
-    if isinstance(target, DTensor):
-        offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
+    own, offset = tensors.local_shard(target), _offset(target)
     if isinstance(start, RowNorms):
         start.fill(own, seed, offset[0])
     else:
+        if isinstance(start, Spread):  # where nothing is kept, the matrix is not drawn
+            start = start.normal(seed) if own.numel() else 0.0
         draw_part(own, start, seed, name, target.shape, offset)
+
+
+def _offset(target: Tensor) -> Sequence[int]:
+    """Returns where this rank's shard begins in each dimension of the full tensor."""
+    if not isinstance(target, DTensor):
+        return (0,) * target.ndim
+    return compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)[1]
 
 
 @torch.no_grad()
@@ -238,16 +309,25 @@ class InitialShards:
     @torch.no_grad()
     def fill(self, name: str, target: Tensor | None) -> None:
         """Fills this rank's part of a tensor, or none; called on every rank with each name of `full`, in its order."""
-        full, noted = self.full[name], self.starts.get(name)
+        noted = self.starts.get(name)
         start, key = opened(name, noted)
+        start, rows = start if isinstance(start, ZeroRows) else (start, ())
         if dist.get_rank() == 0 and self.seeing and noted is not None and not isinstance(noted, Added):
-            self._show(key, start, full)
-        if start is not None and name in self.stored:
-            return
+            self._show(key, start, self.full[name])
+        if start is None or name not in self.stored:
+            self._give(name, target, start, key)
+            if target is not None and rows:
+                clear_rows(tensors.local_shard(target), rows, _offset(target)[0])
+
+    def _give(self, name: str, target: Tensor | None, start: Any, key: str) -> None:
+        """Fills with what each rank draws, or rank 0 has or reads."""
+        if isinstance(start, Spread) and isinstance(start.start, Stored):
+            start = start.normal_of_stored(self.device)
         if start is not None and not isinstance(start, Stored):
             if target is not None:
                 draw_shard(target, start, self.seed, key)
             return
+        full = self.full[name]
         if dist.get_rank() == 0:
             message = (full if start is None else start.read()).to(self.device)
         else:

@@ -9,16 +9,25 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from toolkit.sampled_steps import unheard
+
 
 class LeanStage(PipelineStage):
     """Has buffers for messages of the micro-batches that are under way; torch has them for all of a step.
 
     With them memory would grow with the number of micro-batches, as that of activations does not.
+
+    For the shapes of messages newer versions of torch run each stage once before the first step of a schedule, on values of
+    no meaning: monitors leave that out.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._forms: dict[str, list[Tensor | None]] = {}
+
+    def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with unheard():
+            return super()._forward_metadata_inference(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Returns what receives the inputs of a micro-batch."""

@@ -29,7 +29,7 @@ from core.training import shards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.strategies import gradients, initial_shards, tensors
 from plugins.strategies.deferred_reduction import DeferredReduction
-from plugins.strategies.initial_shards import Begins, InitialShards, RowNorms, Stored
+from plugins.strategies.initial_shards import Begins, InitialShards, RowNorms, Spread
 from plugins.strategies.mixed_precision import FORMATS, Format, Formats
 from plugins.strategies.shared_scaler import SharedScaler
 from toolkit.initial_values import Start, named, new_seed
@@ -252,11 +252,10 @@ class MeshStrategy(ParallelStrategy):
             if name not in self.starts:  # of an objective, such as a coefficient
                 continue
             start, key = initial_shards.opened(name, self.starts[name])
-            start = start.otherwise if isinstance(start, Stored) else start
-            self.draw_weight(tensor, start, seed, key)
+            self.draw_weight(tensor, initial_shards.as_drawn(start), seed, key)
         return True
 
-    def draw_weight(self, tensor: Tensor, start: Start | RowNorms, seed: int, name: str) -> None:
+    def draw_weight(self, tensor: Tensor, start: Start | RowNorms | Spread, seed: int, name: str) -> None:
         """Draws this rank's shard of a parameter or buffer; called on every rank."""
         initial_shards.draw_shard(tensor.detach(), start, seed, name)
 

@@ -46,6 +46,7 @@ class Pipeline:
         group: The ranks of the pipeline.
         device: Device of this rank.
         reduce: Called once a step with parameters and their new gradients on this rank; returns the gradients to add.
+        squares: Returns the squared norm of what `reduce` returned, of all stages, 0-d.
         shards: Gathers the weights of the stages and reduces their gradients; None: they are not sharded.
 
     Attributes:
@@ -65,11 +66,12 @@ class Pipeline:
         group: dist.ProcessGroup,
         device: torch.device,
         reduce: Callable[[Sequence[nn.Parameter], list[Tensor]], list[Tensor]],
+        squares: Callable[[Sequence[nn.Parameter], Sequence[Tensor]], Tensor],
         shards: StageShards | None = None,
     ) -> None:
         self.network, self.objective, self.stages, self.layout = network, objective, stages, layout
         self.microbatches, self.group, self.device, self.reduce = microbatches, group, device, reduce
-        self.shards, self.scale = shards, _unscaled
+        self.squares, self.shards, self.scale = squares, shards, _unscaled
         self._forward = StagedForward(stages, layout, group, device)
         self._last = layout.stages - 1
         self._source = dist.get_process_group_ranks(group)[layout.rank_of(self._last)]
@@ -80,6 +82,7 @@ class Pipeline:
         self._names: dict[bool, list[str]] = {}
         self._kept: list[Batch] = []
         self._keeps = False
+        self._measured: list[tuple[Tensor, Tensor]] | None = None
 
     # -- training ---------------------------------------------------------------------------------
 
@@ -105,20 +108,49 @@ class Pipeline:
         divisor = GRADIENT_TOKENS * (1 << (len(batches) - 1).bit_length())
         self._factor = self.scale(torch.tensor(1 / divisor, device=self.device))
         before = [p.grad for p in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        found = self._trained(batches)
-        used = [(p, p.grad) for p in self.parameters if p.grad is not None]
-        for parameter, gradient in zip(self.parameters, before, strict=True):
-            parameter.grad = gradient
-        reduced = self.reduce([p for p, _ in used], [gradient for _, gradient in used])
+        total, found = dict[nn.Parameter, Tensor](), list[Sums]()
+        for part, each in self._parts(batches):
+            for parameter in self.parameters:
+                parameter.grad = None
+            of_part = self._trained(part, each)
+            used = [(p, p.grad) for p in self.parameters if p.grad is not None]
+            reduced = self.reduce([p for p, _ in used], [gradient for _, gradient in used])
+            if self._measured is not None:
+                norm = self.squares([p for p, _ in used], reduced) / self._factor.double().square()
+                self._measured.append((norm, self._shared(of_part)[0].weight))
+            for (parameter, _), gradient in zip(used, reduced, strict=True):
+                _add(total, parameter, gradient)
+            found += of_part
+        self._measured = None
+        for parameter, earlier in zip(self.parameters, before, strict=True):
+            parameter.grad = earlier
         loss, metrics = self._shared(found)
         anchor = torch.zeros((), device=self.device, requires_grad=True)
-        total = _Done.apply(anchor, loss.total, [p for p, _ in used], reduced, self._factor)
-        return TokenSum(total, loss.tokens, loss.weight), metrics
+        done = _Done.apply(anchor, loss.total, [*total], [*total.values()], self._factor)
+        return TokenSum(done, loss.tokens, loss.weight), metrics
 
-    def _trained(self, batches: Sequence[Batch]) -> list[Sums]:
-        """Adds the gradients of batches to the parameters; returns the sums of their micro-batches, on the last stage's rank."""
+    def measure(self) -> list[tuple[Tensor, Tensor]]:
+        """Runs each part of the coming step through a schedule of its own; returns a list for its squared norms and weights."""
+        self._measured = []
+        return self._measured
+
+    def _parts(self, batches: Sequence[Batch]) -> Iterator[tuple[Sequence[Batch], int]]:
+        """Yields what is run together, and into how many micro-batches each batch is split: all, if nothing is measured."""
+        if self._measured is None:
+            yield batches, self.microbatches
+        elif len(batches) == 1 and (half := self.layout.half_of(self.microbatches)):  # the same micro-batches
+            parts = {name: value.tensor_split(2) for name, value in batches[0].items()}
+            yield from (([{name: part[index] for name, part in parts.items()}], half) for index in (0, 1))
+        else:
+            yield from (([batch], self.microbatches) for batch in batches)
+
+    def _trained(self, batches: Sequence[Batch], each: int) -> list[Sums]:
+        """Adds the gradients of batches to the parameters; returns the sums of their micro-batches, on the last stage's rank.
+
+        Args:
+            batches: They go through one schedule, if it takes them.
+            each: Number of micro-batches of each.
+        """
         found = list[Sums]()
         signal = None
         if self.shards is not None:
@@ -128,7 +160,7 @@ class Pipeline:
         for together in self._together(batches):
             joined = {name: torch.cat([batch[name] for batch in together]) for name in together[0]}
             self._batch, self._found = joined, []
-            count = len(together) * self.microbatches
+            count = len(together) * each
             rows = (
                 torch.arange(len(joined["input_ids"]), device=self.device)
                 if self._last in self.stages
@@ -266,6 +298,13 @@ class _Done(torch.autograd.Function):
             else:
                 local_shard(parameter.grad).add_(local_shard(gradient))
         return scale, None, None, None, None
+
+
+def _add(total: dict[nn.Parameter, Tensor], parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter in total:
+        local_shard(total[parameter]).add_(local_shard(gradient))
+    else:
+        total[parameter] = gradient
 
 
 def full_sum(figure: TokenSum) -> TokenSum:

@@ -65,6 +65,12 @@ class Layout:
         """
         return self.schedule != "GPipe" and microbatches % self.rounds(microbatches) == 0
 
+    def half_of(self, microbatches: int) -> int:
+        """Returns how many micro-batches each half of a batch has in a schedule of its own; 0: there are too few for that."""
+        half, odd = divmod(microbatches, 2)
+        fits = half and not odd and next(self.compatibility_errors(half, None), None) is None
+        return half if fits else 0
+
     def compatibility_errors(self, microbatches: int, rows: int | None) -> Iterator[str]:
         """Yields why the layout does not fit the blocks, micro-batches or rows of a batch."""
         if self.stages > self.blocks:

@@ -76,6 +76,7 @@ def test_evaluation_and_names_do_not_change():
     assert ([name for name, _ in network.named_modules()], list(network.state_dict())) == names
 
 
+@pytest.mark.ci
 def test_activation_bytes_are_ordered_as_they_must_be():
     """Blocks hold nearly all; every second block frees half of what all blocks free; selection keeps a part."""
     none, full = activation_bytes(), activation_bytes(ActivationCheckpointing())

@@ -26,7 +26,7 @@ def finder(limit=LIMIT):
     return {"trainer": {"callbacks": both}}
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(LIMIT, 6), (ENDLESS, 12)])
+@pytest.mark.parametrize(("limit", "rows"), [(LIMIT, 6), pytest.param(ENDLESS, 12, marks=pytest.mark.ci)])
 def test_the_run_after_it_is_the_run_with_these_numbers(limit, rows):
     found = fit(MODEL, shape(2, 6), finder(limit))
     assert state_of(found, "BatchSizeFinder") == {"batch_size": rows}
@@ -34,6 +34,7 @@ def test_the_run_after_it_is_the_run_with_these_numbers(limit, rows):
     assert f"{rows} rows fit" in found.error_text
 
 
+@pytest.mark.ci
 def test_epochs_and_schedules_are_those_of_these_numbers():
     # 83 rows are 7 steps of 6 + 6 rows with a rest, or one of 12 rows without
     epochs = {"trainer": {"max_epochs": 2, "max_steps": -1, "limit_train_batches": 1.0, "val_check_interval": 1.0,
@@ -42,6 +43,7 @@ def test_epochs_and_schedules_are_those_of_these_numbers():
     ended_alike(found, fit(MODEL, shape(12, 1), epochs))
 
 
+@pytest.mark.ci
 def test_a_resumed_run_goes_on_with_them():
     usual = (MODEL, shape(2, 6), finder())
     longer = {"trainer": {"max_steps": 6, "val_check_interval": 9}}
@@ -55,14 +57,16 @@ def test_a_resumed_run_goes_on_with_them():
 TENSOR = strategy("HybridParallel", data_shard=1, tensor=2)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "spread",
     [
         strategy("DDP"),
-        pytest.param(strategy("FSDP"), marks=pytest.mark.ci),
+        strategy("FSDP"),
+        pytest.param(strategy("DeepSpeedZero", stage=2), marks=pytest.mark.ci),
         pytest.param(TENSOR, marks=pytest.mark.slow),
     ],
-    ids=["DDP", "FSDP", "tensor"],
+    ids=["DDP", "FSDP", "DeepSpeedZero", "tensor"],
 )
 def test_all_ranks_take_what_fits_on_each(spread):
     """Under FSDP a try breaks off in the middle of forward on one rank alone, and the run after it is bitwise the same."""

@@ -79,7 +79,7 @@ def test_compiled_weights_and_losses_are_those_without(scope, device, stepped, t
     assert set(cache.rglob("*.so")) | set(cache.rglob("*.cubin")) == kernels
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_blocks_share_a_graph_for_each_length(dynamic, tmp_path, capfd):
     """Of training alone: validation has a length of its own."""
     batches = [batch for length in (6, 8, 10, 6, 8, 10) for batch in uneven_batches(1, length=length)]
@@ -90,7 +90,12 @@ def test_blocks_share_a_graph_for_each_length(dynamic, tmp_path, capfd):
 
 OTHERS = [
     ("32-true", 1, [ActivationCheckpointing(keep=["matmul"])]),
-    ("bf16-mixed", 2, [ActivationCheckpointing(every_n_blocks=2), ActivationOffload(0)]),
+    pytest.param(
+        "bf16-mixed",
+        2,
+        [ActivationCheckpointing(every_n_blocks=2), ActivationOffload(0)],
+        marks=pytest.mark.ci,
+    ),
 ]
 
 
@@ -109,6 +114,7 @@ def test_compiles_what_others_have_made_of_the_blocks(precision, graphs, others,
     assert_close(made.state_dict(), plain.state_dict())
 
 
+@pytest.mark.ci
 def test_each_goes_on_from_the_others_checkpoint(trained, tmp_path):  # noqa: F811
     """The tiny run, and two more steps of it: as it was trained, and compiled before or behind the checkpoint."""
     compiled = ["--trainer.callbacks+=Compile", "--trainer.callbacks.backend=aot_eager"]
@@ -208,7 +214,7 @@ class Listen(Callback):
             self.handle.remove()
 
 
-@pytest.mark.parametrize("step", [0, 2])
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.ci), 2])
 def test_a_step_that_is_listened_to_runs_without(step, tmp_path, capfd):
     listen = Listen(step)
     _, _, said = fitted(tmp_path, [Compile(backend="eager"), listen], uneven_batches(4))
@@ -232,6 +238,7 @@ def test_a_copy_computes_with_its_own_weights():
     assert list(copied.state_dict()) == list(tiny_gpt().state_dict())
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("scope", ["blocks", pytest.param("whole", marks=pytest.mark.ci)])
 def test_a_second_fit_begins_anew(scope, tmp_path, capfd):
     """After one that an error ended: with another module, and with that module again."""
@@ -261,11 +268,12 @@ class Fail(Callback):
 
 SCHEDULED = [
     pytest.param(AdEMAMix, {"alpha_beta3_steps": 20}, id="AdEMAMix"),
-    pytest.param(Lion, {}, id="Lion", marks=pytest.mark.ci),
-    pytest.param(ScheduleFreeAdamW, {"warmup_steps": 10}, id="ScheduleFreeAdamW", marks=pytest.mark.ci),
+    pytest.param(Lion, {}, id="Lion"),
+    pytest.param(ScheduleFreeAdamW, {"warmup_steps": 10}, id="ScheduleFreeAdamW"),
 ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("kind", "options"), SCHEDULED)
 def test_one_graph_steps_all_weights_at_every_rate(kind, options, tmp_path):
     """Thirty steps; of the network's graphs there is one. ScheduleFree's and AdEMAMix's settings change by themselves, too."""

@@ -27,6 +27,7 @@ def test_the_curve_is_that_of_the_logs(run):
     assert state["validation"][-1][2] == pytest.approx(float(run.trainer.callback_metrics["val/loss"]))
 
 
+@pytest.mark.ci
 def test_a_resumed_run_goes_on_with_the_curve(run, resumed):
     before, after = run.callback(LossCurve).state_dict(), resumed.callback(LossCurve).state_dict()
     assert [step for step, _, _ in after["training"]] == [*range(5, 81, 5)]
@@ -48,7 +49,8 @@ def test_an_exception_leaves_a_picture(fit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("every", "expected"), [(0, [False] * 4), (1, [True] * 4), (2, [False, True, True, True])]
+    ("every", "expected"),
+    [(0, [False] * 4), (1, [True] * 4), pytest.param(2, [False, True, True, True], marks=pytest.mark.ci)],
 )
 def test_pictures_in_between(every, expected, fit, tmp_path):
     class Look(Callback):
@@ -73,6 +75,7 @@ def test_pictures_in_between(every, expected, fit, tmp_path):
     ]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("share", "pictures"), [(1e-9, 1), (1e9, 4)])
 def test_pictures_in_between_take_a_share_of_the_time(share, pictures, fit, tmp_path, monkeypatch):
     class Look(Callback):

@@ -42,7 +42,7 @@ def at(rate, parts):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name not in list(CASES)[:2])) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name != next(iter(CASES)))) for name in CASES]
 )
 def test_the_run_after_it_is_the_run_at_that_rate(name):
     parts = CASES[name]
@@ -59,6 +59,7 @@ def test_the_run_after_it_is_the_run_without_it():
     assert state_of(found, "LRFinder") == {"rate": None}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", [list(CASES)[1], *(pytest.param(n, marks=pytest.mark.slow) for n in list(CASES)[::2])]
 )
@@ -82,6 +83,7 @@ RANKS = {
 
 
 # What is measured and undone is RandomRestart's too, whose test takes a tensor-parallel mesh by default.
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "name", ["FSDP", *(pytest.param(name, marks=pytest.mark.slow) for name in RANKS if name != "FSDP")]
 )

@@ -36,7 +36,14 @@ def figures(runner):
     return {name: float(metrics[f"memory/peak_{name}_mib"]) for name in (*CLASSES, "total")}
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"accumulate_grad_batches": 2}, marks=pytest.mark.ci),
+        pytest.param({"precision": "bf16-mixed"}, marks=pytest.mark.ci),
+    ],
+)
 def test_what_parameters_gradients_and_optimizer_take_follows_from_their_number(options, tmp_path):
     trained, runner = run(tmp_path, MemoryMonitor(at_step=3), gradient_clip_val=0.5, **options)
     found, parameters = figures(runner), sum(p.numel() for p in trained.parameters()) * 4 / MIB

@@ -67,6 +67,7 @@ def test_without_a_shortage_it_is_the_run_without_it():
 DROPOUT = {"model": {"network": {"init_args": {"dropout": 0.1}}}}
 
 
+@pytest.mark.ci
 def test_a_resumed_run_goes_on_in_parts():
     usual = MODEL, DROPOUT, shape(8, 2), squeezed(step=1)
     whole = fit(*usual)
@@ -77,6 +78,7 @@ def test_a_resumed_run_goes_on_in_parts():
     assert "OOMGuard: out of memory" not in found.error_text
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("sharing", "batch", "parts"),
     [

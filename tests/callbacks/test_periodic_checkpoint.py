@@ -1,5 +1,7 @@
 """PeriodicCheckpoint: when it saves, what it keeps."""
 
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from callbacks.periodic_checkpoint import PeriodicCheckpoint
 from core.errors import ConfigError
@@ -18,7 +21,9 @@ from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
+from tests.support.object_storage import answer_with, answering, passed_on
 from tests.support.toy import ToyData
+from toolkit import checkpoint_places, object_storage
 
 
 class Recording(AtomicCheckpoint):
@@ -187,6 +192,70 @@ def test_urls_of_no_object_storage_are_refused(place):
 def test_a_format_that_cannot_upload_is_refused(train):
     with pytest.raises(ConfigError, match="TorchCheckpointIO writes to folders of this machine only"):
         train(io=TorchCheckpointIO(), policy={"dirpath": "s3://bucket/run"})
+
+
+class Moment(Callback):
+    """Knows when a run is about to wait for its storage: at the save of step 4, after the last one, or as it goes back."""
+
+    def __init__(self, where):
+        self.where, self.now, self.down = where, threading.Event(), threading.Event()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 3 and self.where == "back":
+            saver = trainer.checkpoint_callback
+            saver._settle(trainer)
+            self.down.set()
+            self.now.set()
+            saver._go_back(trainer, 1)
+        if trainer.global_step == 4 and self.where == "save":
+            self.now.set()
+
+    def answers(self, path):
+        """Returns whether the storage still answers a request."""
+        if self.where != "back" and f"step-0000000{4 if self.where == 'end' else 2}" in path:
+            self.down.set()
+        if self.down.is_set() and self.where == "end":
+            self.now.set()
+        return not self.down.is_set()
+
+
+@pytest.mark.parametrize(
+    ("where", "kept_here", "said"),
+    [
+        ("save", [2, 4], "step-00000002.ckpt"),
+        pytest.param("end", [4], "step-00000004.ckpt", marks=pytest.mark.ci),
+        pytest.param("back", [3], "/back cannot be read", marks=pytest.mark.ci),
+    ],
+)
+def test_sigterm_while_a_run_waits_for_its_storage(
+    where, kept_here, said, storage, train, tmp_path, monkeypatch, capsys
+):
+    """In an outage the run ends by its signal, and what is not uploaded, with the last step, is on this machine."""
+    moment, sent, handler = Moment(where), [], signal.getsignal(signal.SIGTERM)
+
+    def answer(request, body):
+        if moment.answers(request.path):
+            passed_on(request, body, storage.url)
+            return
+        if moment.now.is_set() and not sent:
+            sent.append(signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM))
+        answer_with(request, 503)
+
+    for module in (object_storage, checkpoint_places):
+        monkeypatch.setattr(module, "LOOK_S", 0.05)
+    with answering(answer) as url:
+        for name, value in {**storage.environment, "AWS_ENDPOINT_URL": url}.items():
+            monkeypatch.setenv(name, value)
+        options = {"policy": {"dirpath": f"s3://corpora/{where}"}, "default_root_dir": tmp_path}
+        with pytest.raises(SIGTERMException):
+            train(callbacks=[moment], max_steps=4 if where == "end" else 6, **options)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert sent
+    staged = sorted(path.name for path in (tmp_path / "uploads").glob("*.ckpt"))
+    assert staged == [f"step-{step:08d}.ckpt" for step in kept_here]
+    told = capsys.readouterr().err
+    assert said in told
+    assert told.count(f"complete in {tmp_path}/uploads: {', '.join(staged)}.") == 1
 
 
 def test_a_resumed_run_is_bitwise_the_one_that_went_on(train, tmp_path):

@@ -160,6 +160,7 @@ def test_bar_is_redrawn_at_its_rate_however_fast_the_steps_are(on_terminal):
     assert redraws < 30  # 60 steps
 
 
+@pytest.mark.ci
 def test_bar_shows_the_passes_over_other_data(on_terminal):
     class Slow(Callback):
         def on_validation_batch_end(self, *args):

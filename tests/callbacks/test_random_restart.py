@@ -51,6 +51,7 @@ def test_the_run_is_that_of_the_best_seed():
     assert f"seed {best} is the best" in found.error_text
 
 
+@pytest.mark.ci
 def test_a_resumed_run_goes_on_with_the_seed():
     whole, first = restarted(DROPOUT)  # from which dropout would draw otherwise
     usual = DROPOUT, seed(first), RESTART
@@ -61,6 +62,7 @@ def test_a_resumed_run_goes_on_with_the_seed():
 SHUFFLED = {"data": {"init_args": {"shuffle": True, "seed": 6}}}
 
 
+@pytest.mark.ci
 def test_the_data_come_in_another_order_for_each_seed_and_a_resumed_run_has_that_of_the_best():
     shuffling = callback("RandomRestart", seeds=4, num_steps=3, shuffle_data=True)
     found, first = restarted(DROPOUT, SHUFFLED, restart=shuffling)
@@ -80,6 +82,7 @@ CONSTANT = {"model": {"network": {"init_args": {"dropout": 0.1}},
                       "lr_scheduler": {"class_path": "WarmupConstant", "init_args": {"warmup_steps": 2}}}}  # fmt: skip
 
 
+@pytest.mark.ci
 def test_the_run_begins_with_the_weights_of_the_best(tmp_path):
     usual = CONSTANT, seed(5), callback("RandomRestart", seeds=4, num_steps=3, keep_weights=True)
     found = fit(*usual)

@@ -86,7 +86,7 @@ def differ(found, expected, after=0):
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
     [
-        (1, "auto"),
+        pytest.param(1, "auto", marks=pytest.mark.ci),
         (3, "DDP"),  # two have three micro-batches, one has two
         *(pytest.param(2, strategy, marks=pytest.mark.ci) for strategy in ("DDP", "FSDP", "FSDP, stage 2")),
         *(pytest.param(3, strategy, marks=pytest.mark.ci) for strategy in ("FSDP", "FSDP, stage 2")),

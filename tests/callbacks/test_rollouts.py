@@ -46,7 +46,7 @@ def test_with_accumulation_all_micro_batches_of_a_step_have_the_ratio_one(tmp_pa
     assert [apart == 0 for apart in objective.found] == [True, True, False, False] * 2
 
 
-@pytest.mark.parametrize("objective", [PPO, GRPO])
+@pytest.mark.parametrize("objective", [PPO, pytest.param(GRPO, marks=pytest.mark.ci)])
 def test_a_step_on_all_parts_of_a_rollout_is_a_step_on_the_whole(objective, tmp_path):
     found = []
     for parts in (1, 2, 4):

@@ -225,9 +225,8 @@ def test_what_the_ramp_trains_on_is_what_it_says(fit):
     assert {64, 192, 512} <= set(sizes)
 
 
-@pytest.mark.parametrize(
-    "name", [next(iter(CASES)), *(pytest.param(name, marks=pytest.mark.ci) for name in list(CASES)[1:])]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("name", CASES)
 def test_every_step_can_be_resumed_from(name, fit):
     usual = [*CASES[name], "--model.lr_scheduler=null"]
     whole = fit("whole", *usual, "--trainer.max_steps=12")

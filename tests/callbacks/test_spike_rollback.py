@@ -310,10 +310,16 @@ class Saves(Callback):
 @pytest.mark.parametrize(
     ("on_disk", "spike", "stop", "newest"),
     [
-        (True, 9, 9, "step-00000008"),  # before the spike is seen: the ring is needed at once
-        (True, 9, 15, "step-00000008"),  # after it, in steps that come again
-        (True, 9, 12, "step-00000004"),  # right after the rewind
-        (False, 13, 9, "step-00000008"),  # the new ring reaches far enough by then
+        pytest.param(
+            True, 9, 9, "step-00000008", marks=pytest.mark.ci
+        ),  # before the spike is seen: the ring is needed at once
+        pytest.param(
+            True, 9, 15, "step-00000008", marks=pytest.mark.ci
+        ),  # after it, in steps that come again
+        pytest.param(True, 9, 12, "step-00000004", marks=pytest.mark.ci),  # right after the rewind
+        pytest.param(
+            False, 13, 9, "step-00000008", marks=pytest.mark.ci
+        ),  # the new ring reaches far enough by then
         (False, 9, 15, "step-00000008"),
     ],
 )

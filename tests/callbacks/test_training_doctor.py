@@ -13,6 +13,8 @@ from callbacks.training_doctor import TrainingDoctor
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.optimizers.adamw import AdamW
+from tests.faults.recipes import recipe
+from tests.faults.running import composed, train
 from tests.support.cli_runs import core  # noqa: F401
 from tests.support.same_run import fit as same_run
 from tests.support.tiny_training import Record, fit, module, tiny_gpt, trainer, uneven_batches
@@ -230,6 +232,20 @@ def test_attention_units_and_zeros_are_measured():
         for parameter in broken.blocks[1].parameters():
             parameter.zero_()
     assert weights_at_start(broken)["doctor/blocks_of_zeros"] == 1
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("network", [None, "tests.faults.broken.SeeingGPT"])
+def test_what_a_sharded_network_sees_is_looked_at(network, tmp_path):
+    values = composed(
+        recipe("gpt-2-ranks", tmp_path, 0), {"trainer": {"max_steps": 7, "strategy": {"class_path": "FSDP"}}}
+    )
+    if network is not None:
+        values["model"]["network"]["class_path"] = network
+    train(values, tmp_path / "run")
+    findings = (tmp_path / "run/doctor/findings.jsonl").read_text().splitlines()
+    found = {json.loads(line)["cause"] for line in findings}
+    assert found & {"sees_future", "mask_leak"} == ({"sees_future"} if network else set())
 
 
 @pytest.mark.ci

@@ -5,6 +5,7 @@ from lightning.pytorch import Callback
 
 from conformance import NotProvable, cases, proofs
 from core import catalog
+from core.technique import declaration_of
 from core.training.every_step import BATCH_HOOKS
 from tests.conformance.conftest import pytest_leyden_cases
 
@@ -21,7 +22,10 @@ DEAR = (
 """Proofs that take runs of their own."""
 
 
-SHARED = ("agrees_on_two_ranks", "its_figures_agree_on_two_ranks", "accumulation_changes_nothing")
+BY_RANKS = ("agrees_on_two_ranks", "its_figures_agree_on_two_ranks")
+
+
+SHARED = (*BY_RANKS, "accumulation_changes_nothing")
 """What depends on an optimizer or a schedule only if it looks beyond the gradients, which are reduced by then."""
 
 
@@ -63,6 +67,21 @@ MaskedDataModule or of its like: they are CI's. Networks on two ranks, which tes
 objectives' own runs have in CI, are slow."""
 
 
+BESIDE_PROCESSES = {"Mlflow", "SlurmEngine", "Wandb"}
+"""Techniques that start processes of others, or write their databases, which takes seconds in each run: what needs runs, or
+tasks, is CI's."""
+
+
+IN_SOME_STEPS = {"Evaluate", "SpikeReport"}
+"""Callbacks that do much in some steps and nothing in others: whether they leave something behind shows after hundreds."""
+
+
+def only_watches(target):
+    """Returns whether a technique is declared to change nothing in training, which watching_changes_nothing holds."""
+    declared = declaration_of(target)
+    return declared is not None and declared.observer
+
+
 def works_in_steps(target):
     """Returns whether a technique has a hook that is called in each step, and could keep something of each."""
     return any(
@@ -90,8 +109,16 @@ def marks(case, proof):
     again = (further or prepares) and proof.name == "config_round_trips"
     alike = alike and proof.name in (*DEAR, "can_be_cut_along_its_tokens")
     # hundreds of steps where the count after few is not the same as without the technique
-    long = proof.name == "leaks_nothing" and not (kind == "callbacks" and works_in_steps(case.target))
-    return [pytest.mark.ci] * (long or again or alike or (seldom and proof.name in DEAR))
+    steady = kind == "callbacks" and works_in_steps(case.target) and case.entry.name not in IN_SOME_STEPS
+    long = proof.name == "leaks_nothing" and not steady
+    watched = only_watches(case.target) and proof.name in BY_RANKS
+    beside = case.entry.name in BESIDE_PROCESSES and (
+        proof.contract == "Engine" or proof.name in (*DEAR, "config_round_trips")
+    )
+    each = proof.name == "its_fingerprint_tells_texts_apart"  # reads all documents again for each change
+    return [pytest.mark.ci] * (
+        each or long or again or alike or watched or beside or (seldom and proof.name in DEAR)
+    )
 
 
 PROMISES = [

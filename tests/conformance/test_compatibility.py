@@ -129,6 +129,7 @@ def test_the_results_have_every_pair_and_no_other():
             assert result == WORKS or result.startswith(f"{REFUSED}: "), WRITE
 
 
+@pytest.mark.ci
 def test_the_picture_shows_the_results():
     assert compatibility.PICTURE.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     assert compatibility.draw(read_results())[:8] == b"\x89PNG\r\n\x1a\n"

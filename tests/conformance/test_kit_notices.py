@@ -158,6 +158,7 @@ def test_every_proof_has_a_technique_that_breaks_it():
     assert named <= every
 
 
+@pytest.mark.ci
 def test_all_that_is_broken_is_said_at_once(packages):
     source = DECLARED.replace("a blog post", " ").replace("Example:", "See:")
     packages.add("acme", {"leyden.callbacks": {"Guard": "acme:Guard"}}, source)

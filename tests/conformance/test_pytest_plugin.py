@@ -117,6 +117,7 @@ def test_an_unknown_package_is_a_usage_error_that_names_those_there_are(run):
     assert "Traceback" not in printed
 
 
+@pytest.mark.ci
 def test_without_the_option_nothing_is_collected_or_imported(run):
     own = "import sys\ndef test_own():\n    assert not {'torch', 'lightning', 'yaml', 'core.catalog'} & set(sys.modules)\n"
     code, printed = run(test_own=own)

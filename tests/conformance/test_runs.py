@@ -144,6 +144,7 @@ def test_the_baseline_of_what_stands_alone_is_the_tiny_run():
     assert packing.plain_values["data"]["init_args"]["packing"]["class_path"].endswith(".Concatenate")
 
 
+@pytest.mark.ci
 def test_dropout_is_noticed_and_resumes_all_the_same():
     case = Case("GPT", {"n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 16, "dropout": 0.1})
     named = {proof.name: proof for proof in proofs(case)}

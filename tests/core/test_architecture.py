@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from core import catalog, contracts
 from core.technique import declaration_of
+from tests.support.parsed import forget, nodes, text_of, tree_of
 
 HOUSE = Path(__file__).resolve().parent.parent.parent
 TECHNIQUES = ("plugins", "callbacks", "datamodules")
@@ -65,6 +66,13 @@ BASES = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    """The files are parsed for this module alone."""
+    yield
+    forget()
+
+
 def registered():
     """Returns (kind, name, value) of each entry point in pyproject.toml."""
     project = tomllib.loads((HOUSE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -76,32 +84,39 @@ def registered():
     ]
 
 
+@functools.cache
 def imported_modules(path, typed=True):
-    """Yields the modules that a file imports anywhere, functions included, and the names it takes from them.
+    """Returns the modules that a file imports anywhere, functions included, and the names it takes from them.
 
     Args:
         path: The file; it has no relative imports (a test).
         typed: Whether imports under `if TYPE_CHECKING:` count.
     """
-    waiting = [ast.parse(path.read_text(encoding="utf-8"))]
-    while waiting:
-        node = waiting.pop()
-        if not typed and isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            waiting += node.orelse
+    untyped = set() if typed else {id(node) for node in typing_imports(path)}
+    found = set()
+    for node in nodes(path, ast.Import, ast.ImportFrom, ast.Call):
+        if id(node) in untyped:
             continue
-        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             module = "." * node.level + (node.module or "")
-            yield module
-            yield from (f"{module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+            found |= {module, *(f"{module}.{alias.name}" for alias in node.names)}
+        elif getattr(node.func, "attr", getattr(node.func, "id", "")) in (
             "import_module",
             "__import__",
             "moved",
         ):
-            yield from (str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+            found.update(str(arg.value) for arg in node.args if isinstance(arg, ast.Constant))
+    return found
+
+
+def typing_imports(path):
+    """Yields every node below an `if TYPE_CHECKING:` of a file, its `else:` aside."""
+    for node in nodes(path, ast.If):
+        if ast.unparse(node.test) == "TYPE_CHECKING":
+            for statement in node.body:
+                yield from ast.walk(statement)
 
 
 def test_imports_are_found_wherever_they_are(tmp_path):
@@ -190,13 +205,11 @@ Lower this number with each file that leaves, and never raise it.
 
 def code_lines(path):
     """Returns the number of a file's lines that hold code: neither blank, nor comments, nor docstrings."""
-    source = path.read_text(encoding="utf-8")
+    source = text_of(path)
     texts = {
         line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
+        for node in nodes(path, ast.Expr)
+        if isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         for line in range(node.lineno, node.end_lineno + 1)
     }
     layout = (
@@ -266,9 +279,8 @@ def private_names_of_lightning():
 
 def private_touches(path):
     """Yields (line, name) where a file reads, sets or imports a private name of Lightning; scalers and tensors are torch's."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     theirs = private_names_of_lightning()
-    for node in ast.walk(tree):
+    for node in nodes(path, ast.ImportFrom, ast.Attribute, ast.Call, ast.Constant):
         if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning"):
             for name in (*str(node.module).split("."), *(alias.name for alias in node.names)):
                 if name.startswith("_"):
@@ -306,8 +318,8 @@ def inherited_from_lightning(modules):
 
 def inherited_touches(path, module, inherited):
     """Yields (line, name) where a class overrides a private name that it inherits from Lightning, or touches its own."""
-    for kind in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = inherited.get((module, kind.name), ()) if isinstance(kind, ast.ClassDef) else ()
+    for kind in nodes(path, ast.ClassDef):
+        names = inherited.get((module, kind.name), ())
         for node in ast.walk(kind) if names else ():
             if isinstance(node, ast.FunctionDef) and node.name in names:
                 yield node.lineno, f"def {node.name}"
@@ -379,7 +391,7 @@ def test_private_names_of_lightning_are_in_one_file():
 
 def names_in_code(path):
     """Yields (line, word) for each word of the code and of its texts, docstrings and comments aside."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     prose = {
         id(part.value)
         for node in ast.walk(tree)
@@ -512,7 +524,7 @@ def test_the_top_level_holds_what_the_design_lists():
 
 
 def lines_of(path):
-    return len(path.read_text(encoding="utf-8").splitlines())
+    return len(text_of(path).splitlines())
 
 
 def test_no_source_file_is_longer_than_450_lines():

@@ -200,6 +200,7 @@ def test_two_processes_may_prepare_at_once(tmp_path, corpus):
 LANDMARKS = ["", "train", "train/chunk-0-1.bin", "train/index.json", "validation/index.json", "manifest.json"]
 
 
+@pytest.mark.ci
 def test_after_kills_the_data_is_the_same_as_without(tmp_path, corpus):
     undisturbed = contents(prepared(corpus, tmp_path / "whole").folder)
     cache_dir = tmp_path / "killed"
@@ -365,11 +366,21 @@ AFTER_EPOCH = {"save_on_train_epoch_end": True}
         pytest.param(EACH_STEP, {"max_steps": 26}, 0, marks=pytest.mark.ci),
         pytest.param(EACH_STEP, {"max_steps": 26, "val_check_interval": 4}, 2, marks=pytest.mark.ci),
         pytest.param(EACH_STEP, {"max_epochs": 3}, 0, marks=pytest.mark.ci),
-        (EACH_STEP, {"max_steps": 26, "val_check_interval": 5, "check_val_every_n_epoch": None}, 0),
-        (EACH_STEP, {"max_steps": 20, "limit_train_batches": 6, "limit_val_batches": 1}, 0),
+        pytest.param(
+            EACH_STEP,
+            {"max_steps": 26, "val_check_interval": 5, "check_val_every_n_epoch": None},
+            0,
+            marks=pytest.mark.ci,
+        ),
+        pytest.param(
+            EACH_STEP,
+            {"max_steps": 20, "limit_train_batches": 6, "limit_val_batches": 1},
+            0,
+            marks=pytest.mark.ci,
+        ),
         pytest.param(EACH_STEP, {"max_steps": 16, "accumulate_grad_batches": 2}, 0, marks=pytest.mark.ci),
         pytest.param(AFTER_VALIDATION, {"max_steps": 26}, 0, marks=pytest.mark.ci),
-        (AFTER_VALIDATION, {"max_epochs": 3, "val_check_interval": 4}, 2),
+        pytest.param(AFTER_VALIDATION, {"max_epochs": 3, "val_check_interval": 4}, 2, marks=pytest.mark.ci),
         pytest.param(AFTER_VALIDATION, {"max_steps": 20, "limit_train_batches": 6}, 0, marks=pytest.mark.ci),
         pytest.param(AFTER_EPOCH, {"max_steps": 26}, 0, marks=pytest.mark.ci),
         pytest.param(AFTER_EPOCH, {"max_epochs": 3}, 2, marks=pytest.mark.ci),

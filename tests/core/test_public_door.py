@@ -2,15 +2,24 @@
 
 import ast
 import re
+from functools import cache
 
 import pytest
 
 from core import contracts
+from tests.support.parsed import forget, nodes, text_of
 from tests.support.public_contracts import HOUSE, not_public
 
 FOLDERS = ("plugins", "callbacks", "datamodules")
 NOT_TECHNIQUES = (HOUSE / "plugins" / "cli", HOUSE / "plugins" / "commands")
 """What runs techniques; it may use all of core."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forgotten():
+    """The files are parsed for this module alone."""
+    yield
+    forget()
 
 
 def techniques():
@@ -47,14 +56,11 @@ def test_names_that_are_not_public_are_found(text, names, tmp_path):
     assert not_public(tmp_path / "x.py") == names
 
 
+@cache
 def private_names(path):
     """Returns the private attributes, methods and names that a file defines."""
-    text = path.read_text(encoding="utf-8")
-    return set(
-        re.findall(
-            r"(?:\b(?:self|cls|found|other)\.|\bdef |^\s*)(_[a-z]\w*)(?=\s*[:=(,])", text, re.MULTILINE
-        )
-    )
+    pattern = r"(?:\b(?:self|cls|found|other)\.|\bdef |^\s*)(_[a-z]\w*)(?=\s*[:=(,])"
+    return set(re.findall(pattern, text_of(path), re.MULTILINE))
 
 
 TORCHS = {"tensor._base", "scaler._device", "optimizer._step_supports_amp_scaling", "mesh[names]._flatten"}
@@ -67,17 +73,15 @@ PUBLIC = {"_asdict", "_fields", "_replace"}
 
 def touched(path, ours):
     """Yields "line: owner.name" where a file uses a private name of ours of another object, defined in another file."""
-    own = private_names(path)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute) and node.attr in ours - own:
+    others = ours - private_names(path)
+    for node in nodes(path, ast.Attribute, ast.ImportFrom):
+        if isinstance(node, ast.Attribute):
+            if node.attr not in others:
+                continue
             owner = ast.unparse(node.value)
             if owner not in ("self", "cls", "super()") and f"{owner}.{node.attr}" not in TORCHS:
                 yield f"{node.lineno}: {owner}.{node.attr}"
-        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in (
-            *FOLDERS,
-            "core",
-            "toolkit",
-        ):
+        elif str(node.module).partition(".")[0] in (*FOLDERS, "core", "toolkit"):
             yield from (f"{node.lineno}: {alias.name}" for alias in node.names if alias.name.startswith("_"))
 
 
@@ -116,9 +120,8 @@ def test_optional_hooks_are_asked_by_their_protocol_and_not_by_name():
     asked = [
         f"{path.relative_to(HOUSE)}:{node.lineno}: {node.args[1].value}"
         for path in files
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") in ("getattr", "hasattr")
+        for node in nodes(path, ast.Call)
+        if getattr(node.func, "id", "") in ("getattr", "hasattr")
         and getattr(node.args[1], "value", None) in hooks
     ]
     assert not asked, "ask with isinstance and the Protocol of core.contracts"

@@ -17,7 +17,12 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("packing", "per_document"), [("PaddedDocuments", 1), ("BestFit", 1), ("Concatenate", 0)]
+    ("packing", "per_document"),
+    [
+        pytest.param("PaddedDocuments", 1, marks=pytest.mark.ci),
+        ("BestFit", 1),
+        pytest.param("Concatenate", 0, marks=pytest.mark.ci),
+    ],
 )
 def test_every_label_has_the_log_probability_that_validate_averages(
     folder, tiny, write_yaml, tmp_path, capsys, packing, per_document

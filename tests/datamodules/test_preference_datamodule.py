@@ -186,6 +186,7 @@ class Preference(Objective):
         return TokenSum(-F.logsigmoid(logs[::2] - logs[1::2]).sum(), torch.tensor(len(logs) // 2)), {}
 
 
+@pytest.mark.ci
 def test_an_objective_learns_to_prefer(tmp_path):
     records = [
         {"prompt": f"{n}", "chosen": "yes" * (1 + n % 2), "rejected": "no" * (1 + n % 3)} for n in range(100)

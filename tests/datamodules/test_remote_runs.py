@@ -64,6 +64,7 @@ def test_the_figures_are_those_of_a_copy_here(local, storage, config, tmp_path):
     assert len(one) >= 6
 
 
+@pytest.mark.ci
 def test_two_ranks_share_a_cache_that_is_too_small(local, storage, config, tmp_path):
     url = storage.upload(local, "ranks")
     less = ["--trainer.max_steps=4", "--trainer.limit_val_batches=0"]
@@ -86,7 +87,7 @@ def test_two_ranks_share_a_cache_that_is_too_small(local, storage, config, tmp_p
     assert 2000 - max(kept) < sum(kept) <= 2000 < sum((local / name).stat().st_size for name in names)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.ci), 1])
 def test_what_is_damaged_ends_the_run_in_a_few_lines(local, storage, config, capsys, workers):
     url = storage.upload(local, f"ends-{workers}")
     key = f"ends-{workers}/train/chunk-0-1.bin"
@@ -106,6 +107,7 @@ def test_a_network_that_is_too_small_for_it(local, storage, config, capsys):
     assert len(message.splitlines()) <= 10
 
 
+@pytest.mark.ci
 def test_a_bucket_that_is_not_there(config, capsys):
     assert main(["fit", f"--config={config('s3://nowhere-at-all/corpus')}"]) == 2
     message = capsys.readouterr().err

@@ -150,7 +150,9 @@ def test_without_shuffling_it_is_the_text_of_the_folder_again_and_again(build, k
     assert stream(batches) == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.ci] * (kind == "Parquet")) for kind in KINDS]
+)
 def test_each_epoch_has_each_document_once_in_another_order(build, kind):
     data = build(kind)
     training = [text for text in TEXTS if text not in held_out(data)]
@@ -196,8 +198,8 @@ def same(one, other):
     return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
 
 
-@pytest.mark.parametrize("kind", ["MDS", "Parquet"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["MDS", pytest.param("Parquet", marks=pytest.mark.ci)])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ci)])
 def test_it_resumes_anywhere_with_any_number_of_workers_and_ranks(build, kind, workers):
     data = build(kind)
     expected = taken(loader(data), 200)  # more than an epoch
@@ -219,7 +221,7 @@ def test_it_resumes_anywhere_with_any_number_of_workers_and_ranks(build, kind, w
             assert same(taken(part, 9), rows)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ci)])
 def test_rows_may_change_in_mid_run(build, workers):
     data = build("JSON lines")
     whole = stream(taken(loader(data), 40))

@@ -79,6 +79,7 @@ def test_activation_checkpointing_changes_no_bit(base):
     assert figures_apart(found, expected) == weights_apart(found, expected) == 0
 
 
+@pytest.mark.ci
 def test_a_run_killed_and_resumed_ends_bitwise_as_one_that_was_not(base):
     expected = one_process(overlay("LoRA", base))
     killed = fit(overlay("LoRA", base), 1, kill_at=3, name="adapter-killed")

@@ -99,6 +99,7 @@ def test_sigterm_to_one_rank_ends_both_after_the_same_step(tmp_path):
     assert one % 7 == 0
 
 
+@pytest.mark.ci
 def test_ranks_that_predict_nothing_say_so(tmp_path):
     words = [
         *write(tmp_path),
@@ -121,7 +122,7 @@ def test_ranks_that_predict_nothing_say_so(tmp_path):
         pytest.param("ddp", marks=pytest.mark.ci),
         "FSDP",
         pytest.param("HybridParallel tensor=2", id="tensor", marks=pytest.mark.ci),
-        pytest.param("HybridParallel pipeline=2", id="pipeline"),
+        pytest.param("HybridParallel pipeline=2", id="pipeline", marks=pytest.mark.ci),
     ],
 )
 def test_the_module_that_is_not_finite_is_named_also_where_weights_are_spread(strategy, tmp_path):

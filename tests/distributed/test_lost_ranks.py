@@ -17,13 +17,14 @@ def output(rank):
     return (workshop() / f"output.{rank}.err").read_text(encoding="utf-8")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "ranks", "dead"),
     [
         (DDP, 3, 1),
-        pytest.param(FSDP, 2, 1, marks=pytest.mark.ci),
-        pytest.param(TENSOR, 2, 1, marks=pytest.mark.ci),
-        pytest.param(DDP, 2, 0, marks=pytest.mark.ci),
+        (FSDP, 2, 1),
+        (TENSOR, 2, 1),
+        (DDP, 2, 0),
     ],
     ids=["DDP", "FSDP", "tensor", "rank 0"],
 )
@@ -49,7 +50,8 @@ def test_who_is_left_says_who_died(strategy, ranks, dead):
         assert len(said[said.index("Another rank died") :].splitlines()) <= 10
 
 
-@pytest.mark.parametrize("strategy", [DDP, pytest.param(FSDP, marks=pytest.mark.ci)], ids=["DDP", "FSDP"])
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["DDP", "FSDP"])
 def test_who_waits_for_a_rank_that_waits_for_the_dead_one_says_so_too(strategy):
     """It sees no connection gone before that one has ended, and the store with it."""
     fails = {"class_path": "tests.support.killing.DiesBehindOthers"}

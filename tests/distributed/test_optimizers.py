@@ -34,7 +34,7 @@ from tests.support.same_run import TOLERANCE, fit, one_process, same_bits, weigh
 HYBRID = {"class_path": "HybridParallel", "init_args": {"data_shard": 2, "tensor": 2}}
 STRATEGIES = {"FSDP": (2, {"class_path": "FSDP"}), "data_shard 2, tensor 2": (4, HYBRID)}
 OPTIMIZERS = sorted(e.name for e in catalog.entries() if e.kind == "optimizers" and e.package == "leyden")
-DEFAULT, CI = {("SGD", "FSDP")}, {("TorchaoAdamW8bit", "FSDP")}
+CI = {("SGD", "FSDP"), ("TorchaoAdamW8bit", "FSDP")}
 LOSSES = {"SOAP": 1e-3}
 """Of losses. Of its first eigenbases those of a null space are a matter of rounding, and Adam steps differently in each: weights
 may be far apart. From the same gradients it makes the same steps, see below."""
@@ -55,9 +55,7 @@ def overlay(name):
 
 
 def how_often(name, strategy):
-    """Returns the marks of a run: TorchaoAdamW8bit's takes 4 CPU seconds."""
-    if (name, strategy) in DEFAULT:
-        return []
+    """Returns the marks of a run: each takes 2 to 4 CPU seconds."""
     return [pytest.mark.ci if (name, strategy) in CI else pytest.mark.slow]
 
 

@@ -63,11 +63,8 @@ def compared(strategy, objective, stored=True, **arguments):
 FSDP, DDP = {"class_path": "FSDP"}, {"class_path": "DDP"}
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [FSDP, *(pytest.param(one, marks=pytest.mark.ci) for one in (DDP, TENSOR))],
-    ids=["FSDP", "DDP", "tensor"],
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("strategy", [FSDP, DDP, TENSOR], ids=["FSDP", "DDP", "tensor"])
 def test_dpo_on_two_ranks_is_the_run_of_one_process(strategy):
     apart = compared(strategy, "DPO", kind="ipo", chunk_tokens=10)
     assert max(apart.values()) <= TOLERANCE, apart

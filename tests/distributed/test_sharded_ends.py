@@ -66,7 +66,8 @@ def test_a_run_folder_is_consolidated(tmp_path):
     assert next(iter(read_checkpoint(output)["state_dict"])) == "network.embed_tokens.weight"
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.ci), 1])
+@pytest.mark.ci
+@pytest.mark.parametrize("rank", [0, 1])
 def test_damage_that_one_rank_reads_is_told_by_all(rank):
     _, folder = ended("exception", f"to be damaged {rank}")
     before, damaged = folder / "step-00000000.ckpt", folder / "step-00000002.ckpt"

@@ -69,13 +69,14 @@ def one_process():
     return fit("one-process")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "readers", "init_args", "on_disk"),
     [
-        pytest.param("DDP", 2, {}, False, marks=pytest.mark.ci),
-        pytest.param("FSDP", 2, {"stage": 3}, True, marks=pytest.mark.ci),
-        pytest.param("FSDP", 2, {"stage": 2}, False, marks=pytest.mark.ci),
-        pytest.param("HybridParallel", 1, {"tensor": 2}, True, marks=pytest.mark.ci),
+        ("DDP", 2, {}, False),
+        ("FSDP", 2, {"stage": 3}, True),
+        ("FSDP", 2, {"stage": 2}, False),
+        ("HybridParallel", 1, {"tensor": 2}, True),
         ("HybridParallel", 1, {"pipeline": 2}, False),
         pytest.param("DeepSpeedZero", 2, {"stage": 2}, False, marks=pytest.mark.slow),
         pytest.param(
@@ -106,6 +107,7 @@ def test_a_rollback_is_that_of_one_process(name, readers, init_args, on_disk, on
         assert len({path.name.split(".")[1] for path in (found.folder / "snapshots").iterdir()}) == 2
 
 
+@pytest.mark.ci
 def test_when_tries_are_used_up_all_ranks_stop_as_for_other_mistakes():
     done = start("stop", **ON_TWO, strategy={"class_path": "DDP"}, last=99, gradient=float("nan"), retries=2)
     assert done.code == 2

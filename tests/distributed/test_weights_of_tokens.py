@@ -15,13 +15,14 @@ from tests.support.weighted import RowWeighted
 WEIGHTED = {"model": {"objective": {"class_path": "tests.support.weighted.RowWeighted"}}}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "strategy",
     [
         {"class_path": "HybridParallel", "init_args": {"pipeline": 2}},
-        pytest.param({"class_path": "FSDP"}, marks=pytest.mark.ci),
-        pytest.param({"class_path": "DDP"}, marks=pytest.mark.ci),
-        pytest.param({"class_path": "DeepSpeedZero", "init_args": {"stage": 2}}, marks=pytest.mark.ci),
+        {"class_path": "FSDP"},
+        {"class_path": "DDP"},
+        {"class_path": "DeepSpeedZero", "init_args": {"stage": 2}},
     ],
     ids=lambda strategy: strategy["class_path"],
 )

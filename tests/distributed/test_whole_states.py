@@ -22,21 +22,22 @@ PIPELINE, TENSOR = (
 )
 
 
-def case(name, strategy, ranks, *marks):
-    return pytest.param(strategy, ranks, id=f"{name} on {ranks}", marks=marks)
+def case(name, strategy, ranks):
+    return pytest.param(strategy, ranks, id=f"{name} on {ranks}")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        case("ZeRO-1", zero(1), 2, pytest.mark.ci),
-        case("ZeRO-2", zero(2), 2, pytest.mark.ci),
-        case("ZeRO-3", zero(3), 2, pytest.mark.ci),
-        case("ZeRO-3", zero(3), 1, pytest.mark.ci),
-        case("ZeRO-3 in the host's memory", zero(3, "cpu"), 2, pytest.mark.ci),
-        case("FSDP", {"class_path": "FSDP"}, 2, pytest.mark.ci),
-        case("tensor", TENSOR, 2, pytest.mark.ci),
-        case("pipeline", PIPELINE, 2, pytest.mark.ci),
+        case("ZeRO-1", zero(1), 2),
+        case("ZeRO-2", zero(2), 2),
+        case("ZeRO-3", zero(3), 2),
+        case("ZeRO-3", zero(3), 1),
+        case("ZeRO-3 in the host's memory", zero(3, "cpu"), 2),
+        case("FSDP", {"class_path": "FSDP"}, 2),
+        case("tensor", TENSOR, 2),
+        case("pipeline", PIPELINE, 2),
         case("DDP", {"class_path": "DDP"}, 2),
     ],
 )

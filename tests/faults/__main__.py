@@ -9,6 +9,8 @@
     python -m tests.faults run --out FOLDER --half third-unseen
     python -m tests.faults run --out FOLDER --half fourth-unseen
     python -m tests.faults run --out FOLDER --half fifth-unseen
+    python -m tests.faults run --out FOLDER --half silent-errors  # those of reports that TrainCheck was evaluated on
+    python -m tests.faults run --out FOLDER --half sixth-unseen
     python -m tests.faults run --out FOLDER --half harmless       # clean runs with parts of others
     python -m tests.faults run --out FOLDER --half clean --recipes gpt-2-ranks gpt-resumed
 
@@ -37,6 +39,8 @@ from tests.faults.harmless import HARMLESS
 from tests.faults.recipes import RECIPES, VARIANTS, recipe
 from tests.faults.running import composed, train
 from tests.faults.second_unseen import SECOND_UNSEEN
+from tests.faults.silent_errors import SILENT_ERRORS
+from tests.faults.sixth_unseen import SIXTH_UNSEEN
 from tests.faults.third_unseen import THIRD_UNSEEN
 from tests.faults.unseen import UNSEEN
 
@@ -47,6 +51,8 @@ SETS = {
     "third-unseen": THIRD_UNSEEN,
     "fourth-unseen": FOURTH_UNSEEN,
     "fifth-unseen": FIFTH_UNSEEN,
+    "silent-errors": SILENT_ERRORS,
+    "sixth-unseen": SIXTH_UNSEEN,
     "harmless": HARMLESS,
 }
 """Faults beside those of the catalogue."""

@@ -11,6 +11,7 @@ from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS
 from tests.faults.recipes import RECIPES, VARIANTS
 from tests.faults.report import final_loss, judged
+from tests.faults.silent_errors import SILENT_ERRORS
 from tests.faults.unseen import UNSEEN
 
 SHOWN = {
@@ -57,6 +58,20 @@ def test_a_clean_run_has_no_alarm_and_faults_are_named(tmp_path):
     told = folder_of(tmp_path, fault, "gpt", 0) / "doctor" / "remedy-frozen_weights.yaml"
     assert yaml.safe_load(told.read_text()) == found[fault.name].remedy  # live, the same is said
     assert final_loss(folder_of(tmp_path, None, "gpt", 0)) < 4.5
+
+
+@pytest.mark.ci
+def test_silent_errors_of_reports_are_named(tmp_path):
+    found, shown = {}, ("TF-33844", "TF-33455")
+    for fault in SILENT_ERRORS:
+        if fault.name.split()[0] in shown:
+            folder = folder_of(tmp_path, fault, "llama", 0)
+            record(configuration(fault, "llama", 0, tmp_path, {"trainer": {"max_steps": 8}}), folder)
+            first = judged(folder).first
+            found[fault.name.split()[0]] = first and first.cause, fault.cause
+            assert not (folder / "error.txt").exists()
+    assert len(found) == len(shown)
+    assert all(said == meant for said, meant in found.values())
 
 
 def test_unseen_faults_are_others_and_lie_over_their_recipes(tmp_path):

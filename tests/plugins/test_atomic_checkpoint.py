@@ -58,7 +58,9 @@ def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(disk, b
     assert ("start the run again as you did" in lines[2]) == (not before)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["with an earlier one", "the first"])
+@pytest.mark.parametrize(
+    "before", [True, pytest.param(False, marks=pytest.mark.ci)], ids=["with an earlier one", "the first"]
+)
 def test_a_checkpoint_waits_in_memory_until_there_is_room(before, tmp_path, capsys):
     io, path = AtomicCheckpoint(), tmp_path / "step-2.ckpt"
     if before:

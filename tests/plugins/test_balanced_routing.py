@@ -177,6 +177,7 @@ def dots(callbacks, **trainer):
     }
 
 
+@pytest.mark.ci
 def test_biases_follow_the_load_of_whole_steps_and_even_it_out():
     skewed = {"n_experts": 8, "experts_per_token": 1}
     balancing = {"class_path": "BiasBalancing", "init_args": {"rate": 0.015625}}

@@ -141,9 +141,8 @@ def test_values_out_of_range(options):
         PPO(**options)
 
 
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.ci] * (seed > 0)) for seed in range(3)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("seed", range(3))
 def test_the_reward_rises(seed, tmp_path):
     options = dict(rollouts={"samples": 8}, seed=seed, limit_val_batches=0)
     _, _, figures = on_policy(tmp_path, PPO(kl=0.02), 40, **options)

@@ -51,6 +51,7 @@ def test_there_must_be_something_to_choose_from(tmp_path):
         on_policy(tmp_path, RejectionSampling(), 1, rollouts={"samples": 1})
 
 
+@pytest.mark.ci
 def test_the_reward_rises(tmp_path):
     options = dict(rollouts={"samples": 8}, limit_val_batches=0)
     _, _, figures = on_policy(tmp_path, RejectionSampling(keep_reference=True), 40, **options)

@@ -259,7 +259,7 @@ def test_a_full_disk_is_reported_and_leaves_the_earlier_checkpoint_alone(asynchr
     assert newest(tmp_path).name == "step-3.ckpt"
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.ci)])
 def test_a_checkpoint_waits_in_memory_until_there_is_room(asynchronous, tmp_path, capsys):
     io = ShardedCheckpoint(asynchronous)
     large = {"state_dict": {"w": torch.zeros(LIMIT)}, "pytorch-lightning_version": "2.6.6"}

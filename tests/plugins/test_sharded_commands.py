@@ -30,6 +30,7 @@ def checkpoints():
     return parts, whole
 
 
+@pytest.mark.ci
 def test_generate_continues_with_the_same_text(checkpoints):
     parts, whole = (
         run(["generate", f"--ckpt_path={path}", "--prompt=alpha", "--max_new_tokens=12"], path.parent)

@@ -111,6 +111,7 @@ BESIDE = {
     ("DeepSpeedZero", "stage 1"),
     ("DeepSpeedZero", "stage 3, parameters and optimizer on the CPU"),
     ("FSDP", "stage 2"),
+    ("HybridParallel", "pipeline 2, ZBVZeroBubble"),
     ("HybridParallel", "tensor 2, sequence 2"),
     ("HybridParallel", "context 2, ring, documents"),
     ("HybridParallel", "context 2, ulysses, documents"),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from core.contracts import Network, Objective
@@ -53,6 +54,7 @@ def shards(
     world: int,
     resumed: bool = False,
     objective: Objective | None = None,
+    weights: str | None = None,
     **options: Any,
 ) -> Iterator[LanguageModule]:
     """Yields the module of one rank behind the strategy's `setup`, whose network began with seed 0.
@@ -64,6 +66,7 @@ def shards(
         world: How many there are.
         resumed: Whether a checkpoint is going to be read; it is not.
         objective: None: `CausalLM`.
+        weights: What it starts from; rank 0 alone gets its tensors.
         options: Of the trainer.
     """
     here = min(world, MACHINE)
@@ -82,7 +85,7 @@ def shards(
             enable_model_summary=False,
             **options,
         )
-        module = LanguageModule(build, objective or CausalLM(), torch.optim.SGD)
+        module = LanguageModule(build, objective or CausalLM(), torch.optim.SGD, weights=weights)
         module.trainer = trainer
         trainer.ckpt_path = "step.ckpt" if resumed else None
         strategy.connect(module)
@@ -93,5 +96,6 @@ def shards(
         yield module
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # its meshes have the place of this rank, and are equal to those of others
         os.environ.pop("LOCAL_RANK", None)
         rank_zero_only.rank = 0  # type: ignore[attr-defined]  # of this process, which `setup_environment` has set

@@ -5,6 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
+from tests.support.parsed import nodes
+
 HOUSE = Path(__file__).resolve().parents[2]
 PAGE = (HOUSE / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
@@ -38,14 +40,13 @@ def taken(path, packages):
 
     Of a module that is imported as such, the names are those that the file reads of it; "*" if there is none.
     """
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     modules = {}  # local name -> (line, module)
-    for node in ast.walk(tree):
+    for node in nodes(path, ast.Import, ast.ImportFrom):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.partition(".")[0] in packages:
                     yield node.lineno, alias.name, "*"  # not the way in which we import
-        elif isinstance(node, ast.ImportFrom) and str(node.module).partition(".")[0] in packages:
+        elif str(node.module).partition(".")[0] in packages:
             for alias in node.names:
                 if is_module(module := f"{node.module}.{alias.name}"):
                     modules[alias.asname or alias.name] = node.lineno, module
@@ -54,8 +55,8 @@ def taken(path, packages):
     for local, (line, module) in modules.items():
         names = {
             node.attr
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == local
+            for node in nodes(path, ast.Attribute)
+            if isinstance(node.value, ast.Name) and node.value.id == local
         }
         yield from ((line, module, name) for name in sorted(names) or ["*"])
 

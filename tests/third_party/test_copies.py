@@ -14,6 +14,8 @@ from tests.support.installing import copied, install
 from tests.support.same_run import SAVED, TOLERANCE, differences, one_process, same_bits, weights_apart
 from tests.support.same_run import fit as fit_same
 
+pytestmark = pytest.mark.ci
+
 HERE = Path(__file__).resolve().parent
 PACKAGES = ("acme_clip", "acme_rollback", "acme_fsdp")
 
@@ -112,7 +114,6 @@ def test_a_copy_of_fsdp_trains_as_ours_and_as_one_process():
     assert max(differences(found, one_process({})).values()) < TOLERANCE
 
 
-@pytest.mark.ci
 def test_the_copy_of_fsdp_saves_and_resumes_parts_bitwise():
     """Each rank writes its own parts and reads them again, with `SavesParts` and `ReadsParts`, as ours does."""
     plugins = [{"class_path": "ShardedCheckpoint"}]
@@ -129,7 +130,6 @@ def test_the_copy_of_fsdp_saves_and_resumes_parts_bitwise():
     assert_same_end(fit_same(ours, 2, f"--ckpt_path={path}", name="acme-parts-to-ours"), found)
 
 
-@pytest.mark.ci
 def test_checkpoints_of_the_copy_of_fsdp_are_those_of_one_process():
     copy = {"trainer": {"strategy": {"class_path": "AcmeFSDP", "init_args": {"stage": 3}}}}
     found = fit_same(copy, 2)

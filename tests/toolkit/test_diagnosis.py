@@ -18,6 +18,7 @@ from toolkit.diagnosis.data_probes import (
     seen_spans,
 )
 from toolkit.diagnosis.foreign import found
+from toolkit.diagnosis.optimization import dropout_too_high
 from toolkit.diagnosis.report import read_config, remedy_text
 
 CONFIG = {
@@ -360,6 +361,14 @@ def test_remedies_keep_what_the_run_has():
         == "gelu_tanh"
     )
     assert not diagnose(Case(history, changed("model.network.class_path", "Llama")))[0].remedy
+
+
+@pytest.mark.filterwarnings("error")
+def test_losses_of_nothing_have_no_gap():
+    history = History()
+    for step in range(1, 9):
+        history.add(step, {"train/loss": 0.0, "doctor/plain_loss": 0.0})
+    assert list(dropout_too_high(Case(history, CONFIG))) == []
 
 
 def test_what_an_objective_adds_in_training_is_no_scale_of_the_loss():

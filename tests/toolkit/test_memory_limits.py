@@ -14,7 +14,7 @@ from toolkit import memory_limits
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def mapped():
     """Large allocations are mapped: room in the heap, which runs of other tests may have left, would not count."""
     libc = ctypes.CDLL(None)
@@ -23,6 +23,7 @@ def mapped():
     memory_limits.give_back()  # the heap's end is taken first, however large it is
 
 
+@pytest.mark.usefixtures("mapped")
 @pytest.mark.parametrize(
     "take",
     [
@@ -40,6 +41,7 @@ def test_an_allocation_beyond_the_limit_fails_and_is_recognised(take):
     assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
+@pytest.mark.usefixtures("mapped")
 def test_within_the_limit_all_is_well():
     with memory_limits.limited(memory_limits.held_bytes() + 100_000_000):
         assert torch.ones(1_000_000).sum() == 1_000_000
@@ -47,6 +49,7 @@ def test_within_the_limit_all_is_well():
         assert len(bytearray(1 << 28)) == 1 << 28
 
 
+@pytest.mark.usefixtures("mapped")
 def test_a_lower_limit_stays():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     low = memory_limits.held_bytes() + 20_000_000
@@ -58,6 +61,7 @@ def test_a_lower_limit_stays():
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+@pytest.mark.usefixtures("mapped")
 def test_held_bytes_are_counted():
     before = memory_limits.held_bytes()
     # A mapping, not a tensor: malloc may serve that from what other tests have freed in the heap.

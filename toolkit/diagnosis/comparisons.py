@@ -20,7 +20,7 @@ from toolkit.diagnosis.network_comparison import NetworkComparison
 from toolkit.diagnosis.plain import PlainParts
 from toolkit.diagnosis.row_comparison import RowComparison, read_ms
 from toolkit.diagnosis.step_comparison import StateBetween, StepSize, UpdateComparison, state_of
-from toolkit.initial_values import initial_values
+from toolkit.initial_values import initial_values, is_random
 from toolkit.intervals import length, union
 
 __all__ = ["Comparisons"]
@@ -273,7 +273,7 @@ def initial_figures(live: nn.Module, own: nn.Module) -> dict[str, float]:
             continue
         a, b = given.detach().float().flatten(), drawn.detach().float().flatten()
         rms, usual = float(a.square().mean().sqrt()), float(b.square().mean().sqrt())
-        if usual == 0 or not callable(starts.get(name, 0.0)):
+        if usual == 0 or not is_random(starts.get(name, 0.0)):
             if not torch.equal(a, b):
                 size = max(size, 1 + float((a - b).square().mean().sqrt()) / max(usual, 0.1))
             continue

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import packing_remedy, taken_out
+from toolkit.diagnosis.parts import packing_remedy, suspects, taken_out
 
 
 def _of_packing(case: Case, cause: str, since: int, evidence: str, confidence: float, advice: str) -> Finding:
@@ -178,7 +178,18 @@ def _widened(case: Case) -> float:
     return float(np.median(gaps[-3:]) - np.median(gaps[:2]))
 
 
+def rows_missing(case: Case) -> Iterator[Finding]:
+    """Batches have fewer rows than are configured, in two looks."""
+    given = case.series("doctor/rows_given")
+    few = given.values < 0.6
+    if few.sum() >= 2 and (suspects(case) or packing_remedy(case)):
+        yield _of_packing(
+            case, "batch_too_small", given.first_step(few), f"batches have {np.median(given.values[few]):.0%} of the rows that are configured",
+            0.92, "Return all rows of a batch",
+        )  # fmt: skip
+
+
 RULES: tuple[Rule, ...] = (
     labels_shifted, few_labels, sees_documents, positions_wrong, tokenizer_mismatch, duplicates, not_shuffled,
-    validation_leak, over_fitting,
+    validation_leak, over_fitting, rows_missing,
 )  # fmt: skip

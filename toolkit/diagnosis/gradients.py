@@ -168,6 +168,15 @@ def low_precision(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def past_autocast(case: Case) -> Iterator[Finding]:
+    """Most matrices are multiplied in float32, though the precision is a mixed one."""
+    if found := case.worst("doctor/past_autocast", 0.5):
+        yield Finding(
+            "autocast_ignored", found[0], f"{found[1]:.0%} of the matrices are multiplied in float32, with precision "
+            f"{case.option('trainer.precision')}", 0.85, _advice(case, "Look for what leaves autocast"), taken_out(case),
+        )  # fmt: skip
+
+
 def rounded(case: Case) -> Iterator[Finding]:
     """Gradients are those of the loss to a few digits alone, though all is computed in float32."""
     cosine, ratio = case.series("doctor/gradient_cosine"), case.series("doctor/gradient_ratio")
@@ -194,13 +203,18 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
     both = np.flatnonzero(bad[:-1] & bad[1:])
     restored = case.series("doctor/restored_outside")
     back = case.worst("doctor/restored_outside", 0.05 if (restored.values > 0.01).sum() < 2 else 0.01)
-    if back:
+    own = suspects(case) or not is_known(case.class_path("model.optimizer"))
+    if own and (missing := case.last("doctor/not_optimized")) > 0:
+        yield Finding(
+            "weights_not_updated", 1, f"{missing:.1%} of the weights that are trained are not in the optimizer", 0.95,
+            _advice(case, "Give the optimizer all parameters"), taken_out(case),
+        )  # fmt: skip
+    elif back:
         yield Finding(
             "weights_not_updated", back[0], f"after a step {back[1]:.0%} of the tensors get back the values that they had before it",
             0.94, _advice(case, "Look for what writes weights"), taken_out(case),
         )  # fmt: skip
-        return
-    if len(both):
+    elif len(both):
         rounds = "16-true" in str(case.option("trainer.precision", ""))
         yield Finding(
             "low_precision_weights" if rounds else "weights_not_updated", int(steps[both[0]]),
@@ -293,7 +307,7 @@ DEAD = 1e-8
 
 RULES: tuple[Rule, ...] = (
     non_finite, underflow,
-    rounded,
+    rounded, past_autocast,
     loss_scale,
     low_precision, unlike_the_loss, weights_not_updated, frozen, by_depth, dead_block,
 )  # fmt: skip

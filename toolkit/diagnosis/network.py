@@ -26,6 +26,22 @@ def sees_future(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def unsteady(case: Case) -> Iterator[Finding]:
+    """The same rows give other logits in evaluation, in two looks."""
+    later, first = case.series("doctor/unsteady"), case.last("doctor/initial_unsteady")
+    bad = later.values > UNSTEADY
+    if bad.sum() + (first > UNSTEADY) >= 2:
+        most = max(float(later.values[bad].max()), first if first > 0 else 0.0)
+        yield Finding(
+            "unsteady_outputs", later.first_step(bad), f"logits of the same rows move by {most:.2g} deviations from one pass in evaluation to "
+            "the next", 0.99, _advice(case, "Look for dropout without self.training, and test the device"), taken_out(case),
+        )  # fmt: skip
+
+
+UNSTEADY = 0.01
+"""Deviations of logits; kernels that sum in another order move them by less than a thousandth of that."""
+
+
 def bad_initialisation(case: Case) -> Iterator[Finding]:
     """The first loss is far from that of a uniform guess, logits do not differ, or one block is unlike the others."""
     loss, vocabulary = case.series("train/loss"), case.number("model.network.vocab_size", 0)
@@ -37,6 +53,15 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
     if deviation < 0.02:
         evidence.append(
             (f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.95)
+        )
+    if (warms := case.last("doctor/initial_warms")) > 0.3 and not case.last(
+        "doctor/initial_unsteady"
+    ) > UNSTEADY:
+        evidence.append(
+            (
+                f"a pass in training moves the first logits by {warms:.2g} deviations: buffers are not ready",
+                0.95,
+            )
         )
     if (alike := case.last("doctor/units_alike")) > 0.3:
         evidence.append(
@@ -212,6 +237,6 @@ def head_is_copy(case: Case) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    head_is_copy, monitors,
+    head_is_copy, monitors, unsteady,
     sees_future, bad_initialisation, logit_growth, dead_units, attention_collapse, dead_experts,
 )  # fmt: skip

@@ -52,6 +52,74 @@ def visibility(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
+@torch.no_grad()
+def unsteadiness(network: Any, batch: Mapping[str, Any], is_first: bool = False) -> dict[str, float]:
+    """Returns by how much logits of the same rows move from one pass in evaluation to the next, over their deviation.
+
+    `doctor/unsteady`; before the first step `doctor/initial_unsteady`, and `doctor/initial_warms`, by how much a pass in training moves them.
+    """
+    with kept_buffers(network), evaluating(network):
+        logits = [_logits(network, batch) for _ in range(2)]
+        if not is_first:
+            return {"doctor/unsteady": _moved(*logits)}
+    with kept_buffers(network):
+        if network.training:
+            _logits(network, batch)
+        with evaluating(network):
+            logits.append(_logits(network, batch))
+    return {"doctor/initial_unsteady": _moved(*logits[:2]), "doctor/initial_warms": _moved(*logits[1:])}
+
+
+def _moved(before: Tensor, after: Tensor) -> float:
+    return float((after - before).abs().max() / before.std().clamp(min=1e-30))
+
+
+@contextmanager
+def kept_buffers(network: nn.Module, buffers: Sequence[Tensor] | None = None) -> Iterator[None]:
+    """Puts back what passes make of a network's buffers, such as running means; within, they are `buffers` where those are given."""
+    now = copied_buffers(network)
+    _put(network, buffers or ())
+    try:
+        yield
+    finally:
+        _put(network, now)
+
+
+def copied_buffers(network: nn.Module) -> list[Tensor]:
+    """Returns copies of a network's buffers."""
+    return [buffer.detach().clone() for buffer in network.buffers()]
+
+
+@torch.no_grad()
+def _put(network: nn.Module, values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(network.buffers(), values, strict=False):
+        buffer.copy_(value)
+
+
+@contextmanager
+def products(network: nn.Module, found: list[tuple[int, bool]]) -> Iterator[None]:
+    """Collects of each matrix that is multiplied under autocast its size, and whether it is multiplied in float32 all the same."""
+
+    def note(module: Any, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and torch.is_autocast_enabled(output.device.type):
+            found.append((module.weight.numel(), output.dtype == torch.float32))
+
+    matrices = [module for module in network.modules() if isinstance(module, nn.Linear)]
+    handles = [matrix.register_forward_hook(note) for matrix in matrices]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def not_optimized(network: nn.Module, optimizers: Sequence[Any]) -> float:
+    """Returns the share of the trained weights that no optimizer has."""
+    known = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    trained = [p for p in network.parameters() if p.requires_grad]
+    return sum(p.numel() for p in trained if id(p) not in known) / max(sum(p.numel() for p in trained), 1)
+
+
 def _other(ids: Tensor, chosen: Tensor, network: Any) -> Tensor:
     return torch.where(chosen.to(ids.device), (ids + 1) % network.vocab_size, ids)
 

@@ -423,7 +423,8 @@ def dropout_too_high(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
     if len(common) < 2:
         return
-    gaps = loss / without - 1
+    with np.errstate(divide="ignore"):  # equal losses have no gap, also two of 0
+        gaps = np.divide(loss, without, out=np.ones_like(loss), where=loss != without) - 1
     if most >= 0.5 or float(np.median(gaps[-3:])) > (0.05 if most >= 0.3 else 0.1):
         none = {name: 0.0 for name, value in found.items() if value > 0}
         yield Finding(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,11 +26,15 @@ from toolkit.diagnosis.gradient_probes import (
     ranks_apart,
 )
 from toolkit.diagnosis.parts import known_class
+from toolkit.whole_networks import as_forward
 
 __all__ = ["Probes"]
 
 WHOLE = ("SingleDeviceStrategy", "DDPStrategy", "DDP")
 """Strategies under which every process has all weights."""
+
+GATHERS = ("FSDP",)
+"""Strategies that gather the weights of a block for its forward, where all ranks run the network together."""
 
 ROWS = 8
 """Rows that are read at a time, however large the batches of the run are, and on which the network is examined."""
@@ -53,6 +59,8 @@ class Probes:
         self._kept: list[tuple[Any, int]] = []
         self._fixed: Any = None
         self._plain = self._coarse = 0.0
+        self._buffers: list[torch.Tensor] = []
+        self._products: list[tuple[int, bool]] = []
         self._check: GradientCheck | None = None
         self._state = OptimizerState()
         self.rows = SeenRows()
@@ -135,16 +143,18 @@ class Probes:
             if training and _has_labels(training[0]):
                 self.rows.begin = SeenRows.number(training[0])
                 figures |= self._of_data(data, training, validation)
-                if examines:
-                    first = trainer.strategy.batch_to_device(first_tokens(_divided(training)))
-                    figures |= network_probes.visibility(module.network, first)
+                if examines or self._gathers(trainer, module):
+                    figures |= self._seen(trainer, module, first_tokens(_divided(training)))
         untrained = is_fresh and trainer.global_step == 0  # else it was added to a run that goes on
         if untrained and self._fixed is not None:
             state = network_probes.inner_state(module.network, self._fixed)
             state |= network_probes.backward_gains(module.network, self._fixed)
             figures |= {name.replace("doctor/", "doctor/initial_"): value for name, value in state.items()}
+            figures |= network_probes.unsteadiness(module.network, self._fixed, is_first=True)
         if untrained and whole:
             figures |= network_probes.weights_at_start(module.network)
+            if missing := network_probes.not_optimized(module.network, trainer.optimizers):
+                figures["doctor/not_optimized"] = missing
         self._compared = Comparisons(config or {}, trainer, module, whole)
         return figures | self._compared.start(untrained, self._position, restored, validation, ROWS)
 
@@ -177,6 +187,17 @@ class Probes:
         spans = max(SPANS * self.batches, LEAST_TOKENS // tokens)
         return max(self.batches, min(spans, MOST_TOKENS // tokens))
 
+    def _gathers(self, trainer: Trainer, module: Any) -> bool:
+        gathers = known_class(type(trainer.strategy)).__name__ in GATHERS
+        return gathers and module.network.output_weight is not None
+
+    def _seen(self, trainer: Trainer, module: Any, batch: Mapping[str, Any]) -> dict[str, float]:
+        """Returns what the network sees of a batch, which is the same on every rank."""
+        look = partial(
+            network_probes.visibility, module.network, trainer.strategy.batch_to_device(dict(batch))
+        )
+        return look() if self._is_whole else as_forward(trainer, module, "look", look)
+
     def _of_data(self, data: Any, read: Sequence[Batch], validation: Sequence[Batch]) -> dict[str, float]:
         loader = data.training_loader
         epoch = max(len(loader) * loader.batches.batch_size * loader.batches.world_size // ROWS, 1)
@@ -197,8 +218,10 @@ class Probes:
                 return data_probes.figures_of(counts) | self._source.figures(frequencies)
         return data_probes.figures_of(counts)
 
-    def keep(self, batch: Any, index: int, compares: bool) -> None:
+    def keep(self, module: Any, batch: Any, index: int, compares: bool) -> None:
         """Keeps a micro-batch of a step that is examined, and where it can be, compared with leyden's own parts."""
+        if not self._kept and self._is_whole:
+            self._buffers = network_probes.copied_buffers(module.network)
         self._kept.append((batch, index))
         self._compares = compares
 
@@ -225,8 +248,14 @@ class Probes:
             row = {name: value[:1].cpu() for name, value in first_tokens(batch).items()}
             self._fixed = trainer.strategy.batch_to_device(trainer.strategy.broadcast(row))
         if self._is_whole:
-            self._check = GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
-            self._coarse = network_probes.coarse_share(module.network)  # as the step has used them
+            self._products, network = [], module.network
+            mixed = "mixed" in str(trainer.precision)
+            with (
+                network_probes.kept_buffers(network, self._buffers),
+                network_probes.products(network, self._products) if mixed else nullcontext(),
+            ):
+                self._check = GradientCheck(module, self._kept, trainer.gradient_clip_val)  # type: ignore[arg-type]
+            self._coarse = network_probes.coarse_share(network)  # as the step has used them
             self._plain = network_probes.plain_loss(module, [batch for batch, _ in self._kept])
 
     def after_step(self, trainer: Trainer, module: Any) -> dict[str, float]:
@@ -242,12 +271,15 @@ class Probes:
             self._norms = self._check.norms()
             figures["doctor/frozen"] = network_probes.frozen_share(module.network)
             figures["doctor/weights_coarse"] = self._coarse
+            if size := sum(size for size, _ in self._products):
+                figures["doctor/past_autocast"] = sum(size for size, wide in self._products if wide) / size
             self._check = None
         if self._is_whole:
             figures["doctor/ranks_apart"] = ranks_apart(module)
         if self._fixed is not None:
             figures |= network_probes.inner_state(module.network, self._fixed)
             figures |= network_probes.backward_gains(module.network, self._fixed)
+            figures |= network_probes.unsteadiness(module.network, self._fixed)
         figures |= self._state.figures(trainer.optimizers[0], trainer.global_step)
         return figures | self.anchor(module)
 
@@ -267,6 +299,10 @@ class Probes:
             counts |= data_probes.round_trips(kept, data.tokenizer_json)
         sums = total([counts[name] for name in counts]).tolist()
         figures = data_probes.figures_of({name: (*pair,) for name, pair in zip(counts, sums, strict=True)})
+        if isinstance(data, TokenDataModule) and data.training_loader is not None:
+            rows = sum(len(batch["input_ids"]) for batch in kept)
+            meant = len(kept) * data.training_loader.batches.batch_size * trainer.world_size
+            figures["doctor/rows_given"] = float(total(rows)) / meant
         if self._source is not None:
             figures |= self._source.figures(total(self._source.frequencies(kept, data.vocab_size)).numpy())
         if self._is_whole:

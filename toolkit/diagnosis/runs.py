@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -73,6 +74,23 @@ def average_lags(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def ends_early(case: Case) -> Iterator[Finding]:
+    """Something ended the run before its last step, and nothing that is configured does so."""
+    ended, names = case.series("doctor/ended_at"), {_name(item) for item in case.callbacks()}
+    if len(ended) and not names & STOPPERS and not case.option("trainer.max_time"):
+        yield Finding(
+            "ends_early", int(ended.values[-1]), f"the run was ended after step {ended.values[-1]:.0f} of {case.max_steps:.0f}", 0.75,
+            f"Leave out {suspects(case)}" if suspects(case) else "Look for what sets trainer.should_stop", without_callbacks(case),
+        )  # fmt: skip
+
+
+def _name(item: Mapping[str, Any]) -> str:
+    return str(item.get("class_path", "")).rpartition(".")[2]
+
+
+STOPPERS = {"ConvergenceMonitor", "EarlyStopping", "HashChain", "LRFinder", "Timer"}
+"""Callbacks that end runs."""
+
 BEHIND = 0.3
 """Share of what the loss has fallen that an average may lack in two validations in a row; one of the last tenth of a run lacks less."""
 
@@ -82,4 +100,5 @@ RULES: tuple[Rule, ...] = (
     weights_not_restored,
     schedule_restarted,
     average_lags,
+    ends_early,
 )

@@ -56,9 +56,10 @@ class KeepsPrefix(Protocol):
 
 @contextmanager
 def evaluating(network: torch.nn.Module) -> Iterator[None]:
-    """Puts a network into eval mode, and each of its modules back into its own mode."""
+    """Puts each module of a network into eval mode, and back into its own; a `train` of its own may do more, and is not called."""
     modes = [(module, module.training) for module in network.modules()]
-    network.eval()
+    for module, _ in modes:
+        module.training = False
     try:
         yield
     finally:

@@ -100,7 +100,7 @@ def test_a_stored_configuration_is_understood(every, accumulated, steps):
     assert stored_in_steps({"trainer": "nonsense"}, {}) == {"trainer": "nonsense"}
 
 
-@pytest.mark.parametrize("old", [True, False])
+@pytest.mark.parametrize("old", [pytest.param(True, marks=pytest.mark.ci), False])
 def test_a_resumed_run_validates_as_often_as_before(old, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     config = yaml.safe_load(yaml.safe_dump(TINY))

@@ -95,6 +95,7 @@ def test_epochs_are_counted_for_each_source(stores):
 KINDS = st.tuples(*[st.sampled_from([ConcatenatedBatches, BestFitBatches, PaddedBatches])] * 3)
 
 
+@pytest.mark.ci
 @settings(max_examples=40, deadline=None)
 @given(
     kinds=KINDS,

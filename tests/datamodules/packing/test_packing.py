@@ -186,6 +186,7 @@ def test_a_rank_reads_the_tokens_of_its_own_rows_alone(kind, store, monkeypatch)
         assert sorted(filter(None, places)) == came
 
 
+@pytest.mark.ci
 @settings(max_examples=60, deadline=None)
 @given(
     kind=st.sampled_from(PACKINGS), shapes=st.lists(SHAPES, min_size=1, max_size=5), seed=st.integers(0, 3)

@@ -78,8 +78,8 @@ def cached(data):
     ("packing", "limit", "workers"),
     [
         pytest.param(PACKINGS[0], 1, 0, marks=pytest.mark.ci),
-        (PACKINGS[0], 4 * LARGEST, 2),
-        (PACKINGS[1], 4 * LARGEST, 0),
+        pytest.param(PACKINGS[0], 4 * LARGEST, 2, marks=pytest.mark.ci),
+        pytest.param(PACKINGS[1], 4 * LARGEST, 0, marks=pytest.mark.ci),
         pytest.param(PACKINGS[1], 1 << 20, 2, marks=pytest.mark.ci),
         (PACKINGS[2], 1 << 20, 0),
         pytest.param(PACKINGS[2], 4 * LARGEST, 2, marks=pytest.mark.ci),
@@ -98,7 +98,7 @@ def test_the_batches_are_those_of_a_copy_here(local, url, storage, tmp_path, pac
     same(list(remote.val_dataloader()), list(here.val_dataloader()))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ci)])
 def test_a_run_goes_on_from_either_place(local, url, storage, tmp_path, workers):
     packing = BestFit()
     places = [
@@ -145,6 +145,7 @@ def test_every_chunk_is_downloaded_once_if_there_is_room(url, storage, tmp_path,
     assert len(chunks) == len(set(chunks)) == len(cached(data))
 
 
+@pytest.mark.ci
 def test_the_cache_stays_within_its_limit(url, storage, tmp_path):
     limit = 4 * LARGEST
     data = build(url, Concatenate(), storage, tmp_path, limit)

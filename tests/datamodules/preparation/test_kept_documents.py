@@ -71,6 +71,7 @@ def source(tmp_path, monkeypatch):
     return tmp_path / "source"
 
 
+@pytest.mark.ci
 def test_each_piece_is_read_once_and_no_byte_changes(source, tmp_path, monkeypatch):
     once = contents(prepare(source, tmp_path / "once", **options()))
     assert sorted(READ) == [*range(len(set(READ)))]
@@ -102,6 +103,7 @@ class Forgets(Backwards):
         yield from super().run(work, tasks)
 
 
+@pytest.mark.ci
 def test_what_is_not_kept_is_read_again(source, tmp_path):
     whole = contents(prepare(source, tmp_path / "whole", **options()))
     READ.clear()
@@ -121,6 +123,7 @@ class NoRoom(Backwards):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.ci
 def test_no_room_is_a_message_and_the_same_again_goes_on(source, tmp_path):
     whole = contents(prepare(source, tmp_path / "whole", **options()))
     with pytest.raises(ConfigError, match=r"documents-2/.*\n.*make room"):

@@ -139,6 +139,7 @@ def test_the_first_bytes_alone(url, tmp_path, storage):
     assert storage_is_not_asked.fetch_head(name(1), 100).read_bytes() == chunk(1)[:100]
 
 
+@pytest.mark.ci
 def test_what_is_downloaded_in_parts_comes_in_order(whole, tmp_path, storage):
     content = np.random.default_rng(1).bytes(30 << 20)
     manifest = json.loads((whole / "manifest.json").read_text())
@@ -380,6 +381,7 @@ def test_a_cache_that_cannot_be_written(url, tmp_path, storage):
     assert "it must be at least 1" in complaint(lambda: opened(url, tmp_path, storage, limit=0))
 
 
+@pytest.mark.ci
 def test_a_full_disk(url, tmp_path, storage):
     resource = pytest.importorskip("resource")
     remote = opened(url, tmp_path, storage)

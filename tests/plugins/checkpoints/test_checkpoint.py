@@ -134,6 +134,7 @@ def test_a_tensor_that_was_expanded_beyond_its_file_is_refused(save):
     assert defect(save("b.ckpt", {**CONTENT, "state_dict": {"w": torch.zeros(1).expand(10**4)}})) is None
 
 
+@pytest.mark.ci
 def test_values_that_multiply_are_refused(save):
     """Ten lists of ten lists of ten: small in the file, a billion when it is walked through."""
     value = ["x"]

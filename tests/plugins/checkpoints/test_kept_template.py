@@ -34,6 +34,7 @@ def trained(tmp_path_factory):
     return folder
 
 
+@pytest.mark.ci
 def test_checkpoints_have_the_template_of_the_data_and_what_ends_an_answer(trained):
     [path] = (trained / "run" / "checkpoints").glob("step-*")
     kept = read_checkpoint(path)[KEPT]

@@ -37,6 +37,9 @@ CONTENT = {
     "pytorch-lightning_version": "2.6.0",
 }
 FORMATS = pytest.mark.parametrize("plugin", [AtomicCheckpoint, ShardedCheckpoint])
+ONE_BY_DEFAULT = pytest.mark.parametrize(
+    "plugin", [AtomicCheckpoint, pytest.param(ShardedCheckpoint, marks=pytest.mark.ci)]
+)
 
 
 @pytest.fixture
@@ -77,7 +80,7 @@ def test_it_comes_back_and_what_completes_it_is_written_last(plugin, save, stora
     assert remote_copies.here(Path("/cache/of/another/machine", *copy.parts[-2:])) == copy
 
 
-@FORMATS
+@ONE_BY_DEFAULT
 def test_what_is_damaged_or_not_complete_is_passed_over(plugin, save, storage, capsys, tmp_path):
     prefix = f"damaged-{plugin.__name__}"
     url = f"s3://corpora/{prefix}"
@@ -190,7 +193,7 @@ def test_ctrl_c_ends_the_wait_of_a_run_that_goes_back_in_an_outage(environment, 
     assert pressed
 
 
-@FORMATS
+@ONE_BY_DEFAULT
 def test_what_cannot_be_uploaded_stays_here(plugin, storage, environment, monkeypatch, tmp_path):
     """Once the run is to end, an outage of the storage is not waited out: no step is lost, also none saved afterwards."""
     monkeypatch.setattr(object_storage, "LOOK_S", 0.05)

@@ -32,14 +32,13 @@ assert isinstance(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])["Me
 """
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "use",
     [
         USE,
         # as a command of others may do
-        pytest.param(
-            PART_FIRST.replace("PART", "aggregation").replace("NAME", "SumMetric"), marks=pytest.mark.ci
-        ),
+        PART_FIRST.replace("PART", "aggregation").replace("NAME", "SumMetric"),
         pytest.param(PART_FIRST.replace("PART", "metric").replace("NAME", "Metric"), marks=pytest.mark.slow),
     ],
     ids=["Lightning first", "a part first", "metric first"],

@@ -254,6 +254,7 @@ def test_two_real_runs(real, tmp_path, capsys):
     assert f"Written: {folder}/compare.html, compare.md, compare.png" in printed
 
 
+@pytest.mark.ci
 def test_a_run_that_ended_before_its_first_logged_step_is_told_so(real, monkeypatch, capsys):
     monkeypatch.chdir(real.parent)
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")

@@ -136,7 +136,13 @@ def test_words_of_a_command_are_those_of_its_parser():
 
 
 @pytest.mark.parametrize(
-    "line", ["", "fit --trainer.callbacks+=", "fit --config quickstart --model.network.", "plugins show "]
+    "line",
+    [
+        "",
+        "fit --trainer.callbacks+=",
+        "fit --config quickstart --model.network.",
+        pytest.param("plugins show ", marks=pytest.mark.ci),
+    ],
 )
 def test_candidates_import_no_library_and_no_technique(line):
     source = (

@@ -72,6 +72,7 @@ def read(folder, name):
     return (folder / f"{name}.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.ci
 def test_every_technique_has_a_page_that_its_kind_lists(tmp_path, packages):
     add_strangers(packages)
     source = tmp_path / "deep" / "source"

@@ -61,6 +61,7 @@ def results(folder, step):
     return json.loads((folder / f"step-{step:08d}" / "results.json").read_text())["sets"]
 
 
+@pytest.mark.ci
 def test_a_run_logs_figures_and_a_checkpoint_has_the_same(folder, core):
     run_folder = folder / "runs" / "one"
     with open(run_folder / "metrics.csv") as file:
@@ -157,6 +158,7 @@ def test_runs_are_compared_with_their_curves_and_few_items_are_said_to_be_few(fo
     assert page.count("data:image/png;base64,") == 2
 
 
+@pytest.mark.ci
 def test_a_difference_shows_among_many_comparisons(folder, core):
     """A p-value of 1,000 resamples is at least 1/1,001, which 55 comparisons adjust to 0.055."""
     others = [f"runs/{name}" for name in "abcde"]
@@ -213,6 +215,7 @@ def test_a_mistake_is_explained_and_nothing_is_written(folder, core, words, said
     assert not Path("out").exists()
 
 
+@pytest.mark.ci
 def test_what_the_run_evaluated_at_the_step_stays(folder, core):
     place = folder / "runs" / "one" / "evaluation"
     before, pages = results(place, 24), (place / "report.html").read_text().count("data:image/png")

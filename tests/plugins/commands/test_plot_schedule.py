@@ -82,6 +82,7 @@ def test_an_optimizer_that_warms_up_by_itself(plot, tiny):
     )
 
 
+@pytest.mark.ci
 def test_of_a_long_run_some_steps_are_kept(plot):
     code, output, rows = plot("--trainer.max_steps=12000")
     assert code == 0
@@ -90,7 +91,7 @@ def test_of_a_long_run_some_steps_are_kept(plot):
     assert (rows[0]["step"], rows[-1]["step"]) == ("1", "12000")
 
 
-@pytest.mark.parametrize(("strategy", "readers"), [("DDP", 2), ("FSDP", 2), ("HybridParallel", 2),
+@pytest.mark.parametrize(("strategy", "readers"), [("DDP", 2), ("FSDP", 2), pytest.param("HybridParallel", 2, marks=pytest.mark.ci),
                                                    ("HybridParallel --trainer.strategy.tensor=2", 1)])  # fmt: skip
 def test_the_rows_of_all_ranks_are_counted(plot, strategy, readers):
     words = f"--trainer.devices=2 --trainer.accelerator=cpu --trainer.strategy={strategy}".split()

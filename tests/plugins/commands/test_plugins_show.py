@@ -41,6 +41,7 @@ def test_arguments_come_with_type_default_and_description(shown):
     assert any(line.startswith("  paper      SGDR, arXiv:1608.03983") for line in lines)
 
 
+@pytest.mark.ci
 def test_every_technique_of_ours_can_be_shown_with_a_snippet_that_parses(shown):
     entries = [entry for entry in catalog.entries() if entry.package == "leyden"]
     for entry in entries:

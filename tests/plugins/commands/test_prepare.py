@@ -286,7 +286,7 @@ class FirstOfItsKind(Transform):
         return batch.filter(pyarrow.array(keep))
 
 
-@pytest.mark.parametrize("engine", [None, LocalEngine(2)])
+@pytest.mark.parametrize("engine", [None, pytest.param(LocalEngine(2), marks=pytest.mark.ci)])
 def test_a_stage_may_look_at_all_documents_first(source, tmp_path, engine):
     folder = prepare(source, tmp_path / "out", transforms=[FirstOfItsKind()], engine=engine)
     kept = documents_of(folder, "train") + documents_of(folder, "validation")
@@ -393,6 +393,7 @@ def command(source, folder, *more):
     return [*words, "--data.reader=JSONLinesDocuments", "--data.tokenizer.vocab_size=300", *more]
 
 
+@pytest.mark.ci
 def test_without_space_it_says_so_and_with_space_it_goes_on(source, tmp_path, capsys):
     with small_disk(tmp_path / "disk", "150k") as disk:
         assert main(command(source, disk / "out")) == 2

@@ -176,6 +176,7 @@ SAMPLES = [
 """Not null and "3", which jsonargparse takes for every type, and for numbers."""
 
 
+@pytest.mark.ci
 def test_jsonargparse_takes_the_same_plain_values():
     targets, builder = sections(), Builder({})
     hints = {}
@@ -229,6 +230,7 @@ class AcmeGuard(Callback):
 '''
 
 
+@pytest.mark.ci
 def test_a_third_party_technique_is_in_it_and_a_broken_one_is_left_out(packages, capsys):
     packages.add("acme", {"leyden.callbacks": {"AcmeGuard": "acme:AcmeGuard"}}, ACME)
     packages.add("broken", {"leyden.callbacks": {"Broken": "broken:Broken"}}, "import no_such_module")

@@ -455,7 +455,7 @@ def _train_step_on_two_ranks(rank, file, options):
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("options", [{}, LLAMA])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.ci), LLAMA])
 def test_tensor_parallel_plan_gives_the_same_gradients_on_two_ranks(tmp_path, options):
     on_ranks(_train_step_on_two_ranks, 2, tmp_path / "rendezvous", {**TINY, **options})
 

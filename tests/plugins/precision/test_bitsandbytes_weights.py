@@ -139,6 +139,7 @@ def test_strategies_that_begin_without_values_are_refused_before_a_process_start
     assert "weights are quantised before they are sharded, which needs DDP or one device" in done.stderr
 
 
+@pytest.mark.ci
 def test_text_is_generated_from_quantised_weights(tmp_path):
     """`generate` builds the network as it was trained; the whole way through the command line."""
     words = ["--config=quickstart", "--config=techniques/bitsandbytes_weights", f"--data.source={text()}"]

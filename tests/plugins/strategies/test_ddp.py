@@ -18,7 +18,9 @@ def compressed(**init_args):
     return COUNTING["trainer"] | {"strategy": {"class_path": "DDP", "init_args": init_args}}
 
 
-@pytest.mark.parametrize("compression", ROUNDING)
+@pytest.mark.parametrize(
+    "compression", [pytest.param(name, marks=[pytest.mark.ci] * (name != "fp16")) for name in ROUNDING]
+)
 def test_hooks_run_and_round(compression):
     arguments = {"compression": compression, "powersgd_rank": 2, "powersgd_start": 2}
     done = fit({"trainer": compressed(**arguments)}, 2)

@@ -193,6 +193,7 @@ def test_gradients_are_clipped_by_a_callback(init_args):
     assert max(apart.values()) <= TOLERANCE, apart
 
 
+@pytest.mark.ci
 def test_callbacks_are_told_of_backward_passes():
     counted = {"trainer": {"callbacks": [{"class_path": "tests.support.counting.BackwardHooks"}]}}
     found = [re.search(r"BACKWARD_HOOKS (\d+) (\d+)", run.stdout) for run in

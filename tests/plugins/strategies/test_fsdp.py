@@ -47,6 +47,7 @@ def resumed(source, overlay, ranks, name):
     return done
 
 
+@pytest.mark.ci
 def test_a_checkpoint_is_that_of_a_single_process(whole):
     one, other = whole.checkpoint(), one_process(ADAM).checkpoint()
     for part in ("state_dict", "optimizer_states", "lr_schedulers"):
@@ -73,7 +74,7 @@ def test_hidden_states_are_rounded_and_rotary_positions_are_not():
     assert "BLOCK_INPUTS torch.bfloat16 torch.float32" in done.stdout, done.error_text
 
 
-@pytest.mark.parametrize("sizes", [{}, {"replicas": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{}, pytest.param({"replicas": 2}, marks=pytest.mark.ci)], ids=str)
 def test_validate_computes_what_the_run_did(whole, sizes):
     path = whole.folder / "checkpoints" / f"step-{STEPS}.ckpt"
     config = write_config("validate", merge(deepcopy(CONFIG), fsdp(**sizes)))

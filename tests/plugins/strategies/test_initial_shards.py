@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from callbacks.padding_row import PaddingRow
 from core.contracts import ChangesNetwork
 from core.errors import ConfigError
 from core.language_module import LanguageModule
@@ -18,8 +20,10 @@ from core.technique import technique
 from plugins.adapters.bottleneck_adapter import BottleneckAdapter
 from plugins.adapters.ia3 import IA3
 from plugins.adapters.lora import LoRA
+from plugins.adapters.p_tuning import PTuning
 from plugins.adapters.prefix_tuning import PrefixTuning
 from plugins.adapters.prompt_tuning import PromptTuning
+from plugins.checkpoints.initial_weights import InitialWeights
 from plugins.networks.gpt import GPT
 from plugins.networks.olmoe import OLMoE
 from plugins.objectives.causal_lm import CausalLM
@@ -87,7 +91,8 @@ def test_each_rank_has_its_part_of_what_one_process_begins_with(build, strategy,
     expected, names = seeded(build), set()
     for rank in (0, world // 2 - 1, world - 1):
         with shards(build, strategy(), rank, world) as module:
-            assert any(isinstance(p, DTensor) for p in module.network.parameters())
+            meshes = [p.device_mesh for p in module.network.parameters() if isinstance(p, DTensor)]
+            assert {int(mesh.mesh[mesh.get_coordinate()]) for mesh in meshes} == {rank}
             assert other(module, expected) == []
             names |= set(named_tensors(module.network))
     assert names == expected.keys()
@@ -96,35 +101,65 @@ def test_each_rank_has_its_part_of_what_one_process_begins_with(build, strategy,
 SPLIT = partial(HybridParallel, tensor=2, data_shard=2)
 ADDED = {
     "DoRA": (lambda: (CausalLM(), LoRA(rank=2, use_dora=True)), FSDP),
-    "reward": (lambda: (RewardModel(), BottleneckAdapter(size=2)), SPLIT),
+    "reward": (lambda: (RewardModel(), BottleneckAdapter(size=2), PaddingRow(133)), SPLIT),
+    "prompts": (lambda: (CausalLM(), PaddingRow(133), PromptTuning(count=5)), FSDP),
+    "encoder": (lambda: (CausalLM(), PTuning(5, "lstm", 6), PaddingRow(133)), FSDP),
     "predictions": (lambda: (MultiTokenPrediction(CausalLM(), depth=2), PrefixTuning(count=3)), FSDP),
     "reference": (lambda: (PPO(kl=0.1), IA3(input_layers=[])), SPLIT),
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.ci] * (n != "DoRA")) for n in ADDED])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.ci] * (n not in ("DoRA", "prompts"))) for n in ADDED]
+)
 def test_what_adapters_and_objectives_add_begins_as_in_one_process(name):
     build, (added, strategy) = partial(GPT, **DENSE), ADDED[name]
     seed_everything(0, verbose=False)
-    network, (objective, adapter) = build(), added()
-    if isinstance(objective, ChangesNetwork):
-        objective.change_network(network)
-    adapter.change_network(network)
+    network, (objective, *callbacks) = build(), added()
+    for part_of_run in (objective, *callbacks):
+        if isinstance(part_of_run, ChangesNetwork):
+            part_of_run.change_network(network)
     expected = named_tensors(torch.nn.ModuleDict({"network": network, "objective": objective}))
-    objective, adapter = added()
+    objective, *callbacks = added()
     with (
         LargestTensor() as largest,
-        shards(build, strategy(), 1, 4, objective=objective, callbacks=[adapter]) as module,
+        shards(build, strategy(), 1, 4, objective=objective, callbacks=callbacks) as module,
     ):
         own = named_tensors(module)
         assert own.keys() == expected.keys()
         own.pop("objective.kl_coefficient", None)  # has a value: rank 0, which does not exist, sends it
         assert [n for n, t in own.items() if not torch.equal(local_shard(t), part(expected[n], t))] == []
         trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    assert largest.bytes <= max(tensor.nbytes for tensor in expected.values())
+    wide = 1 + (
+        name in ("prompts", "encoder")
+    )  # a strip of the embedding, here all of it, is summed in float64
+    assert largest.bytes <= wide * max(tensor.nbytes for tensor in expected.values())
     assert trained == {f"network.{n}" for n, p in network.named_parameters() if p.requires_grad} | {
         f"objective.{n}" for n, p in objective.named_parameters() if p.requires_grad
     }
+
+
+@pytest.mark.parametrize("first", [PaddingRow, LoRA])
+def test_what_is_stored_begins_with_the_same_changes(first, tmp_path):
+    build, path = partial(GPT, **DENSE), tmp_path / "base.safetensors"
+    seed_everything(5, verbose=False)
+    save_file(build().state_dict(), path)
+    made = {
+        PaddingRow: lambda: PaddingRow(0),
+        LoRA: lambda: LoRA(rank=2),
+        PromptTuning: lambda: PromptTuning(4),
+    }
+    kinds = [first, *(kind for kind in made if kind is not first)]
+    seed_everything(0, verbose=False)
+    network, expected, found = build(), *([made[kind]() for kind in kinds] for _ in range(2))
+    InitialWeights(str(path)).change_network(network)
+    for callback in expected:
+        callback.change_network(network)
+    with shards(build, FSDP(), 0, 4, weights=str(path), callbacks=found) as module:
+        assert other(module, named_tensors(network)) == []
+        assert not local_shard(module.network.embed_tokens.weight)[0].any()
+    adapter = kinds.index(LoRA)
+    assert torch.equal(found[adapter].base["samples"], expected[adapter].base["samples"])
 
 
 def test_other_weights_are_drawn_from_another_seed():
@@ -132,11 +167,12 @@ def test_other_weights_are_drawn_from_another_seed():
 
     def added():
         network, objective = build(), RewardModel()
-        objective.change_network(network)
-        LoRA(rank=2).change_network(network)
+        for changing in (objective, LoRA(rank=2), PaddingRow(131), PromptTuning(4)):
+            changing.change_network(network)
         return torch.nn.ModuleDict({"network": network, "objective": objective})
 
-    with shards(build, FSDP(), 1, 4, objective=RewardModel(), callbacks=[LoRA(rank=2)]) as module:
+    callbacks = [LoRA(rank=2), PaddingRow(131), PromptTuning(4)]
+    with shards(build, FSDP(), 1, 4, objective=RewardModel(), callbacks=callbacks) as module:
         begin(module.trainer, 7)
         expected = seeded(added, 7)
         own = named_tensors(module)
@@ -186,12 +222,19 @@ def test_nothing_is_drawn_that_a_checkpoint_has():
         assert torch.equal(table, expected["position_table"])
 
 
+class Looking(Callback):
+    """Changes what it has looked at."""
+
+    def change_network(self, network):
+        """Leaves it as it is."""
+
+
 def test_where_something_looks_at_weights_rank_0_has_them_all_and_a_line_says_so(capsys):
     build = partial(GPT, **DENSE)
-    with shards(build, FSDP(), 0, 1, callbacks=[PromptTuning(count=2)]) as module:
+    with shards(build, FSDP(), 0, 1, callbacks=[Looking()]) as module:
         weight = module.network.layers[0].attention.q_proj.weight
         assert torch.equal(local_shard(weight), seeded(build)["layers.0.attention.q_proj.weight"])
-    line = "FSDP: rank 0 initialises the whole network in its memory: PromptTuning looks at its weights, or does not say how what it adds begins."
+    line = "FSDP: rank 0 initialises the whole network in its memory: Looking looks at its weights, or does not say how what it adds begins."
     assert line in capsys.readouterr().err
 
 

@@ -31,7 +31,7 @@ def without_duplicates(source, folder, engine=None):
     return prepare(source, folder, transforms=[ExactDuplicates(), NearDuplicates(0.6)], engine=engine)
 
 
-@pytest.mark.parametrize("name", ["_decide", "_sorted_in"])
+@pytest.mark.parametrize("name", ["_decide", pytest.param("_sorted_in", marks=pytest.mark.ci)])
 def test_killed_in_reduce(source, tmp_path, monkeypatch, name):
     whole = contents(without_duplicates(source, tmp_path / "whole"))
     with monkeypatch.context() as patch:

@@ -72,6 +72,7 @@ def ended(jobs):
     return states(jobs)
 
 
+@pytest.mark.ci
 def test_a_preparation_on_it_is_the_local_one_byte_for_byte(tmp_path, jobs, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 700)
     source = corpus(tmp_path / "in")
@@ -113,7 +114,9 @@ def test_a_task_that_kills_every_process_is_named_and_the_logs_stay(tmp_path, jo
     assert {log.name for log in kept.glob("*.log")} >= {"array-0-2.log", "array-1-0.log", "array-2-0.log"}
 
 
-@pytest.mark.parametrize(("fails", "kind"), [(5, ConfigError), (4, RuntimeError)])
+@pytest.mark.parametrize(
+    ("fails", "kind"), [(5, ConfigError), pytest.param(4, RuntimeError, marks=pytest.mark.ci)]
+)
 def test_an_error_of_a_task_arrives_and_the_array_is_cancelled(tmp_path, jobs, folder, fails, kind):
     work = Work(folder, {}, (fails,))
     tasks = [*TASKS, *({"number": number} for number in range(9, 400))]
@@ -124,6 +127,7 @@ def test_an_error_of_a_task_arrives_and_the_array_is_cancelled(tmp_path, jobs, f
     assert list((tmp_path / "slurm").iterdir()) == []
 
 
+@pytest.mark.ci
 def test_a_run_that_ends_early_cancels_the_array(tmp_path, jobs, folder):
     running = engine(tmp_path).run(Work(folder, {}), TASKS)
     next(running)
@@ -159,6 +163,7 @@ def test_an_element_that_was_preempted_does_what_is_left(tmp_path, folder):
         work_on_element(home, "0" * 64, 0, 0)
 
 
+@pytest.mark.ci
 def test_a_controller_that_does_not_answer_is_asked_again(tmp_path, jobs, folder):
     jobs.with_suffix(".busy").touch()
     assert len(list(engine(tmp_path).run(Work(folder, {}), TASKS))) == 9

@@ -138,7 +138,7 @@ def test_pages_without_text_are_rejected_with_the_reason(tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("codec", ["gz", "zst"])
+@pytest.mark.parametrize("codec", [pytest.param("gz", marks=pytest.mark.ci), "zst"])
 def test_a_decompression_bomb_is_not_unpacked(tmp_path, codec):
     write(tmp_path / f"a.html.{codec}", b" " * (300 << 20))
     assert rejects_of(HTMLDocuments(str(tmp_path))) == [(str(tmp_path / f"a.html.{codec}"), TOO_LONG)]
@@ -205,6 +205,7 @@ def test_mistakes_are_named(tmp_path, options, message):
         HTMLDocuments(str(tmp_path), **options)
 
 
+@pytest.mark.ci
 def test_workers_and_kills_change_no_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 2000)
     for number, text in enumerate(TEXTS):

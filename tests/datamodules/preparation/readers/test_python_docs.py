@@ -21,6 +21,7 @@ def test_it_is_about_two_megabytes_in_hundreds_of_different_documents(documents)
     assert len(set(documents)) == len(documents) > 300
 
 
+@pytest.mark.ci
 def test_a_module_reads_like_a_page_of_reference(documents):
     (page,) = (text for text in documents if text.startswith("textwrap\n********\n"))
     assert "\n\nText wrapping and filling.\n\nclass TextWrapper\n\n   Object for wrapping" in page
@@ -28,6 +29,7 @@ def test_a_module_reads_like_a_page_of_reference(documents):
     assert "\n\nindent(text, prefix, predicate)\n\n   Adds 'prefix' to the beginning" in page
 
 
+@pytest.mark.ci
 def test_all_docstrings_of_a_module_are_there_and_only_once(documents):
     (page,) = (text for text in documents if text.startswith("argparse\n"))
     tree = ast.parse(Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text())
@@ -39,6 +41,7 @@ def test_all_docstrings_of_a_module_are_there_and_only_once(documents):
     assert all(page.count(f"   {line}\n") == 1 for line in first_lines)
 
 
+@pytest.mark.ci
 def test_tests_and_installed_packages_are_left_out(documents):
     names = {text.split("\n")[0].split(".")[0] for text in documents}
     assert names >= {"json", "asyncio", "email"}

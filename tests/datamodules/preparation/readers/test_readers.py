@@ -102,7 +102,7 @@ def test_a_bad_line_is_rejected_alone(tmp_path, line, reason, details):
     assert details in more
 
 
-@pytest.mark.parametrize("codec", ["gz", "zst"])
+@pytest.mark.parametrize("codec", [pytest.param("gz", marks=pytest.mark.ci), "zst"])
 def test_a_broken_member_is_rejected_from_the_broken_place_on(tmp_path, codec):
     many = texts(12_000)  # several blocks
     data = write_lines(tmp_path / "plain", many).read_bytes()

@@ -389,6 +389,7 @@ def test_a_changed_license_changes_the_tasks(tmp_path):
     assert SourceCode(str(tmp_path)).tasks() != tasks
 
 
+@pytest.mark.ci
 def test_workers_and_kills_change_no_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 500)
     draw = random.Random(0)

@@ -90,7 +90,7 @@ def test_redirects_and_other_namespaces_are_skipped_and_others_rejected(tmp_path
     assert texts_of(WikipediaDump(str(path), namespaces=(1,))) == ["Words of a talk."]
 
 
-@pytest.mark.parametrize("name", ["a.xml", "a.xml.bz2"])
+@pytest.mark.parametrize("name", ["a.xml", pytest.param("a.xml.bz2", marks=pytest.mark.ci)])
 def test_a_truncated_dump_is_kept_up_to_the_damage(tmp_path, name):
     many = [wiki_page(number, "T", text * 40) for number, text in enumerate(texts(400))]
     path = write(tmp_path / name, many)
@@ -147,6 +147,7 @@ def test_mistakes_are_named(tmp_path, monkeypatch):
         WikipediaDump(str(tmp_path))
 
 
+@pytest.mark.ci
 def test_workers_and_kills_change_no_byte(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 1000)
     for number in range(10):

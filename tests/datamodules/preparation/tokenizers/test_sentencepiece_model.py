@@ -93,6 +93,7 @@ def test_sums_of_long_documents_are_rounded_as_sentencepiece_rounds_them(pair):
         assert -sum(map(theirs.get_score, theirs.encode(text))) > 200_000  # it has counted from 0 again
 
 
+@pytest.mark.ci
 def test_workers_encode_as_this_process_does(tmp_path):
     path = trained(tmp_path / "m", **MODELS["unigram-stripped"])
     documents = [text for text in TOPICS[:30] if len(text) < 20_000]

@@ -122,6 +122,7 @@ def test_ids_are_those_of_sentencepiece(unigram):
     assert same > 0.97 * len(short)
 
 
+@pytest.mark.ci
 def test_byte_fallback_loses_nothing_but_one_character():
     tokenizer = trained(UnigramTokenizer, 1200, [], "byte_fallback")
     draw = np.random.default_rng(0)
@@ -138,6 +139,7 @@ def test_without_fallback_unknown_characters_are_lost():
             assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
 
 
+@pytest.mark.ci
 def test_pieces_are_characters_and_the_rare_ones_have_none():
     texts = [*TOPICS, "ж" * 2 + "中"]
     tokenizer = UnigramTokenizer(700, [], "unk")

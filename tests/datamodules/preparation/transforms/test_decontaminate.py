@@ -210,6 +210,7 @@ def test_bars_on_planted_items():
     assert result.precision >= 0.95
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(60)
 def test_time_is_linear_in_hostile_text(items):
     transform = Decontaminate([items(LONG, QUESTION, "ab ac ad " * 300)], ["question"])

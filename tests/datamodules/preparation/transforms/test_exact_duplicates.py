@@ -86,6 +86,7 @@ def test_a_process_that_gets_a_copy_loads_for_itself(tmp_path):
     assert copy.fingerprint() == transform.fingerprint() == {"ignore_case": False, "ignore_space": False}
 
 
+@pytest.mark.ci
 def test_the_bytes_do_not_depend_on_the_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 5000)
     documents = texts(300, seed=1)

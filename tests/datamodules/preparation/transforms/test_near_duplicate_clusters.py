@@ -43,6 +43,7 @@ def clusters(transform, documents, folder, pieces=3):
     return {frozenset(group) for group in found.values()}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("threshold", [0.5, 0.7])
 def test_clusters_are_what_all_pairs_connect(tmp_path, threshold):
     """With so many bands that no pair is missed."""

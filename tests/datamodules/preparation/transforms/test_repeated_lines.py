@@ -213,6 +213,7 @@ def without_repeated(source, folder, engine=None):
     return prepare(source, folder, transforms=STAGES, engine=engine)
 
 
+@pytest.mark.ci
 def test_the_bytes_do_not_depend_on_the_workers(source, tmp_path):
     folders = [
         without_repeated(source, tmp_path / f"out-{workers}", engine)
@@ -227,7 +228,7 @@ def test_the_bytes_do_not_depend_on_the_workers(source, tmp_path):
     assert "## Dropped by 1. RepeatedLines: too short without repeated lines" in report
 
 
-@pytest.mark.parametrize("name", ["_combined", "write_removed"])
+@pytest.mark.parametrize("name", ["_combined", pytest.param("write_removed", marks=pytest.mark.ci)])
 def test_killed_on_the_way(source, tmp_path, monkeypatch, name):
     whole = contents(without_repeated(source, tmp_path / "whole"))
     with monkeypatch.context() as patch:

@@ -160,6 +160,7 @@ def without_repeated(source, folder, engine=None):
     return prepare(source, folder, transforms=[RepeatedSentences(min_left=60)], engine=engine)
 
 
+@pytest.mark.ci
 def test_the_bytes_do_not_depend_on_the_workers(source, tmp_path):
     folders = [
         without_repeated(source, tmp_path / f"out-{workers}", engine)

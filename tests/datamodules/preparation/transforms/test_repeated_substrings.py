@@ -226,6 +226,7 @@ def without_repeated(source, folder, engine=None):
     return prepare(source, folder, transforms=[RepeatedSubstrings(40, min_left=100)], engine=engine)
 
 
+@pytest.mark.ci
 def test_the_bytes_do_not_depend_on_the_workers(source, tmp_path):
     folders = [
         without_repeated(source, tmp_path / f"out-{workers}", engine)
@@ -239,7 +240,9 @@ def test_the_bytes_do_not_depend_on_the_workers(source, tmp_path):
     assert PASSAGE[30:] in report
 
 
-@pytest.mark.parametrize("name", ["_windows", "_write", "write_cuts"])
+@pytest.mark.parametrize(
+    "name", ["_windows", *(pytest.param(name, marks=pytest.mark.ci) for name in ("_write", "write_cuts"))]
+)
 def test_killed_on_the_way(source, tmp_path, monkeypatch, name):
     whole = contents(without_repeated(source, tmp_path / "whole"))
     with monkeypatch.context() as patch:

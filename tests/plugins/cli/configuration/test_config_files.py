@@ -415,7 +415,9 @@ BOMBS = {
 }
 
 
-@pytest.mark.parametrize("name", BOMBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.ci] * (name == "deep blocks")) for name in BOMBS]
+)
 def test_what_would_take_all_memory_or_time_is_refused(name, write_yaml):
     text, said = BOMBS[name]
     error = message(composed, write_yaml("a.yaml", text))

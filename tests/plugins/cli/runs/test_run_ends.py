@@ -65,12 +65,16 @@ LIMITS = [
 ]
 
 
+BY_DEFAULT = LIMITS[1:3]
+"""With a validation after each epoch: one limit of steps alone, and one of epochs too."""
+
+
 def limited():
     """Yields limits and when there is a validation; the last limits hold those of all others, in CI under each."""
     for validation in VALIDATION:
         for limits in LIMITS:
-            often = pytest.mark.ci if limits == LIMITS[-1] else pytest.mark.slow
-            marks = [] if validation == "epoch" else [often]
+            often = pytest.mark.ci if validation == "epoch" or limits == LIMITS[-1] else pytest.mark.slow
+            marks = [] if validation == "epoch" and limits in BY_DEFAULT else [often]
             yield pytest.param(limits, validation, id=f"{' then '.join(limits)}-{validation}", marks=marks)
 
 

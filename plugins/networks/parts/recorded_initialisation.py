@@ -1,0 +1,110 @@
+"""How a model of others is initialised: recorded on the meta device, so that each parameter can be drawn by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from toolkit.initial_values import Fill, Start, ZeroRows
+
+RANDOM, CONSTANT = ("normal_", "uniform_"), ("fill_", "zero_")
+"""Operations in place that replace all numbers; the first ones draw them."""
+
+EACH = ("mul_", "div_", "add_", "sub_", "clamp_", "erfinv_", "exp_", "log_", "neg_")
+"""Those that change each number by itself, such as the steps of a truncated normal distribution."""
+
+Steps = list[tuple[Any, tuple[Any, ...]]]
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is done in place to parameters on the meta device.
+
+    Attributes:
+        found: Id of a parameter -> its steps, or its values; None: something else was done, or nothing.
+        zeros: Id of a parameter -> rows that were set to zero afterwards.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        self.found: dict[int, Steps | Tensor | None] = {id(parameter): None for parameter in parameters}
+        self.zeros: dict[int, tuple[int, ...]] = {}
+        self._owners = {parameter.untyped_storage()._cdata: id(parameter) for parameter in parameters}
+        self._rows: dict[int, tuple[int, int, Tensor]] = {}  # the view lives on: its id stays its own
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        target = args[0] if args else None
+        if isinstance(target, Tensor) and target.is_meta:
+            if name == "select" and id(target) in self.found and args[1] == 0:
+                self._rows[id(result)] = id(target), args[2] % len(target), result
+            elif func._schema.is_mutable:
+                self._note(func, name, target, args[1:])
+        return result
+
+    def _note(self, func: Any, name: str, target: Tensor, given: tuple[Any, ...]) -> None:
+        owner = self._owners.get(target.untyped_storage()._cdata)
+        if owner is None:
+            return
+        steps, numbers = self.found[owner], all(one is None or isinstance(one, int | float) for one in given)
+        if id(target) in self._rows and isinstance(steps, list) and (name == "zero_" or given == (0,)):
+            self.zeros[owner] = (*self.zeros.get(owner, ()), self._rows[id(target)][1])
+        elif id(target) == owner and name in (*RANDOM, *CONSTANT) and numbers:
+            self.found[owner] = [(func, given)]
+            self.zeros.pop(owner, None)
+        elif id(target) == owner and name == "copy_" and not given[0].is_meta:
+            self.found[owner] = given[0].to(target.dtype).expand(target.shape).clone()
+            self.zeros.pop(owner, None)
+        elif (
+            id(target) == owner
+            and name in EACH
+            and numbers
+            and isinstance(steps, list)
+            and owner not in self.zeros
+        ):
+            steps.append((func, given))
+        else:
+            self.found[owner] = None
+
+
+def recorded_starts(model: nn.Module, initialise: Callable[[], object]) -> Mapping[str, Start]:
+    """Returns how each parameter begins; empty: of some it is not known.
+
+    Args:
+        model: On the meta device.
+        initialise: Initialises it in place.
+    """
+    parameters = dict(model.named_parameters())
+    recorder, before = _Recorder([*parameters.values()]), torch.get_rng_state()
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"), recorder:
+            initialise()
+            drawn = not torch.equal(torch.get_rng_state(), before)
+    except (NotImplementedError, RuntimeError):  # it looks at values, which are not there
+        return {}
+    if drawn or any(recorder.found[id(parameter)] is None for parameter in parameters.values()):
+        return {}
+    return {name: _start(recorder, id(parameter)) for name, parameter in parameters.items()}
+
+
+def _start(recorder: _Recorder, owner: int) -> Start:
+    steps, rows = recorder.found[owner], recorder.zeros.get(owner, ())
+    assert steps is not None
+    start: Start = _replay(steps) if isinstance(steps, list) else steps
+    return ZeroRows(start, rows) if rows else start
+
+
+def _replay(steps: Steps) -> Fill | float:
+    func, given = steps[0]
+    if len(steps) == 1 and func.overloadpacket.__name__ in CONSTANT:
+        return float(given[0]) if given else 0.0
+
+    def fill(part: Tensor, generator: torch.Generator) -> None:
+        for func, given in steps:
+            own = {"generator": generator} if func.overloadpacket.__name__ in RANDOM else {}
+            func(part, *given, **own)
+
+    return fill
