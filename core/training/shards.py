@@ -43,5 +43,5 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     by_mesh: dict[Any, list[Tensor]] = {}
     for tensor in tensors:  # norms over different meshes do not add up by themselves
         by_mesh.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
-    norms = [full_tensor(nn.utils.get_total_norm(group)) for group in by_mesh.values()]
+    norms = [full_tensor(nn.utils.get_total_norm(group)) for group in by_mesh.values()] or [torch.zeros(())]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
