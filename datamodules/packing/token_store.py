@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -173,16 +174,16 @@ class TokenStore:
         """Returns the documents in [start, stop): number in the stream, offset in the document, tokens."""
         parts = []
         for chunk in self.chunks_between(start, stop):
-            offsets = (self._offsets[chunk].astype(np.int64) - int(self._offsets[chunk][0])) // self._itemsize
-            begins = offsets + self._start_list[chunk]
+            offsets, size = self._offsets[chunk], self._itemsize
+            base = int(offsets[0]) - self._start_list[chunk] * size  # in bytes, as in the header
             first = int(self._counts[chunk] - self._items[chunk])
-            low = max(bisect_right(begins, start) - 1, 0)
-            for index in range(low, len(begins) - 1):
-                begin, end = max(start, int(begins[index])), min(stop, int(begins[index + 1]))
-                if begin >= stop:
-                    break
+            low = max(bisect_right(offsets, base + start * size) - 1, 0)
+            high = bisect_left(offsets, base + stop * size, low, len(offsets) - 1)
+            begins = ((offsets[low : high + 1].astype(np.int64) - base) // size).tolist()
+            for number, (at, end) in enumerate(pairwise(begins), first + low):
+                begin, end = max(start, at), min(stop, end)
                 if end > begin:
-                    parts.append((first + index, begin - int(begins[index]), end - begin))
+                    parts.append((number, begin - at, end - begin))
         return parts
 
     def copy(self, first: int, inputs: np.ndarray, labels: np.ndarray) -> bool:

@@ -3,6 +3,7 @@ import os
 import pickle
 import resource
 import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -58,6 +59,18 @@ def test_document_starts_are_found_in_any_range(store, start, length):
     starts = np.cumsum([0, *LENGTHS])  # the last is the end, where nothing begins
     expected = starts[(starts >= start) & (starts < start + length)]
     assert store.starts_between(start, start + length).tolist() == expected.tolist()
+
+
+@settings(max_examples=200, deadline=None)
+@given(start=st.integers(0, 601), length=st.integers(0, 700))
+def test_parts_of_documents_are_found_in_any_range(store, start, length):
+    starts = np.cumsum([0, *LENGTHS]).tolist()
+    parts = [
+        (max(begin, start), min(end, start + length), number, begin)
+        for number, (begin, end) in enumerate(pairwise(starts))
+    ]
+    expected = [(number, low - begin, high - low) for low, high, number, begin in parts if high > low]
+    assert store.parts_between(start, start + length) == expected
 
 
 def test_documents_are_found_by_number(store):
