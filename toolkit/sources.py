@@ -21,6 +21,8 @@ SOURCES = "source_ids"
 
 MOST, OTHERS = 50, "others"
 
+_NONE = np.zeros(0, np.int32)
+
 
 @runtime_checkable
 class HasSources(Protocol):
@@ -86,22 +88,31 @@ def _read(path: Path) -> tuple[list[str], dict[str, np.ndarray]]:
     import pyarrow
     from pyarrow import parquet
 
-    tokens: dict[str, int] = {}
-    found: dict[str, list[int]] = {"train": [], "validation": [], "test": []}
     numbers: dict[str, int] = {}
+    found: dict[str, list[np.ndarray]] = {"train": [], "validation": [], "test": []}
+    tokens = np.zeros(0)
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(columns=["split", "source", "tokens"]):
-                for split, source, size in zip(
-                    *(column.to_pylist() for column in batch.columns), strict=True
-                ):
-                    found[split].append(numbers.setdefault(str(source), len(numbers)))
-                    tokens[str(source)] = tokens.get(str(source), 0) + size
+                sources, rows = _encoded(batch["source"])
+                own = np.array([numbers.setdefault(name, len(numbers)) for name in sources], np.int32)[rows]
+                sizes = batch["tokens"].to_numpy(zero_copy_only=False)
+                tokens = np.pad(tokens, (0, len(numbers) - len(tokens)))
+                tokens += np.bincount(own, sizes, len(numbers))
+                splits, rows = _encoded(batch["split"])
+                for number, split in enumerate(splits):
+                    found[split].append(own[rows == number])
     except (OSError, KeyError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
-    names = sorted(numbers, key=lambda name: (-tokens[name], name))
+    names = sorted(numbers, key=lambda name: (-tokens[numbers[name]], name))
     if len(names) > MOST:
         names = [*names[: MOST - 1], OTHERS]
     places = {name: place for place, name in enumerate(names)}
     place_of = np.array([places.get(name, len(names) - 1) for name in numbers], np.int32)
-    return names, {split: place_of[np.array(of_split, np.int64)] for split, of_split in found.items()}
+    return names, {split: place_of[np.concatenate([_NONE, *of_split])] for split, of_split in found.items()}
+
+
+def _encoded(column: Any) -> tuple[list[str], np.ndarray]:
+    """Returns the different values of a column, and the place of each row's among them."""
+    encoded = column.dictionary_encode("encode")
+    return [str(value) for value in encoded.dictionary.to_pylist()], encoded.indices.to_numpy()
