@@ -4,6 +4,7 @@ import csv
 import json
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -23,6 +24,8 @@ from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.cli.preflight import ordered
 from plugins.loggers.metrics_csv import MetricsCSV
 from tests.support.launched_ranks import column, forked, results
+from toolkit.diagnosis import Case, History
+from toolkit.diagnosis.plain import PlainParts
 from toolkit.document_places import TABLE
 from toolkit.sources import mark_stored_sources
 
@@ -234,6 +237,21 @@ def test_one_source_costs_nothing(tmp_path):
     data = Folder(tmp_path, Concatenate())
     assert mark_stored_sources(data) == []
     assert "packed" not in vars(data)
+
+
+def test_what_the_doctor_compares_rows_with_is_not_read_by_the_packing_of_the_run(monkeypatch, tmp_path):
+    """A packing of the user's, with `packed` replaced on the data module: the doctor still reads by leyden's."""
+    TokenShards().write([[2, 3, 4]] * 100, tmp_path / "train", 2)
+    rows = [{"split": "train", "source": name, "tokens": 3} for name in "ab" * 50]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / TABLE)
+    monkeypatch.setattr(Folder, "__module__", "datamodules.folder")  # as one of leyden's
+    data = Folder(tmp_path, SimpleNamespace(batches=None))  # it cannot be asked for anything
+    assert mark_stored_sources(data) == ["a", "b"]
+    trainer = SimpleNamespace(datamodule=data, callbacks=[], precision_plugin=None)
+    wrapped = {"class_path": "mine.Broken", "init_args": {"packing": {"class_path": "Concatenate"}}}
+    plain = PlainParts(Case(History(), {"data": {"init_args": {"packing": wrapped}}}), trainer, None)
+    batches = plain.batches("train", sequence_length=16, batch_size=2)
+    assert len(batches) == 100 * 3 // 32
 
 
 def test_a_table_of_other_documents_is_left_out(tmp_path):

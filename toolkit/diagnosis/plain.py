@@ -85,6 +85,9 @@ class PlainParts:
     def batches(self, split: str, **order: Any) -> PackedBatches | None:
         """Returns the batches of a split as leyden's own packing makes them."""
         data: Any = copy.copy(self.trainer.datamodule)
+        vars(data).pop(
+            "packed", None
+        )  # one in the method's place, as LossBreakdown sets it, asks the run's packing
         data.__class__ = known_class(type(data))
         if (packing := self.packing()) is None or not hasattr(data, "packing"):
             return None
