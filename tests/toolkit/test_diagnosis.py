@@ -18,6 +18,7 @@ from toolkit.diagnosis.data_probes import (
     seen_spans,
 )
 from toolkit.diagnosis.foreign import found
+from toolkit.diagnosis.network_probes import copied_buffers, kept_buffers
 from toolkit.diagnosis.optimization import dropout_too_high
 from toolkit.diagnosis.report import read_config, remedy_text
 
@@ -393,3 +394,16 @@ def test_a_trial_of_few_steps_has_no_rate_that_is_too_low(steps, causes):
     config = changed("model.optimizer.init_args.lr", 1e-5)
     config["trainer"]["max_steps"] = steps
     assert [finding.cause for finding in diagnose(Case(history, config)) if "rate" in finding.cause] == causes
+
+
+def test_buffers_are_put_back_and_one_that_has_grown_is_left():
+    network = torch.nn.Module()
+    network.register_buffer("mean", torch.zeros(2))
+    network.register_buffer("table", torch.zeros(3))
+    before = copied_buffers(network)
+    network.mean += 1
+    network.table = torch.ones(5)  # as tables of positions grow with the longest row
+    with kept_buffers(network, before):
+        assert network.mean.tolist() == [0, 0]
+        network.table = torch.ones(7)
+    assert (network.mean.tolist(), len(network.table)) == ([1, 1], 7)

@@ -93,7 +93,8 @@ def copied_buffers(network: nn.Module) -> list[Tensor]:
 @torch.no_grad()
 def _put(network: nn.Module, values: Sequence[Tensor]) -> None:
     for buffer, value in zip(network.buffers(), values, strict=False):
-        buffer.copy_(value)
+        if buffer.shape == value.shape:  # one that grows with the rows stays as it has grown
+            buffer.copy_(value)
 
 
 @contextmanager
