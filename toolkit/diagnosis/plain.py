@@ -85,9 +85,8 @@ class PlainParts:
     def batches(self, split: str, **order: Any) -> PackedBatches | None:
         """Returns the batches of a split as leyden's own packing makes them."""
         data: Any = copy.copy(self.trainer.datamodule)
-        vars(data).pop(
-            "packed", None
-        )  # one in the method's place, as LossBreakdown sets it, asks the run's packing
+        # what is in the method's place, such as LossBreakdown's, asks the packing of the run
+        vars(data).pop("packed", None)
         data.__class__ = known_class(type(data))
         if (packing := self.packing()) is None or not hasattr(data, "packing"):
             return None
