@@ -15,6 +15,7 @@ from lightning.pytorch import Trainer
 from core.contracts import Batch, HasTokenizer, MarksEndOfText, PackedBatches
 from core.data.token_datamodule import TokenDataModule
 from core.pretrain_datamodule import PretrainDataModule
+from core.training.loss_ranks import dp_size
 from toolkit.diagnosis import data_probes, network_probes
 from toolkit.diagnosis.comparisons import Comparisons
 from toolkit.diagnosis.data_probes import SeenRows
@@ -301,7 +302,7 @@ class Probes:
         figures = data_probes.figures_of({name: (*pair,) for name, pair in zip(counts, sums, strict=True)})
         if isinstance(data, TokenDataModule) and data.training_loader is not None:
             rows = sum(len(batch["input_ids"]) for batch in kept)
-            meant = len(kept) * data.training_loader.batches.batch_size * trainer.world_size
+            meant = len(kept) * data.training_loader.batches.batch_size * dp_size(trainer)
             figures["doctor/rows_given"] = float(total(rows)) / meant
         if self._source is not None:
             figures |= self._source.figures(total(self._source.frequencies(kept, data.vocab_size)).numpy())
