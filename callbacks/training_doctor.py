@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping, Timer
 from torch.optim import Optimizer
 
 from core.errors import ConfigError
@@ -226,7 +226,9 @@ class TrainingDoctor(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Looks at the finished run."""
         self._probes.close()
-        if trainer.should_stop and trainer.global_step < trainer.max_steps:
+        callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        meant = any(isinstance(one, EarlyStopping | Timer) for one in callbacks)  # also a user's own kind
+        if trainer.should_stop and trainer.global_step < trainer.max_steps and not meant:
             log_figures(trainer, {"doctor/ended_at": float(trainer.global_step)})
         self._take(trainer)
         self._tell(trainer)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from callbacks.training_doctor import TrainingDoctor
 from core.errors import ConfigError
@@ -98,6 +99,17 @@ def test_gradients_are_those_of_the_loss(options, tmp_path):
     assert doctor.history.series("doctor/gradients_lost").values.max() < 1e-3
     assert not doctor.history.series("doctor/weights_unchanged").values.any()
     assert not doctor.history.series("doctor/optimizer_steps_behind").values.any()
+
+
+@pytest.mark.parametrize(("kind", "told"), [(Callback, [3]), (EarlyStopping, [])])
+def test_a_run_that_is_ended_is_told_unless_a_kind_of_early_stopping_is_there(kind, told, tmp_path):
+    class Stops(kind):
+        def on_train_batch_end(self, trainer, *_):
+            trainer.should_stop |= trainer.global_step == 3
+
+    stops = Stops() if kind is Callback else Stops(monitor="val/loss", strict=False)
+    doctor = examined(tmp_path, stops, max_steps=8)
+    assert doctor.history.series("doctor/ended_at").values.tolist() == told
 
 
 def test_training_is_bitwise_the_same(tmp_path):
