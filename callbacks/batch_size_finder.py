@@ -47,7 +47,7 @@ class BatchSizeFinder(Callback):
 
     On several ranks each tries without communication; then all agree on what fits everywhere. So no rank waits
     for one that ran out of memory. Under `FSDP` and `HybridParallel` a try takes the memory of gathered weights and reduced
-    gradients, and each rank fills it by itself; so it does under `DeepSpeedZero` in stage 2, without offloading. In
+    gradients, and each rank fills it by itself; so it does under `DeepSpeedZero` in stages 1 and 2, without offloading. In
     stage 3 ranks have to agree on the order in which parameters are gathered, which a step that broke off on one of them
     has not recorded. Validation uses micro-batches of the same size.
 
@@ -221,8 +221,6 @@ def _of_deepspeed(given: Mapping[str, Any]) -> Iterator[str]:
             "in stage 3 all ranks record the same order in which parameters are gathered, and a step that breaks off on one "
             "rank has none: set --trainer.strategy.stage=2, or data.batch_size by hand"
         )
-    elif given.get("stage") == 1:
-        yield "its trial steps are proven in stage 2 of DeepSpeedZero: set --trainer.strategy.stage=2, or data.batch_size by hand"
     elif given.get("offload_optimizer", "none") != "none":
         yield (
             "copies of gradients to the host may still be under way when a step breaks off: set "

@@ -63,10 +63,11 @@ TENSOR = strategy("HybridParallel", data_shard=1, tensor=2)
     [
         strategy("DDP"),
         strategy("FSDP"),
-        pytest.param(strategy("DeepSpeedZero", stage=2), marks=pytest.mark.ci),
+        pytest.param(strategy("DeepSpeedZero", stage=1), marks=pytest.mark.slow),
+        strategy("DeepSpeedZero", stage=2),
         pytest.param(TENSOR, marks=pytest.mark.slow),
     ],
-    ids=["DDP", "FSDP", "DeepSpeedZero", "tensor"],
+    ids=["DDP", "FSDP", "stage1", "stage2", "tensor"],
 )
 def test_all_ranks_take_what_fits_on_each(spread):
     """Under FSDP a try breaks off in the middle of forward on one rank alone, and the run after it is bitwise the same."""
