@@ -112,9 +112,8 @@ class BatchSizeFinder(Callback):
             return
         trainer.fit_loop.setup_data()
         sizes = divisors(_rows(trainer))
-        attempt = Attempt(trainer, self.memory_limit)
-        with restored_after(trainer):
-            found = largest(sizes, attempt)
+        with restored_after(trainer) as restore:
+            found = largest(sizes, Attempt(trainer, self.memory_limit, restore))
         forget_loader(trainer)  # it is built when the run begins, with the rows of then
         if found is None:
             length = trainer.datamodule.sequence_length  # type: ignore[attr-defined]
@@ -147,10 +146,11 @@ class Attempt:
     Args:
         trainer: Its optimizer, weights and gradients are changed.
         limit: Bytes that a try may take beyond what the process holds now; None: what there is.
+        restore: Restores training.
     """
 
-    def __init__(self, trainer: Trainer, limit: int | None) -> None:
-        self.trainer, self.optimizer = trainer, trainer.optimizers[0]
+    def __init__(self, trainer: Trainer, limit: int | None, restore: Callable[[], None]) -> None:
+        self.trainer, self.optimizer, self.restore = trainer, trainer.optimizers[0], restore
         self.rows = _rows(trainer)
         batches = training_batches(trainer)
         self.batch = widened(next(iter(batches))[1], batches.sequence_length)
@@ -166,6 +166,9 @@ class Attempt:
         failed = torch.tensor(float(not fits), device=self.trainer.strategy.root_device)
         if self.trainer.world_size > 1:
             failed = self.trainer.strategy.reduce(failed, reduce_op="sum")
+        if failed:  # of some weights the optimizer may have made half of the state
+            self.restore()
+            self.first = True
         return not bool(failed)
 
     def _fits(self, size: int) -> bool:
