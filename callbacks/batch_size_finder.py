@@ -150,7 +150,8 @@ class Attempt:
     """
 
     def __init__(self, trainer: Trainer, limit: int | None, restore: Callable[[], None]) -> None:
-        self.trainer, self.optimizer, self.restore = trainer, trainer.optimizers[0], restore
+        self.trainer, self.restore = trainer, restore
+        self.optimizer: Any = trainer.optimizers[0]
         self.rows = _rows(trainer)
         batches = training_batches(trainer)
         self.batch = widened(next(iter(batches))[1], batches.sequence_length)

@@ -46,13 +46,12 @@ class RoutingMonitor(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes room for the counts of this rank's layers; a stage of a pipeline may have none with experts."""
         network: Any = pl_module.network
-        if not isinstance(network, RoutesTokens):
-            raise ConfigError(f"RoutingMonitor: {type(network).__name__} has no experts; Mixtral has.")
-        routers, device = all_routers(network), pl_module.device
+        routers = all_routers(network) if isinstance(network, RoutesTokens) else []
+        device = pl_module.device
         own = torch.tensor(count_experts(network) if routers else 0, device=device)
         experts = int(torch.as_tensor(pl_module.all_gather(own)).max())
         if not experts:
-            raise ConfigError(f"RoutingMonitor: {type(network).__name__} has no layer with experts.")
+            raise ConfigError(f"RoutingMonitor: {type(network).__name__} has no experts; Mixtral has.")
         blocks = [*network.blocks, *further_blocks(network)]
         places = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
         self._blocks = torch.tensor([places[id(router)] for router in routers], device=device).long()
