@@ -50,9 +50,10 @@ class ConvergenceMonitor(Callback):
     - diverging: it is above `tolerance` and so is that of the training loss, or the last loss is not finite;
     - undecided: anything else; more validations narrow the interval.
 
-    A run that diverges may begin again: with the weights of its first step, or those of another seed, and a lower
+    A run that does not converge may begin again: with the weights of its first step, or those of another seed, and a lower
     learning rate. Steps count from there; the data continues. The first weights lie in `first_weights/` in the run folder,
-    so that a resumed run does the same.
+    so that a resumed run does the same. A run does not converge if it diverges, and, where `restart_above` is given, if it is
+    stuck: all losses of the window are above `restart_above`, and their slope is not below -`tolerance`.
 
     Args:
         window: Validations that are looked at; from 5 upwards: of 4, even the extreme slopes
@@ -61,12 +62,14 @@ class ConvergenceMonitor(Callback):
             is then that at the present step.
         tolerance: Loss per 1000 steps below which a slope is none, in the unit of the loss.
         stop: Whether the run ends, with exit code 0, when it has converged, over-fits or diverges.
-        restarts: How often a run that diverges begins again, before it is stopped or goes on.
+        restarts: How often a run that does not converge begins again, before it is stopped or goes on.
         new_seed: Whether it then begins with the weights of the next seed.
         lr_factor: What its learning rate is multiplied by at each restart.
+        restart_above: Validation loss above which a run that no longer falls begins again, in nats per token (or the unit of the
+            objective's loss); None: only a run that diverges does.
 
     Raises:
-        ConfigError: If a value is out of range.
+        ConfigError: If a value is out of range, or `restart_above` is given without restarts.
 
     Example:
         trainer:
@@ -84,13 +87,19 @@ class ConvergenceMonitor(Callback):
         restarts: int = 0,
         new_seed: bool = True,
         lr_factor: float = 0.5,
+        restart_above: float | None = None,
     ) -> None:
         if window < 5 or not 0 <= tolerance < math.inf or restarts < 0 or not 0 < lr_factor <= 1:
             raise ConfigError(
                 "ConvergenceMonitor takes window >= 5, tolerance >= 0, restarts >= 0 and lr_factor above 0 and at most 1, not "
                 f"{window}, {tolerance}, {restarts} and {lr_factor}."
             )
+        if restart_above is not None and not (restarts and math.isfinite(restart_above)):
+            raise ConfigError(
+                f"ConvergenceMonitor takes a finite restart_above together with restarts >= 1, not {restart_above} and {restarts}."
+            )
         self.window, self.scale, self.tolerance, self.stop = window, scale, tolerance, stop
+        self.restart_above = restart_above
         self.restarts, self.new_seed, self.lr_factor = restarts, new_seed, lr_factor
         self.verdict = "undecided"
         # step, validation loss, mean training loss since the validation before
@@ -184,14 +193,27 @@ class ConvergenceMonitor(Callback):
                 self,
                 f"step {step:,}: {self.verdict}{slope} over the last {len(self._points)} validations.",
             )
-        self._react(trainer, step)
+        self._react(trainer, step, figures)
 
-    def _react(self, trainer: Trainer, step: int) -> None:
-        if self.verdict == "diverging" and self._restarted < self.restarts and self._ring:
+    def _react(self, trainer: Trainer, step: int, figures: dict[str, float]) -> None:
+        stuck = self._stuck(figures)
+        if (stuck or self.verdict == "diverging") and self._restarted < self.restarts and self._ring:
             self._due = True
+            if stuck:
+                say(
+                    trainer,
+                    self,
+                    f"step {step:,}: stuck: no loss of the window is below restart_above ({self.restart_above:g}), and they no longer fall.",
+                )
         elif self.stop and self.verdict in ENDS:
             say(trainer, self, f"the run ends at step {step:,}: {self.verdict}.")
             trainer.should_stop = True
+
+    def _stuck(self, figures: dict[str, float]) -> bool:
+        if self.restart_above is None or not figures:
+            return False
+        lowest = min(np.array(self._points, dtype=float)[:, 1])
+        return bool(figures[SLOPE] >= -self.tolerance and lowest > self.restart_above)
 
     def _set_rate(self, pl_module: Any) -> None:
         pl_module.lr_factors["ConvergenceMonitor"] = self.lr_factor**self._restarted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
+from toolkit.trials import say
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 JOULES_PER_KWH = 3.6e6
 RAPL = "/sys/class/powercap"
 """No default of an argument: a checkpoint's config may not name a folder outside of the run's."""
+
+PROCESSORS, MEMORY, GPUS, MACHINES = "processors", "memory", "GPUs", "machines with a counter of processors"
+KINDS = (PROCESSORS, MEMORY, GPUS, MACHINES)
 
 GIVE_WATTS = "For a modelled figure, give it the power of the run's devices, such as watts: 350"
 
@@ -35,13 +39,15 @@ class EnergyMonitor(Callback):
 
     Measured, as `energy/measured_joules`, where `watts` is not given: the sum of what the counters of all machines say, RAPL's of
     processors and their memory, and NVML's of the ranks' GPUs (`pip install 'leyden[nvml]'`). Not in there: the rest of the machine.
-    RAPL counts for all processes of a machine, and may be readable for the administrator alone.
+    RAPL counts for all processes of a machine, and may be readable for the administrator alone. Which counters are in the sum is printed
+    once, with what is missing. A resumed run that sums over other counters, such as those of a machine that shows fewer,
+    begins at 0 and says so.
 
     Modelled, as `energy/modelled_joules`, where `watts` is given: the power of all machines and devices of the run, times the time of
     training, with validation and checkpoints.
 
     `energy/co2_grams` is this energy times `grams_per_kwh`. Logged where figures are logged; other steps cost nothing. A resumed
-    run goes on with the energy of its checkpoint.
+    run otherwise goes on with the energy of its checkpoint.
 
     Args:
         watts: Power of all devices of the run together, in watts; None: it is measured.
@@ -70,18 +76,23 @@ class EnergyMonitor(Callback):
         self.watts, self.grams_per_kwh, self.rapl = watts, grams_per_kwh, rapl or RAPL
         self._joules = 0.0
         self._counters: list[Counter | Clock] = []
+        self._coverage: dict[str, list[int]] = {}
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
         """Yields an error where there is no counter, before a run on a CPU has begun; the machines of others may have one."""
         watts, root = own.arguments.get("watts"), own.arguments.get("rapl") or RAPL
         here = run.accelerator == "cpu" and run.devices == run.world_size and not run.offline
-        if watts is None and here and not rapl_counters(root):
+        if watts is None and here and not any(counter for _, counter in rapl_counters(root)):
             yield f"no energy counter can be read: {why_not(root)}. {GIVE_WATTS}"
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the energy up to the last logged step, and how it was found."""
-        return {"joules": self._joules, "modelled": self.watts is not None}
+        return {
+            "joules": self._joules,
+            "modelled": self.watts is not None,
+            "counters": {kind: list(counts) for kind, counts in self._coverage.items()},
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Goes on from there.
@@ -95,7 +106,7 @@ class EnergyMonitor(Callback):
                 f"EnergyMonitor: the energy of the checkpoint was {was}, this run's would be {now}; both in one sum would mean "
                 f"nothing.\n{'Set' if was == 'modelled' else 'Leave out'} watts, as the run before did."
             )
-        self._joules = state_dict["joules"]
+        self._joules, self._coverage = state_dict["joules"], dict(state_dict.get("counters", {}))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Finds the counters: one process reads those of its machine, each those of its GPU.
@@ -106,14 +117,33 @@ class EnergyMonitor(Callback):
         if self.watts is not None:
             self._counters = [Clock(self.watts)] if trainer.is_global_zero else []
             return
-        self._counters = [*(rapl_counters(self.rapl) if trainer.local_rank == 0 else [])]
+        machine = trainer.local_rank == 0
+        found = rapl_counters(self.rapl) if machine else []
         if pl_module.device.type == "cuda":
-            self._counters += gpu_counters(pl_module.device)
-        readable = torch.tensor(float(len(self._counters)), device=pl_module.device)
-        if not float(trainer.strategy.reduce(readable, reduce_op="sum")):
+            found += gpu_counters(pl_module.device)
+        self._counters = [counter for _, counter in found if counter is not None]
+        own = torch.tensor(coverage(found, machine), dtype=torch.float32, device=pl_module.device)
+        everywhere = torch.as_tensor(trainer.strategy.reduce(own, reduce_op="sum")).int().tolist()
+        if not sum(read for read, _ in everywhere):
             raise ConfigError(
                 f"EnergyMonitor: no energy counter can be read: {why_not(self.rapl)}.\n{GIVE_WATTS}"
             )
+        self._begin(trainer, dict(zip(KINDS, everywhere, strict=True)))
+
+    def _begin(self, trainer: Trainer, now: dict[str, list[int]]) -> None:
+        """Says which counters are summed, and begins at 0 if those of the checkpoint were others."""
+        partial = any(read < there for read, there in now.values())
+        missing = " The energy of the others is missing in energy/measured_joules." if partial else ""
+        say(trainer, self, f"measured are {described(now)}.{missing}")
+        if self._joules and shares(self._coverage) != shares(now):
+            say(
+                trainer,
+                self,
+                f"energy/measured_joules begins at 0: the checkpoint's {self._joules:,.0f} J are the sum over other counters "
+                f"({described(self._coverage) or 'which it does not name'}).",
+            )
+            self._joules = 0.0
+        self._coverage = now
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -170,31 +200,62 @@ class Clock:
         return self._watts * seconds
 
 
-def rapl_counters(root: str) -> list[Counter]:
-    """Returns the counters of processors and of their memory, which is not part of theirs; those that can be read."""
-    found = []
+def rapl_counters(root: str) -> list[tuple[str, Counter | None]]:
+    """Returns kind and counter of all processors and of their memory, which is not part of theirs; None: it cannot be read."""
+    found: list[tuple[str, Counter | None]] = []
     for zone in sorted(Path(root).glob("intel-rapl:*")):
         with contextlib.suppress(OSError, ValueError):
             name = (zone / "name").read_text(encoding="ascii").strip()
             if name.startswith("package") or name == "dram":
-                most = int((zone / "max_energy_range_uj").read_text(encoding="ascii"))
-                file = zone / "energy_uj"
-                found.append(Counter(lambda file=file: int(file.read_text(encoding="ascii")), 1e-6, most))
+                found.append((MEMORY if name == "dram" else PROCESSORS, _rapl_counter(zone)))
     return found
 
 
-def gpu_counters(device: torch.device) -> list[Counter]:
-    """Returns the counter of a GPU, where NVML and the GPU have one."""
+def _rapl_counter(zone: Path) -> Counter | None:
+    try:
+        most = int((zone / "max_energy_range_uj").read_text(encoding="ascii"))
+        return Counter(lambda: int((zone / "energy_uj").read_text(encoding="ascii")), 1e-6, most)
+    except (OSError, ValueError):
+        return None
+
+
+def gpu_counters(device: torch.device) -> list[tuple[str, Counter | None]]:
+    """Returns the counter of a GPU; None: NVML or the GPU has none."""
     try:
         import pynvml
     except ModuleNotFoundError:
-        return []
+        return [(GPUS, None)]
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     try:
-        return [Counter(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 1e-3)]
+        return [(GPUS, Counter(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 1e-3))]
     except pynvml.NVMLError_NotSupported:  # before Volta
-        return []
+        return [(GPUS, None)]
+
+
+def coverage(found: Sequence[tuple[str, Counter | None]], machine: bool) -> list[list[int]]:
+    """Returns for each of `KINDS` how many this rank reads, and how many there are.
+
+    Args:
+        found: Kind and counter of each.
+        machine: Whether this rank answers for its machine.
+    """
+    counts = {kind: [0, 0] for kind in KINDS}
+    for kind, counter in found:
+        counts[kind][0] += counter is not None
+        counts[kind][1] += 1
+    counts[MACHINES] = [int(counts[PROCESSORS][0] > 0), int(machine)]
+    return [counts[kind] for kind in KINDS]
+
+
+def described(counts: Mapping[str, Sequence[int]]) -> str:
+    """Returns for people how many counters of each kind are read."""
+    return ", ".join(f"{read} of {there} {kind}" for kind, (read, there) in counts.items() if there)
+
+
+def shares(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """Returns the share that is read of each kind that there is: the same ones also on more or fewer machines."""
+    return {kind: read / there for kind, (read, there) in counts.items() if there}
 
 
 def why_not(root: str) -> str:

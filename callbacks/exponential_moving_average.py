@@ -55,6 +55,7 @@ class ExponentialMovingAverage(Callback):
         self._averages: dict[str, Tensor] = {}
         self._restored: dict[str, Tensor | ReadsItself] = {}
         self._updates = self._step = 0
+        self._holders, self._all_sharded = [0], False
         self._sums = TokenSums()
 
     def state_dict(self) -> dict[str, Any]:
@@ -76,15 +77,16 @@ class ExponentialMovingAverage(Callback):
         if not (state and self._averages):
             return
         writes_shards = isinstance(trainer.strategy.checkpoint_io, SavesParts)
-        shards, whole, holders = {}, {}, _holders(self._averages)
+        shards, whole = {}, {}
         for name, average in self._averages.items():
             if writes_shards and hasattr(average, "to_local"):
                 shards[name] = state["averages"][name]
                 continue
             full = full_tensor(average)
-            if trainer.global_rank in holders:
+            if trainer.global_rank in self._holders:
                 whole[name] = full.to("cpu", copy=True)
-        state["averages"] = shards | (_joined(whole) if len(holders) > 1 else whole)
+        apart = len(self._holders) > 1 and not (writes_shards and self._all_sharded)
+        state["averages"] = shards | (_joined(whole) if apart else whole)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Begins with the weights as they are, or with what was restored."""
@@ -93,6 +95,7 @@ class ExponentialMovingAverage(Callback):
         named = pl_module.network.named_parameters()
         parameters = {name: p for name, p in named if p.requires_grad}  # the others stay as they are
         self._averages = {name: p.detach().clone() for name, p in parameters.items()}
+        self._holders, self._all_sharded = _holders(self._averages)
         self._take_restored()
         self._pairs = (
             local_tensors(self._averages.values()),
@@ -158,13 +161,17 @@ class ExponentialMovingAverage(Callback):
         trainer.callback_metrics["val/ema_loss"] = torch.tensor(means["loss"], dtype=torch.float64)
 
 
-def _holders(averages: dict[str, Tensor]) -> list[int]:
-    """Returns the first rank of each stage of a pipeline, which have averages of different names; otherwise the first rank."""
+def _holders(averages: dict[str, Tensor]) -> tuple[list[int], bool]:
+    """Returns the first rank of each stage of a pipeline, which have averages of different names, otherwise the first rank;
+    and whether all averages of all ranks are sharded. Called on every rank.
+    """
     if not dist.is_initialized():
-        return [0]
-    found: list[int] = [0] * dist.get_world_size()
-    dist.all_gather_object(found, zlib.crc32("\n".join(averages).encode()))
-    return [found.index(one) for one in dict.fromkeys(found)]
+        return [0], False
+    found: list[Any] = [None] * dist.get_world_size()
+    all_sharded = all(hasattr(average, "to_local") for average in averages.values())
+    dist.all_gather_object(found, (zlib.crc32("\n".join(averages).encode()), all_sharded))
+    names = [name for name, _ in found]
+    return [names.index(one) for one in dict.fromkeys(names)], all(sharded for _, sharded in found)
 
 
 def _joined(averages: dict[str, Tensor]) -> dict[str, Tensor]:

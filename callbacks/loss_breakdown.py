@@ -17,7 +17,7 @@ from core.technique import technique
 from core.training.figures import log_figures
 from core.training.loss_ranks import sum_over
 from toolkit.log_probabilities import log_probabilities_at
-from toolkit.sources import SOURCES, HasSources
+from toolkit.sources import SOURCES, HasSources, mark_stored_sources
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -38,9 +38,11 @@ class LossBreakdown(Callback):
     - `loss/position_<lo>_<hi>`: of tokens with lo <= position < hi in their document; bins double in width.
     - `loss/length_<lo>_<hi>`: of tokens of documents, or parts of them, with lo <= tokens in the row < hi. In batches without
       `document_ids` a row is one document that ends with its last label.
-    - `loss/source/<name>`, where the data module mixes sources (`MixtureDataModule`, `TaskMixtureDataModule`), and
-      `tokens/source/<name>`: tokens of the source that were read since the start of the run. `epoch/<name>` is logged without
-      this callback.
+    - `loss/source/<name>`, where the data module mixes sources (`MixtureDataModule`, `TaskMixtureDataModule`), or its prepared folder
+      has a `documents.parquet` with several (packed by Concatenate, BestFit or PaddedDocuments): of tokens in documents of the source.
+      Of more than 50 sources in a folder, those with fewest tokens are `others`.
+    - `tokens/source/<name>`, where the data module mixes sources: tokens of the source that were read since the start of the run.
+      `epoch/<name>` is logged without this callback.
 
     Weighed by their tokens, the means of each kind add up to the cross-entropy of the step: `train/loss` without smoothing and
     the like. A bin without tokens is left out. After validation the same is logged as `val/loss/position_...`. Logits are
@@ -93,6 +95,8 @@ class LossBreakdown(Callback):
         if isinstance(data, HasSources):
             data.mark_sources()
             self._sources = list(data.source_tokens)
+        else:
+            self._sources = mark_stored_sources(data)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -109,9 +113,10 @@ class LossBreakdown(Callback):
             return
         figures = self._stop(trainer, "")
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        if self._sources and isinstance(data, CountsEpochs):
-            for name, epochs in data.epochs().items():
-                figures[f"tokens/source/{name}"] = round(epochs * data.source_tokens[name])  # type: ignore[attr-defined]
+        read = data.epochs() if self._sources and isinstance(data, CountsEpochs) else {}
+        if isinstance(data, HasSources):
+            for name, epochs in read.items():
+                figures[f"tokens/source/{name}"] = round(epochs * data.source_tokens[name])
         log_figures(trainer, figures)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -162,7 +167,7 @@ class LossBreakdown(Callback):
         values = torch.stack((losses, counted.to(losses))).to(self._sums)
         positions, lengths = places(batch)
         kinds = [bins(positions, self.first_bin), bins(lengths, self.first_bin) + BINS]
-        if self._sources:
+        if SOURCES in batch:
             kinds.append(batch[SOURCES] + 2 * BINS)
         for kind in kinds:
             # a position without a label has the values 0 and 0; padding has no source

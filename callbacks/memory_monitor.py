@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,22 +96,26 @@ class MemoryMonitor(Callback):
     Logs the most bytes that each class took, as `memory/peak_parameters_mib` and so on, and the most that
     all took together as `memory/peak_total_mib` (MiB, 2**20 bytes; the peaks occur at different moments,
     so that they add up to more). Draws `memory_step_N.png` in the run folder: the classes over the operators
-    of the step. Counted are the tensors of rank 0's device, also on a CPU; what an allocator holds beyond
+    of the step on rank 0. Counted are the tensors of each rank's device, also on a CPU; what an allocator holds beyond
     them, `throughput/peak_memory_gib` of `Throughput` shows. What torch.compile fuses is not seen.
 
-    Where figures are logged, on CUDA, the allocator of rank 0's device is shown as it is then: `memory/allocated_mib` of tensors,
+    Where figures are logged, on CUDA, the allocator of the device is shown as it is then: `memory/allocated_mib` of tensors,
     `memory/reserved_mib` of the device, and `memory/fragmentation`, the share of the reserved memory that is free within blocks
     which are partly in use, so that it can be neither given back nor used for a large tensor. A run lets
     these blocks grow (expandable_segments), unless PYTORCH_ALLOC_CONF is set in the environment.
 
+    With several ranks each figure is that of the rank where it is largest, and a second one, such as `memory/peak_total_mean_mib`, the
+    mean over ranks.
+
     A monitored step takes several times as long. All others cost nothing.
 
     Args:
-        at_step: The first optimizer step to monitor; from the second on there is optimizer state.
+        at_step: The first optimizer step to monitor; from the second on there is optimizer state. 0: none, only the allocator is
+            shown, also of a pipeline.
         every_n_steps: Steps until the next one that is monitored; 0: only one.
 
     Raises:
-        ConfigError: If `at_step` is below 1 or `every_n_steps` below 0.
+        ConfigError: If `at_step` or `every_n_steps` is below 0, or `at_step` is 0 and `every_n_steps` is not.
 
     Example:
         trainer:
@@ -121,9 +125,10 @@ class MemoryMonitor(Callback):
     """
 
     def __init__(self, at_step: int = 3, every_n_steps: int = 0) -> None:
-        if at_step < 1 or every_n_steps < 0:
+        if at_step < 0 or every_n_steps < 0 or (every_n_steps and not at_step):
             raise ConfigError(
-                f"MemoryMonitor takes at_step >= 1 and every_n_steps >= 0, not {at_step} and {every_n_steps}."
+                "MemoryMonitor takes at_step >= 1 and every_n_steps >= 0, or 0 for both, not "
+                f"{at_step} and {every_n_steps}."
             )
         self.at_step, self.every_n_steps = at_step, every_n_steps
         self._timeline: Timeline | None = None
@@ -134,7 +139,7 @@ class MemoryMonitor(Callback):
         """Begins to count with the first micro-batch of a monitored step."""
         late = trainer.global_step + 1 - self.at_step
         due = late == 0 or (late > 0 and self.every_n_steps and late % self.every_n_steps == 0)
-        if due and self._timeline is None and trainer.is_global_zero:
+        if due and self._timeline is None:
             self._timeline = Timeline(pl_module)
             tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
             self._timeline.track_external(pl_module, *trainer.optimizers, *tensors)
@@ -147,7 +152,7 @@ class MemoryMonitor(Callback):
     ) -> None:
         """Ends the counting with the optimizer's step, logs and draws; logs the state of the allocator."""
         if pl_module.logging_step and pl_module.device.type == "cuda":
-            log_figures(trainer, allocator_figures(torch.cuda.memory_stats(pl_module.device)))
+            self._log(trainer, pl_module, allocator_figures(torch.cuda.memory_stats(pl_module.device)))
         if self._timeline is None or is_accumulating(trainer):
             return
         points = self._stop()
@@ -160,10 +165,21 @@ class MemoryMonitor(Callback):
             f"memory/peak_{name}_mib": float(peak) for name, peak in zip(CLASSES, sizes.max(0), strict=True)
         }
         figures["memory/peak_total_mib"] = float(sizes.sum(1).max())
-        log_figures(trainer, figures)
+        self._log(trainer, pl_module, figures)
+        if not trainer.is_global_zero:
+            return
         path = Path(trainer.default_root_dir) / f"memory_step_{trainer.global_step}.png"
         figure = draw(sizes, backward, f"{path.parent.name}: memory during step {trainer.global_step}")
         pictures.save(figure, path)
+
+    @staticmethod
+    def _log(trainer: Trainer, pl_module: LightningModule, own: dict[str, float]) -> None:
+        """Logs figures of all ranks; every rank calls it."""
+        if trainer.world_size > 1:
+            row = torch.tensor(list(own.values()), dtype=torch.float32, device=pl_module.device)
+            ranks: Any = pl_module.all_gather(row)
+            own = over_ranks(list(own), ranks.view(-1, len(own)).cpu())
+        log_figures(trainer, own)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Stops counting where a step breaks off."""
@@ -185,6 +201,20 @@ def allocator_figures(stats: Mapping[str, int]) -> dict[str, float]:
         "memory/reserved_mib": reserved / MIB,
         "memory/fragmentation": split / reserved if reserved else 0.0,
     }
+
+
+def over_ranks(names: Sequence[str], ranks: torch.Tensor) -> dict[str, float]:
+    """Returns the largest value of each figure, and the mean under a name of its own.
+
+    Args:
+        names: Of the figures.
+        ranks: Their values, (ranks, figures).
+    """
+    found = dict(zip(names, ranks.amax(0).tolist(), strict=True))
+    for name, mean in zip(names, ranks.double().mean(0).tolist(), strict=True):
+        base = name.removesuffix("_mib")
+        found[f"{base}_mean" if base == name else f"{base}_mean_mib"] = mean
+    return found
 
 
 def _in_backward() -> bool:

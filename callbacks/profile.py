@@ -27,7 +27,7 @@ class Profile(Callback):
     """Profiles chosen steps: a Chrome trace, a table of operators, and how long nothing ran on each thread and stream.
 
     Writes, for `at_step` 10, `profile_step_10.rank0.json.gz` into the run folder, which https://ui.perfetto.dev and chrome://tracing show,
-    and `profile_step_10.rank0.txt` with the table. Logs `profile/idle_share`, the share of these steps in which nothing ran
+    and `profile_step_10.rank0.txt` with the table and the longest gaps of each thread and stream, with what ran before and after. Logs `profile/idle_share`, the share of these steps in which nothing ran
     on any thread or stream of rank 0. `python -m core compare-profiles A.json.gz B.json.gz` compares two.
 
     Validation and the like between these steps are in the profile. Profiled steps take longer; all others cost nothing. A run that is resumed behind the first of these steps does not profile

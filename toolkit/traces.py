@@ -19,7 +19,7 @@ STEPS = "optimizer_steps"
 
 ON_CPU, ON_GPU = ("cpu_op",), ("kernel", "gpu_memcpy", "gpu_memset")
 EVERYWHERE = "anywhere"
-MOST_NAME = 80
+MOST_NAME, MOST_GAPS = 80, 3
 
 
 class Operator(NamedTuple):
@@ -32,6 +32,20 @@ class Operator(NamedTuple):
 
     calls: float
     self_ms: float
+
+
+class Gap(NamedTuple):
+    """A time in which nothing ran on a thread or stream.
+
+    Attributes:
+        ms: Milliseconds.
+        before: What ended before it, the outermost operator.
+        after: What began after it, likewise.
+    """
+
+    ms: float
+    before: str
+    after: str
 
 
 @dataclass
@@ -72,6 +86,21 @@ class Trace:
             return {}
         whole = everything[-1][1] - everything[0][0]
         return {lane: 1 - length(spans) / whole for lane, spans in {**busy, EVERYWHERE: everything}.items()}
+
+    def gaps(self, most: int = MOST_GAPS) -> dict[str, list[Gap]]:
+        """Returns the longest times in which nothing ran on each thread and stream, the longest first."""
+        found: dict[str, list[Gap]] = {}
+        for lane, events in self.lanes.items():
+            gaps = []
+            last, busy_until = "", float("inf")
+            for name, begin, end in sorted(events, key=lambda event: (event[1], -event[2])):
+                if begin > busy_until:
+                    gaps.append(Gap((begin - busy_until) / 1e3, last, name))
+                if not last or end > busy_until:
+                    last, busy_until = name, end
+            if gaps:
+                found[lane] = sorted(gaps, key=lambda gap: -gap.ms)[:most]
+        return found
 
 
 def read_trace(path: Path) -> Trace:
@@ -135,9 +164,12 @@ def table(trace: Trace, rows: int = 30) -> list[tuple[str, ...]]:
 
 
 def as_text(trace: Trace) -> str:
-    """Returns the table of operators and the idle shares, for people."""
+    """Returns the table of operators, the idle shares and the longest gaps, for people."""
     idle = [("idle", "where"), *((f"{share:.1%}", lane) for lane, share in trace.idle().items())]
-    return f"{_columns(table(trace))}\n\n{_columns(idle)}\n"
+    gaps = [("idle ms", "where", "after", "before")]
+    for lane, found in trace.gaps().items():
+        gaps += [(f"{ms:,.3f}", lane, before[:MOST_NAME], after[:MOST_NAME]) for ms, before, after in found]
+    return f"{_columns(table(trace))}\n\n{_columns(idle)}\n\n{_columns(gaps)}\n"
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> str:

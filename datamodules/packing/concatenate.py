@@ -70,7 +70,7 @@ class ConcatenatedBatches(StoredBatches):
         """Returns the rows of a slice as a batch."""
         parts = self._parts(rows[own])
         parts += [[]] * (self.batch_size - len(parts))
-        return to_batch(self.store, parts, self.sequence_length, self.mask_documents)
+        return self.marked(to_batch(self.store, parts, self.sequence_length, self.mask_documents), parts)
 
     def chunks(self, rows: Sequence[int], own: slice) -> Iterator[Chunk]:
         """Yields the chunks of a remote folder that a slice of rows needs."""

@@ -124,7 +124,7 @@ class GroupedBatches(StoredBatches):
         """Returns a slice of the rows as a batch; the width is that of the longest row of all."""
         chosen = [*rows[own]]
         chosen += [[]] * (self.batch_size - len(chosen))
-        return to_batch(self.store, chosen, self.width(rows), mask_documents=True)
+        return self.marked(to_batch(self.store, chosen, self.width(rows), mask_documents=True), chosen)
 
     def chunks(self, rows: Sequence[Row], own: slice) -> Iterator[Chunk]:
         """Yields the chunks of a remote folder that a slice of rows needs."""

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, ClassVar, cast
 
+import numpy as np
+import torch
+
+from core.contracts import Batch
 from datamodules.packing.prefetching import Prefetching
 from datamodules.packing.token_store import TokenStore
 from toolkit.document_places import Place
+from toolkit.sources import SOURCES
 
 
 @dataclass(eq=False)
@@ -28,6 +34,15 @@ class StoredBatches(Prefetching):
     seed: int = 0
     pad: bool = False
 
+    document_sources: ClassVar[np.ndarray | None] = None
+
+    def mark_documents(self, sources: np.ndarray) -> bool:
+        """Adds the source of each token to all batches: see :class:`toolkit.sources.MarksDocuments`."""
+        known = len(sources) == self.store.number_of_documents
+        if known:
+            vars(self)["document_sources"] = sources
+        return known
+
     def cache_bytes(self) -> int:
         """Returns the size of the cache in bytes; 0 for a local store."""
         return self.store.cache_bytes
@@ -42,3 +57,13 @@ class StoredBatches(Prefetching):
                     found.append(Place(row, column, tokens, document, offset))
                     column += tokens
         return found
+
+    def marked(self, batch: Batch, rows: Sequence[Sequence[tuple[int, int]]]) -> Batch:
+        """Returns a batch with the source of each token, where that is asked for: see :class:`toolkit.sources.MarksDocuments`."""
+        if self.document_sources is None:
+            return batch
+        sources, of = np.full(batch["input_ids"].shape, -1, np.int64), self.document_sources
+        for place in self.places_in(rows):
+            sources[place.row, place.column : place.column + place.tokens] = of[place.document]
+        cast(Any, batch)[SOURCES] = torch.from_numpy(sources)
+        return batch

@@ -125,10 +125,10 @@ def _pipeline_errors(
             f"microbatches is {microbatches}, and GradientNoiseScale compares halves of a batch, each in a {given['schedule']} of "
             "its own: set --trainer.accumulate_grad_batches=2, or microbatches to twice the stages"
         )
-    if "MemoryMonitor" in selected:
+    if any(item.name == "MemoryMonitor" and item.arguments.get("at_step") != 0 for item in run.selected):
         yield (
             "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
-            "not distinguish: leave it out (--callbacks.-MemoryMonitor)"
+            "not distinguish: set its at_step to 0, which shows the allocator alone, or leave it out (--callbacks.-MemoryMonitor)"
         )
 
 

@@ -73,7 +73,7 @@ UPHILL = ("--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=10", "--mod
 
 
 def test_a_stopped_run_ends_well_and_says_why(core):  # noqa: F811
-    done = fit(core, "--model.optimizer.lr=0", stop=True, tolerance=0.5)
+    done = fit(core, "--model.optimizer.lr=0", stop=True, tolerance=0.5, restarts=1, restart_above=100.0)
     assert done.code == 0, done
     assert "the run ends at step 5: converged" in done.err
     assert "step 5" in done.err
@@ -97,6 +97,24 @@ def test_a_run_that_diverges_begins_again_and_a_resumed_one_does_the_same(core):
         again = state(checkpoint(14, WATCHED))
         for part in ("state_dict", "optimizer_states", "loops"):
             assert same(again[part], end[part]), (path, part)
+
+
+@pytest.mark.ci
+def test_a_run_that_is_stuck_above_a_loss_begins_again_and_a_resumed_one_does_the_same(core):  # noqa: F811
+    stuck = {"restarts": 1, "restart_above": 1.0, "tolerance": 0.5}
+    done = fit(core, "--model.optimizer.lr=0", "--trainer.max_steps=7", **stuck)
+    assert done.code == 0, done
+    assert "step 5: stuck: no loss of the window is below restart_above (1)" in done.err
+    assert "begins again at step 5 from seed 1, learning rate times 0.5: restart 1 of 1" in done.err
+    assert done.err.count("begins again") == 1  # the second attempt is stuck too
+    due = next((WATCHED / "checkpoints").glob("step-00000005.abandoned*.ckpt"))
+    end, before = state(checkpoint(7, WATCHED)), state(due)
+    assert before["callbacks"]["ConvergenceMonitor"]["due"]
+    assert not same(end["state_dict"], before["state_dict"])  # another seed's, at a rate of 0
+    assert core("fit", "--ckpt_path", due).code == 0
+    again = state(checkpoint(7, WATCHED))
+    assert same(again["state_dict"], end["state_dict"])
+    assert same(*(found["callbacks"]["ConvergenceMonitor"] for found in (again, end)))
 
 
 @pytest.mark.slow
@@ -142,3 +160,5 @@ def test_mistakes():
 
     with pytest.raises(ConfigError, match="window >= 5"):
         ConvergenceMonitor(window=4)
+    with pytest.raises(ConfigError, match=r"restart_above together with restarts >= 1, not 3.0 and 0"):
+        ConvergenceMonitor(restart_above=3.0)

@@ -2,10 +2,20 @@
 
 import time
 
+import numpy as np
 import pytest
 from lightning.pytorch import Callback
 
-from callbacks.energy_monitor import Counter, EnergyMonitor, rapl_counters
+from callbacks.energy_monitor import (
+    GPUS,
+    MACHINES,
+    MEMORY,
+    PROCESSORS,
+    Counter,
+    EnergyMonitor,
+    coverage,
+    shares,
+)
 from core.errors import ConfigError
 from core.technique import technique
 from toolkit.selection import Run, Selected
@@ -83,9 +93,54 @@ def test_a_counter_without_a_largest_value_that_begins_again_counts_from_0():
     assert [counter.joules(), counter.joules()] == pytest.approx([0.3, 0.03])
 
 
-def test_what_cannot_be_read_is_left_out_and_nothing_at_all_is_said(fit, rapl, tmp_path):
-    (rapl / "intel-rapl:0" / "energy_uj").write_text("?", encoding="ascii")
-    assert len(rapl_counters(str(rapl))) == 1
+def test_what_is_summed_is_said_and_a_sum_over_other_counters_begins_anew(fit, rapl, tmp_path, capsys):
+    options = {"max_steps": 5, "log_every_n_steps": 5, "limit_val_batches": 0}
+    works = Works(rapl)
+
+    def energy(name, before=None):
+        monitor = EnergyMonitor(rapl=str(rapl))
+        if before:
+            monitor.load_state_dict(before)
+        fit(tmp_path / name, [monitor, works], **options)
+        return monitor.state_dict(), capsys.readouterr().err
+
+    whole, said = energy("whole")
+    assert (
+        "measured are 1 of 1 processors, 1 of 1 memory, 1 of 1 machines with a counter of processors.\n"
+        in said
+    )
+    more, said = energy("more", whole)
+    assert more["joules"] == pytest.approx(2 * 5 * 0.070, rel=1e-6)
+    assert "begins at 0" not in said
+    (rapl / "intel-rapl:0:1" / "max_energy_range_uj").write_text("?", encoding="ascii")
+    part, said = energy("part", more)
+    assert part["joules"] == pytest.approx(5 * 0.060, rel=1e-6)
+    assert "0 of 1 memory" in said
+    assert "The energy of the others is missing in energy/measured_joules." in said
+    assert (
+        "begins at 0: the checkpoint's 1 J are the sum over other counters (1 of 1 processors, 1 of 1 memory"
+        in said
+    )
+    assert (
+        "the sum over other counters (which it does not name)"
+        in energy("old", {"joules": 1.0, "modelled": False})[1]
+    )
+
+
+def test_counters_are_the_same_ones_where_their_share_is():
+    """Of two machines, one without RAPL, with two GPUs each."""
+    counter = Counter(lambda: 0, 1.0)
+    ranks = [([(PROCESSORS, counter), (MEMORY, None), (GPUS, counter)], True), ([(GPUS, counter)], False)]
+    ranks += [([(GPUS, counter)], True), ([(GPUS, counter)], False)]
+    counts = np.sum([coverage(*rank) for rank in ranks], axis=0).tolist()
+    assert counts == [[1, 1], [0, 1], [4, 4], [1, 2]]
+    now = dict(zip((PROCESSORS, MEMORY, GPUS, MACHINES), counts, strict=True))
+    assert shares({**now, GPUS: [8, 8], MACHINES: [2, 4]}) == shares(now)
+    assert shares({**now, MACHINES: [1, 1]}) != shares(now)  # the other machine's processors are out
+    assert shares({**now, GPUS: [3, 4]}) != shares(now)
+
+
+def test_no_counter_at_all_is_an_error(fit, tmp_path):
     with pytest.raises(ConfigError, match=r"no energy counter can be read: .* has no intel-rapl"):
         fit(tmp_path, [EnergyMonitor(rapl=str(tmp_path / "none"))], max_steps=1)
 

@@ -5,19 +5,26 @@ import json
 import math
 from itertools import pairwise
 
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 from tokenizers import Tokenizer, models
 
 from callbacks.gradient_noise_scale import GradientNoiseScale
 from callbacks.loss_breakdown import LossBreakdown, bins, places, spans
+from core.data.token_datamodule import TokenDataModule
 from core.errors import ConfigError
 from datamodules.mixture_datamodule import MixtureDataModule
 from datamodules.packing.best_fit import BestFit
+from datamodules.packing.concatenate import Concatenate
+from datamodules.packing.padded_documents import PaddedDocuments
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.cli.preflight import ordered
 from plugins.loggers.metrics_csv import MetricsCSV
 from tests.support.launched_ranks import column, forked, results
+from toolkit.document_places import TABLE
+from toolkit.sources import mark_stored_sources
 
 
 def test_places_agree_with_a_loop():
@@ -157,6 +164,87 @@ def test_sources_of_a_mixture(fit, tmp_path, mixture):
     batch = next(iter(data.train_dataloader()))
     for ids, source in zip(batch["input_ids"], batch["source_ids"], strict=True):
         assert set((ids[ids > 1] % 2).tolist()) == {int(source[0])}
+
+
+class Folder(TokenDataModule):
+    """A prepared folder."""
+
+    vocab_size, train_tokens = 257, 1000
+
+    def __init__(self, folder, packing):
+        super().__init__(16, 8, True, 0, 0)
+        self.folder, self.packing = folder, packing
+
+    def packed(self, split, **order):
+        return self.packing.batches(self.folder / split, **order)
+
+
+@pytest.mark.parametrize("packing", [Concatenate(), BestFit(), PaddedDocuments()])
+def test_sources_of_the_documents_of_a_prepared_folder(packing, fit, tmp_path):
+    """Documents of `even` have even tokens alone, those of `odd` odd ones: the tokens say which source they are of."""
+    rows = []
+    for split in ("train", "validation"):
+        documents = [[2 + n % 2 + 2 * (n * k % 127) for k in range(1, 4 + n % 9)] for n in range(120)]
+        TokenShards().write(documents, tmp_path / split, 2)
+        rows += [
+            {"split": split, "source": ("even", "odd")[n % 2], "tokens": len(d)}
+            for n, d in enumerate(documents)
+        ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / TABLE, row_group_size=50)
+    seen = []
+
+    class Watch(LossBreakdown):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            pl_module.network.dropout.p = 0.0
+            seen.append(
+                (pl_module.network.embedding.weight.clone(), pl_module.network.head.weight.clone(), batch)
+            )
+            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    data = Folder(tmp_path, packing)
+    run = fit(
+        tmp_path / "run",
+        [Watch(every_n_steps=3)],
+        data=data,
+        max_steps=3,
+        log_every_n_steps=1,
+        val_check_interval=3,
+    )
+    embedding, head, batch = seen[2]
+    ids, labels = batch["input_ids"], batch["labels"]
+    losses = (
+        -(embedding[ids].detach().double() @ head.detach().double().T)
+        .log_softmax(-1)
+        .gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    )
+    metrics, expected = run.trainer.callback_metrics, {}
+    for number, name in enumerate(("even", "odd")):
+        chosen = (labels != -100) & (ids % 2 == number)
+        if chosen.any():
+            expected[f"loss/source/{name}"] = float(losses[chosen].mean())
+        assert f"val/loss/source/{name}" in metrics
+    found = {name: float(value) for name, value in metrics.items() if name.startswith("loss/source/")}
+    assert found == pytest.approx(expected, rel=1e-6)  # float32 logits
+    assert not any(name.startswith("tokens/source") for name in run.trainer.callback_metrics)
+
+
+def test_one_source_costs_nothing(tmp_path):
+    rows = [{"split": "train", "source": "one", "tokens": 3}] * 2
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / TABLE)
+    data = Folder(tmp_path, Concatenate())
+    assert mark_stored_sources(data) == []
+    assert "packed" not in vars(data)
+
+
+def test_a_table_of_other_documents_is_left_out(tmp_path):
+    TokenShards().write([[2, 3, 4]] * 100, tmp_path / "train", 2)
+    rows = [{"split": "train", "source": name, "tokens": 3} for name in "ab"]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / TABLE)
+    data = Folder(tmp_path, Concatenate())
+    assert mark_stored_sources(data) == ["a", "b"]
+    with pytest.warns(UserWarning, match="does not have one row for each document of the train split"):
+        batch = next(iter(data.train_dataloader()))
+    assert "source_ids" not in batch
 
 
 @pytest.mark.parametrize("options", [{"every_n_steps": 0}, {"first_bin": 12}])

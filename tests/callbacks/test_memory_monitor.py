@@ -6,9 +6,10 @@ from lightning.pytorch import Callback
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from callbacks.activation_checkpointing import ActivationCheckpointing
-from callbacks.memory_monitor import CLASSES, MIB, MemoryMonitor, allocator_figures
+from callbacks.memory_monitor import CLASSES, MIB, MemoryMonitor, allocator_figures, over_ranks
 from core.errors import ConfigError
 from plugins.optimizers.adamw import AdamW
+from tests.support.launched_ranks import forked, results
 from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 
 LARGER = dict(n_embd=64, vocab_size=61)
@@ -82,7 +83,7 @@ def test_frozen_parameters_have_neither_gradient_nor_state(tmp_path):
         (MemoryMonitor(at_step=2), 1, [0, 1, 0, 0, 0, 0]),
         (MemoryMonitor(at_step=2, every_n_steps=3), 1, [0, 1, 0, 0, 1, 0]),
         (MemoryMonitor(at_step=2), 2, [0, 0, 1, 1, 0, 0]),
-        (MemoryMonitor(at_step=99), 1, [0, 0, 0, 0, 0, 0]),
+        (MemoryMonitor(at_step=0), 1, [0, 0, 0, 0, 0, 0]),
     ],
 )
 def test_only_the_steps_that_are_asked_for_are_looked_at(monitor, accumulated, expected, tmp_path):
@@ -114,7 +115,35 @@ def test_a_step_that_breaks_off_leaves_nothing_behind(tmp_path):
     assert torch.UntypedStorage.resize_.__name__ == "resize_"
 
 
-@pytest.mark.parametrize("wrong", [{"at_step": 0}, {"every_n_steps": -1}])
+class Larger(Callback):
+    """Takes 4 MiB on rank 1 while backward runs."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        self.taken = None  # that of the micro-batch before
+        self.taken = torch.ones(2**20) if trainer.global_rank == 1 else None
+
+
+@pytest.mark.ci
+def test_of_two_ranks_the_larger_one_and_the_mean_are_logged(tmp_path):
+    words = [
+        f"--trainer.callbacks+={__name__}.Larger",
+        "--trainer.callbacks+=MemoryMonitor",
+        "--trainer.max_steps=3",
+    ]
+    done = forked(2, tmp_path, *words)
+    assert done.code == 0, done.error_text
+    [row] = [row for row in results(tmp_path)[0].values() if row["memory/peak_total_mib"]]
+    found = {name: float(value) for name, value in row.items() if name.startswith("memory/")}
+    assert found["memory/peak_total_mib"] - found["memory/peak_total_mean_mib"] == pytest.approx(2, abs=0.05)
+    assert found["memory/peak_parameters_mib"] == pytest.approx(
+        found["memory/peak_parameters_mean_mib"], rel=1e-6
+    )
+    assert [path.name for path in (tmp_path / "run").glob("memory_*")] == ["memory_step_3.png"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"at_step": -1}, {"every_n_steps": -1}, {"at_step": 0, "every_n_steps": 2}]
+)
 def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(ConfigError, match="MemoryMonitor takes at_step >= 1 and every_n_steps >= 0"):
         MemoryMonitor(**wrong)
@@ -131,3 +160,12 @@ def test_fragmentation_is_what_lies_within_blocks_in_use():
         ]
         == 0
     )
+    names, ranks = list(found), torch.tensor([[5.0, 8.0, 0.25], [7.0, 6.0, 0.75]])
+    assert over_ranks(names, ranks) == {
+        "memory/allocated_mib": 7,
+        "memory/allocated_mean_mib": 6,
+        "memory/reserved_mib": 8,
+        "memory/reserved_mean_mib": 7,
+        "memory/fragmentation": 0.75,
+        "memory/fragmentation_mean": 0.5,
+    }

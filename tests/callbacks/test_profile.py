@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity
 from callbacks.profile import Profile
 from conformance.runs import run as run_words
 from core.errors import ConfigError
-from toolkit.traces import EVERYWHERE, STEPS, read_trace
+from toolkit.traces import EVERYWHERE, STEPS, as_text, read_trace
 
 
 def write(path, events, steps=1):
@@ -36,6 +36,26 @@ def test_self_time_and_idle_of_a_trace_by_hand(tmp_path):
     assert trace.idle() == pytest.approx(
         {"CPU, thread 0": 2 / 8, "GPU 0, stream 7": 6 / 8, EVERYWHERE: 1 / 8}
     )
+
+
+def test_gaps_lie_between_what_ended_last_and_what_began_next(tmp_path):
+    events = [
+        {"name": "long", "ts": 0, "dur": 4000},
+        {"name": "inner", "ts": 1000, "dur": 1000},  # ends before what it is in
+        {"name": "next", "ts": 6000, "dur": 1000},
+        {"name": "at once", "ts": 7000, "dur": 1000},  # no gap
+        {"name": "last", "ts": 8500, "dur": 500},
+        *(
+            {"name": f"k{n}", "cat": "kernel", "pid": 0, "tid": 7, "ts": n * n * 100, "dur": 50}
+            for n in range(6)
+        ),
+    ]
+    trace = read_trace(write(tmp_path / "trace.json", events))
+    assert trace.gaps(2)["GPU 0, stream 7"] == [(0.85, "k4", "k5"), (0.65, "k3", "k4")]
+    assert trace.gaps()["CPU, thread 0"] == [(2, "long", "next"), (0.5, "at once", "last")]
+    lines = [line.split() for line in as_text(trace).splitlines()]
+    assert ["2.000", "CPU,", "thread", "0", "long", "next"] in lines
+    assert len(lines) == 24  # 11 operators, 3 of the idle shares, 5 gaps; three headers; two empty lines
 
 
 def test_self_times_agree_with_torch(tmp_path):

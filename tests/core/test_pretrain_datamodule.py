@@ -103,7 +103,7 @@ def test_it_is_built_from_yaml_and_the_dump_builds_it_again(cache, corpus):
         assert isinstance(data, PretrainDataModule)
         assert data.tokenizer.vocab_size == 2048
         assert len(list(data.reader(data.source).documents())) == 60
-        assert data.writer.shard_bytes == 64 * 1024 * 1024
+        assert data.writer.shard_bytes == 512 * 1024 * 1024
 
 
 def test_every_document_lands_in_one_split_whole_and_in_order(corpus, cache):

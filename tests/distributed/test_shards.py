@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from callbacks.exponential_moving_average import ExponentialMovingAverage
 from callbacks.gradient_clip import GradientClip
@@ -84,6 +85,34 @@ def computed(net, method):
             "restored": [torch.tensor(same)]}  # fmt: skip
 
 
+class Parts:
+    """A checkpoint format to which each rank hands its shards."""
+
+    def save_parts(self, checkpoint, path):
+        raise NotImplementedError
+
+
+def sent_by_saves(rank):
+    """Returns how many collectives the start of an average and each of its saves takes; stages have other names."""
+    net = network()
+    fully_shard(net)
+    counts = {}
+    for form, io in {"file": None, "shards": Parts()}.items():
+        average, trainer, count = ExponentialMovingAverage(), Trainer(), []
+        trainer.strategy, trainer.global_rank = SimpleNamespace(checkpoint_io=io), rank
+        for module in (Module(net), Module(nn.ModuleDict({f"stage{rank}": net}))):
+            with CommDebugMode() as start:
+                average.on_train_start(trainer, module)
+            count.append(start.get_total_counts())
+            for _ in range(2):
+                checkpoint = {"callbacks": {average.state_key: average.state_dict()}}
+                with CommDebugMode() as save:
+                    average.on_save_checkpoint(trainer, module, checkpoint)
+                count.append(save.get_total_counts())
+        counts[form] = count
+    return counts
+
+
 def of_rank(rank, port, folder):
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
@@ -104,6 +133,7 @@ def of_rank(rank, port, folder):
             name: MeshStrategy.reduce(None, torch.tensor([1.0 + rank, 5.0]), reduce_op=name)
             for name in REDUCED
         }
+        found["sent"] = sent_by_saves(rank)
         torch.save(found, folder / f"{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -130,3 +160,11 @@ def test_clipping_averages_and_dropped_updates_on_shards(found, method):
                 # sums of float32 in another order, through Adam's division
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=f"{name}: {one} and {other}")
         assert bool(rank[method]["restored"][0])
+
+
+def test_an_average_asks_the_ranks_once_and_sends_no_shard_that_each_rank_writes(found):
+    # start, save, save, of one network on all ranks; then of a stage on each. An exchange of objects is two collectives.
+    weights, objects = len(list(network().parameters())), 2
+    file = [objects, weights, weights, objects, weights + objects, weights + objects]
+    for rank in found:
+        assert rank["sent"] == {"file": file, "shards": [objects, 0, 0, objects, 0, 0]}

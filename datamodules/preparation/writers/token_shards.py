@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import tempfile
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +21,9 @@ from core.technique import technique
 from datamodules.packing.block_checksums import CHECKSUMS, read_sums, sums_of, write_sums
 
 _MOST = 1 << 31
+_HELD, _STEP = 1 << 23, 1 << 20
+"""Bytes of a chunk's tokens that stay in memory until its header, which lies before them, is known; and that are copied at once."""
+
 _FORMATS = {"uint16": 5, "uint32": 6}
 """litdata's numbers of the types."""
 
@@ -37,7 +43,8 @@ class TokenShards(TokenWriter):
     Args:
         shard_bytes: Size of a chunk, in bytes, below 2 GiB: offsets in a chunk are uint32. A longer
             document makes a longer chunk. The last chunk of each task is shorter; in the end, neighbours that
-            fit into one chunk are joined.
+            fit into one chunk are joined. Memory, batches and where a run can resume do not depend on it. A chunk
+            on object storage is one download.
 
     Raises:
         ConfigError: If `shard_bytes` is out of range, or there is nothing to write.
@@ -45,10 +52,10 @@ class TokenShards(TokenWriter):
     Example:
         data:
           init_args:
-            writer: {class_path: TokenShards, init_args: {shard_bytes: 67108864}}
+            writer: {class_path: TokenShards, init_args: {shard_bytes: 536870912}}
     """
 
-    def __init__(self, shard_bytes: int = 64 * 1024 * 1024) -> None:
+    def __init__(self, shard_bytes: int = 512 * 1024 * 1024) -> None:
         if not 0 < shard_bytes < _MOST:
             raise ConfigError(f"TokenShards: shard_bytes is {shard_bytes}; it is between 1 and {_MOST - 1}.")
         self.shard_bytes = shard_bytes
@@ -69,17 +76,16 @@ class TokenShards(TokenWriter):
         dtype = np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
         folder.mkdir(parents=True, exist_ok=True)
         chunks: list[dict[str, Any]] = []
-        held: list[np.ndarray] = []
-        size = 0
+        chunk: _Chunk | None = None
         for ids in documents:
             document = np.asarray(ids, dtype)
-            if held and size + document.nbytes > self.shard_bytes:
-                chunks.append(_write(held, folder / f"chunk-0-{len(chunks)}.bin"))
-                held, size = [], 0
-            held.append(document)
-            size += document.nbytes
-        if held:
-            chunks.append(_write(held, folder / f"chunk-0-{len(chunks)}.bin"))
+            if chunk and chunk.size + document.nbytes > self.shard_bytes:
+                chunks.append(chunk.close())
+                chunk = None
+            chunk = chunk or _Chunk(folder / f"chunk-0-{len(chunks)}.bin", dtype.itemsize)
+            chunk.add(document)
+        if chunk:
+            chunks.append(chunk.close())
         if not sum(chunk["dim"] for chunk in chunks):
             raise ConfigError(f"{folder}: there is no document to write.")
         index = {"chunks": chunks, "config": _config(dtype, self.shard_bytes)}
@@ -134,22 +140,51 @@ class TokenShards(TokenWriter):
         return groups
 
 
-def _write(documents: list[np.ndarray], path: Path) -> dict[str, Any]:
-    """Writes a chunk: number of items, offset of each and of the end, as uint32, then the tokens.
+class _Chunk:
+    """A chunk that is being written; its tokens wait in a file without a name where they are many.
 
-    Returns:
-        The chunk's entry of index.json.
+    Args:
+        path: Of the chunk.
+        itemsize: Bytes of a token.
+
+    Attributes:
+        size: Bytes of the tokens so far.
     """
-    sizes = np.array([document.nbytes for document in documents], np.int64)
+
+    def __init__(self, path: Path, itemsize: int) -> None:
+        self.path, self.itemsize, self.size = path, itemsize, 0
+        self._sizes = array("Q")
+        self._tokens = tempfile.SpooledTemporaryFile(_HELD, dir=str(path.parent))  # noqa: SIM115
+
+    def add(self, document: np.ndarray) -> None:
+        """Adds a document."""
+        self._tokens.write(document.data)
+        self._sizes.append(document.nbytes)
+        self.size += document.nbytes
+
+    def close(self) -> dict[str, Any]:
+        """Writes the chunk; returns its entry of index.json."""
+        sizes = np.frombuffer(self._sizes, np.uint64).astype(np.int64)
+        if (end := 4 * (len(sizes) + 2) + self.size) >= 1 << 32:
+            raise ConfigError(
+                f"{self.path}: a document of {sizes.max():,} bytes of tokens is too long; cut it up."
+            )
+        with self._tokens, self.path.open("wb") as stream:
+            stream.write(_header(sizes))
+            self._tokens.seek(0)
+            shutil.copyfileobj(self._tokens, stream, _STEP)
+        tokens = self.size // self.itemsize
+        return {"chunk_bytes": end, "chunk_size": len(sizes), "dim": tokens, "filename": self.path.name}
+
+
+def _header(sizes: np.ndarray) -> bytes:
+    """Returns what a chunk begins with: number of items, offset of each and of the end, as uint32.
+
+    Args:
+        sizes: Bytes of each item, int64.
+    """
     offsets = 4 * (len(sizes) + 2) + np.concatenate([[0], np.cumsum(sizes)])
-    if offsets[-1] >= 1 << 32:
-        raise ConfigError(f"{path}: a document of {sizes.max():,} bytes of tokens is too long; cut it up.")
-    with path.open("wb") as stream:
-        stream.write(np.array([len(sizes), *offsets], np.uint32).tobytes())
-        for document in documents:
-            stream.write(document.data)
-    tokens = int(sizes.sum()) // documents[0].itemsize
-    return {"chunk_bytes": int(offsets[-1]), "chunk_size": len(sizes), "dim": tokens, "filename": path.name}
+    return np.array([len(sizes), *offsets], np.uint32).tobytes()
 
 
 def _config(dtype: np.dtype[Any], shard_bytes: int) -> dict[str, Any]:
@@ -205,11 +240,13 @@ def _joined_sums(groups: list[list[dict[str, Any]]], folder: Path) -> Iterator[n
 
 
 def _merge(old: list[Path], chunks: list[dict[str, Any]], new: Path) -> None:
-    """Writes a chunk with the items of several: header (number of items, offset of each and of the end), tokens."""
-    raw = [path.read_bytes() for path in old]
-    headers = [np.frombuffer(r, np.uint32, c["chunk_size"] + 2) for r, c in zip(raw, chunks, strict=True)]
-    lengths = np.concatenate([np.diff(header[1:]) for header in headers])
-    begin = 4 * (len(lengths) + 2)
-    offsets = begin + np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    header = np.array([len(lengths), *offsets], np.uint32).tobytes()
-    durable.write(new, b"".join([header, *(r[int(h[1]) :] for r, h in zip(raw, headers, strict=True))]))
+    """Writes a chunk with the items of several."""
+    counts = [chunk["chunk_size"] + 2 for chunk in chunks]
+    headers = [np.fromfile(path, np.uint32, count) for path, count in zip(old, counts, strict=True)]
+    sizes = np.concatenate([np.diff(header[1:]) for header in headers])
+    with durable.replacing(new) as temporary, temporary.open("wb") as stream:
+        stream.write(_header(sizes.astype(np.int64)))
+        for path, header in zip(old, headers, strict=True):
+            with path.open("rb") as part:
+                part.seek(int(header[1]))
+                shutil.copyfileobj(part, stream, _STEP)

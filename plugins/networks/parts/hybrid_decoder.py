@@ -16,6 +16,7 @@ from plugins.networks.parts.attention import attention_mask
 from plugins.networks.parts.block_sparse import SparsePattern
 from plugins.networks.parts.decoder import Decoder
 from plugins.networks.parts.kv_cache import KVCache, SlidingKVCache
+from plugins.networks.parts.plans import narrowed
 from plugins.networks.parts.recurrent_mixer import RecurrentMixer, ShortConvolution, StateCache, segment_ids
 from toolkit.initial_values import Start
 
@@ -138,13 +139,14 @@ class HybridDecoder(Decoder):
         plan = {name: style for name, style in found.items() if name in modules}
         for name, _ in self._mixers():
             rest = (None, None, None)
-            plan[name] = PrepareModuleInputOutput(
+            whole = PrepareModuleInputOutput(
                 input_layouts=(Shard(1), *rest),
                 desired_input_layouts=(Replicate(), *rest),
                 use_local_input=True,
                 output_layouts=Replicate(),
                 desired_output_layouts=Shard(1),
             )
+            plan[name] = [narrowed(), whole]
         return plan
 
     def _without_mixers(self, plan: dict[str, Any]) -> dict[str, Any]:

@@ -55,9 +55,7 @@ def _shared_input(split: bool) -> Any:
     class SharedInput(ParallelStyle):
         def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
             def before(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-                x, device = inputs[0], inputs[0].device.type
-                if torch.is_autocast_enabled(device):  # as the projections would, but before it is sent
-                    x = x.to(torch.get_autocast_dtype(device))
+                x = _narrow(inputs[0])
                 given = [Shard(1)] if split else [Replicate()]
                 x = DTensor.from_local(x, device_mesh, given, run_check=False)
                 return x.redistribute(placements=[Replicate()]), *inputs[1:]
@@ -66,6 +64,31 @@ def _shared_input(split: bool) -> Any:
             return module
 
     return SharedInput()
+
+
+def _narrow(x: Tensor) -> Tensor:
+    """Casts a tensor to autocast's data type as the products that read it would, but before it is sent.
+
+    A router with sigmoids, whose product is in float32, reads rounded tokens then, as in a network of that data type.
+    """
+    device = x.device.type
+    return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
+
+
+def narrowed(output: bool = False) -> Any:
+    """Casts the first input of a module, or its output, to autocast's data type."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+    class Narrowed(ParallelStyle):
+        def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+            if output:
+                module.register_forward_hook(lambda module, inputs, found: _narrow(found))
+            else:
+                module.register_forward_pre_hook(lambda module, inputs: (_narrow(inputs[0]), *inputs[1:]))
+            return module
+
+    return Narrowed()
 
 
 def _split_experts() -> Any:
@@ -147,9 +170,10 @@ def sequence_parallel(network: Decoder) -> dict[str, Any]:
 
     def gathered(inputs: int) -> Any:
         rest = (None,) * (inputs - 1)
-        return PrepareModuleInput(
+        whole = PrepareModuleInput(
             input_layouts=(split, *rest), desired_input_layouts=(replicated, *rest), use_local_output=True
         )
+        return [narrowed(), whole]
 
     plan: dict[str, Any] = tensor_parallel(network)
     plan |= {n: RowwiseParallel(output_layouts=split) for n in plan if n.endswith(("o_proj", "down_proj"))}
@@ -162,5 +186,6 @@ def sequence_parallel(network: Decoder) -> dict[str, Any]:
                 plan[f"layers.{name}.{norm}"] = SequenceParallel(use_local_output=True)
     plan["dropout"] = PrepareModuleOutput(output_layouts=replicated, desired_output_layouts=split)
     last = PrepareModuleOutput(output_layouts=split, desired_output_layouts=replicated)
-    plan["norm"] = last if isinstance(network.norm, nn.Identity) else [SequenceParallel(), last]
+    normalised = [] if isinstance(network.norm, nn.Identity) else [SequenceParallel()]
+    plan["norm"] = [*normalised, narrowed(output=True), last]
     return plan

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from core.errors import ConfigError
 from plugins.networks.parts.decoder import Decoder
 from plugins.networks.parts.moe import Experts, Router, SparseMLP
+from plugins.networks.parts.plans import narrowed
 from toolkit.hugging_face import Rename
 from toolkit.initial_values import Start
 
@@ -67,13 +68,14 @@ class SparseDecoder(Decoder):
         for name, module in self.named_modules():
             if isinstance(module, Router):
                 mlp = name.removesuffix(".router")
-                plan[mlp] = PrepareModuleInputOutput(
+                whole = PrepareModuleInputOutput(
                     input_layouts=Shard(1),
                     desired_input_layouts=Replicate(),
                     use_local_input=True,
                     output_layouts=Replicate(),
                     desired_output_layouts=Shard(1),
                 )
+                plan[mlp] = [narrowed(), whole]
                 if f"{mlp}.shared.down_proj" in plan:
                     plan[f"{mlp}.shared.down_proj"] = RowwiseParallel()
         return plan

@@ -157,6 +157,18 @@ SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 6), st.integers(1, 4), st.
 
 
 @pytest.mark.parametrize("kind", PACKINGS)
+def test_batches_and_cursors_do_not_depend_on_the_size_of_shards(kind, store, tmp_path):
+    one = write_positions(tmp_path, shard_bytes=1 << 29)
+    assert len(store._chunks) > 4
+    assert len(one._chunks) == 1
+    found, expected = (list(islice(batches(kind, tokens), 40)) for tokens in (one, store))
+    assert len(expected) == 40  # more than two epochs
+    for (cursor, batch), (other, its) in zip(found, expected, strict=True):
+        assert cursor == other
+        assert all(torch.equal(value, its[name]) for name, value in batch.items())
+
+
+@pytest.mark.parametrize("kind", PACKINGS)
 def test_a_rank_reads_the_tokens_of_its_own_rows_alone(kind, store, monkeypatch):
     read, plain = [], type(store).copy
 

@@ -371,6 +371,36 @@ def test_a_run_that_is_killed_in_the_middle_of_an_upload(storage, environment, t
 
 
 @pytest.mark.ci
+@FORMATS
+def test_texts_of_a_checkpoint_in_a_url_are_those_of_the_file(plugin, environment, tmp_path, capsys):
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text(f"hello world number {number}. " * 20)
+    config = deepcopy(TINY)
+    config["model"]["network"]["init_args"]["vocab_size"] = 512
+    stages = {"reader": "TextDocuments", "writer": "TokenShards", "packing": "Concatenate"}
+    tokenizer = {"class_path": "BPETokenizer", "init_args": {"vocab_size": 300}}
+    paths = {"source": str(tmp_path / "*.txt"), "cache_dir": str(tmp_path / "tokens")}
+    arguments = {**stages, **paths, "tokenizer": tokenizer, "sequence_length": 16, "batch_size": 2}
+    config["data"] = {"class_path": "PretrainDataModule", "init_args": arguments}
+    options = written_config(tmp_path / "here", config)
+    here = run(["fit", options], tmp_path / "here").succeeded("the run").folder / "checkpoints"
+    io = plugin()
+    io.stage_in(tmp_path / "uploads")
+    url = f"s3://corpora/texts-{plugin.__name__}"
+    io.save_checkpoint(read_checkpoint(here / "step-00000006.ckpt"), f"{url}/step-00000006.ckpt")
+    io.teardown()
+    capsys.readouterr()
+    found = []
+    for path in (str(here / "step-00000006.ckpt"), url, f"{url}/step-00000006.ckpt"):
+        assert main(["generate", "--ckpt_path", path, "--prompt=hello", "--max_new_tokens=12"]) == 0
+        shown = capsys.readouterr()
+        found.append(shown.out)
+        assert f"# {url}/step-00000006.ckpt, seed" in shown.err or not path.startswith("s3:")
+    assert found[0] == found[1] == found[2]
+    assert found[0].startswith("hello")
+
+
+@pytest.mark.ci
 def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, environment, tmp_path, capsys):
     sharded = {"strategy": "FSDP", "devices": 2, "plugins": ["ShardedCheckpoint"]}
     trained = {}

@@ -49,6 +49,7 @@ def tools(tmp_path, monkeypatch):
     for name in ("torchrun", "sbatch", "kubectl"):
         (folder / name).write_text(
             '#!/bin/sh\nprintf "%s\\n" "$@" > said\necho "$TORCH_DISABLE_SHARE_RDZV_TCP_STORE" >> said\n'
+            'echo "$TORCHINDUCTOR_CACHE_DIR" > compiled\n'
         )
         (folder / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -75,6 +76,7 @@ def test_slurm(launch):
     assert "requeue" in options
     assert not {"cpus-per-task", "mem", "partition", "account"} & set(options)
     assert "SRUN_CPUS_PER_TASK" not in script
+    assert "export TORCHINDUCTOR_CACHE_DIR=" in script
     words = shlex.split(script.splitlines()[-1])
     assert words[0] == "srun"
     assert words[words.index("core") + 1 :] == [*FIT, "--trainer.devices=2", "--trainer.num_nodes=4"]
@@ -198,6 +200,8 @@ def test_kubernetes(launch):
     [container] = worker["template"]["spec"]["containers"]
     assert container["args"] == [*FIT, "--trainer.devices=auto"]
     assert container["image"] == "registry/x:1"
+    kept = {one["name"]: one["value"] for one in container["env"]}["TORCHINDUCTOR_CACHE_DIR"]
+    assert any(kept.startswith(f"{one['mountPath']}/") for one in container["volumeMounts"][:1])
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
 
 
@@ -255,7 +259,9 @@ def test_a_shells_words_are_the_words(words):
     assert shlex.split(shlex.join(words)) == words
 
 
-def test_torchruns_script_runs_what_it_says(launch, tools, tmp_path):
+def test_torchruns_script_runs_what_it_says(launch, tools, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/home/me/.cache")
     words = [
         "--nodes=2",
         "--least-nodes=1",
@@ -270,6 +276,10 @@ def test_torchruns_script_runs_what_it_says(launch, tools, tmp_path):
     assert "--rdzv_endpoint=node-3.local:29400" in said
     assert said[said.index("core") + 1 : -1] == [*FIT, "--trainer.devices=auto"]
     assert (tmp_path / "job7.sh").is_file()
+    assert (tmp_path / "compiled").read_text() == "/home/me/.cache/leyden/compiled\n"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/shared/compiled")
+    launch("--cluster=torchrun", "--name=job8", "--rdzv-endpoint=here:1", *FIT)
+    assert (tmp_path / "compiled").read_text() == "/shared/compiled\n"
 
 
 def test_several_machines_need_a_place_to_meet(launch, tools, tmp_path, monkeypatch):

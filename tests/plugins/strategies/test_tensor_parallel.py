@@ -6,6 +6,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import compile_fx, config
 from torch.distributed._symmetric_memory import _test_mode
 
+from plugins.networks.deepseek_v3 import DeepSeekV3
 from plugins.networks.gpt import GPT
 from plugins.strategies.hybrid_parallel import HybridParallel
 from tests.support.fake_ranks import shards
@@ -45,6 +46,28 @@ def test_attention_and_mlp_exchange_once_in_each_direction(sequence, kinds, prec
             output.sum().backward()
     assert sent.calls == {f"{kind} {dtype}": 4 for kind in kinds}
     assert sent.bytes == {f"{kind} {dtype}": 4 * 2 * 16 * 32 * size for kind in kinds}
+
+
+def routed():
+    """Latent attention, experts and a norm at the end, each with a part of the tokens at its input."""
+    return DeepSeekV3(
+        vocab_size=64, n_layer=2, n_head=4, n_embd=32, intermediate_size=64, max_sequence_length=16, n_experts=4,
+        experts_per_token=2, expert_size=16, dense_layers=1, groups=1, groups_per_token=1, kv_lora_rank=16,
+        q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8,
+    )  # fmt: skip
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("build", [network, routed])
+def test_under_autocast_all_gathered_tokens_are_bf16(build):
+    strategy = HybridParallel(tensor=2, sequence=2, loss_parallel=False, param_format="fp32")
+    with shards(build, strategy, 0, 2, precision="bf16-mixed") as module:
+        ids = torch.zeros(2, 16, dtype=torch.int64)
+        with Sent() as sent, torch.autocast("cpu", torch.bfloat16):
+            strategy.run_as_forward("compute_loss", {"input_ids": ids, "labels": ids})
+    # attention, MLP or experts; the last norm
+    assert sent.calls["all_gather bfloat16"] == 2 * len(module.network.blocks) + 1, sent.calls
+    assert "all_gather float32" not in sent.calls, sent.calls
 
 
 class Seen(Exception):

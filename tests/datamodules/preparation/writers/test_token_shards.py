@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+import tracemalloc
 import warnings
 from itertools import pairwise
 
@@ -49,6 +50,20 @@ def test_chunks_have_about_the_size_asked_for(tmp_path):
     assert len(sizes) > 2
     assert max(sizes) < 11_000
     assert sorted(path.name for path in tmp_path.iterdir())[-1] == "index.json"
+
+
+def test_a_large_chunk_is_written_and_joined_without_being_held_in_memory(tmp_path):
+    documents = (np.full(1 << 19, number, np.uint16) for number in range(40))  # of 1 MiB
+    tracemalloc.start()
+    TokenShards().write(documents, tmp_path / "part", 1 << 16)
+    shutil.copytree(tmp_path / "part", tmp_path / "other")
+    TokenShards().join([tmp_path / "part", tmp_path / "other"], tmp_path / "out")
+    assert tracemalloc.get_traced_memory()[1] < 24 << 20
+    tracemalloc.stop()
+    [chunk] = json.loads((tmp_path / "out" / "index.json").read_text())["chunks"]
+    assert chunk["chunk_bytes"] == (80 << 20) + 4 * 82
+    store = TokenStore(tmp_path / "out")
+    assert [store.read(at << 19, (at << 19) + 1).item() for at in range(80)] == [*range(40), *range(40)]
 
 
 def test_the_largest_ids_survive(tmp_path):
