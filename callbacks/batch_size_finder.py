@@ -47,7 +47,7 @@ class BatchSizeFinder(Callback):
 
     On several ranks each tries without communication; then all agree on what fits everywhere. So no rank waits
     for one that ran out of memory. Under `FSDP` and `HybridParallel` a try takes the memory of gathered weights and reduced
-    gradients, and each rank fills it by itself; so it does under `DeepSpeedZero` in stage 2, without offloading. In
+    gradients, and each rank fills it by itself; so it does under `DeepSpeedZero` in stages 1 and 2, without offloading. In
     stage 3 ranks have to agree on the order in which parameters are gathered, which a step that broke off on one of them
     has not recorded. Validation uses micro-batches of the same size.
 
@@ -112,9 +112,8 @@ class BatchSizeFinder(Callback):
             return
         trainer.fit_loop.setup_data()
         sizes = divisors(_rows(trainer))
-        attempt = Attempt(trainer, self.memory_limit)
-        with restored_after(trainer):
-            found = largest(sizes, attempt)
+        with restored_after(trainer) as restore:
+            found = largest(sizes, Attempt(trainer, self.memory_limit, restore))
         forget_loader(trainer)  # it is built when the run begins, with the rows of then
         if found is None:
             length = trainer.datamodule.sequence_length  # type: ignore[attr-defined]
@@ -147,10 +146,12 @@ class Attempt:
     Args:
         trainer: Its optimizer, weights and gradients are changed.
         limit: Bytes that a try may take beyond what the process holds now; None: what there is.
+        restore: Restores training.
     """
 
-    def __init__(self, trainer: Trainer, limit: int | None) -> None:
-        self.trainer, self.optimizer = trainer, trainer.optimizers[0]
+    def __init__(self, trainer: Trainer, limit: int | None, restore: Callable[[], None]) -> None:
+        self.trainer, self.restore = trainer, restore
+        self.optimizer: Any = trainer.optimizers[0]
         self.rows = _rows(trainer)
         batches = training_batches(trainer)
         self.batch = widened(next(iter(batches))[1], batches.sequence_length)
@@ -166,6 +167,9 @@ class Attempt:
         failed = torch.tensor(float(not fits), device=self.trainer.strategy.root_device)
         if self.trainer.world_size > 1:
             failed = self.trainer.strategy.reduce(failed, reduce_op="sum")
+        if failed:  # of some weights the optimizer may have made half of the state
+            self.restore()
+            self.first = True
         return not bool(failed)
 
     def _fits(self, size: int) -> bool:
@@ -221,8 +225,6 @@ def _of_deepspeed(given: Mapping[str, Any]) -> Iterator[str]:
             "in stage 3 all ranks record the same order in which parameters are gathered, and a step that breaks off on one "
             "rank has none: set --trainer.strategy.stage=2, or data.batch_size by hand"
         )
-    elif given.get("stage") == 1:
-        yield "its trial steps are proven in stage 2 of DeepSpeedZero: set --trainer.strategy.stage=2, or data.batch_size by hand"
     elif given.get("offload_optimizer", "none") != "none":
         yield (
             "copies of gradients to the host may still be under way when a step breaks off: set "

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -12,11 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.figures import log_figures
-from core.training.loss_ranks import sum_over
+from core.training.loss_ranks import dp_size
+from toolkit.further_blocks import further_blocks
 from toolkit.routing import RoutesTokens, all_routers, count_experts, count_loads
-
-if TYPE_CHECKING:
-    from toolkit.selection import Run, Selected
 
 
 @technique(
@@ -29,7 +26,7 @@ class RoutingMonitor(Callback):
     The load of an expert is its share of a layer's choices times E: 1 where all are used alike, 0 where it is not used.
     Logged are `routing/max_load` and `routing/min_load` over all layers and experts, `routing/entropy`, that of the shares
     over log E in the mean layer, 1 where all are used alike, and `routing/dropped`, the share of choices that found no
-    room. Other steps count nothing.
+    room. Other steps count nothing. Stages of a pipeline count their own layers; the figures are those of all.
 
     Raises:
         ConfigError: If the network has no experts.
@@ -44,29 +41,30 @@ class RoutingMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._handles: list[Any] = []
-
-    @classmethod
-    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error where no process has all layers."""
-        stages = [item for item in run.selected if (item.arguments.get("pipeline") or 1) > 1]
-        if stages and stages[0].name == "HybridParallel":
-            yield "RoutingMonitor counts the layers of one process: set pipeline to 1, or leave it out"
+        self._handles: list[Any] | None = None  # an empty list listens, too: of a stage without routers
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Makes room for the counts."""
+        """Makes room for the counts of this rank's layers; a stage of a pipeline may have none with experts."""
         network: Any = pl_module.network
-        if not isinstance(network, RoutesTokens):
+        routers = all_routers(network) if isinstance(network, RoutesTokens) else []
+        device = pl_module.device
+        own = torch.tensor(count_experts(network) if routers else 0, device=device)
+        experts = int(torch.as_tensor(pl_module.all_gather(own)).max())
+        if not experts:
             raise ConfigError(f"RoutingMonitor: {type(network).__name__} has no experts; Mixtral has.")
-        layers, experts = len(all_routers(network)), count_experts(network)
-        self._counts = torch.zeros(layers, experts + 1, dtype=torch.int64, device=pl_module.device)
+        blocks = [*network.blocks, *further_blocks(network)]
+        places = {id(module): number for number, block in enumerate(blocks) for module in block.modules()}
+        self._blocks = torch.tensor([places[id(router)] for router in routers], device=device).long()
+        self._counts = torch.zeros(len(routers), experts + 1, dtype=torch.int64, device=device)
+        held = self._sum(trainer, torch.ones_like(self._counts), len(blocks))
+        self._copies = held // dp_size(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begins to count with the first micro-batch of a step that will be logged."""
         due = not (trainer.global_step + 1) % trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if due and not self._handles:
+        if due and self._handles is None:
             self._counts.zero_()
             network: Any = pl_module.network
             self._handles = count_loads(network, self._counts[:, :-1], self._counts[:, -1])
@@ -75,19 +73,28 @@ class RoutingMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Logs the figures of the step."""
-        if pl_module.logging_step and self._handles:
+        if pl_module.logging_step and self._handles is not None:
             self._stop()
-            counts = sum_over(trainer, self._counts).double().cpu()
+            # The ranks that have the same tokens and layer, as in tensor parallelism, have counted the same.
+            counts = self._sum(trainer, self._counts, len(self._copies)) // self._copies.clamp(min=1)
+            counts = counts[self._copies[:, 0] > 0].double().cpu()
             log_figures(trainer, figures(counts[:, :-1], counts[:, -1]))
+
+    def _sum(self, trainer: Trainer, values: torch.Tensor, blocks: int) -> torch.Tensor:
+        """Returns the sum over all ranks of values of this rank's layers, as rows of the blocks of the whole network."""
+        total = values.new_zeros(blocks, values.shape[1]).index_add_(0, self._blocks, values)
+        if trainer.world_size > 1:
+            total = trainer.strategy.reduce(total, reduce_op="sum")  # type: ignore[assignment]
+        return total
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stops listening."""
         self._stop()
 
     def _stop(self) -> None:
-        for handle in self._handles:
+        for handle in self._handles or ():
             handle.remove()
-        self._handles = []
+        self._handles = None
 
 
 def figures(loads: torch.Tensor, dropped: torch.Tensor) -> dict[str, float]:

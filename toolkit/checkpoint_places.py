@@ -127,6 +127,7 @@ class RemotePlace:
 
     def __init__(self, url: str) -> None:
         self.folder = ObjectFolder(url, "PeriodicCheckpoint: dirpath")
+        self._run_folder: Path | None = None
         self._complete: set[str] = set()
         self._pending: str | None = None
 
@@ -153,10 +154,16 @@ class RemotePlace:
         for key in partial:
             remote_checkpoints.remove(self.folder, key)
         self._complete = {found.name for found in complete}
+        self._run_folder = run_folder
         return own
 
     def set_aside(self, step: int, ends: Callable[[], bool] | None = None) -> dict[str, str]:
-        """Marks the checkpoints after a step; an outage is waited out, as the run may be in the middle, unless a signal ends it."""
+        """Marks the checkpoints after a step; an outage is waited out, as the run may be in the middle, unless a signal ends it.
+
+        Until all are marked, the run folder says so for a run that is resumed.
+        """
+        if self._run_folder is not None:
+            remote_checkpoints.note_return(self._run_folder, self.folder.url, step)
         ending = threading.Event()
         with ThreadPoolExecutor(1) as thread:  # requests hold up signals, a wait for another thread does not
             try:
@@ -165,7 +172,10 @@ class RemotePlace:
                     pass
             finally:
                 ending.set()
-            return marked.result()
+            renamed = marked.result()
+        if self._run_folder is not None:
+            remote_checkpoints.forget_return(self._run_folder)
+        return renamed
 
     def _set_aside(self, step: int, ending: threading.Event) -> dict[str, str]:
         patient = ObjectFolder(self.folder.url, uploads=True, ending=ending)

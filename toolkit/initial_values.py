@@ -193,7 +193,7 @@ _NOTE, _CLEARED = "_leyden_begins", "_leyden_cleared"
 """Attributes of a tensor on the meta device. A weak reference would keep torch from swapping it for a real one."""
 
 STRIP = 1024
-"""Rows of a matrix that are looked at together; those of whole tiles."""
+"""Rows of a matrix that are looked at together."""
 
 _seeds: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 """Network -> the seed that it was drawn with."""
@@ -261,7 +261,7 @@ def spread(strips: Iterable[Tensor]) -> float:
         wide = strip.double()
         count, sums = count + wide.numel(), sums + torch.stack((wide.sum(), wide.square().sum())).cpu()
     mean, square = (sums / count).tolist()
-    return float(torch.tensor(max(square - mean**2, 0.0)).sqrt())
+    return float(torch.tensor(max(square - mean**2, 0.0), dtype=torch.float32).sqrt())
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ class WithoutOthers(TorchDispatchMode):
     """While the mode is on, this process makes all collectives by itself: shapes and memory are right, values are not.
 
     What other ranks would send is what this rank sends. So a step takes as much memory as usual, and one that breaks off leaves
-    no rank waiting. It covers what goes through torch's dispatcher: FSDP2, tensor parallelism, DTensors.
+    no rank waiting. It covers what goes through torch's dispatcher: FSDP2, tensor parallelism, DTensors, DeepSpeed's stage 2.
 
     Args:
         first: How many; those that come after so many are made with the other ranks. None: all.

@@ -9,13 +9,22 @@
 
 A checkpoint without `complete` does not exist. What is copied to a disk, such as by `aws s3 sync`, is a checkpoint there.
 What is neither complete nor partial was copied there by somebody, and is left alone.
+
+Before a run marks abandoned ones it notes in its run folder from which step on: where the storage does not answer and the run
+ends, `last` knows it from there.
 """
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+from core import durable
+from core.errors import ConfigError
+from toolkit.bounded import open_inside, parse_json
 from toolkit.checkpoint_names import ABANDONED
 from toolkit.object_storage import ObjectFolder, StoredObject
 
@@ -26,13 +35,18 @@ __all__ = [
     "begin",
     "complete",
     "complete_name",
+    "forget_return",
     "listed",
+    "note_return",
+    "noted_return",
     "remove",
     "set_aside",
 ]
 
 COMPLETE, PARTIAL = "complete", ".partial"
 SUFFIX = ".ckpt"
+RETURN, MOST_BYTES = ".went-back", 2**16
+"""Name of the note in a run folder, and how long it may be."""
 
 
 @dataclass(frozen=True)
@@ -129,3 +143,32 @@ def set_aside(checkpoint: RemoteCheckpoint) -> str:
     """Marks a checkpoint as abandoned; returns the name that it has then. It is replaced when its step is saved again."""
     checkpoint.folder.put(f"{checkpoint.key}{ABANDONED}", b"")
     return f"{checkpoint.key.removesuffix(SUFFIX)}{ABANDONED}{SUFFIX}"
+
+
+def note_return(run_folder: Path, url: str, step: int) -> None:
+    """Notes in a run folder that checkpoints after a step are abandoned, before they are marked at a URL.
+
+    Raises:
+        ConfigError: If that cannot be written.
+    """
+    try:
+        durable.write(run_folder / RETURN, json.dumps({"url": url, "step": step}))
+    except OSError as error:
+        raise ConfigError(
+            f"{run_folder / RETURN} cannot be written: {durable.write_error(error)}."
+        ) from error
+
+
+def noted_return(run_folder: Path, url: str | None = None) -> int | None:
+    """Returns the step after which checkpoints at a URL, or at any, are abandoned and may not be marked; None: all are."""
+    with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        with open_inside(run_folder, RETURN) as file:
+            found = parse_json(file.read(MOST_BYTES))
+        if url in (None, found["url"]):
+            return int(found["step"])
+    return None
+
+
+def forget_return(run_folder: Path) -> None:
+    """Deletes the note: the checkpoints are marked."""
+    (run_folder / RETURN).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.further_blocks import counterparts
+from toolkit.sampled_steps import in_training_forward
 
 __all__ = ["RoutesTokens", "Routing", "all_routers", "count_experts", "count_loads", "recorded"]
 
@@ -101,7 +102,7 @@ def recorded(network: RoutesTokens) -> Iterator[list[Routing]]:
 def count_loads(network: RoutesTokens, loads: Tensor, dropped: Tensor) -> list[Any]:
     """Counts, in training, how many tokens choose each expert, without waiting for the device.
 
-    What activation checkpointing computes again is not counted twice.
+    What activation checkpointing computes again is not counted twice, and what a pipeline computes for shapes alone not at all.
 
     Args:
         network: Its L routers, those that :func:`all_routers` returns, are listened to.
@@ -114,7 +115,7 @@ def count_loads(network: RoutesTokens, loads: Tensor, dropped: Tensor) -> list[A
     routers = all_routers(network)
 
     def count(index: int, routing: Routing) -> None:
-        if not routers[index].training or not torch.is_grad_enabled():
+        if not in_training_forward(routers[index]) or routing.experts.is_meta:
             return
         chosen = routing.experts.detach().flatten()
         loads[index].scatter_add_(0, chosen, torch.ones_like(chosen, dtype=loads.dtype))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,15 +107,19 @@ def training_batches(trainer: Trainer) -> PackedBatches:
 
 
 @contextmanager
-def restored_after(trainer: Trainer) -> Iterator[None]:
-    """Restores training at the end; meanwhile nothing is logged, and observers are not called."""
+def restored_after(trainer: Trainer) -> Iterator[Callable[[], None]]:
+    """Restores training at the end; meanwhile nothing is logged, and observers are not called.
+
+    Yields:
+        What restores weights, the optimizer and all else that a snapshot has before the end, too; for every rank to call.
+    """
     taken, loop = snapshots.take_snapshot(trainer), trainer.fit_loop.epoch_loop
     batches, random = loop.batch_progress.state_dict(), collect_rng_states()
     callbacks, loggers, log_every = trainer.callbacks, trainer.loggers, trainer.log_every_n_steps  # type: ignore[attr-defined]
     trainer.callbacks = [each for each in callbacks if not snapshots.is_observer(each)]  # type: ignore[attr-defined]
     trainer.loggers, trainer.log_every_n_steps = [], sys.maxsize  # type: ignore[attr-defined]
     try:
-        yield
+        yield lambda: snapshots.put_back(trainer, taken)
     finally:
         snapshots.put_back(trainer, taken)
         trainer.callbacks, trainer.loggers = callbacks, loggers  # type: ignore[attr-defined]

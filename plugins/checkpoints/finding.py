@@ -81,7 +81,11 @@ def _saved_ns(path: Path) -> int:
 def _files(folder: Path, urls: bool = True) -> list[Path]:
     """Returns the checkpoints in a folder, in its `checkpoints`, and in the folders and, if asked, at the URLs that its config names."""
     recorded = list(_recorded_places(folder))
-    places = dict.fromkeys([folder, folder / "checkpoints", *(p for p in recorded if isinstance(p, Path))])
+    # A run that went back and could not say so on the storage has saved its last step on this machine alone.
+    staged = [folder / "uploads"] if remote_checkpoints.noted_return(folder) is not None else []
+    places = dict.fromkeys(
+        [folder, folder / "checkpoints", *staged, *(p for p in recorded if isinstance(p, Path))]
+    )
     found = [path for place in places if place.is_dir() for path in place.glob("*.ckpt")]
     here = [path for path in found if path.name[0] != "." and (path.is_file() or sharded.is_sharded(path))]
     return here + [

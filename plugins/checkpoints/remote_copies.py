@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,6 +25,7 @@ from core.data.token_datamodule import default_cache_dir
 from core.errors import ConfigError
 from toolkit import remote_checkpoints
 from toolkit.bounded import parse_json
+from toolkit.checkpoint_names import step_named
 from toolkit.file_claims import claimed, publish
 from toolkit.object_storage import ObjectFolder
 from toolkit.remote_checkpoints import COMPLETE, RemoteCheckpoint
@@ -147,6 +148,9 @@ def listed(url: str, run: Path | None = None) -> list[Path]:
         found = remote_checkpoints.listed(ObjectFolder(f"{folder.url}/checkpoints", "--ckpt_path")).complete
     paths = []
     for remote in found:
+        back = None if run is None else remote_checkpoints.noted_return(run, remote.folder.url)
+        if back is not None and (step_named(Path(remote.key)) or 0) > back:
+            remote = replace(remote, abandoned=True)
         mark = f"{remote.url} {remote.marker.tag} {remote.marker.modified_ns}"
         folder_name = hashlib.sha256(mark.encode()).hexdigest()[:16]
         path = default_cache_dir().absolute() / "checkpoints" / folder_name / remote.name

@@ -35,8 +35,9 @@ class Pretrained(Network):
     The folder is read again by a run that resumes and by `generate`. Nothing is downloaded, no code of the folder is run,
     and weights are read from safetensors files alone, and become float32. Under a strategy that shards it each rank reads its part
     of them, unless transformers stores them in another form than it computes with, as some mixtures of experts: then rank 0 has the
-    whole model. Without `weights` each rank draws its part, unless the model computes its first values from others. Llama, Qwen, Gemma and others have classes here, which also have tensor and pipeline
-    parallelism, masks between documents, and import and export.
+    whole model. Without `weights` each rank draws its part; rank 0 has the whole model where that cannot be recorded on the meta
+    device, as values that are computed from others. Llama, Qwen, Gemma and others have classes here, which also have tensor and
+    pipeline parallelism, masks between documents, and import and export.
 
     Args:
         path: A local folder with config.json, as `save_pretrained` writes it.
@@ -240,15 +241,9 @@ def _as_they_are(folder: Path, model: PreTrainedModel) -> dict[str, Start]:
 
 def _drawn(model: PreTrainedModel) -> Mapping[str, Start]:
     """Returns how each parameter begins as the model initialises it; empty: it is not known."""
-    there = {
-        id(own): nn.Parameter(torch.empty_like(own, device="meta"))
-        if isinstance(own, nn.Parameter)
-        else own.to("meta")
-        for _, own in named(model)
-    }
-    empty = copy.deepcopy(model, there)
+    empty = copy.deepcopy(model, {id(own): own.to("meta") for _, own in named(model)})
     _forget_initialised(empty)
-    return recorded_starts(empty, empty.initialize_weights)
+    return recorded_starts(empty, empty.init_weights)
 
 
 def _computed(model: PreTrainedModel, stored: Mapping[str, Start]) -> dict[str, Start]:

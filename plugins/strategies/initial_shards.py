@@ -103,7 +103,7 @@ class Spread(Derived):
 
     def normal_of_stored(self, device: torch.device) -> Fill:
         """Returns their distribution, of a matrix that rank 0 reads; called on every rank."""
-        found = torch.zeros((), device=device)
+        found = torch.zeros((), dtype=torch.float32, device=device)
         if dist.get_rank() == 0:
             found.fill_(spread(self.start.read().split(STRIP)))
         dist.broadcast(found, 0)

@@ -54,6 +54,17 @@ def test_a_resumed_run_goes_on_with_them():
     assert "BatchSizeFinder:" not in found.error_text  # it does not search again
 
 
+@pytest.mark.ci
+def test_a_try_that_left_half_of_a_weights_state_is_no_trouble_to_the_next():
+    """4 rows do not fit, in the fourth step: the second of AdamW's two averages. Then 3 rows are tried, and do."""
+    half = {"trainer": {"callbacks": [{"class_path": "tests.support.limits.HalfState", "init_args": {"step": 4}},
+                                      *finder(ENDLESS)["trainer"]["callbacks"][1:]]}}  # fmt: skip
+    adamw = {"model": {"optimizer": {"class_path": "AdamW"}}}
+    found = fit(MODEL, adamw, shape(2, 6), half)
+    assert state_of(found, "BatchSizeFinder") == {"batch_size": 3}
+    ended_alike(found, fit(MODEL, adamw, shape(3, 4)))
+
+
 TENSOR = strategy("HybridParallel", data_shard=1, tensor=2)
 
 
@@ -63,10 +74,11 @@ TENSOR = strategy("HybridParallel", data_shard=1, tensor=2)
     [
         strategy("DDP"),
         strategy("FSDP"),
-        pytest.param(strategy("DeepSpeedZero", stage=2), marks=pytest.mark.ci),
+        pytest.param(strategy("DeepSpeedZero", stage=1), marks=pytest.mark.slow),
+        strategy("DeepSpeedZero", stage=2),
         pytest.param(TENSOR, marks=pytest.mark.slow),
     ],
-    ids=["DDP", "FSDP", "DeepSpeedZero", "tensor"],
+    ids=["DDP", "FSDP", "stage1", "stage2", "tensor"],
 )
 def test_all_ranks_take_what_fits_on_each(spread):
     """Under FSDP a try breaks off in the middle of forward on one rank alone, and the run after it is bitwise the same."""

@@ -24,6 +24,7 @@ from plugins.optimizers.adamw import AdamW
 from tests.support.object_storage import answer_with, answering, passed_on
 from tests.support.toy import ToyData
 from toolkit import checkpoint_places, object_storage
+from toolkit.remote_checkpoints import noted_return
 
 
 class Recording(AtomicCheckpoint):
@@ -253,6 +254,7 @@ def test_sigterm_while_a_run_waits_for_its_storage(
     assert sent
     staged = sorted(path.name for path in (tmp_path / "uploads").glob("*.ckpt"))
     assert staged == [f"step-{step:08d}.ckpt" for step in kept_here]
+    assert noted_return(tmp_path) == (1 if where == "back" else None)
     told = capsys.readouterr().err
     assert said in told
     assert told.count(f"complete in {tmp_path}/uploads: {', '.join(staged)}.") == 1

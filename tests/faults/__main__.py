@@ -11,6 +11,7 @@
     python -m tests.faults run --out FOLDER --half fifth-unseen
     python -m tests.faults run --out FOLDER --half silent-errors  # those of reports that TrainCheck was evaluated on
     python -m tests.faults run --out FOLDER --half sixth-unseen
+    python -m tests.faults run --out FOLDER --half seventh-unseen
     python -m tests.faults run --out FOLDER --half harmless       # clean runs with parts of others
     python -m tests.faults run --out FOLDER --half clean --recipes gpt-2-ranks gpt-resumed
 
@@ -39,6 +40,7 @@ from tests.faults.harmless import HARMLESS
 from tests.faults.recipes import RECIPES, VARIANTS, recipe
 from tests.faults.running import composed, train
 from tests.faults.second_unseen import SECOND_UNSEEN
+from tests.faults.seventh_unseen import SEVENTH_UNSEEN
 from tests.faults.silent_errors import SILENT_ERRORS
 from tests.faults.sixth_unseen import SIXTH_UNSEEN
 from tests.faults.third_unseen import THIRD_UNSEEN
@@ -53,6 +55,7 @@ SETS = {
     "fifth-unseen": FIFTH_UNSEEN,
     "silent-errors": SILENT_ERRORS,
     "sixth-unseen": SIXTH_UNSEEN,
+    "seventh-unseen": SEVENTH_UNSEEN,
     "harmless": HARMLESS,
 }
 """Faults beside those of the catalogue."""

@@ -217,3 +217,33 @@ def test_loads_are_of_all_micro_batches_and_ranks():
     assert all(torch.equal(one[name], other[name]) and one[name].any() for name in names)
     assert len(logged(alone)) == 5
     assert logged(ranks) == logged(alone)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("layers", "schedule"),
+    [
+        pytest.param({"n_layer": 4}, "Interleaved1F1B", id="blocks in turn"),
+        pytest.param(
+            {"n_layer": 3, "dense_layers": 2}, "1F1B", id="a stage without experts", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_loads_of_all_stages_of_a_pipeline_are_those_of_one_process(layers, schedule):
+    """The pipeline's first stage runs once more for the shapes of its messages, which must not count."""
+    callbacks = [{"class_path": "BiasBalancing", "init_args": {"rate": 0.125}}, "RoutingMonitor"]
+    sizes = {"pipeline": 2, "schedule": schedule}
+    overlays = [
+        dots(callbacks, max_steps=3),
+        dots(callbacks, max_steps=3, strategy={"class_path": "HybridParallel", "init_args": sizes}),
+    ]
+    for overlay in overlays:
+        overlay["model"]["network"] = {**NETWORK, "init_args": NETWORK["init_args"] | layers}
+    alone, stages = fit(overlays[0], 1), fit(overlays[1], 2)
+    assert (alone.code, stages.code) == (0, 0), stages.error_text
+    assert len(logged(alone)) == 3
+    assert logged(stages) == logged(alone)
+    one, other = alone.checkpoint()["state_dict"], stages.checkpoint()["state_dict"]
+    names = [name for name in one if name.endswith("router.e_score_correction_bias")]
+    assert names
+    assert all(torch.equal(one[name], other[name]) and one[name].any() for name in names)

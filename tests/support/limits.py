@@ -108,3 +108,37 @@ class Squeeze(Counted):
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Takes it away."""
         resource.setrlimit(resource.RLIMIT_DATA, self.before)
+
+
+class HalfState(Callback):
+    """Memory runs out while the optimizer makes the state of a weight that had no gradient in the first steps.
+
+    So it is with an expert that none of the first tokens chose.
+
+    Args:
+        step: In which optimizer step, from 1.
+    """
+
+    def __init__(self, step: int) -> None:
+        self.step, self.steps = step, 0
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Takes the last weight's gradient away until that step, in which the second tensor of its state does not fit."""
+
+        def begin(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            self.steps += 1
+            if self.steps < self.step:
+                optimizer.param_groups[-1]["params"][-1].grad = None
+            elif self.steps == self.step:
+                torch.zeros_like = first
+
+        def first(*args: Any, **kwargs: Any) -> torch.Tensor:
+            torch.zeros_like = second
+            return zeros_like(*args, **kwargs)
+
+        def second(*args: Any, **kwargs: Any) -> torch.Tensor:
+            torch.zeros_like = zeros_like
+            raise torch.OutOfMemoryError
+
+        zeros_like = torch.zeros_like
+        trainer.optimizers[0].register_step_pre_hook(begin)

@@ -151,6 +151,59 @@ def test_a_cause_is_found_by_its_figures(cause):
     assert causes(history)[0] == cause
 
 
+def figures(**values):
+    """Figures of steps 1, 2, 4 and so on, as many as there are values."""
+
+    def change(history):
+        for name, given in values.items():
+            for index, value in enumerate(given):
+                history.add(2**index, {f"doctor/{name}": value})
+
+    return change
+
+
+PAIRS = {
+    "ids of another tokenizer are so from the first rows on": ("tokenizer_mismatch", figures(round_trip=[0.6] * 6)),
+    "text is damaged in a few batches": ("spike_by_data", figures(round_trip=[1, 1, 1, 0.6, 1, 1])),
+    "another tokenizer after a resume": (
+        "tokenizer_mismatch",
+        lambda h: (figures(round_trip=[1, 1, 1, 0.6, 0.6, 0.6])(h), h.add(7, {"doctor/resumed": 1.0})),
+    ),
+    "other frequencies": ("tokenizer_mismatch", figures(like_source=[0.5])),
+    "frequencies of repeated text": ("duplicates", figures(like_source=[0.5], repeated_rows=[0.7])),
+    "weights are too small": ("bad_initialisation", figures(initial_logit_deviation=[1e-4], initial_gain_least=[0.99])),
+    "a signal fades through depth": ("vanishing_gradients", figures(initial_logit_deviation=[1e-9], initial_gain_least=[1e-6])),
+    "blocks that begin with nothing": (None, figures(block_adds=[0.0, 0.0, 0.1, 0.4])),
+    "blocks that stay so": ("dead_block", figures(block_adds=[0.0] * 6, without_gradient=[0.7] * 6)),
+    "experts are others": (None, figures(backward_apart=[0.1], backward_holes=[0.3], backward_single=[0.0], forward_apart=[1e-3])),
+    "small gradients are lost": (
+        "fp16_underflow", figures(backward_apart=[0.1], backward_holes=[0.3], backward_single=[0.3], backward_single_size=[0.05])
+    ),
+    "a rank waits": ("data_bound", lambda h: [h.add(s, {"time/rank_behind": 0.4, "time/rank_waits": 0.4}) for s in range(1, 12)]),
+    "a rank works": ("straggler", lambda h: [h.add(s, {"time/rank_behind": 0.4, "time/rank_waits": 0.0}) for s in range(1, 12)]),
+    "a slow run that is also wrong": (
+        "no_warmup", lambda h: [h.add(s, {"time/data_share": 0.7, "doctor/update_ratio": 0.9, "train/lr": 0.1}) for s in range(1, 9)]
+    ),
+    "the same few rows": (
+        "over_fitting", lambda h: (figures(rows_again=[0, 0, 1, 1, 1, 1])(h), [h.add(s, {"val/loss": 3.6}) for s in (20, 40)])
+    ),
+    "a term that validation has not": (
+        None,
+        lambda h: ([h.add(s, {"val/loss": 3.0 + s / 100}) for s in (20, 40)], [h.add(s, {"doctor/plain_loss": 3.2}) for s in (36, 40)]),
+    ),
+    "first loss of a sum": (None, lambda h: h.add(1, {"train/loss": 900.0, "doctor/plain_loss": 900.0, "doctor/initial_next_loss": 5.6})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_causes_that_look_alike_are_told_apart(name):
+    cause, change = PAIRS[name]
+    history = healthy()
+    change(history)
+    config = changed("trainer.overfit_batches", 4) if cause == "over_fitting" else CONFIG
+    assert ([*causes(history, config), None])[0] == cause
+
+
 def changed(path, value):
     config = yaml.safe_load(yaml.safe_dump(CONFIG))
     *parents, last = path.split(".")

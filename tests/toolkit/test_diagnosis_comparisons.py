@@ -6,12 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from core.contracts import IGNORED_LABEL, TokenSum
+from core.contracts import IGNORED_LABEL, Objective, TokenSum
+from plugins.objectives.balanced_routing import BalancedRouting
 from plugins.objectives.causal_lm import CausalLM
 from tests.support.tiny_training import tiny_gpt, uneven_batches
+from toolkit.diagnosis import Case, History, objective_departures
 from toolkit.diagnosis.comparisons import initial_figures
 from toolkit.diagnosis.foreign import KINDS
 from toolkit.diagnosis.network_comparison import NetworkComparison
+from toolkit.diagnosis.plain import PlainParts
 from toolkit.diagnosis.row_comparison import compare
 from toolkit.diagnosis.step_comparison import StepSize
 
@@ -108,6 +111,76 @@ def test_an_objective_that_differs_is_known_by_its_gradient():
     assert found["objective_slope"] < 0
     assert found["objective_labelled"] >= 1.0
     assert found["objective_rest"] > 0.01
+
+
+class Own(Objective):
+    """Next-token prediction by hand, or of a part that it makes itself or is given; its gradient is 3 times as large, or its labels move."""
+
+    def __init__(self, objective=None, shift=0, inside=None):
+        super().__init__()
+        self.shift = shift
+        if objective is not None:
+            self.part = objective
+        elif inside:
+            self.part = CausalLM(z_loss=inside)
+
+    def loss(self, network, batch):
+        if hasattr(self, "part"):
+            loss, _ = self.part.loss(network, batch)
+            return TokenSum(3 * loss.total, loss.tokens), {}
+        logits, labels = network.logits(network(batch)), batch["labels"].roll(-self.shift, 1)
+        labels[:, labels.shape[1] - self.shift :] = IGNORED_LABEL
+        total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return TokenSum(total if self.shift else 3 * total, (labels != IGNORED_LABEL).sum()), {}
+
+
+def configured(part, **arguments):
+    path = f"{part.__module__}.{part.__name__}" if part in (Own, Changed) else part.__name__
+    return {"class_path": path, "init_args": arguments}
+
+
+FORMS = {
+    "from Objective": (lambda: Own(), configured(Own), True),
+    "derived": (lambda: Changed(factor=3.0), configured(Changed, factor=3.0), False),
+    "around a part": (lambda: Own(CausalLM(z_loss=0.1)), configured(Own, objective=configured(CausalLM, z_loss=0.1)), False),
+    "makes a part": (lambda: Own(inside=0.1), configured(Own, inside=0.1), False),
+    "within a part": (
+        lambda: BalancedRouting(Own()),
+        configured(BalancedRouting, objective=configured(Own)),
+        True,
+    ),
+    "labels move": (lambda: Own(shift=1), configured(Own, shift=1), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_an_own_objective_is_compared(form):
+    build, config, is_supposed = FORMS[form]
+    torch.manual_seed(0)
+    network = tiny_gpt(position="rotary")
+    module = SimpleNamespace(network=network, objective=build(), device=torch.device("cpu"))
+    case = Case(History(), {"model": {"objective": config}})
+    plain = PlainParts(case, SimpleNamespace(callbacks=[], precision_plugin=None), module)
+    objective, supposed = plain.objective()
+    assert supposed == is_supposed
+    if form == "within a part":
+        assert type(objective.objective) is CausalLM
+        return
+    ids = torch.randint(0, network.vocab_size, (4, 13))
+    batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
+    for own in (
+        copy.deepcopy(network),
+        None,
+    ):  # where leyden's network cannot be built, the objectives are compared alone
+        figures = NetworkComparison(module, own, objective, supposed).figures(batch)
+        history = History()
+        history.add(1, figures)
+        [finding] = objective_departures.objective(Case(history, case.config))
+        if form == "labels move":
+            assert finding.cause == "labels_shifted"
+        else:
+            assert finding.cause == "gradient_scale"
+            assert figures["doctor/objective_factor"] == pytest.approx(3.0, rel=1e-5)
 
 
 def test_rows_are_compared_position_by_position():

@@ -5,7 +5,7 @@ import torch
 
 from plugins.networks.gpt import GPT
 from tests.support.tiny_training import tiny_gpt
-from toolkit.initial_values import TILE, draw, draw_part, initial_values, normal, uniform
+from toolkit.initial_values import TILE, draw, draw_part, initial_values, normal, spread, uniform
 
 
 def whole(shape, name="w", seed=5, start=None, dtype=None):
@@ -103,3 +103,14 @@ def test_on_a_gpu_they_are_those_of_a_cpu():
         found = torch.empty(130, 1100, dtype=dtype, device="cuda")
         draw_part(found, normal(0.02), 5, "w")
         assert torch.equal(found.cpu(), whole((130, 1100), dtype=dtype))
+
+
+def test_a_spread_is_float32_while_a_network_is_built_in_bfloat16():
+    matrix = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    expected = float(matrix.double().std(correction=0).float())
+    torch.set_default_dtype(torch.bfloat16)  # as `bf16-true` does, outside of which ranks draw their shards
+    try:
+        found = spread(matrix.split(16))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found == pytest.approx(expected, rel=1e-6)

@@ -2,13 +2,23 @@
 
 `diagnose` goes through all rules. A rule is a function of a `Case` alone, so that a live run and a finished one are judged
 alike; rules of one field are in one module. `data_probes`, `network_probes` and `gradient_probes` measure what no figure of
-training shows. `comparisons` compares a run that has parts of others with what leyden's own would do: `departures` and
-`row_departures` judge that.
+training shows. `comparisons` compares a run that has parts of others with what leyden's own would do: `departures`, `objective_departures`
+and `row_departures` judge that.
 """
 
 from __future__ import annotations
 
-from toolkit.diagnosis import data, departures, gradients, network, optimization, row_departures, runs, speed
+from toolkit.diagnosis import (
+    data,
+    departures,
+    gradients,
+    network,
+    objective_departures,
+    optimization,
+    row_departures,
+    runs,
+    speed,
+)
 from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.history import History, read_history
 from toolkit.diagnosis.report import read_config, write_findings, write_remedy
@@ -28,6 +38,7 @@ __all__ = [
 
 RULES: tuple[Rule, ...] = (
     *departures.RULES,
+    *objective_departures.RULES,
     *row_departures.RULES,
     *data.RULES,
     *network.RULES,

@@ -71,6 +71,11 @@ class Case:
         found = self.series(name)
         return float(found.values[-1]) if len(found) else float("nan")
 
+    def at(self, name: str, step: int, otherwise: float = float("nan")) -> float:
+        """Returns a figure as it was logged first from a step on."""
+        values = self.series(name).since(step).values
+        return float(values[0]) if len(values) else otherwise
+
     def worst(self, name: str, limit: float, above: bool = True) -> tuple[int, float] | None:
         """Returns since when a figure is beyond a limit, and the one furthest beyond it; None: never."""
         series = self.series(name)
@@ -151,7 +156,9 @@ class Case:
 
     @property
     def is_causal(self) -> bool:
-        """Whether the objective predicts the next token."""
+        """Whether the objective predicts the next token, as its class or its gradient says."""
+        if self.last("doctor/objective_supposed") > 0 and self.last("doctor/objective_rest") < 0.3:
+            return True
         return self.class_of("model.objective") in ("", "CausalLM", "BalancedRouting", "MultiTokenPrediction")
 
 

@@ -74,10 +74,9 @@ class Comparisons:
             self._handles.append(optimizer.register_step_post_hook(self._stepped))
         found = dict[str, float]()
         network = self.plain.network()
-        if network is not None:
-            self._network = NetworkComparison(self.module, network, self.plain.objective())
-            if is_fresh and not self.plain.case.option("model.weights"):
-                found |= initial_figures(self.module.network, network)
+        self._network = NetworkComparison(self.module, network, *self.plain.objective())
+        if network is not None and is_fresh and not self.plain.case.option("model.weights"):
+            found |= initial_figures(self.module.network, network)
         data = self.trainer.datamodule
         if isinstance(data, TokenDataModule) and data.training_loader is not None:
             self.rows.start(cursor)
@@ -119,7 +118,8 @@ class Comparisons:
         return state_of(self.trainer.optimizers[0]) if self.active else []
 
     def begin_batch(self, batch: Any) -> None:
-        """Counts a batch."""
+        """Counts a batch, and ends the wait for it."""
+        self._times.wait_ends()
         if self.rows is not None:
             self.rows.count()
             self._tokens += batch["input_ids"].numel() if "input_ids" in batch else 0
@@ -192,22 +192,28 @@ class Comparisons:
 
 
 class _RankTimes:
-    """How long each rank works by itself, and how long it is in collectives, in the steps behind logged ones: from end to end."""
+    """How long each rank works by itself, how long it waits for data in that, and how long it is in collectives, in the steps behind logged ones: from end to end."""
 
     def __init__(self) -> None:
         self._began: float | None = None
-        self._delayed = 0.0
+        self._delayed = self._waited = 0.0
+        self._waits: deque[Tensor] = deque(maxlen=STEPS)
         self._watch: WatchCollectives | None = None
         self._own: deque[Tensor] = deque(maxlen=STEPS)
         self._whole: deque[float] = deque(maxlen=STEPS)
         self._shared: deque[float] = deque(
             maxlen=STEPS
-        )  # seconds in collectives of the rank that waits least
+        )  # seconds in collectives of the rank that waits least, without what a rank waits for a core
 
     def begin(self) -> None:
         """Begins to watch a step."""
-        self._began, self._delayed = time.monotonic(), _queued()
+        self._began, self._delayed, self._waited = time.monotonic(), _queued(), 0.0
         self._watch = WatchCollectives.start(time.monotonic)
+
+    def wait_ends(self) -> None:
+        """Ends the wait for the step's first batch."""
+        if self._began is not None and not self._waited:
+            self._waited = time.monotonic() - self._began
 
     def stop(self) -> tuple[float, float, float] | None:
         """Ends it; returns seconds of the step, of collectives, and those in which other programs had the core; None: it was not watched, or was interrupted."""
@@ -223,22 +229,27 @@ class _RankTimes:
         """Ends a step, and returns, of the last ones, how far the slowest rank is behind and the least share of collectives.
 
         Over the time of these steps: what the slowest rank works longer than the median one; and what a rank is in
-        collectives, of the rank that has to wait least.
+        collectives, of the rank that has to wait least. `time/rank_waits` is what a rank waits longer for data than the median one.
         """
         found = self.stop()
-        own = torch.tensor([0.0, 0.0, 0.0] if found is None else found, dtype=torch.float64)
-        every = module.all_gather(own.to(module.device)).view(-1, 3).cpu()
+        times = (0.0, 0.0, 0.0) if found is None else found
+        own = torch.tensor((*times, self._waited), dtype=torch.float64)
+        every = module.all_gather(own.to(module.device)).view(-1, 4).cpu()
         if not bool(every[:, 0].all()):
             return {}
         self._own.append((every[:, 0] - every[:, 1] - every[:, 2]).clamp(min=0))
-        self._shared.append(float(every[:, 1].min()))
+        self._waits.append(every[:, 3])
+        self._shared.append(float((every[:, 1].min() - every[:, 2].max()).clamp(min=0)))
         self._whole.append(float(every[:, 0].median()))
         if len(self._own) < STEPS:
             return {}
         works, whole = torch.stack([*self._own]), sum(self._whole) - max(self._whole)
         works = works.sum(0) - works.amax(0)
+        waits = torch.stack([*self._waits])
+        waits = waits.sum(0) - waits.amax(0)
         return {
             "time/rank_behind": float(works.max() - works.median()) / whole,
+            "time/rank_waits": float(waits.max() - waits.median()) / whole,
             "time/collectives_least": sum(self._shared) / sum(self._whole),
         }
 

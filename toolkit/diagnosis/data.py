@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import packing_remedy, suspects, taken_out
+from toolkit.diagnosis.parts import guard_remedy, packing_remedy, suspects, taken_out
 
 
 def _of_packing(case: Case, cause: str, since: int, evidence: str, confidence: float, advice: str) -> Finding:
@@ -81,18 +81,46 @@ def positions_wrong(case: Case) -> Iterator[Finding]:
 
 
 def tokenizer_mismatch(case: Case) -> Iterator[Finding]:
-    """The data's tokenizer does not give the ids again, or they are not as frequent as in the source."""
+    """The data's tokenizer does not give the ids again, or they are not as frequent as in the source: from the first rows on.
+
+    What is so in some batches alone is damaged text; repeated text has other frequencies with the right tokenizer, too.
+    """
     advice = "Encode the text again with the tokenizer of the data"
-    if found := case.worst("doctor/round_trip", 0.93, above=False):
-        yield _of_packing(
-            case, "tokenizer_mismatch", found[0], f"the tokenizer gives {found[1]:.0%} of the ids again for the text they spell",
-            0.96, advice,
-        )  # fmt: skip
-    if (like := case.last("doctor/like_source")) < 0.6:
+    trips = case.series("doctor/round_trip")
+    if (bad := trips.values < 0.93).any():
+        first = int(np.argmax(bad))
+        begins = first == 0 or any(
+            trips.steps[first - 1] < at <= trips.steps[first] for at in case.series("doctor/resumed").steps
+        )
+        since, share, lasts = (
+            int(trips.steps[first]),
+            float(trips.values[bad].min()),
+            bad[first:].mean() > 0.7,
+        )
+        evidence = f"the tokenizer gives {share:.0%} of the ids again for the text they spell"
+        if lasts and (begins or bad.sum() >= LASTING):
+            yield _of_packing(case, "tokenizer_mismatch", since, evidence, 0.96, advice)
+        elif not lasts:
+            finding = _of_packing(
+                case, "spike_by_data", since, f"{evidence}, of single batches", 0.95, "Drop what is no text"
+            )
+            yield replace(finding, remedy=finding.remedy or guard_remedy(case, since))
+    like, repeats = case.series("doctor/like_source").values, case.last("doctor/repeated_rows") > 0.1
+    if len(like) and like[0] < 0.75 and (like := like[-1]) < 0.6 and not repeats and not _comes_again(case):
         yield _of_packing(
             case, "tokenizer_mismatch", 1, f"frequencies of ids agree to {like:.0%} with those of the source's text, encoded again",
             0.95, advice,
         )  # fmt: skip
+
+
+LASTING = 3
+"""Looks in a row in which text is of another tokenizer that was not so at first."""
+
+
+def _comes_again(case: Case) -> bool:
+    """Returns whether most of the batches that are looked at came before, as of a few that are read over and over."""
+    again = case.series("doctor/rows_again").values
+    return len(again) >= 6 and float(again[len(again) // 2 :].mean()) > 0.6
 
 
 def duplicates(case: Case) -> Iterator[Finding]:
@@ -156,16 +184,21 @@ def over_fitting(case: Case) -> Iterator[Finding]:
     best = int(np.argmin(val.values))
     recent = train.since(val.steps[-1] - max(4, 0.1 * val.steps[-1])).values
     gap = val.values[-1] - (float(np.median(recent)) if len(recent) else math.nan)
+    _, given, plain = case.together("train/loss", "doctor/plain_loss")
+    gap += (
+        min(float(np.median(given - plain)), 0.0) if len(given) else 0.0
+    )  # what training alone takes off the loss
+    several = epochs > 1.5 or _comes_again(case)
     rises = best < len(val) - 1 and val.values[-1] > 1.01 * val.values[best]
-    widened = _widened(case)
-    if not epochs > 1.5 and not (rises and gap > 0.5 * val.values[best]):
+    widened, few = _widened(case), case.option("trainer.overfit_batches")
+    if not several and not (rises and gap > 0.5 * val.values[best]):
         return
     if gap > (0.1 if rises else 0.15) * val.values[best] or widened > 0.05 * val.values[best]:
         yield Finding(
             "over_fitting", int(val.steps[best]),
             f"val/loss is {val.values[-1]:.3g}, its least {val.values[best]:.3g}, and train/loss {max(gap, widened):.2g} lower than "
-            f"at first beside it, after {epochs:.1f} epochs", 0.85, "Stop at the best step, or take more text",
-            {"trainer": {"max_steps": int(val.steps[best])}},
+            f"at first beside it, " + ("over rows that come again" if _comes_again(case) else f"after {epochs:.1f} epochs"), 0.85,
+            "Stop at the best step, or take more text", {"trainer": {"overfit_batches": 0.0} if few else {"max_steps": int(val.steps[best])}},
         )  # fmt: skip
 
 

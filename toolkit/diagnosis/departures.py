@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 
@@ -30,13 +31,16 @@ def initial_weights(case: Case) -> Iterator[Finding]:
 def network(case: Case) -> Iterator[Finding]:
     """A network computes something else than leyden's with the same weights: what that leads to names the cause."""
     bad = beyond(case, "doctor/forward_apart", APART)
-    if bad is None:
-        return
-    step = int(bad[0].steps[0])
+    # what an early difference leads to may show later
+    named = (finding for step in (bad[0].steps if bad else ()) for finding in _of_network(case, int(step)))
+    yield from islice(named, 1)
+
+
+def _of_network(case: Case, step: int) -> Iterator[Finding]:
+    """Says what a difference leads to that there is in a step."""
 
     def at(name: str) -> float:
-        series = case.series(f"doctor/{name}").since(step)
-        return float(series.values[0]) if len(series) else math.nan
+        return case.at(f"doctor/{name}", step)
 
     scores = _symptoms(at)
     if case.worst("doctor/forward_apart", APART) and at("forward_apart_evaluating") <= APART:
@@ -57,7 +61,7 @@ def network(case: Case) -> Iterator[Finding]:
     score, what = scores[cause]
     if score >= 1:
         yield found(
-            case, cause, step, f"logits differ by {bad[0].values[0]:.2g} from those of leyden's network with the same weights, "
+            case, cause, step, f"logits differ by {at('forward_apart'):.2g} from those of leyden's network with the same weights, "
             f"first in the part {kind}: {what}", 0.8 if foreign else 0.956,
         )  # fmt: skip
 
@@ -109,70 +113,6 @@ def _symptoms(at: object) -> dict[str, tuple[float, str]]:
         if (share := value(f"now_{name}")) > 1e-3:  # type: ignore[operator]
             scores[cause] = 100.0, f"logits move by {share:.1%} with tokens that they must not see"
     return scores
-
-
-def backward(case: Case) -> Iterator[Finding]:
-    """Gradients of the network are not those of leyden's, though it computes the same."""
-    bad = beyond(case, "doctor/backward_apart", APART)
-    if bad is None:
-        return
-    step = int(bad[0].steps[0])
-    least, most, cosine, lost, holes = (
-        float(case.series(f"doctor/backward_{one}").since(step).values[0])
-        for one in ("least", "most", "cosine", "lost", "holes")
-    )
-    if lost > 0 and holes < 0.01:
-        cause, what = "frozen_weights", f"{lost:.0%} of the weights get none"
-    elif most > 1.5 and most * least > 1:
-        cause, what = "exploding_gradients", f"a tensor's is {most:.3g} times as large"
-    elif least < 0.67 and holes < 0.05:
-        cause, what = "vanishing_gradients", f"a tensor's is {least:.2g} of that"
-    else:
-        cause, what = (
-            "fp16_underflow",
-            f"they are rounded (cosine {cosine:.4f}, {max(holes, lost):.0%} are zero)",
-        )
-    yield found(
-        case, cause, step, f"gradients differ from those of leyden's network, which computes the same: {what}", 0.956
-    )  # fmt: skip
-
-
-def objective(case: Case) -> Iterator[Finding]:
-    """The objective is not leyden's with the same options: a factor, other labels, or another term."""
-    steps, factors, rests = case.together("doctor/objective_factor", "doctor/objective_rest")
-    wrong = (np.abs(factors - 1) > 0.05) | (rests > 0.01)
-    if not wrong.any():
-        return
-    index = int(np.argmax(wrong))
-    step, factor, rest = int(steps[index]), float(factors[index]), float(rests[index])
-
-    def at(name: str, otherwise: float) -> float:
-        values = case.series(f"doctor/objective_{name}").since(step).values
-        return float(values[0]) if len(values) else otherwise
-
-    if rest < 0.05 < abs(factor - 1):
-        cause, what = "gradient_scale", f"it is {factor:.3g} times as large"
-    elif at("labelled", 1.0) < 0.8:
-        cause, what = "few_labels", f"{at('labelled', 1.0):.0%} of the labelled tokens have a loss"
-    elif at("next", 1.0) < 0.5:
-        cause, what = (
-            "labels_shifted",
-            f"{at('next', 1.0):.0%} of the labels that it takes are the next token",
-        )
-    elif at("of_weights", 0.0) > 0.5:
-        cause, what = (
-            "weight_decay_too_large",
-            f"{at('of_weights', 0.0):.0%} of the difference draws weights to zero",
-        )
-    elif at("routers", 0.0) > 3 * rest:
-        cause, what = "dead_experts", f"gradients of routers differ by {at('routers', 0.0):.2g} of their size"
-    elif at("slope", 0.0) < 0:
-        cause, what = "logit_growth", "the difference makes logits larger"
-    else:
-        cause, what = "gradient_scale", f"its gradient differs by {rest:.0%}"
-    yield found(
-        case, cause, step, f"the loss is not that of leyden's objective with the same options: {what}", 0.955
-    )
 
 
 def rates(case: Case) -> Iterator[Finding]:
@@ -431,4 +371,4 @@ def _taken_back(case: Case) -> tuple[float, float] | None:
     return float(np.median(back)), float(np.median(cosine))
 
 
-RULES: tuple[Rule, ...] = (initial_weights, network, backward, objective, rates, updates, between, step_sizes)
+RULES: tuple[Rule, ...] = (initial_weights, network, rates, updates, between, step_sizes)

@@ -265,20 +265,32 @@ def by_depth(case: Case) -> Iterator[Finding]:
         ("doctor/gain_least", 0.02, False, "vanishing_gradients"),
     ):
         if found := case.worst(name, limit, above):
+            gone = "initial_gain_least" in name and LOST < found[1] < 0.01  # all else follows from that
             yield Finding(
                 cause, found[0], f"the gradient of hidden states changes by a factor of {found[1]:.3g} on its way down through a "
-                "block", 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
+                "block", 0.958 if gone else 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
                 taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
             )  # fmt: skip
             return
 
 
+LOST = 1e-12
+"""A gain of a gradient that was not handed on at all, but cut off."""
+
+
 def dead_block(case: Case) -> Iterator[Finding]:
-    """A block has no gradient, or is not run."""
+    """A block has no gradient, adds nothing in any look, or is not run."""
     if (idle := case.last("doctor/initial_blocks_idle")) > 0:
         yield Finding(
             "dead_block", 1, f"{idle:.0f} of the network's blocks are not run", 0.965,
             _advice(case, "Run them all"), taken_out(case),
+        )  # fmt: skip
+        return
+    adds = case.series("doctor/block_adds")
+    if len(adds) >= 3 and not adds.values.any():
+        yield Finding(
+            "dead_block", 1, f"a block has added nothing to what it is given until step {adds.steps[-1]}", 0.966,
+            _advice(case, "Begin with either gates or projections of zeros, not with both"), taken_out(case),
         )  # fmt: skip
         return
     zeros = case.last("doctor/blocks_of_zeros")

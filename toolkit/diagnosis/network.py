@@ -50,7 +50,9 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
     uniform, deviation = math.log(max(vocabulary, 2)), case.last("doctor/initial_logit_deviation")
     blocks, matrices = case.last("doctor/blocks_unlike"), case.last("doctor/matrices_unlike")
     evidence = list[tuple[str, float]]()
-    if deviation < 0.02:
+    if (
+        deviation < 0.02 and not case.last("doctor/initial_gain_least") < 0.4
+    ):  # else it fades on its way through blocks
         evidence.append(
             (f"before the first step logits differ by {deviation:.2g} only: weights are too small", 0.95)
         )
@@ -68,9 +70,8 @@ def bad_initialisation(case: Case) -> Iterator[Finding]:
             (f"before the first step {alike:.0%} of the units of a matrix are alike, and stay so", 0.948)
         )
     plain = case.series("doctor/plain_loss").values
-    first = float(
-        min([*loss.values[:1], *plain[:1]], default=0.0)
-    )  # an objective may sum what others average
+    first = case.last("doctor/initial_next_loss")  # an objective may sum what others average
+    first = first if math.isfinite(first) else float(min([*loss.values[:1], *plain[:1]], default=0.0))
     if vocabulary >= 2 and len(loss) and loss.steps[0] <= 4 and first > 1.25 * uniform + 0.5:
         high = (
             f"the first loss is {first:.3g}, and log of the vocabulary {uniform:.3g}: weights are too large"

@@ -6,6 +6,7 @@ Each module is also compared by itself: leyden's gets what the module was given,
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from core.training.seeding import seed_generators
 from toolkit.diagnosis.data_probes import figures_of, label_counts
 from toolkit.diagnosis.foreign import APART, KINDS
 from toolkit.diagnosis.gradient_probes import of_weights
-from toolkit.diagnosis.network_probes import backward_gains, inner_state, visibility
+from toolkit.diagnosis.network_probes import backward_gains, few_digits, inner_state, visibility
 from toolkit.generation.rows import evaluating
 from toolkit.network_parts import NamesParts
 from toolkit.routing import RoutesTokens
@@ -32,13 +33,15 @@ class NetworkComparison:
 
     Args:
         module: The LanguageModule.
-        network: Leyden's network.
+        network: Leyden's network; None: it cannot be built, and the objectives alone are compared, on the run's own.
         objective: Leyden's objective; None: it is not known.
+        is_supposed: Whether nothing says that it is meant to be this one.
     """
 
-    def __init__(self, module: Any, network: Any, objective: Any) -> None:
+    def __init__(self, module: Any, network: Any, objective: Any, is_supposed: bool = False) -> None:
+        self.is_supposed, self.is_alone = is_supposed, network is None
         self.live, self.own_objective = module.network, module.objective
-        self.network, self.objective, self.device = network, objective, module.device
+        self.network, self.objective, self.device = network or module.network, objective, module.device
 
     def figures(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Returns how far apart both are, where, and what is usual for leyden's with these weights.
@@ -46,6 +49,8 @@ class NetworkComparison:
         Args:
             batch: A few rows, on the device.
         """
+        if self.is_alone:
+            return self._objectives(batch) if self.objective is not None else {}
         with torch.no_grad():
             self.network.load_state_dict(self.live.state_dict(), strict=False)
         self.network.train()
@@ -159,7 +164,7 @@ class NetworkComparison:
         with torch.enable_grad():
             parameters = self._parameters(network)
             for p in parameters:
-                p.requires_grad_(p.requires_grad or network is self.network)
+                p.requires_grad_(p.requires_grad or (network is self.network and not self.is_alone))
             loss, _ = objective.loss(network, batch)
             wanted = [p for p in parameters if p.requires_grad]
             mean = loss.total / loss.weight.clamp(min=1)
@@ -172,7 +177,9 @@ class NetworkComparison:
     def _backward(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
         """Returns how the backward pass of the network differs, of leyden's objective: over its tensors.
 
-        `backward_lost` is the share of the weights in tensors that get no gradient, `backward_holes` that of single zeros in others.
+        `backward_lost` is the share of the weights in tensors that get no gradient, `backward_holes` that of zeros in others, and
+        `backward_single` that of zeros in rows that have others; `backward_single_size`: how large these should be beside the rest;
+        `backward_coarse`: the share of values with few digits.
         """
         pair = [self._gradients(network, self.objective, batch) for network in (self.live, self.network)]
         trained = [p.requires_grad for p in self._parameters(self.live)]
@@ -183,7 +190,13 @@ class NetworkComparison:
         cosines = [float((a * b).sum() / a.norm() / b.norm()) for a, b, _ in kept]
         size = sum(b.numel() for _, b, _ in large)
         holes = sum(int(((a == 0) & (b != 0)).sum()) for a, b, _ in kept)
+        single = [((a == 0) & (b != 0) & a.any(-1, keepdim=True), b.abs()) for a, b, _ in kept]
+        sizes = [float(b[zeros].mean() / b.mean()) for zeros, b in single if bool(zeros.any())]
         return {
+            "doctor/backward_single": sum(int(zeros.sum()) for zeros, _ in single)
+            / max(sum(b.numel() for _, b, _ in kept), 1),
+            "doctor/backward_single_size": statistics.median(sizes) if sizes else 1.0,
+            "doctor/backward_coarse": statistics.median([few_digits(a) for a, _, _ in kept]) if kept else 0.0,
             "doctor/backward_apart": max((_apart(a, b) for a, b, _ in large), default=0.0),
             "doctor/backward_least": min((ratio for *_, ratio in kept), default=1.0),
             "doctor/backward_most": max((ratio for *_, ratio in kept), default=1.0),
@@ -196,14 +209,15 @@ class NetworkComparison:
         """Returns how the objective differs, on leyden's network.
 
         The factor between gradients, and the share that it does not explain. If there is such a rest: how much gradients of
-        routers differ; whether the difference pushes logits up (below 0); how many tokens have a loss, and which share of the
-        labels that it takes are the next tokens, as its gradient shows them.
+        routers differ; how straight the rest pushes logits up (below 0, at most -1); how many tokens have a loss, and which share of
+        the labels that it takes are the next tokens, or tokens at another distance, as its gradient shows them.
         """
         pair = [self._gradients(self.network, one, batch) for one in (self.own_objective, self.objective)]
         given, own = (torch.cat([one.flatten() for one in each]).double() for each in pair)
         factor = float((given @ own) / (own @ own).clamp(min=1e-300))
         rest = float((given - factor * own).norm() / given.norm().clamp(min=1e-300))
         found = {"doctor/objective_factor": factor, "doctor/objective_rest": rest}
+        found["doctor/objective_supposed"] = float(self.is_supposed)
         if rest > APART:
             routers = (
                 [id(r.weight) for r in self.network.routers] if isinstance(self.network, RoutesTokens) else []
@@ -215,11 +229,11 @@ class NetworkComparison:
             ]
             found["doctor/objective_of_weights"] = of_weights(pair[0], pair[1], [*self.network.parameters()])
             found["doctor/objective_routers"] = float(torch.stack(of_routers).max()) if of_routers else 0.0
-            found |= self._on_logits(batch)
+            found |= self._on_logits(batch, factor)
         return found
 
-    def _on_logits(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
-        slopes, hidden = [], []
+    def _on_logits(self, batch: Mapping[str, Tensor], factor: float) -> dict[str, float]:
+        slopes, hidden, lengths = [], [], []
         for objective in (self.own_objective, self.objective):
             scale, kept = torch.ones((), device=self.device, requires_grad=True), list[Tensor]()
 
@@ -235,21 +249,31 @@ class NetworkComparison:
                 with torch.enable_grad():
                     loss, _ = objective.loss(self.network, batch)
                     mean = loss.total / loss.weight.clamp(min=1)
+                if not kept or not mean.requires_grad:  # it takes other ways through the network
+                    return {}
                 slope, *gradients = torch.autograd.grad(mean, (scale, *kept), allow_unused=True)
             finally:
                 handle.remove()
+            taken = [one.float() for one in gradients if one is not None]
+            if not taken or any(one.shape[:2] != batch["labels"].shape for one in taken):
+                return {}
             slopes.append(float(slope))
-            hidden.append(torch.stack([one for one in gradients if one is not None]).sum(0))
-        found = {"doctor/objective_slope": slopes[0] - slopes[1]}
+            hidden.append(torch.stack(taken).sum(0))
+            lengths.append(float(kept[0].detach().float().norm()))
+        most = float((hidden[0] - factor * hidden[1]).norm()) * lengths[0]
+        found = {"doctor/objective_slope": (slopes[0] - factor * slopes[1]) / max(most, 1e-30)}
         weight = self.network.output_weight
         if weight is not None and hidden[0].shape[-1] == weight.shape[-1]:
-            taken = hidden[0].norm(dim=-1) > 1e-6 * hidden[0].norm(dim=-1).max()
-            scores = -(hidden[0].float() @ weight.detach().float().T)
-            labels = torch.where(taken, scores.argmax(-1), IGNORED_LABEL)
+            chosen = hidden[0].norm(dim=-1) > 1e-6 * hidden[0].norm(dim=-1).max()
+            scores = -(hidden[0] @ weight.detach().float().T)
+            labels = torch.where(chosen, scores.argmax(-1), IGNORED_LABEL)
             implied: Any = {**batch, "labels": labels}
             counts = figures_of(label_counts([implied]))
             found["doctor/objective_next"] = counts.get("doctor/labels_next", 0.0)
-            found["doctor/objective_labelled"] = float(taken.sum() / (batch["labels"] != IGNORED_LABEL).sum())
+            found["doctor/objective_elsewhere"] = counts.get("doctor/labels_elsewhere", 0.0)
+            found["doctor/objective_labelled"] = float(
+                chosen.sum() / (batch["labels"] != IGNORED_LABEL).sum()
+            )
         return found
 
 

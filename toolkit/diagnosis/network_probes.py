@@ -219,7 +219,7 @@ def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     """Returns by how much the gradient of the next-token loss grows on its way down through a block.
 
     Of the hidden states between blocks, so that what a layer's own losses add to weights does not count:
-    `doctor/gain_most` and `doctor/gain_least` of one block.
+    `doctor/gain_most` and `doctor/gain_least` of one block, and the loss, `doctor/next_loss`.
     """
     states: list[Tensor] = []
     handles = [
@@ -234,7 +234,7 @@ def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
             logits = _logits(network, batch).flatten(0, 1)
             loss = nn.functional.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED_LABEL)
             if len(states) != len(network.blocks) + 1 or not all(state.requires_grad for state in states):
-                return {}
+                return {"doctor/next_loss": float(loss.detach())}
             gradients = torch.autograd.grad(loss, states, allow_unused=True)
     finally:
         for handle in handles:
@@ -244,7 +244,8 @@ def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     )
     norms = norms.clamp(min=1e-30)
     gains = norms[:-1] / norms[1:]
-    return {"doctor/gain_most": float(gains.max()), "doctor/gain_least": float(gains.min())}
+    found = {"doctor/gain_most": float(gains.max()), "doctor/gain_least": float(gains.min())}
+    return {**found, "doctor/next_loss": float(loss.detach())}
 
 
 def _first(output: Any) -> Tensor:
@@ -265,9 +266,15 @@ def coarse_share(network: Any) -> float:
             and bool(values.any())
         ):
             few = values.unique().numel() < 0.2 * values.numel()
-            digits = ((values.view(torch.int32) & 0x1FFF) == 0).float().mean()
-            coarse.append(few or bool(digits > 0.9))
+            coarse.append(few or few_digits(values) > 0.9)
     return sum(coarse) / max(len(coarse), 1)
+
+
+def few_digits(values: Tensor) -> float:
+    """Returns the share of some float32 values, of those that are not 0, that a type of 16 bits could hold."""
+    values = values.detach().float().flatten()
+    values = values[values != 0].contiguous()
+    return float(((values.view(torch.int32) & 0x1FFF) == 0).float().mean()) if len(values) else 0.0
 
 
 def _units_alike(matrix: Tensor) -> float:

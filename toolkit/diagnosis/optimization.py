@@ -57,7 +57,7 @@ def _risen(case: Case) -> int | None:
             and rate.values[index - 1] > 0
             and bool((after > 3 * rate.values[index - 1]).all())
         )
-        before, later = loss.up_to(step - 1).values[-5:], loss.since(step).values
+        before, later = loss.up_to(step - 1).values[-5:], loss.since(step).values[:SPAN]
         if risen and step > _warmup(case) + 1 and len(before) and later.max() > 1.05 * np.median(before):
             return step
     return None

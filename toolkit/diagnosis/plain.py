@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from core import catalog
-from core.contracts import ChangesNetwork, PackedBatches, Schedule
+from core.contracts import ChangesNetwork, Objective, PackedBatches, Schedule
 from core.errors import ConfigError
 from core.technique import declaration_of
 from core.training.parameter_groups import parameter_groups
@@ -65,14 +66,21 @@ class PlainParts:
         first = next(live.parameters())
         return found.to(device=first.device, dtype=first.dtype)
 
-    def objective(self) -> Any:
-        """Returns a new objective."""
-        live = self.module.objective
-        value = self.case.option("model.objective")
+    def objective(self) -> tuple[Any, bool]:
+        """Returns a new objective, and whether it is only supposed: next-token prediction, where a foreign one has none of leyden's.
+
+        That is the class that it derives from, the configured part that it wraps, or one that it has made itself.
+        """
+        live, value = self.module.objective, self.case.option("model.objective")
         found = self._build(_registered(type(live)), value)
         if found is None and isinstance(value, Mapping) and (wrapped := inner(value)) is not None:
             found = self._build(None, wrapped)
-        return None if found is None else found.to(self.module.device).train()
+        if found is None:
+            found = next((copy.deepcopy(one) for one in live.children() if _is_objective(one)), None)
+        supposed = found is None or any(map(_is_foreign_objective, live.modules()))
+        if found is None and self.module.network.output_weight is not None:
+            found = self._build(None, "CausalLM")
+        return None if found is None else found.to(self.module.device).train(), supposed
 
     def packing(self) -> Any:
         """Returns a new packing."""
@@ -149,9 +157,28 @@ class PlainParts:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping) and "class_path" in value:
-        kind = catalog.find(str(value["class_path"])).load()
-        return kind(**{name: _plain(one) for name, one in (value.get("init_args") or {}).items()})
+        path, arguments = str(value["class_path"]), value.get("init_args") or {}
+        if is_known(path):
+            kind = catalog.find(path).load()
+        else:
+            module, _, name = path.rpartition(".")
+            given = getattr(sys.modules.get(module), name, object)
+            if (kind := _registered(given)) is None and (wrapped := inner(value)) is not None:
+                return _plain(wrapped)
+            kind = kind or catalog.find("CausalLM" if issubclass(given, Objective) else path).load()
+        return kind(**{name: _plain(one) for name, one in taken_by(kind, arguments).items()})
     return value
+
+
+def _is_foreign_objective(part: Any) -> bool:
+    """Returns whether a part is an objective that has none of leyden's to be compared with, in it or above it."""
+    foreign = isinstance(part, Objective) and not _is_objective(part)
+    return foreign and not any(map(_is_objective, part.children()))
+
+
+def _is_objective(part: Any) -> bool:
+    """Returns whether a part is an objective of leyden's, or derives from one."""
+    return isinstance(part, Objective) and bool(_registered(type(part)))
 
 
 def _registered(kind: type) -> Any:

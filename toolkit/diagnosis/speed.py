@@ -10,6 +10,8 @@ from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.history import Series
 from toolkit.diagnosis.parts import packing_remedy, without_callbacks
 
+# What makes a run slow is said after what makes it wrong: confidences here are below those of all other rules.
+
 WINDOW = 6
 """Logged steps of which the median counts: the first one waits for the data to be opened."""
 
@@ -29,7 +31,7 @@ def data_bound(case: Case) -> Iterator[Finding]:
     if found := _steadily(case, "time/data_share", 0.4) or _in_all(case.series("time/data_share"), 0.35):
         workers = int(case.number("data.num_workers", 0))
         yield Finding(
-            "data_bound", found[0], f"{found[1]:.0%} of the time is spent waiting for data", 0.84,
+            "data_bound", found[0], f"{found[1]:.0%} of the time is spent waiting for data", 0.645,
             "Read ahead in more processes",
             packing_remedy(case) or without_callbacks(case) or {"data": {"init_args": {"num_workers": max(2, 2 * workers)}}},
         )  # fmt: skip
@@ -42,7 +44,7 @@ def reading(case: Case) -> Iterator[Finding]:
     if read > 5 * plain and share > 0.08 and len(case.series("time/step_p50_ms")) >= WINDOW:
         yield Finding(
             "data_bound", int(case.series("time/step_p50_ms").steps[WINDOW - 1]), f"a batch takes {read:.2g} ms to read, with leyden's packing {plain:.2g} "
-            f"ms: {share:.0%} of a step", 0.849, "Take leyden's packing", packing_remedy(case) or without_callbacks(case),
+            f"ms: {share:.0%} of a step", 0.65, "Take leyden's packing", packing_remedy(case) or without_callbacks(case),
         )  # fmt: skip
 
 
@@ -80,7 +82,7 @@ def checkpoint_stall(case: Case) -> Iterator[Finding]:
             option = "every_n_steps" if "every_n_steps" in given else "every_n_train_steps"
             remedy = {"trainer": {"callbacks": {name: {option: 10 * int(given.get(option) or 1)}}}}
         yield Finding(
-            "checkpoint_stall", int(share.steps[1]), f"{share.values[1:][bad[1:]][-1]:.0%} of the time goes into writing checkpoints", 0.85,
+            "checkpoint_stall", int(share.steps[1]), f"{share.values[1:][bad[1:]][-1]:.0%} of the time goes into writing checkpoints", 0.655,
             "Write them less often, or with ShardedCheckpoint, which goes on training meanwhile", remedy,
         )  # fmt: skip
 
@@ -91,30 +93,37 @@ def communication_bound(case: Case) -> Iterator[Finding]:
     if not watched and (found := _steadily(case, "time/communication_share", 0.4)):
         batches = 2 * int(case.number("trainer.accumulate_grad_batches", 1))
         yield Finding(
-            "communication_bound", found[0], f"{found[1]:.0%} of the time is spent in collectives that nothing overlaps", 0.72,
+            "communication_bound", found[0], f"{found[1]:.0%} of the time is spent in collectives that nothing overlaps", 0.63,
             "Send gradients less often: more micro-batches a step", {"trainer": {"accumulate_grad_batches": batches}},
         )  # fmt: skip
 
 
 def rank_times(case: Case) -> Iterator[Finding]:
     """One rank works longer than the others, or all are in collectives for long, in steps that were watched from end to end."""
-    behind = case.series("time/rank_behind")
-    long = (
-        np.convolve(behind.values > 0.2, np.ones(WATCHED), "valid") >= WATCHED
-        if len(behind) >= WATCHED
-        else np.zeros(0)
-    )
-    if long.any():
-        at = int(np.argmax(long)) + WATCHED - 1
+    since = _in_a_row(case.series("time/rank_waits"))
+    if since is not None:
         yield Finding(
-            "straggler", int(behind.steps[at]), f"the slowest rank works longer than the median by {behind.values[at]:.0%} of the time", 0.848,
+            "data_bound", since, f"a rank waits longer for data than the median by {case.at('time/rank_waits', since):.0%} of the time", 0.649,
+            "Read ahead in more processes, from the disk of the others", packing_remedy(case) or without_callbacks(case),
+        )  # fmt: skip
+    if (at := _in_a_row(case.series("time/rank_behind"))) is not None:
+        yield Finding(
+            "straggler", at, f"the slowest rank works longer than the median by {case.at('time/rank_behind', at):.0%} of the time", 0.648,
             "Let Heartbeat name it", without_callbacks(case) or {"trainer": {"callbacks": {"Heartbeat": {}}}},
         )  # fmt: skip
     elif waits := _steadily(case, "time/collectives_least", 0.5, WATCHED):
         yield Finding(
-            "communication_bound", waits[0], f"every rank is in collectives for {waits[1]:.0%} of the time and more", 0.846,
+            "communication_bound", waits[0], f"every rank is in collectives for {waits[1]:.0%} of the time and more", 0.646,
             "Send less, or less often", without_callbacks(case),
         )  # fmt: skip
+
+
+def _in_a_row(shares: Series) -> int | None:
+    """Returns the step in which a share was above a fifth in `WATCHED` looks in a row; None: never."""
+    if len(shares) < WATCHED:
+        return None
+    long = np.convolve(shares.values > 0.2, np.ones(WATCHED), "valid") >= WATCHED
+    return int(shares.steps[int(np.argmax(long)) + WATCHED - 1]) if long.any() else None
 
 
 def straggler(case: Case) -> Iterator[Finding]:
@@ -126,7 +135,7 @@ def straggler(case: Case) -> Iterator[Finding]:
             at = int(np.argmax(usual > 1.3))
             yield Finding(
                 "straggler", int(ratio.steps[at + LONG - 1]), f"the slowest rank computes at least {usual[at]:.2f} times as long as the "
-                "median in most steps", 0.83, "Let Heartbeat name it", {"trainer": {"callbacks": {"Heartbeat": {}}}},
+                "median in most steps", 0.64, "Let Heartbeat name it", {"trainer": {"callbacks": {"Heartbeat": {}}}},
             )  # fmt: skip
 
 
@@ -134,7 +143,7 @@ def fragmentation(case: Case) -> Iterator[Finding]:
     """Memory is reserved that no tensor uses."""
     if found := _steadily(case, "memory/fragmentation", 0.4):
         yield Finding(
-            "fragmentation", found[0], f"{found[1]:.0%} of the reserved memory is free in pieces", 0.71,
+            "fragmentation", found[0], f"{found[1]:.0%} of the reserved memory is free in pieces", 0.62,
             "Take PYTORCH_ALLOC_CONF out of the environment, or add expandable_segments:True to it",
         )  # fmt: skip
 

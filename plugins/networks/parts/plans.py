@@ -67,7 +67,10 @@ def _shared_input(split: bool) -> Any:
 
 
 def _narrow(x: Tensor) -> Tensor:
-    """Casts a tensor to autocast's data type as the products that read it would, but before it is sent."""
+    """Casts a tensor to autocast's data type as the products that read it would, but before it is sent.
+
+    A router with sigmoids, whose product is in float32, reads rounded tokens then, as in a network of that data type.
+    """
     device = x.device.type
     return x.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else x
 

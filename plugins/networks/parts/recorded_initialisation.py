@@ -20,6 +20,18 @@ EACH = ("mul_", "div_", "add_", "sub_", "clamp_", "erfinv_", "exp_", "log_", "ne
 Steps = list[tuple[Any, tuple[Any, ...]]]
 
 
+class _Watched(nn.Parameter):
+    """A parameter on the meta device that is not asked whether it is there.
+
+    Some functions of `torch.nn.init` do nothing there, and would be missed: `trunc_normal_` since 2.14.
+    """
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """Raises what an operator does that needs values."""
+        raise NotImplementedError("what is done to it depends on whether it has values")
+
+
 class _Recorder(TorchDispatchMode):
     """Notes what is done in place to parameters on the meta device.
 
@@ -36,13 +48,15 @@ class _Recorder(TorchDispatchMode):
         self._rows: dict[int, tuple[int, int, Tensor]] = {}  # the view lives on: its id stays its own
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
-        target = args[0] if args else None
-        if isinstance(target, Tensor) and target.is_meta:
+        kwargs = kwargs or {}
+        result, name = func(*args, **kwargs), func.overloadpacket.__name__
+        target = kwargs.get("out", args[0] if args else None)
+        if isinstance(target, Tensor) and _is_empty(target):
             if name == "select" and id(target) in self.found and args[1] == 0:
                 self._rows[id(result)] = id(target), args[2] % len(target), result
             elif func._schema.is_mutable:
-                self._note(func, name, target, args[1:])
+                plain = kwargs.keys() <= {"generator"}  # others, such as alpha, change what is done
+                self._note(func, name if plain else "", target, args[1:])
         return result
 
     def _note(self, func: Any, name: str, target: Tensor, given: tuple[Any, ...]) -> None:
@@ -55,7 +69,7 @@ class _Recorder(TorchDispatchMode):
         elif id(target) == owner and name in (*RANDOM, *CONSTANT) and numbers:
             self.found[owner] = [(func, given)]
             self.zeros.pop(owner, None)
-        elif id(target) == owner and name == "copy_" and not given[0].is_meta:
+        elif id(target) == owner and name == "copy_" and not _is_empty(given[0]):
             self.found[owner] = given[0].to(target.dtype).expand(target.shape).clone()
             self.zeros.pop(owner, None)
         elif (
@@ -70,22 +84,29 @@ class _Recorder(TorchDispatchMode):
             self.found[owner] = None
 
 
+def _is_empty(tensor: Tensor) -> bool:
+    return tensor.device.type == "meta"
+
+
 def recorded_starts(model: nn.Module, initialise: Callable[[], object]) -> Mapping[str, Start]:
     """Returns how each parameter begins; empty: of some it is not known.
 
     Args:
-        model: On the meta device.
-        initialise: Initialises it in place.
+        model: On the meta device. Its parameters are replaced, and tied ones are no longer tied: each is initialised.
+        initialise: Initialises it in place, and ties them again.
     """
-    parameters = dict(model.named_parameters())
-    recorder, before = _Recorder([*parameters.values()]), torch.get_rng_state()
+    for part in model.modules():
+        for name, own in part.named_parameters(recurse=False):
+            setattr(part, name, _Watched(torch.empty_like(own), own.requires_grad))
+    recorder, before = _Recorder([*model.parameters()]), torch.get_rng_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"), recorder:
             initialise()
             drawn = not torch.equal(torch.get_rng_state(), before)
     except (NotImplementedError, RuntimeError):  # it looks at values, which are not there
         return {}
-    if drawn or any(recorder.found[id(parameter)] is None for parameter in parameters.values()):
+    parameters = dict(model.named_parameters())  # of tied ones, the one that remains
+    if drawn or any(recorder.found.get(id(parameter)) is None for parameter in parameters.values()):
         return {}
     return {name: _start(recorder, id(parameter)) for name, parameter in parameters.items()}
 

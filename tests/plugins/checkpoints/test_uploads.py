@@ -177,6 +177,40 @@ def test_the_steps_of_a_discarded_history(save, storage, tmp_path):
     assert storage.keys("history") == [OWNER, "step-00000002.ckpt", "step-00000002.ckpt.complete"]
 
 
+@pytest.mark.ci
+def test_a_run_that_ended_before_it_could_mark_a_discarded_history_does_not_take_it(
+    save, storage, monkeypatch, tmp_path
+):
+    """SIGTERM in an outage: the step that was saved meanwhile, on this machine alone, is the newest of the new history."""
+    monkeypatch.setattr(object_storage, "LOOK_S", 0.05)
+    url, folder = "s3://corpora/unmarked", tmp_path / "run"
+    for step in (1, 4):
+        save(AtomicCheckpoint, url, step)
+    saver = {"class_path": "PeriodicCheckpoint", "init_args": {"dirpath": url}}
+    folder.mkdir()
+    (folder / "config.yaml").write_text(yaml.safe_dump({"trainer": {"callbacks": [saver]}}))
+    place = RemotePlace(url)
+    owner = place.check(True, folder, "")
+    with (
+        answering(lambda handler, body: answer_with(handler, 503)) as endpoint,
+        monkeypatch.context() as down,
+    ):
+        down.setenv("AWS_ENDPOINT_URL", endpoint)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            place.set_aside(2, lambda: True)
+    assert finding.newest(folder).name == "step-00000001.ckpt"
+    io, staged = AtomicCheckpoint(), folder / "uploads" / "step-00000002.ckpt"
+    io.save_checkpoint({**deepcopy(CONTENT), "global_step": 2}, staged)
+    io.teardown()
+    assert finding.newest(folder) == staged
+    resumed = RemotePlace(url)
+    resumed.check(True, folder, owner)
+    assert resumed.set_aside(2) == {"step-00000004.ckpt": "step-00000004.abandoned.ckpt"}
+    assert "step-00000004.ckpt.abandoned" in storage.keys("unmarked")
+    assert [path.name for path in folder.glob(".*")] == [OWNER]
+    assert finding.newest(folder).name == "step-00000001.ckpt"
+
+
 def test_ctrl_c_ends_the_wait_of_a_run_that_goes_back_in_an_outage(environment, monkeypatch):
     monkeypatch.setattr(object_storage, "LOOK_S", 0.05)
     pressed = []

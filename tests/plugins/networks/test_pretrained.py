@@ -10,6 +10,7 @@ import yaml
 from lightning.pytorch import seed_everything
 
 from core.errors import ConfigError
+from plugins.networks.parts.recorded_initialisation import recorded_starts
 from plugins.networks.pretrained import Pretrained
 from plugins.strategies.fsdp import FSDP
 from plugins.strategies.tensors import local_shard, part
@@ -17,6 +18,7 @@ from tests.support.cli_runs import checkpoint, core, state  # noqa: F401
 from tests.support.fake_ranks import shards
 from tests.support.reference_models import tokens
 from toolkit.generation.rows import Rows
+from toolkit.initial_values import draw_part
 from toolkit.safetensors_files import LazyTensor
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -102,7 +104,7 @@ def test_each_rank_reads_its_part_of_the_file_and_no_more(name, tmp_path):
     assert sorted(part.numel() for part in Counted.parts) == sorted(size for size in sizes if size)
 
 
-@pytest.mark.parametrize("name", ["GPT-2, tied", "Mixtral, stacked"])
+@pytest.mark.parametrize("name", ["GPT-2, tied", "Gemma 2, caps and windows", "Mixtral, stacked"])
 def test_each_rank_draws_its_part_of_random_weights(name, tmp_path):
     saved(name, tmp_path / "m")
     config(pad_token_id=9)(tmp_path / "m")
@@ -126,6 +128,33 @@ def test_each_rank_draws_its_part_of_random_weights(name, tmp_path):
         assert module.trainer.strategy.starts
         own = dict(module.network.model.named_parameters())
         assert [n for n, p in expected.items() if not torch.equal(local_shard(own[n]), part(p, own[n]))] == []
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        lambda weight: torch.nn.init.trunc_normal_(
+            weight, std=0.02
+        ),  # does nothing on the meta device since torch 2.14
+        lambda weight: weight.add_(1.0, alpha=2.0),
+        lambda weight: torch.add(torch.ones_like(weight), 2.0, out=weight),
+    ],
+    ids=["truncated", "option", "out"],
+)
+def test_what_is_not_recorded_is_not_known(last):
+    def initialise(model):
+        torch.nn.init.normal_(model.weight, std=1.0)
+        last(model.weight)
+
+    recorded, whole = torch.nn.Linear(8, 8, bias=False, device="meta"), torch.nn.Linear(8, 8, bias=False)
+    starts = recorded_starts(recorded, lambda: initialise(recorded))
+    with torch.no_grad():
+        initialise(whole)
+    if starts:  # the steps of truncated numbers, before
+        found = torch.empty(8, 8)
+        draw_part(found, starts["weight"], 0, "weight")
+        for figure in (torch.mean, torch.std):
+            assert float(figure(found)) == pytest.approx(float(figure(whole.weight.detach())), abs=0.3)
 
 
 def test_random_weights_are_the_models_initialisation(tmp_path):
