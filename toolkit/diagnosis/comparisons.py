@@ -203,7 +203,7 @@ class _RankTimes:
         self._whole: deque[float] = deque(maxlen=STEPS)
         self._shared: deque[float] = deque(
             maxlen=STEPS
-        )  # seconds in collectives of the rank that waits least, without what a rank waits for a core
+        )  # seconds in collectives of the rank that waits least
 
     def begin(self) -> None:
         """Begins to watch a step."""
@@ -239,7 +239,7 @@ class _RankTimes:
             return {}
         self._own.append((every[:, 0] - every[:, 1] - every[:, 2]).clamp(min=0))
         self._waits.append(every[:, 3])
-        self._shared.append(float((every[:, 1].min() - every[:, 2].max()).clamp(min=0)))
+        self._shared.append(float(every[:, 1].min()))
         self._whole.append(float(every[:, 0].median()))
         if len(self._own) < STEPS:
             return {}
