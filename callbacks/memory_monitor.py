@@ -151,11 +151,12 @@ class MemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the counting with the optimizer's step, logs and draws; logs the state of the allocator."""
+        counted = self._timeline is not None and not is_accumulating(trainer)
+        points = self._stop() if counted else []  # before ranks exchange anything, which would be counted
         if pl_module.logging_step and pl_module.device.type == "cuda":
             self._log(trainer, pl_module, allocator_figures(torch.cuda.memory_stats(pl_module.device)))
-        if self._timeline is None or is_accumulating(trainer):
+        if not counted:
             return
-        points = self._stop()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, PausesClock):
                 callback.pause_clock()

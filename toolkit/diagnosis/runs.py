@@ -16,7 +16,7 @@ def ranks_apart(case: Case) -> Iterator[Finding]:
     if found := case.worst("doctor/ranks_apart", 1e-6):
         yield Finding(
             "ranks_differ", found[0], f"weights of ranks differ by {found[1]:.2g} of their size", 0.96,
-            f"Leave out {suspects(case)}" if suspects(case) else "Average gradients over all ranks in each step, and begin with the same weights",
+            f"Leave out {suspects(case)}, unless it is meant to end runs" if suspects(case) else "Average gradients over all ranks in each step, and begin with the same weights",
             without_callbacks(case),
         )  # fmt: skip
 
@@ -35,7 +35,7 @@ def weights_not_restored(case: Case) -> Iterator[Finding]:
     if found := case.worst("doctor/not_restored", 0.0):
         yield Finding(
             "weights_not_restored", found[0], f"{found[1]:.0%} of the tensors are not those of the checkpoint", 0.96,
-            f"Leave out {suspects(case)}" if suspects(case) else "Resume with the checkpoint's weights", without_callbacks(case),
+            f"Leave out {suspects(case)}, unless it is meant to end runs" if suspects(case) else "Resume with the checkpoint's weights", without_callbacks(case),
         )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def ends_early(case: Case) -> Iterator[Finding]:
     if len(ended) and not names & STOPPERS and not case.option("trainer.max_time"):
         yield Finding(
             "ends_early", int(ended.values[-1]), f"the run was ended after step {ended.values[-1]:.0f} of {case.max_steps:.0f}", 0.75,
-            f"Leave out {suspects(case)}" if suspects(case) else "Look for what sets trainer.should_stop", without_callbacks(case),
+            f"Leave out {suspects(case)}, unless it is meant to end runs" if suspects(case) else "Look for what sets trainer.should_stop", without_callbacks(case),
         )  # fmt: skip
 
 
