@@ -134,7 +134,11 @@ def test_ranks_that_share_weights_end_where_a_row_does_not_fit():
     done = fit(MODEL, strategy("FSDP"), shape(2, 1), squeezed(limit=500_000, rank=1), ranks=2, code=1)
     assert done.codes[1] == 2
     said = (done.folder.parent / "output.1.err").read_text(encoding="utf-8")
-    assert "Out of memory on rank 1, also with a single row" in said
+    # what the heap still has free decides in which operation: of the row's own, or one that all ranks take part in
+    assert (
+        "Out of memory on rank 1, also with a single row" in said
+        or "Out of memory on rank 1 while it" in said
+    )
     assert "Another rank died: rank 1" in done.error_text
 
 

@@ -134,3 +134,10 @@ def passed_on(handler: BaseHTTPRequestHandler, body: bytes, url: str) -> None:
     handler.end_headers()
     handler.wfile.write(content)
     connection.close()
+
+
+def two_ranks() -> list[dict[str, str]]:
+    """Returns what torchrun sets for each of two ranks."""
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "uploads"}
+    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from conformance.runs import free_port, run
+from conformance.runs import run
 from core.__main__ import main
 from core.errors import ConfigError
 from plugins.checkpoints import finding, remote_copies
@@ -22,7 +22,7 @@ from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.cli.runs.run_folder import fill_in
 from plugins.networks.gpt import GPT
 from tests.conftest import TINY
-from tests.support.object_storage import answer_with, answering, passed_on
+from tests.support.object_storage import answer_with, answering, passed_on, two_ranks
 from tests.support.same_run import same_bits
 from toolkit import object_storage
 from toolkit.checkpoint_places import RemotePlace
@@ -348,13 +348,6 @@ def written_config(folder, tiny, dirpath=None, **trainer):
     path = folder.with_suffix(".yaml")
     path.write_text(yaml.safe_dump(tiny), encoding="utf-8")
     return f"--config={path}"
-
-
-def two_ranks():
-    """Returns what torchrun sets for each of two ranks."""
-    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "uploads"}
-    return [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
 
 
 @pytest.mark.ci
