@@ -67,9 +67,9 @@ MaskedDataModule or of its like: they are CI's. Networks on two ranks, which tes
 objectives' own runs have in CI, are slow."""
 
 
-BESIDE_PROCESSES = {"Mlflow", "SlurmEngine", "Wandb"}
-"""Techniques that start processes of others, or write their databases, which takes seconds in each run: what needs runs, or
-tasks, is CI's."""
+TRACKERS = {"Mlflow", "Wandb"}
+"""Loggers that start processes of others, or write their databases, which takes seconds in each run: their own tests are runs in
+the real trackers, and what needs further runs is slow."""
 
 
 IN_SOME_STEPS = {"Evaluate", "SpikeReport"}
@@ -112,12 +112,12 @@ def marks(case, proof):
     steady = kind == "callbacks" and works_in_steps(case.target) and case.entry.name not in IN_SOME_STEPS
     long = proof.name == "leaks_nothing" and not steady
     watched = only_watches(case.target) and proof.name in BY_RANKS
-    beside = case.entry.name in BESIDE_PROCESSES and (
-        proof.contract == "Engine" or proof.name in (*DEAR, "config_round_trips")
-    )
+    if case.entry.name in TRACKERS and proof.name in (*DEAR, "config_round_trips"):
+        return [pytest.mark.slow]
+    tasks = case.entry.name == "SlurmEngine" and proof.contract == "Engine"  # which a process each takes up
     each = proof.name == "its_fingerprint_tells_texts_apart"  # reads all documents again for each change
     return [pytest.mark.ci] * (
-        each or long or again or alike or watched or beside or (seldom and proof.name in DEAR)
+        each or long or again or alike or watched or tasks or (seldom and proof.name in DEAR)
     )
 
 
