@@ -130,8 +130,15 @@ class Recorder(Callback):
     def _copy(self) -> None:
         """Copies the folder, the first time that the step is reached."""
         target = self.folder.with_name(self.folder.name + LEFT)
-        if not target.exists():
-            shutil.copytree(self.folder, target, symlinks=True, copy_function=_copy_if_there)
+        tries = 5
+        while not target.exists():
+            try:
+                shutil.copytree(self.folder, target, symlinks=True, copy_function=_copy_if_there)
+            except (shutil.Error, FileNotFoundError):  # a checkpoint that is written meanwhile got its last name
+                tries -= 1
+                if not tries:
+                    raise
+                shutil.rmtree(target, ignore_errors=True)
 
     def _weigh(self, trainer: Trainer) -> None:
         """Counts objects, and ends the training where there are hardly more than the last time."""
