@@ -134,7 +134,10 @@ class Recorder(Callback):
         while not target.exists():
             try:
                 shutil.copytree(self.folder, target, symlinks=True, copy_function=_copy_if_there)
-            except (shutil.Error, FileNotFoundError):  # a checkpoint that is written meanwhile got its last name
+            except (
+                shutil.Error,
+                FileNotFoundError,
+            ):  # a checkpoint that is written meanwhile got its last name
                 tries -= 1
                 if not tries:
                     raise
