@@ -134,11 +134,8 @@ class Recorder(Callback):
         while not target.exists():
             try:
                 shutil.copytree(self.folder, target, symlinks=True, copy_function=_copy_if_there)
-            except (
-                shutil.Error,
-                FileNotFoundError,
-            ):  # a checkpoint that is written meanwhile got its last name
-                tries -= 1
+            except (shutil.Error, FileNotFoundError):
+                tries -= 1  # a checkpoint that was written meanwhile got its last name
                 if not tries:
                     raise
                 shutil.rmtree(target, ignore_errors=True)
