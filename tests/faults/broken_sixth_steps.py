@@ -14,21 +14,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from plugins.optimizers.adamw import AdamW
 from plugins.optimizers.muon import Muon
+from tests.faults.broken_fourth_steps import FullDecayAdamW
 
 PHASES = ((4, 0.3), (24, 1.0), (25, 50.0), (36, 0.5), (48, 0.2))
 """Until which step, and the share of the rate; one share was written in percent."""
 
 
-class DecayApartAdamW(AdamW):
-    """AdamW whose decay is not multiplied by the rate: a step takes 10% of each weight."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        with torch.no_grad():
-            for group in self.param_groups:
-                for parameter in group["params"]:
-                    parameter.mul_(1 - group["weight_decay"])
-        return loss
+class DecayApartAdamW(FullDecayAdamW):
+    """AdamW of this kind: a step takes 10% of each weight."""
 
 
 class KeepsGradients(Optimizer):

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from core.language_module import LanguageModule
 from core.training.loss_ranks import dp_group, dp_rank, dp_size, gradient_norm, scale_gradients
+from core.training.shards import total_norm
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from tests.support.toy import ToyData
@@ -68,3 +69,9 @@ def test_what_is_asked_before_a_run_is_answered_too(tmp_path):
     trainer = Trainer(accelerator="cpu", devices=1, logger=False, default_root_dir=tmp_path)
     trainer.strategy.connect(LanguageModule(lambda: None, CausalLM(), torch.optim.SGD))
     assert (dp_group(trainer), dp_rank(trainer), dp_size(trainer)) == (None, 0, 1)
+
+
+def test_the_norm_of_no_gradient_is_zero():
+    """As of an optimizer whose parameters are not those of the model."""
+    assert total_norm([]) == 0
+    assert total_norm([torch.tensor([3.0]), torch.tensor([4.0])]) == 5
