@@ -30,12 +30,20 @@ PLANS = {
         4,
     ),
     "experts": ({"class_path": "HybridParallel", "init_args": {"expert": 2, "data_shard": 1}}, 2),
-    "ZeRO-3": (
-        {"class_path": "DeepSpeedZero", "init_args": {"stage": 3, "persistence_threshold": 0}},
-        2,
+    "ZeRO-3": ({"class_path": "DeepSpeedZero", "init_args": {"stage": 3, "persistence_threshold": 0}}, 2),
+    "experts beside data": (
+        {"class_path": "HybridParallel", "init_args": {"expert": 2, "data_shard": 2}},
+        1,
+        4,
+    ),
+    "tokens in stages": ({"class_path": "HybridParallel", "init_args": {"context": 2, "pipeline": 2}}, 4, 4),
+    "sequence and tokens": (
+        {"class_path": "HybridParallel", "init_args": {"tensor": 2, "sequence": 2, "context": 2}},
+        4,
+        4,
     ),
 }
-"""Strategy, and the rows of a rank's batch."""
+"""Strategy, the rows of a rank's batch, and the number of ranks where it is not 2."""
 
 OFTEN = ("sequence", "pipeline", "ring", "experts")
 """Those that CI tries."""
@@ -76,7 +84,7 @@ def texts():
     return str(folder)
 
 
-def trained(name, strategy=None, rows=4, evaluated=True, network=None):
+def trained(name, strategy=None, rows=4, ranks=2, evaluated=True, network=None):
     """Returns the losses by step, the figures of the evaluations, and the rows of each set, of a run of four steps."""
     callbacks = [{"class_path": "Evaluate", "init_args": {"evaluations": evaluations(), "every_n_steps": 2}}]
     folder = workshop() / f"evaluations-{name}"
@@ -84,7 +92,7 @@ def trained(name, strategy=None, rows=4, evaluated=True, network=None):
         "trainer": {
             "max_steps": 4,
             "log_every_n_steps": 1,
-            "devices": 2 if strategy else 1,
+            "devices": ranks if strategy else 1,
             "callbacks": callbacks if evaluated else [],
             "logger": [{"class_path": "MetricsCSV", "init_args": {"save_dir": "${run_folder}"}}],
             "default_root_dir": str(folder),
@@ -97,7 +105,7 @@ def trained(name, strategy=None, rows=4, evaluated=True, network=None):
     config = folder / "config-given.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     config.write_text(yaml.safe_dump(tiny([overlay])))
-    done = run(["fit", "--config", str(config)], folder, ranks=2 if strategy else 1)
+    done = run(["fit", "--config", str(config)], folder, ranks=ranks if strategy else 1)
     assert done.code == 0, done.error_text
     with open(next(folder.rglob("metrics.csv")), encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -125,8 +133,8 @@ def alone(mixture):
     [pytest.param(plan, marks=pytest.mark.ci if plan in OFTEN else pytest.mark.slow) for plan in PLANS],
 )
 def test_ranks_find_what_one_process_finds(plan):
-    network = MIXTURE if plan == "experts" else None
-    expected = alone(plan == "experts")
+    network = MIXTURE if "experts" in plan else None
+    expected = alone(network is not None)
     losses, figures, sets = trained(plan, *PLANS[plan], network=network)
     assert losses == pytest.approx(expected[0], rel=1e-5)
     assert figures.keys() == expected[1].keys()
