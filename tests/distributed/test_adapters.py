@@ -25,7 +25,8 @@ PLANS = {
 }
 PAIRS = [
     *(("LoRA", plan) for plan in PLANS),
-    ("DoRA", "FSDP"), ("DoRA", "tensor"), ("IA3", "tensor"), ("Freeze", "FSDP"), ("Freeze", "sequence"),
+    ("DoRA", "tensor"), ("IA3", "tensor"), ("Freeze", "FSDP"),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("DoRA", "FSDP"), ("Freeze", "sequence"))),
 ]  # fmt: skip
 
 
