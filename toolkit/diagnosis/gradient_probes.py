@@ -95,7 +95,8 @@ class GradientCheck:
             compared.append(_compare(found, expected, parameter.detach(), before))
         lost = 0 if invented > 0.1 * lost else lost  # gradients of something else have zeros in other places
         largest = max((float(p.grad.abs().max()) for _, p in self.named if p.grad is not None), default=0.0)
-        cut = [p.grad.abs() >= 0.999 * largest for _, p in self.named if p.grad is not None and largest > 0]
+        finite = 0 < largest < math.inf
+        cut = [p.grad.abs() >= 0.999 * largest for _, p in self.named if p.grad is not None and finite]
         result = {
             "doctor/gradients_lost": lost / max(nonzero, 1),
             "doctor/gradients_cut": sum(int(one.sum()) for one in cut) / max(nonzero, 1),

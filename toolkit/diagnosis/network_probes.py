@@ -205,8 +205,9 @@ TOKENS_PER_EXPERT = 16
 
 
 def _added(before: Tensor, after: Tensor) -> Tensor:
-    """Returns how large what a block adds is beside what it was given."""
-    return (after.float() - before.float()).norm() / before.float().norm().clamp(min=1e-30)
+    """Returns how large what a block adds is beside what it was given; what it adds to all tokens alike, as a bias, does not count."""
+    more = (after.float() - before.float()).flatten(0, -2)
+    return (more - more.mean(0)).norm() / before.float().norm().clamp(min=1e-30)
 
 
 def _dead(units: Tensor) -> Tensor:
@@ -263,7 +264,7 @@ def coarse_share(network: Any) -> float:
             parameter.dtype == torch.float32
             and parameter.ndim > 1
             and values.numel() >= 2048
-            and bool(values.any())
+            and bool(values.any() and values.isfinite().all())
         ):
             few = values.unique().numel() < 0.2 * values.numel()
             coarse.append(few or few_digits(values) > 0.9)

@@ -14,6 +14,8 @@ def backward(case: Case) -> Iterator[Finding]:
     if bad is None:
         return
     step = int(bad[0].steps[0])
+    if (apart := case.worst("doctor/forward_apart", APART)) and apart[0] < step:
+        return  # another function: `network` says why
 
     def at(name: str, otherwise: float) -> float:
         return case.at(f"doctor/backward_{name}", step, otherwise)
