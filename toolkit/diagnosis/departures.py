@@ -42,7 +42,7 @@ def _of_network(case: Case, step: int) -> Iterator[Finding]:
     def at(name: str) -> float:
         return case.at(f"doctor/{name}", step)
 
-    scores = _symptoms(at)
+    scores = symptoms(at)
     if case.worst("doctor/forward_apart", APART) and at("forward_apart_evaluating") <= APART:
         scores["dropout_too_high"] = (3.0, "only in training")
     kind = KINDS[int(at("part_kind"))] if at("part_kind") >= 0 else "network"
@@ -80,7 +80,7 @@ DEFAULTS = {
 """Kind of the part that differs -> the cause where no symptom shows."""
 
 
-def _symptoms(at: object) -> dict[str, tuple[float, str]]:
+def symptoms(at: object) -> dict[str, tuple[float, str]]:
     """Returns cause -> how far a figure is from that of leyden's network, 1 at its limit, and what it is."""
     value = at  # a function of the name of a figure
     scores: dict[str, tuple[float, str]] = {}

@@ -229,6 +229,11 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
             "weights_not_updated", 1, f"{missing:.1%} of the weights that are trained are not in the optimizer", 0.95,
             _advice(case, "Give the optimizer all parameters"), taken_out(case),
         )  # fmt: skip
+    elif none := case.worst("doctor/gradients_missing", 0.02):
+        yield Finding(
+            "weights_not_updated", none[0], f"the optimizer is given no gradient for {none[1]:.1%} of the weights, which the loss has", 0.95,
+            _advice(case, "Give the optimizer all gradients"), taken_out(case),
+        )  # fmt: skip
     elif back:
         yield Finding(
             "weights_not_updated", back[0], f"after a step {back[1]:.0%} of the tensors get back the values that they had before it",

@@ -11,7 +11,14 @@ import numpy as np
 from toolkit.diagnosis.case import Case, Finding, Rule
 from toolkit.diagnosis.data import PRETRAINING
 from toolkit.diagnosis.foreign import BRIEF
-from toolkit.diagnosis.parts import guard_remedy, network_remedy, schedule_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import (
+    guard_remedy,
+    network_remedy,
+    schedule_remedy,
+    suspects,
+    taken_out,
+    without_callbacks,
+)
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
@@ -338,6 +345,12 @@ def optimizer_state_lost(case: Case) -> Iterator[Finding]:
             else (f"the optimizer has forgotten what it knew of {lost[1]:.0%} of the tensors" if lost else "")
         )
         since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
+        if bad.any() and (still := int((case.series("doctor/step_size").values == 0).sum())) >= 2:
+            yield Finding(
+                "weights_not_updated", since, f"{evidence}: in {still} logged steps no weight changes", 0.93, "Let the optimizer make each step",
+                taken_out(case),
+            )  # fmt: skip
+            return
         # once, it is over, and going back before the jump that it led to is what helps
         losses = case.series(
             "doctor/moments_lost" if len(case.series("doctor/moments_lost")) else "doctor/state_lost"
