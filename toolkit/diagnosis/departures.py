@@ -175,7 +175,9 @@ def _course(steps: np.ndarray, rate: np.ndarray, planned: np.ndarray, bad: np.nd
     if high:
         first_alone = np.flatnonzero(bad & (ratio > 1))
         return (
-            "no_warmup" if len(first_alone) and first_alone[-1] < int(np.argmax(planned)) else "rate_too_high"
+            "no_warmup"
+            if len(first_alone) and first_alone[-1] <= int(np.argmax(planned))
+            else "rate_too_high"
         )
     if not 0.67 < end / start < 1.5:
         return "warmup_too_long" if end > start else "schedule_ends_early"

@@ -284,11 +284,11 @@ def by_depth(case: Case) -> Iterator[Finding]:
     gradients by the size of its input, and embeddings of N(0, 0.02) are small.
     """
     if found := case.worst(
-        "doctor/initial_gain_least", 2.0
+        "doctor/initial_gain_through", 100.0
     ):  # in each block: without norms, or with larger branches
         yield Finding(
-            "exploding_gradients", found[0], f"before the first step the gradient of hidden states grows by {found[1]:.3g} times and more in each "
-            "block on its way down", 0.952, _advice(case, "Take pre-norm blocks, and clip gradients"),
+            "exploding_gradients", found[0], f"before the first step the gradient of hidden states grows in each block, by {found[1]:.3g} "
+            "times and more on its way down through all", 0.952, _advice(case, "Take pre-norm blocks, and clip gradients"),
             taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
         )  # fmt: skip
         return

@@ -220,7 +220,8 @@ def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     """Returns by how much the gradient of the next-token loss grows on its way down through a block.
 
     Of the hidden states between blocks, so that what a layer's own losses add to weights does not count:
-    `doctor/gain_most` and `doctor/gain_least` of one block, and the loss, `doctor/next_loss`.
+    `doctor/gain_most` and `doctor/gain_least` of one block, `doctor/gain_through` of as many as there are with the least one, and the
+    loss, `doctor/next_loss`.
     """
     states: list[Tensor] = []
     handles = [
@@ -246,6 +247,7 @@ def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     norms = norms.clamp(min=1e-30)
     gains = norms[:-1] / norms[1:]
     found = {"doctor/gain_most": float(gains.max()), "doctor/gain_least": float(gains.min())}
+    found["doctor/gain_through"] = float(gains.min()) ** len(gains)
     return {**found, "doctor/next_loss": float(loss.detach())}
 
 
