@@ -187,7 +187,10 @@ PAIRS = {
         )
     ),
     "units without a gradient": (
-        "dead_units", figures(initial_dead_units=[1.0], own_dead_units=[1.0] * 3, usual_dead_units=[0.0] * 3, part_kind=[3.0], forward_apart=[0.5, 0.4, 1e-3], backward_apart=[0, 0, 0.1], backward_lost=[0, 0, 0.5])
+        "dead_units", figures(
+            initial_dead_units=[1.0], own_dead_units=[1.0] * 3, usual_dead_units=[0.0] * 3, part_kind=[3.0],
+            forward_apart=[0.5, 0.4, 1e-3], backward_apart=[0, 0, 0.1], backward_lost=[0, 0, 0.5],
+        )
     ),
     "what pages share": ("duplicates", figures(common_text=[0.2])),
     "experts are others": (None, figures(backward_apart=[0.1], backward_holes=[0.3], backward_single=[0.0], forward_apart=[1e-3])),
