@@ -148,7 +148,7 @@ def duplicates(case: Case) -> Iterator[Finding]:
         )
         deduplicating = _deduplicating(case)
         yield finding if finding.remedy else replace(finding, remedy=deduplicating)
-    elif (share := case.last("doctor/common_text")) > 0.05 and case.class_of("data") in PRETRAINING:
+    elif (share := case.last("doctor/common_text")) > 0.055 and case.class_of("data") in PRETRAINING:
         finding = _of_packing(
             case, "duplicates", 1, f"{share:.0%} of the tokens are passages that a fifth of the documents and more have alike", 0.92,
             "Drop repeated documents, and with RepeatedLines what pages share",

@@ -299,6 +299,8 @@ def by_depth(case: Case) -> Iterator[Finding]:
         ("doctor/gain_least", 0.02, False, "vanishing_gradients"),
     ):
         if found := case.worst(name, limit, above):
+            if found[1] <= LOST and case.worst("doctor/without_gradient", 0.0):
+                continue  # detached: `frozen` says so
             gone = "initial_gain_least" in name and LOST < found[1] < 0.01  # all else follows from that
             yield Finding(
                 cause, found[0], f"the gradient of hidden states changes by a factor of {found[1]:.3g} on its way down through a "
