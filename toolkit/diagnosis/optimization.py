@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,7 @@ def group_moves_otherwise(case: Case) -> Iterator[Finding]:
                 return
 
 
-def _size_beside(case: Case, name: str, names: list[str]) -> float:
+def _size_beside(case: Case, name: str, names: Sequence[str]) -> float:
     """Returns how long the first updates of a group are beside those of others; NaN where it is not known."""
     sizes = dict[str, float]()
     for one in names:
