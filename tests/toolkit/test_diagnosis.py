@@ -192,6 +192,7 @@ PAIRS = {
             forward_apart=[0.5, 0.4, 1e-3], backward_apart=[0, 0, 0.1], backward_lost=[0, 0, 0.5],
         )
     ),
+    "weights that begin as torch's": ("bad_initialisation", figures(initial_size=[5.0], initial_gain_most=[15.0])),
     "what pages share": ("duplicates", figures(common_text=[0.2])),
     "experts are others": (None, figures(backward_apart=[0.1], backward_holes=[0.3], backward_single=[0.0], forward_apart=[1e-3])),
     "small gradients are lost": (

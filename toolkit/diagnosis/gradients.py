@@ -283,12 +283,13 @@ def by_depth(case: Case) -> Iterator[Finding]:
     Of small initial weights it stays nearly the same. Those that have been trained may change it a hundredfold: a norm divides
     gradients by the size of its input, and embeddings of N(0, 0.02) are small.
     """
+    larger = case.last("doctor/initial_size") > 1.5  # than configured: `initial_weights` says so
     if found := case.worst(
         "doctor/initial_gain_through", 100.0
     ):  # in each block: without norms, or with larger branches
         yield Finding(
             "exploding_gradients", found[0], f"before the first step the gradient of hidden states grows in each block, by {found[1]:.3g} "
-            "times and more on its way down through all", 0.952, _advice(case, "Take pre-norm blocks, and clip gradients"),
+            "times and more on its way down through all", 0.865 if larger else 0.952, _advice(case, "Take pre-norm blocks, and clip gradients"),
             taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
         )  # fmt: skip
         return
@@ -304,7 +305,7 @@ def by_depth(case: Case) -> Iterator[Finding]:
             gone = "initial_gain_least" in name and LOST < found[1] < 0.01  # all else follows from that
             yield Finding(
                 cause, found[0], f"the gradient of hidden states changes by a factor of {found[1]:.3g} on its way down through a "
-                "block", 0.958 if gone else 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
+                "block", 0.958 if gone else 0.865 if larger and above and "initial" in name else 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
                 taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
             )  # fmt: skip
             return
