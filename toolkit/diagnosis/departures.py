@@ -327,7 +327,8 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
         yield found(case, "weights_not_restored", since, start, 0.955)
     elif back := _taken_back(case):
         cause = "weights_not_updated" if back[0] > 0.995 else "rate_too_low"
-        cause = cause if back[1] > 0.995 else "weight_decay_too_large"
+        older = back[0] > 1.5  # more than the last step: weights of long before are put back
+        cause = cause if back[1] > 0.995 or older else "weight_decay_too_large"
         yield found(case, cause, since, f"{start}: {back[0]:.0%} of a step is taken back", 0.944)
     elif weights[1]:
         yield found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)
