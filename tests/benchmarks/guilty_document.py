@@ -59,8 +59,8 @@ class Language:
 def documents(kind: str | None, seed: int, begin: int) -> tuple[list[list[int]], int | None]:
     """Returns the documents, and the number of the one that is another."""
     language, draw = Language(seed), np.random.default_rng((seed, 1))
-    found, total, at = [], 0, int(draw.integers(begin, begin + 40)) * ROWS * LENGTH
-    poison = None
+    found, total, at = list[list[int]](), 0, int(draw.integers(begin, begin + 40)) * ROWS * LENGTH
+    poison: int | None = None
     while total < (begin + MORE + 5) * ROWS * LENGTH:
         length = int(draw.integers(16, 60))
         if kind is not None and poison is None and total >= at:
