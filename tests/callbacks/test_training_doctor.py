@@ -10,6 +10,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
+from callbacks.batch_size_ramp import BatchSizeRamp
 from callbacks.training_doctor import TrainingDoctor
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
@@ -152,6 +153,20 @@ def test_a_packing_that_keeps_a_position_of_its_own_is_not_moved(tmp_path):
     assert losses[0] == losses[1]
 
 
+def test_rows_are_those_of_the_step_where_a_schedule_doubles_the_batch(tmp_path):
+    tokens = np.random.default_rng(0).integers(1, 61, 4000)
+    for split in ("train", "validation"):
+        TokenShards(1000).write([tokens], tmp_path / split, vocab_size=61)
+    ramp = BatchSizeRamp(0.125, 12 * 12, growth="doubling")
+    doctor = TrainingDoctor(every_n_steps=1, batches=2)
+    runner = trainer(tmp_path, callbacks=[ramp, doctor], max_steps=16, limit_val_batches=0)
+    runner.fit(module(), datamodule=StoredTokens(str(tmp_path), 12, 8, shuffle=True, vocab_size=61))
+    given = doctor.history.series("doctor/rows_given").values
+    assert runner.datamodule.training_loader.batch_size == 8  # it began with 1
+    assert given.tolist() == [1.0] * 16
+    assert not doctor._probes._buffers  # of examined steps nothing stays
+
+
 def test_long_rows_are_cut_before_the_network_is_examined():
     ids = torch.arange(6 * 3000).view(6, 3000)
     cut = first_tokens({"input_ids": ids, "labels": ids + 1, "row": torch.arange(6)})
@@ -221,6 +236,19 @@ def test_blocks_that_are_not_run_are_counted(monkeypatch):
         network, "forward", lambda batch: network.blocks[0](embed(batch["input_ids"]), None, None, None)
     )
     assert inner_state(network, batch)["doctor/blocks_idle"] == len(network.blocks) - 1
+
+
+def test_what_a_block_adds_to_all_tokens_alike_is_nothing():
+    network = tiny_gpt(position="rotary")
+    [batch] = uneven_batches(1)
+    with torch.no_grad():
+        network.blocks[1].attention.o_proj.weight.zero_()
+        network.blocks[1].mlp.down_proj.weight.zero_()
+        network.blocks[1].mlp.down_proj.bias.fill_(0.5)
+    assert inner_state(network, batch)["doctor/block_adds"] < 1e-6
+    with torch.no_grad():
+        network.blocks[1].mlp.down_proj.weight.normal_()
+    assert inner_state(network, batch)["doctor/block_adds"] > 1e-2
 
 
 def test_attention_units_and_zeros_are_measured():
