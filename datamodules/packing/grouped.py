@@ -58,16 +58,16 @@ class _Group:
 class GroupRow(Sequence[Segment]):
     """A row that is packed with its group when it is looked at: a rank looks at its own."""
 
-    __slots__ = ("_group", "_number")
+    __slots__ = ("group", "number")
 
     def __init__(self, group: _Group, number: int) -> None:
-        self._group, self._number = group, number
+        self.group, self.number = group, number
 
     def __len__(self) -> int:
-        return len(self._group.rows[self._number])
+        return len(self.group.rows[self.number])
 
     def __getitem__(self, at: Any) -> Any:
-        return self._group.rows[self._number][at]
+        return self.group.rows[self.number][at]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and [*self] == [*other]
