@@ -26,7 +26,7 @@ def finder(limit=LIMIT):
     return {"trainer": {"callbacks": both}}
 
 
-@pytest.mark.parametrize(("limit", "rows"), [(LIMIT, 6), pytest.param(ENDLESS, 12, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(("limit", "rows"), [(LIMIT, 6), pytest.param(ENDLESS, 12, marks=pytest.mark.slow)])
 def test_the_run_after_it_is_the_run_with_these_numbers(limit, rows):
     found = fit(MODEL, shape(2, 6), finder(limit))
     assert state_of(found, "BatchSizeFinder") == {"batch_size": rows}

@@ -223,6 +223,19 @@ def test_blocks_that_are_not_run_are_counted(monkeypatch):
     assert inner_state(network, batch)["doctor/blocks_idle"] == len(network.blocks) - 1
 
 
+def test_what_a_block_adds_to_all_tokens_alike_is_nothing():
+    network = tiny_gpt(position="rotary")
+    [batch] = uneven_batches(1)
+    with torch.no_grad():
+        network.blocks[1].attention.o_proj.weight.zero_()
+        network.blocks[1].mlp.down_proj.weight.zero_()
+        network.blocks[1].mlp.down_proj.bias.fill_(0.5)
+    assert inner_state(network, batch)["doctor/block_adds"] < 1e-6
+    with torch.no_grad():
+        network.blocks[1].mlp.down_proj.weight.normal_()
+    assert inner_state(network, batch)["doctor/block_adds"] > 1e-2
+
+
 def test_attention_units_and_zeros_are_measured():
     torch.manual_seed(0)
     network = tiny_gpt(activation="relu")

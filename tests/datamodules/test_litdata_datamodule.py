@@ -191,8 +191,9 @@ def test_ranks_and_resuming_change_nothing(opened, tmp_path, packing):
         assert more[: steps - step] == expected[step : step + 17]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize(
+    "context", [pytest.param("fork", marks=pytest.mark.ci), pytest.param("spawn", marks=pytest.mark.slow)]
+)
 def test_workers_change_nothing(opened, tmp_path, context):
     data, _ = opened(write_litdata(tmp_path / "tokens", DOCUMENTS, INT32))
     expected = [batch["input_ids"].tolist() for batch in data.train_dataloader()]

@@ -25,7 +25,8 @@ PLANS = {
 }
 PAIRS = [
     *(("LoRA", plan) for plan in PLANS),
-    ("DoRA", "FSDP"), ("DoRA", "tensor"), ("IA3", "tensor"), ("Freeze", "FSDP"), ("Freeze", "sequence"),
+    ("DoRA", "tensor"), ("IA3", "tensor"), ("Freeze", "FSDP"),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("DoRA", "FSDP"), ("Freeze", "sequence"))),
 ]  # fmt: skip
 
 
@@ -93,7 +94,9 @@ def test_a_run_killed_and_resumed_ends_bitwise_as_one_that_was_not(base):
 
 @pytest.mark.ci
 def test_ranks_resume_from_shards_and_all_refuse_another_base(base):
-    values = overlay("LoRA", base, "FSDP", plugins=[{"class_path": "ShardedCheckpoint"}])
+    # A kill may come before a checkpoint that a thread writes is complete.
+    at_once = {"class_path": "ShardedCheckpoint", "init_args": {"asynchronous": False}}
+    values = overlay("LoRA", base, "FSDP", plugins=[at_once])
     expected = one_process(overlay("LoRA", base))
     assert fit(values, 2, kill_at=3, name="adapter-shards").code != 0
     words = "--ckpt_path=last", f"--model.weights={base_of(seed=1)}"

@@ -23,7 +23,7 @@ def output(rank):
     [
         (DDP, 3, 1),
         (FSDP, 2, 1),
-        (TENSOR, 2, 1),
+        pytest.param(TENSOR, 2, 1, marks=pytest.mark.slow),
         (DDP, 2, 0),
     ],
     ids=["DDP", "FSDP", "tensor", "rank 0"],
@@ -51,7 +51,7 @@ def test_who_is_left_says_who_died(strategy, ranks, dead):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("strategy", [pytest.param(DDP, marks=pytest.mark.slow), FSDP], ids=["DDP", "FSDP"])
 def test_who_waits_for_a_rank_that_waits_for_the_dead_one_says_so_too(strategy):
     """It sees no connection gone before that one has ended, and the store with it."""
     fails = {"class_path": "tests.support.killing.DiesBehindOthers"}

@@ -74,7 +74,7 @@ def test_a_checkpoint_whose_parameters_share_a_count_of_steps_is_gone_on_from(tm
     ("optimizer", "strategy", "plugin"),
     [
         ("pytorch_optimizer.Prodigy", "auto", "AtomicCheckpoint"),
-        pytest.param("pytorch_optimizer.AdaBelief", "FSDP", "ShardedCheckpoint", marks=pytest.mark.ci),
+        pytest.param("pytorch_optimizer.AdaBelief", "FSDP", "ShardedCheckpoint", marks=pytest.mark.slow),
         pytest.param("pytorch_optimizer.AdaBelief", "FSDP", "AtomicCheckpoint", marks=pytest.mark.slow),
         pytest.param("ScheduleFreeAdamW", "FSDP", "ShardedCheckpoint", marks=pytest.mark.ci),
         pytest.param("ScheduleFreeAdamW", PIPELINE, "ShardedCheckpoint", marks=pytest.mark.slow),

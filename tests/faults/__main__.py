@@ -12,6 +12,7 @@
     python -m tests.faults run --out FOLDER --half silent-errors  # those of reports that TrainCheck was evaluated on
     python -m tests.faults run --out FOLDER --half sixth-unseen
     python -m tests.faults run --out FOLDER --half seventh-unseen
+    python -m tests.faults run --out FOLDER --half eighth-unseen
     python -m tests.faults run --out FOLDER --half harmless       # clean runs with parts of others
     python -m tests.faults run --out FOLDER --half clean --recipes gpt-2-ranks gpt-resumed
 
@@ -34,6 +35,7 @@ import yaml
 from tests.faults import report
 from tests.faults.blind import BLIND
 from tests.faults.catalogue import FAULTS, Fault
+from tests.faults.eighth_unseen import EIGHTH_UNSEEN
 from tests.faults.fifth_unseen import FIFTH_UNSEEN
 from tests.faults.fourth_unseen import FOURTH_UNSEEN
 from tests.faults.harmless import HARMLESS
@@ -56,6 +58,7 @@ SETS = {
     "silent-errors": SILENT_ERRORS,
     "sixth-unseen": SIXTH_UNSEEN,
     "seventh-unseen": SEVENTH_UNSEEN,
+    "eighth-unseen": EIGHTH_UNSEEN,
     "harmless": HARMLESS,
 }
 """Faults beside those of the catalogue."""

@@ -10,6 +10,7 @@ import yaml
 from core.errors import ConfigError
 from toolkit.diagnosis import Case, History, diagnose, read_history
 from toolkit.diagnosis.data_probes import (
+    common_text,
     figures_of,
     label_counts,
     neighbours,
@@ -18,8 +19,8 @@ from toolkit.diagnosis.data_probes import (
     seen_spans,
 )
 from toolkit.diagnosis.foreign import found
+from toolkit.diagnosis.network import dropout_too_high
 from toolkit.diagnosis.network_probes import copied_buffers, kept_buffers
-from toolkit.diagnosis.optimization import dropout_too_high
 from toolkit.diagnosis.report import read_config, remedy_text
 
 CONFIG = {
@@ -175,6 +176,24 @@ PAIRS = {
     "a signal fades through depth": ("vanishing_gradients", figures(initial_logit_deviation=[1e-9], initial_gain_least=[1e-6])),
     "blocks that begin with nothing": (None, figures(block_adds=[0.0, 0.0, 0.1, 0.4])),
     "blocks that stay so": ("dead_block", figures(block_adds=[0.0] * 6, without_gradient=[0.7] * 6)),
+    "a run that diverges": (
+        "exploding_gradients", lambda h: [h.add(41 + i, {"train/grad_norm": 10.0**i}) for i in range(1, 9)] and h.add(50, {"train/grad_norm": np.inf})
+    ),
+    "a rate that makes it diverge": (
+        "rate_too_high", lambda h: (
+            [h.add(s, {"doctor/update_ratio": 3.0, "train/lr": 6.0}) for s in (2, 4)],
+            figures(gradient_cosine=[1, 1, 1, 1, 0.3, 0.2])(h),
+            h.add(50, {"train/loss": np.nan}),
+        )
+    ),
+    "units without a gradient": (
+        "dead_units", figures(
+            initial_dead_units=[1.0], own_dead_units=[1.0] * 3, usual_dead_units=[0.0] * 3, part_kind=[3.0],
+            forward_apart=[0.5, 0.4, 1e-3], backward_apart=[0, 0, 0.1], backward_lost=[0, 0, 0.5],
+        )
+    ),
+    "weights that begin as torch's": ("bad_initialisation", figures(initial_size=[5.0], initial_gain_most=[15.0])),
+    "what pages share": ("duplicates", figures(common_text=[0.2])),
     "experts are others": (None, figures(backward_apart=[0.1], backward_holes=[0.3], backward_single=[0.0], forward_apart=[1e-3])),
     "small gradients are lost": (
         "fp16_underflow", figures(backward_apart=[0.1], backward_holes=[0.3], backward_single=[0.3], backward_single_size=[0.05])
@@ -460,3 +479,18 @@ def test_buffers_are_put_back_and_one_that_has_grown_is_left():
         assert network.mean.tolist() == [0, 0]
         network.table = torch.ones(7)
     assert (network.mean.tolist(), len(network.table)) == ([1, 1], 7)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_passages_that_many_documents_share_are_counted(share):
+    """Of 64 documents in rows of 40 tokens, a notice of 30 tokens fills the first part of some."""
+    draw = np.random.default_rng(0)
+    rows = draw.integers(1, 5000, (64, 40))
+    rows[:, 38] = 0  # the end of a document
+    rows[: int(64 * share), :30] = draw.integers(1, 5000, 30)
+    batches = [{"input_ids": torch.from_numpy(part)} for part in np.split(rows, 8)]
+    counts = common_text(batches, end=0)
+    assert figures_of(counts) == {"doctor/common_text": int(64 * share) * 30 / rows.size}
+    assert (
+        common_text(batches[:5], end=0) == common_text(batches, end=None) == {}
+    )  # documents are few, or not known

@@ -8,6 +8,8 @@ and `row_departures` judge that.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from toolkit.diagnosis import (
     data,
     departures,
@@ -49,11 +51,28 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+DIVERGED = (
+    "non_finite", "low_precision_weights", "clip_too_low", "fp16_underflow", "stale_gradients", "weight_decay_too_large", "dropout_too_high",
+    "spike_by_data", "logit_growth", "attention_collapse", "dead_units", "exploding_gradients",
+)  # fmt: skip
+"""What is found later in a run whose weights have been moved wildly: comparisons of numbers no longer say anything there."""
+
+CONSEQUENCES: dict[str, tuple[str, ...]] = {"rate_too_high": DIVERGED, "no_warmup": DIVERGED}
+"""Cause -> what it leads to in later steps: the cause is named first."""
+
+
 def diagnose(case: Case) -> list[Finding]:
-    """Returns what is found, the most certain first; each cause once."""
+    """Returns what is found, the most certain first, but what another finding explains behind that; each cause once."""
     found: dict[str, Finding] = {}
     for rule in RULES:
         for finding in rule(case):
             if finding.cause not in found or found[finding.cause].confidence < finding.confidence:
                 found[finding.cause] = finding
+    for cause in found.keys() & CONSEQUENCES.keys():
+        for led_to in found.keys() & set(CONSEQUENCES[cause]):
+            if (
+                found[cause].since < found[led_to].since
+                and found[cause].confidence <= found[led_to].confidence
+            ):
+                found[led_to] = replace(found[led_to], confidence=found[cause].confidence - 0.01)
     return sorted(found.values(), key=lambda finding: (-finding.confidence, finding.since))

@@ -32,6 +32,10 @@ def labels_shifted(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+PRETRAINING = ("PretrainDataModule", "MixtureDataModule")
+"""Data whose texts are all learned."""
+
+
 def _usually(case: Case, name: str) -> float:
     values = case.series(name).values
     return float(np.median(values)) if len(values) else 0.0
@@ -40,7 +44,7 @@ def _usually(case: Case, name: str) -> float:
 def few_labels(case: Case) -> Iterator[Finding]:
     """Most tokens of a next-token objective have no label."""
     found = case.worst("doctor/labelled", 0.5, above=False)
-    if case.is_causal and found and case.class_of("data") in ("PretrainDataModule", "MixtureDataModule"):
+    if case.is_causal and found and case.class_of("data") in PRETRAINING:
         yield _of_packing(
             case, "few_labels", found[0], f"only {found[1]:.0%} of the tokens have a label", 0.95,
             "Train on all tokens of a text",
@@ -144,6 +148,12 @@ def duplicates(case: Case) -> Iterator[Finding]:
         )
         deduplicating = _deduplicating(case)
         yield finding if finding.remedy else replace(finding, remedy=deduplicating)
+    elif (share := case.last("doctor/common_text")) > 0.055 and case.class_of("data") in PRETRAINING:
+        finding = _of_packing(
+            case, "duplicates", 1, f"{share:.0%} of the tokens are passages that a fifth of the documents and more have alike", 0.92,
+            "Drop repeated documents, and with RepeatedLines what pages share",
+        )  # fmt: skip
+        yield finding if finding.remedy else replace(finding, remedy=_deduplicating(case))
 
 
 def _deduplicating(case: Case) -> dict[str, Any]:

@@ -70,6 +70,32 @@ def repeated_rows(batches: Sequence[Batch]) -> Counts:
     return {"doctor/repeated_rows": (float((known > 0.8).sum()), len(known))}
 
 
+def common_text(batches: Sequence[Batch], end: int | None) -> Counts:
+    """Counts the tokens in passages that come again in a fifth of the documents and more: notices, menus, headers of licences.
+
+    Args:
+        batches: Training batches.
+        end: The id that ends every document; None: there is none.
+    """
+    ids = np.concatenate([batch["input_ids"].cpu().numpy() for batch in batches])
+    documents = int(((ids[:, :-1] == end) & (ids[:, 1:] != end)).sum())
+    if documents < LEAST_DOCUMENTS or ids.shape[1] < PASSAGE:
+        return {}
+    numbers, real = _windows(ids, PASSAGE)
+    _, which, counts = np.unique(numbers[real], return_inverse=True, return_counts=True)
+    # rows cut some of them
+    least = max(0.2 * documents * (1 - (PASSAGE - 1) / ids.shape[1]), LEAST_DOCUMENTS / 3)
+    common, covered = np.zeros(numbers.shape, bool), np.zeros(ids.shape, bool)
+    common[real] = counts[which] > least
+    for offset in range(PASSAGE):
+        covered[:, offset : offset + numbers.shape[1]] |= common
+    return {"doctor/common_text": (int(covered.sum()), covered.size)}
+
+
+PASSAGE, LEAST_DOCUMENTS = 24, 48
+"""Tokens in a row that many documents have alike, and documents below which these say nothing."""
+
+
 class SeenRows:
     """The first row of each examined step, by a number, to know batches that come again."""
 
@@ -137,18 +163,28 @@ def seen_spans(validation: Sequence[Batch], training: Sequence[Batch], share_rea
 
 def spans_of(batches: Sequence[Batch]) -> tuple[np.ndarray, np.ndarray]:
     """Returns a 64-bit number for each span of tokens that is no padding, and which row it is of."""
-    random = np.random.default_rng(0).integers(1, 2**63, SPAN, dtype=np.uint64)
     found, of = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
     before = 0
     for batch in batches:
         ids = batch["input_ids"].cpu().numpy()
         if ids.shape[1] >= SPAN:
-            windows = np.lib.stride_tricks.sliding_window_view(ids, SPAN, axis=1)
-            real = (windows != windows[..., :1]).sum(-1) > SPAN // 3
-            found.append((windows[real].astype(np.uint64) * random).sum(1))
+            numbers, real = _windows(ids, SPAN)
+            found.append(numbers[real])
             of.append(before + np.nonzero(real)[0])
         before += len(ids)
     return np.concatenate(found), np.concatenate(of)
+
+
+def _windows(ids: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a number for each window of rows, (rows, windows), and whether it is more than one token again and again."""
+    random = np.random.default_rng(0).integers(1, 2**63, size, dtype=np.uint64)
+    windows = np.lib.stride_tricks.sliding_window_view(ids, size, axis=1)
+    numbers = np.zeros(windows.shape[:2], np.uint64)
+    same = np.zeros(windows.shape[:2], np.int64)
+    for place, factor in enumerate(random):  # windows of all rows at once would be many times as large
+        numbers += windows[..., place].astype(np.uint64) * factor
+        same += windows[..., place] == windows[..., 0]
+    return numbers, size - same > size // 3
 
 
 def tokenizer_of(tokenizer_json: str) -> Any:

@@ -42,7 +42,7 @@ def _of_network(case: Case, step: int) -> Iterator[Finding]:
     def at(name: str) -> float:
         return case.at(f"doctor/{name}", step)
 
-    scores = _symptoms(at)
+    scores = symptoms(at)
     if case.worst("doctor/forward_apart", APART) and at("forward_apart_evaluating") <= APART:
         scores["dropout_too_high"] = (3.0, "only in training")
     kind = KINDS[int(at("part_kind"))] if at("part_kind") >= 0 else "network"
@@ -80,7 +80,7 @@ DEFAULTS = {
 """Kind of the part that differs -> the cause where no symptom shows."""
 
 
-def _symptoms(at: object) -> dict[str, tuple[float, str]]:
+def symptoms(at: object) -> dict[str, tuple[float, str]]:
     """Returns cause -> how far a figure is from that of leyden's network, 1 at its limit, and what it is."""
     value = at  # a function of the name of a figure
     scores: dict[str, tuple[float, str]] = {}
@@ -175,7 +175,9 @@ def _course(steps: np.ndarray, rate: np.ndarray, planned: np.ndarray, bad: np.nd
     if high:
         first_alone = np.flatnonzero(bad & (ratio > 1))
         return (
-            "no_warmup" if len(first_alone) and first_alone[-1] < int(np.argmax(planned)) else "rate_too_high"
+            "no_warmup"
+            if len(first_alone) and first_alone[-1] <= int(np.argmax(planned))
+            else "rate_too_high"
         )
     if not 0.67 < end / start < 1.5:
         return "warmup_too_long" if end > start else "schedule_ends_early"
@@ -325,7 +327,8 @@ def _moved(case: Case, validated: np.ndarray) -> Iterator[Finding]:
         yield found(case, "weights_not_restored", since, start, 0.955)
     elif back := _taken_back(case):
         cause = "weights_not_updated" if back[0] > 0.995 else "rate_too_low"
-        cause = cause if back[1] > 0.995 else "weight_decay_too_large"
+        older = back[0] > 1.5  # more than the last step: weights of long before are put back
+        cause = cause if back[1] > 0.995 or older else "weight_decay_too_large"
         yield found(case, cause, since, f"{start}: {back[0]:.0%} of a step is taken back", 0.944)
     elif weights[1]:
         yield found(case, "spike_by_optimizer", since, f"{start}, and not in other steps", 0.68)

@@ -82,7 +82,7 @@ class GradientCheck:
         Args:
             norm_before_clipping: Of the gradients that the optimizer was given, where it is known.
         """
-        lost = nonzero = invented = 0
+        lost = nonzero = invented = missing = 0
         norm = math.sqrt(sum(float(one.float().square().sum()) for one in self.gradients))
         least = 1e-35 * (max(norm / self.clip, 1.0) if self.clip else 1.0)
         compared: list[_Compared] = []
@@ -90,14 +90,23 @@ class GradientCheck:
             found = torch.zeros_like(expected) if parameter.grad is None else parameter.grad.detach().float()
             expected = expected.float()
             meant = expected.abs() > least  # not of what clipping makes too small for float32
-            lost, nonzero = lost + int((meant & (found == 0)).sum()), nonzero + int(meant.sum())
+            nonzero += int(meant.sum())
+            if parameter.grad is None:
+                missing += int(meant.sum())
+            else:
+                lost += int((meant & (found == 0)).sum())
             invented += int(((expected == 0) & (found != 0)).sum())
             compared.append(_compare(found, expected, parameter.detach(), before))
         lost = 0 if invented > 0.1 * lost else lost  # gradients of something else have zeros in other places
         largest = max((float(p.grad.abs().max()) for _, p in self.named if p.grad is not None), default=0.0)
-        cut = [p.grad.abs() >= 0.999 * largest for _, p in self.named if p.grad is not None and largest > 0]
+        finite = 0 < largest < math.inf
+        any_given = any(p.grad is not None for _, p in self.named)
+        cut = [p.grad.abs() >= 0.999 * largest for _, p in self.named if p.grad is not None and finite]
         result = {
             "doctor/gradients_lost": lost / max(nonzero, 1),
+            "doctor/gradients_missing": missing / max(nonzero, 1)
+            if any_given
+            else 0.0,  # an optimizer may clear all
             "doctor/gradients_cut": sum(int(one.sum()) for one in cut) / max(nonzero, 1),
         } | _of_updates(compared)
         inner = [one for one, (_, p) in zip(compared, self.named, strict=True) if id(p) in self.inner]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.history import Series
 from toolkit.diagnosis.parts import guard_remedy, is_known, suspects, taken_out
 
 
@@ -15,18 +16,37 @@ def _advice(case: Case, otherwise: str) -> str:
 
 
 def non_finite(case: Case) -> Iterator[Finding]:
-    """A loss or gradient is not a number; but gradients of the first step, from which a loss scale is found."""
+    """A loss or gradient is not a number; but gradients of the first step, from which a loss scale is found.
+
+    Of a run that diverged step by step before it, that is what the cause of it has led to.
+    """
     for name in ("train/grad_norm", "train/loss"):
         series = case.series(name)
         bad = ~np.isfinite(series.values)
         if bad.any() and (name == "train/loss" or np.isfinite(series.values[:1]).all()):
             step = series.first_step(bad)
+            diverged = _diverged(case, step)
+            if diverged:
+                yield Finding(
+                    "exploding_gradients", diverged[0], f"train/grad_norm grows to {diverged[1]:.3g}, until {name} is {series.values[bad][0]:g}", 0.7,
+                    _advice(case, "Clip gradients, and lower the rate"), taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
+                )  # fmt: skip
             yield Finding(
-                "non_finite", step, f"{name} is {series.values[bad][0]:g}", 0.97,
+                "non_finite", step, f"{name} is {series.values[bad][0]:g}", 0.62 if diverged else 0.97,
                 "Drop such steps, or go back before them; NonFiniteGuard names the module",
                 taken_out(case) or (guard_remedy(case, step) if step > 1 else {}),
             )  # fmt: skip
             return
+
+
+def _diverged(case: Case, step: int) -> tuple[int, float] | None:
+    """Returns since when gradients grew before a step, and the largest one; None: they did not, in several steps and a hundredfold."""
+    norms = case.series("train/grad_norm").up_to(step - 1)
+    norms = Series(*(one[np.isfinite(norms.values)] for one in norms))
+    if len(norms) < 3 or not norms.values[-1] > 100 * (usual := float(np.median(norms.values[:4]))):
+        return None
+    large = norms.values > 3 * usual
+    return (norms.first_step(large), float(norms.values.max())) if large[-2:].all() else None
 
 
 def _underflown(case: Case) -> np.ndarray:
@@ -209,6 +229,11 @@ def weights_not_updated(case: Case) -> Iterator[Finding]:
             "weights_not_updated", 1, f"{missing:.1%} of the weights that are trained are not in the optimizer", 0.95,
             _advice(case, "Give the optimizer all parameters"), taken_out(case),
         )  # fmt: skip
+    elif none := case.worst("doctor/gradients_missing", 0.02):
+        yield Finding(
+            "weights_not_updated", none[0], f"the optimizer is given no gradient for {none[1]:.1%} of the weights, which the loss has", 0.95,
+            _advice(case, "Give the optimizer all gradients"), taken_out(case),
+        )  # fmt: skip
     elif back:
         yield Finding(
             "weights_not_updated", back[0], f"after a step {back[1]:.0%} of the tensors get back the values that they had before it",
@@ -258,6 +283,16 @@ def by_depth(case: Case) -> Iterator[Finding]:
     Of small initial weights it stays nearly the same. Those that have been trained may change it a hundredfold: a norm divides
     gradients by the size of its input, and embeddings of N(0, 0.02) are small.
     """
+    larger = case.last("doctor/initial_size") > 1.5  # than configured: `initial_weights` says so
+    if found := case.worst(
+        "doctor/initial_gain_through", 100.0
+    ):  # in each block: without norms, or with larger branches
+        yield Finding(
+            "exploding_gradients", found[0], f"before the first step the gradient of hidden states grows in each block, by {found[1]:.3g} "
+            "times and more on its way down through all", 0.865 if larger else 0.952, _advice(case, "Take pre-norm blocks, and clip gradients"),
+            taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
+        )  # fmt: skip
+        return
     for name, limit, above, cause in (
         ("doctor/initial_gain_most", 8.0, True, "exploding_gradients"),
         ("doctor/initial_gain_least", 0.4, False, "vanishing_gradients"),
@@ -265,10 +300,12 @@ def by_depth(case: Case) -> Iterator[Finding]:
         ("doctor/gain_least", 0.02, False, "vanishing_gradients"),
     ):
         if found := case.worst(name, limit, above):
+            if found[1] <= LOST and case.worst("doctor/without_gradient", 0.0):
+                continue  # detached: `frozen` says so
             gone = "initial_gain_least" in name and LOST < found[1] < 0.01  # all else follows from that
             yield Finding(
                 cause, found[0], f"the gradient of hidden states changes by a factor of {found[1]:.3g} on its way down through a "
-                "block", 0.958 if gone else 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
+                "block", 0.958 if gone else 0.865 if larger and above and "initial" in name else 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
                 taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
             )  # fmt: skip
             return
@@ -287,9 +324,9 @@ def dead_block(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
         return
     adds = case.series("doctor/block_adds")
-    if len(adds) >= 3 and not adds.values.any():
+    if len(adds) >= 3 and (adds.values < NOTHING).all():
         yield Finding(
-            "dead_block", 1, f"a block has added nothing to what it is given until step {adds.steps[-1]}", 0.966,
+            "dead_block", 1, f"a block has added nothing to what it is given, or the same to all tokens, until step {adds.steps[-1]}", 0.966,
             _advice(case, "Begin with either gates or projections of zeros, not with both"), taken_out(case),
         )  # fmt: skip
         return
@@ -313,6 +350,9 @@ def dead_block(case: Case) -> Iterator[Finding]:
             _advice(case, "Initialise its weights"), taken_out(case),
         )  # fmt: skip
 
+
+NOTHING = 1e-6
+"""Of what a block is given, rounding of float32."""
 
 DEAD = 1e-8
 """Gradients that are no longer small, but none."""

@@ -1,4 +1,4 @@
-"""Rules about the network: what it sees, how it is initialised, dead units and experts, attention, logits."""
+"""Rules about the network: what it sees, how it is initialised, dead units and experts, attention, logits, dropout."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
-from toolkit.diagnosis.parts import suspects, taken_out
+from toolkit.diagnosis.parts import network_remedy, suspects, taken_out, without_callbacks
 
 
 def _advice(case: Case, otherwise: str) -> str:
@@ -237,7 +237,36 @@ def head_is_copy(case: Case) -> Iterator[Finding]:
         )  # fmt: skip
 
 
+def dropout_too_high(case: Case) -> Iterator[Finding]:
+    """Half of the features and more are dropped, or the same batch has a far lower loss without what training drops."""
+    names = ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
+    found = {name: case.number(f"model.network.{name}", 0.0) for name in names}
+    most = max(found.values())
+    # the loss without what an objective adds to it in training
+    name = "train/task_loss" if len(case.series("train/task_loss")) else "train/loss"
+    common, without, loss = case.together("doctor/plain_loss", name)
+    idle = case.series("doctor/without_gradient").values
+    dropped = idle > 0.1
+    if dropped.sum() >= 2 and (dropped[:-1] & ~dropped[1:]).any():  # and they have one again
+        yield Finding(
+            "dropout_too_high", int(case.series("doctor/without_gradient").first_step(dropped)),
+            f"in {dropped.sum()} of {len(idle)} steps {np.median(idle[dropped]):.0%} of the weights get no gradient: what they are in is left out",
+            0.82, "Leave it out less often", without_callbacks(case) or network_remedy(case),
+        )  # fmt: skip
+    if len(common) < 2:
+        return
+    with np.errstate(divide="ignore"):  # equal losses have no gap, also two of 0
+        gaps = np.divide(loss, without, out=np.ones_like(loss), where=loss != without) - 1
+    if most >= 0.5 or float(np.median(gaps[-3:])) > (0.05 if most >= 0.3 else 0.1):
+        none = {name: 0.0 for name, value in found.items() if value > 0}
+        yield Finding(
+            "dropout_too_high", int(common[0]), f"dropout is {most:g}, and the loss of a batch {np.median(gaps[-3:]):.1%} lower "
+            "without it", 0.8, "Leave dropout out",
+            {"model": {"network": {"init_args": none}}} if none else network_remedy(case) or without_callbacks(case),
+        )  # fmt: skip
+
+
 RULES: tuple[Rule, ...] = (
     head_is_copy, monitors, unsteady,
-    sees_future, bad_initialisation, logit_growth, dead_units, attention_collapse, dead_experts,
+    sees_future, bad_initialisation, logit_growth, dead_units, attention_collapse, dead_experts, dropout_too_high,
 )  # fmt: skip

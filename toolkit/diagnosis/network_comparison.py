@@ -20,7 +20,7 @@ from core.training.seeding import seed_generators
 from toolkit.diagnosis.data_probes import figures_of, label_counts
 from toolkit.diagnosis.foreign import APART, KINDS
 from toolkit.diagnosis.gradient_probes import of_weights
-from toolkit.diagnosis.network_probes import backward_gains, few_digits, inner_state, visibility
+from toolkit.diagnosis.network_probes import backward_gains, few_digits, inner_state, kept_buffers, visibility
 from toolkit.generation.rows import evaluating
 from toolkit.network_parts import NamesParts
 from toolkit.routing import RoutesTokens
@@ -161,7 +161,7 @@ class NetworkComparison:
 
     def _gradients(self, network: Any, objective: Any, batch: Mapping[str, Tensor]) -> list[Tensor]:
         seed_generators(SEED, self.device)
-        with torch.enable_grad():
+        with torch.enable_grad(), kept_buffers(network):  # such as vectors of spectral norms
             parameters = self._parameters(network)
             for p in parameters:
                 p.requires_grad_(p.requires_grad or (network is self.network and not self.is_alone))
@@ -246,7 +246,7 @@ class NetworkComparison:
             handle = self.network.register_forward_hook(scaled)
             try:
                 seed_generators(SEED, self.device)
-                with torch.enable_grad():
+                with torch.enable_grad(), kept_buffers(self.network):
                     loss, _ = objective.loss(self.network, batch)
                     mean = loss.total / loss.weight.clamp(min=1)
                 if not kept or not mean.requires_grad:  # it takes other ways through the network

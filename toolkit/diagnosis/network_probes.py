@@ -205,8 +205,9 @@ TOKENS_PER_EXPERT = 16
 
 
 def _added(before: Tensor, after: Tensor) -> Tensor:
-    """Returns how large what a block adds is beside what it was given."""
-    return (after.float() - before.float()).norm() / before.float().norm().clamp(min=1e-30)
+    """Returns how large what a block adds is beside what it was given; what it adds to all tokens alike, as a bias, does not count."""
+    more = (after.float() - before.float()).flatten(0, -2)
+    return (more - more.mean(0)).norm() / before.float().norm().clamp(min=1e-30)
 
 
 def _dead(units: Tensor) -> Tensor:
@@ -219,7 +220,8 @@ def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     """Returns by how much the gradient of the next-token loss grows on its way down through a block.
 
     Of the hidden states between blocks, so that what a layer's own losses add to weights does not count:
-    `doctor/gain_most` and `doctor/gain_least` of one block, and the loss, `doctor/next_loss`.
+    `doctor/gain_most` and `doctor/gain_least` of one block, `doctor/gain_through` of as many as there are with the least one, and the
+    loss, `doctor/next_loss`.
     """
     states: list[Tensor] = []
     handles = [
@@ -245,6 +247,7 @@ def backward_gains(network: Any, batch: Mapping[str, Any]) -> dict[str, float]:
     norms = norms.clamp(min=1e-30)
     gains = norms[:-1] / norms[1:]
     found = {"doctor/gain_most": float(gains.max()), "doctor/gain_least": float(gains.min())}
+    found["doctor/gain_through"] = float(gains.min()) ** len(gains)
     return {**found, "doctor/next_loss": float(loss.detach())}
 
 
@@ -263,7 +266,7 @@ def coarse_share(network: Any) -> float:
             parameter.dtype == torch.float32
             and parameter.ndim > 1
             and values.numel() >= 2048
-            and bool(values.any())
+            and bool(values.any() and values.isfinite().all())
         ):
             few = values.unique().numel() < 0.2 * values.numel()
             coarse.append(few or few_digits(values) > 0.9)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.departures import symptoms
 from toolkit.diagnosis.foreign import APART, beyond, found
 
 
@@ -14,12 +15,16 @@ def backward(case: Case) -> Iterator[Finding]:
     if bad is None:
         return
     step = int(bad[0].steps[0])
+    if (apart := case.worst("doctor/forward_apart", APART)) and apart[0] < step:
+        return  # another function: `network` says why
 
     def at(name: str, otherwise: float) -> float:
         return case.at(f"doctor/backward_{name}", step, otherwise)
 
     least, most, cosine, lost, holes = (at(one, 0.0) for one in ("least", "most", "cosine", "lost", "holes"))
-    if lost > 0 and holes < 0.01:
+    if lost > 0 and (stopped := _stopped(case, bad[0].steps)):
+        cause, what = stopped
+    elif lost > 0 and holes < 0.01:
         cause, what = "frozen_weights", f"{lost:.0%} of the weights get none"
     elif most > 1.5 and most * least > 1:
         cause, what = "exploding_gradients", f"a tensor's is {most:.3g} times as large"
@@ -42,6 +47,18 @@ def backward(case: Case) -> Iterator[Finding]:
         case, cause, step, f"gradients differ from those of leyden's network, which computes the same: {what}", 0.956
     )  # fmt: skip
 
+
+def _stopped(case: Case, steps: Iterable[int]) -> tuple[str, str] | None:
+    """Returns which part of the network has stopped to depend on its weights, and what shows it: they get no gradient for that; None: none has."""
+    for step in steps:
+        scores = symptoms(lambda name, step=int(step): case.at(f"doctor/{name}", step))
+        stopped = [cause for cause in STOPPED if scores.get(cause, (0.0, ""))[0] >= 1]
+        if stopped:
+            return stopped[0], scores[stopped[0]][1]
+    return None
+
+
+STOPPED = ("dead_block", "attention_collapse", "dead_units", "dead_experts")
 
 SAME = 1e-5
 """Relative difference of logits that rounding explains."""

@@ -1,16 +1,24 @@
-"""Rules about optimizer and schedule: rate, warm-up, decay, clipping, epsilon, spikes, dropout."""
+"""Rules about optimizer and schedule: rate, warm-up, decay, clipping, epsilon, spikes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from toolkit.diagnosis.case import Case, Finding, Rule
+from toolkit.diagnosis.data import PRETRAINING
 from toolkit.diagnosis.foreign import BRIEF
-from toolkit.diagnosis.parts import guard_remedy, network_remedy, schedule_remedy, suspects, without_callbacks
+from toolkit.diagnosis.parts import (
+    guard_remedy,
+    network_remedy,
+    schedule_remedy,
+    suspects,
+    taken_out,
+    without_callbacks,
+)
 
 UPDATE = "doctor/update_ratio"
 """Update over weight in a step: of the median matrix of the blocks."""
@@ -153,6 +161,13 @@ def group_moves_otherwise(case: Case) -> Iterator[Finding]:
         for name, own in usual.items():
             others = [one for other, one in usual.items() if other != name]
             times = own / float(np.median(others)) if others else 1.0
+            if times < 1 / 30 and (size := _size_beside(case, name, names)) > 1 / 10:
+                yield Finding(
+                    "bad_initialisation", 1, f"a step moves weights of {name} {size:.2g} times as far as others, which is {own:.2g} of their "
+                    f"size, and {np.median(others):.2g} of that of others: they are too large", 0.86, "Initialise as GPT-2, N(0, 0.02)",
+                    without_callbacks(case) or network_remedy(case),
+                )  # fmt: skip
+                return
             if times < 1 / 30 or (times > 15 and own > WILD):
                 yield Finding(
                     "rate_too_low" if times < 1 else "rate_too_high", int(groups[name].steps[0]), f"a step changes weights of {name} by {own:.2g} of their size, others by "
@@ -160,6 +175,17 @@ def group_moves_otherwise(case: Case) -> Iterator[Finding]:
                     _own_options(case, "lr", _peak(case)) or without_callbacks(case),
                 )  # fmt: skip
                 return
+
+
+def _size_beside(case: Case, name: str, names: Sequence[str]) -> float:
+    """Returns how long the first updates of a group are beside those of others; NaN where it is not known."""
+    sizes = dict[str, float]()
+    for one in names:
+        _, ratio, norm = case.together(f"update_ratio/{one}", f"weight_norm/{one}")
+        if len(norm):
+            sizes[one] = float(ratio[0] * norm[0])
+    others = [size for one, size in sizes.items() if one != name]
+    return sizes[name] / float(np.median(others)) if name in sizes and others else math.nan
 
 
 def _own_options(case: Case, option: str, value: float) -> dict[str, Any]:
@@ -319,6 +345,12 @@ def optimizer_state_lost(case: Case) -> Iterator[Finding]:
             else (f"the optimizer has forgotten what it knew of {lost[1]:.0%} of the tensors" if lost else "")
         )
         since = behind.first_step(bad) if bad.any() else lost[0] if lost else 1
+        if bad.any() and (still := int((case.series("doctor/step_size").values == 0).sum())) >= 2:
+            yield Finding(
+                "weights_not_updated", since, f"{evidence}: in {still} logged steps no weight changes", 0.93, "Let the optimizer make each step",
+                taken_out(case),
+            )  # fmt: skip
+            return
         # once, it is over, and going back before the jump that it led to is what helps
         losses = case.series(
             "doctor/moments_lost" if len(case.series("doctor/moments_lost")) else "doctor/state_lost"
@@ -379,7 +411,7 @@ def batch_far_from_noise(case: Case) -> Iterator[Finding]:
         what = f"the gradient noise scale is {now:.3g} times the batch"
         yield Finding(
             "batch_too_small" if small else "batch_too_large", 1 if few else int(ratio.steps[-3]),
-            f"a step has {tokens:.0f} tokens" if few else what, 0.7,
+            f"a step has {tokens:.0f} tokens" if few else what, 0.785 if few else 0.7,  # jumps follow from that
             "Take more micro-batches a step" if small else "Take fewer tokens a step, and more steps",
             {"trainer": {"accumulate_grad_batches": batches * times if small else max(1, batches // 4)}},
         )  # fmt: skip
@@ -387,8 +419,6 @@ def batch_far_from_noise(case: Case) -> Iterator[Finding]:
 
 FEW_TOKENS = 100
 """Tokens of a step whose gradient is mostly noise from the first steps on."""
-
-PRETRAINING = ("PretrainDataModule", "MixtureDataModule")
 
 
 def memory_of_optimizer(case: Case) -> Iterator[Finding]:
@@ -400,42 +430,13 @@ def memory_of_optimizer(case: Case) -> Iterator[Finding]:
         usual = {"betas": [0.9, 0.95]} if second < 0.5 or first >= 0.998 else {"momentum": 0.95}
         yield Finding(
             "optimizer_state_lost" if second < 0.5 else "stale_gradients", 1,
-            f"squared gradients are kept with a factor of {second:g} from step to step, gradients of {longest:g}", 0.76,
+            f"squared gradients are kept with a factor of {second:g} from step to step, gradients of {longest:g}", 0.785,
             "Take usual values, such as 0.9 and 0.95", {"model": {"optimizer": {"init_args": usual}}},
-        )  # fmt: skip
-
-
-def dropout_too_high(case: Case) -> Iterator[Finding]:
-    """Half of the features and more are dropped, or the same batch has a far lower loss without what training drops."""
-    names = ("dropout", "attention_dropout", "residual_dropout", "embedding_dropout")
-    found = {name: case.number(f"model.network.{name}", 0.0) for name in names}
-    most = max(found.values())
-    # the loss without what an objective adds to it in training
-    name = "train/task_loss" if len(case.series("train/task_loss")) else "train/loss"
-    common, without, loss = case.together("doctor/plain_loss", name)
-    idle = case.series("doctor/without_gradient").values
-    dropped = idle > 0.1
-    if dropped.sum() >= 2 and (dropped[:-1] & ~dropped[1:]).any():  # and they have one again
-        yield Finding(
-            "dropout_too_high", int(case.series("doctor/without_gradient").first_step(dropped)),
-            f"in {dropped.sum()} of {len(idle)} steps {np.median(idle[dropped]):.0%} of the weights get no gradient: what they are in is left out",
-            0.82, "Leave it out less often", without_callbacks(case) or network_remedy(case),
-        )  # fmt: skip
-    if len(common) < 2:
-        return
-    with np.errstate(divide="ignore"):  # equal losses have no gap, also two of 0
-        gaps = np.divide(loss, without, out=np.ones_like(loss), where=loss != without) - 1
-    if most >= 0.5 or float(np.median(gaps[-3:])) > (0.05 if most >= 0.3 else 0.1):
-        none = {name: 0.0 for name, value in found.items() if value > 0}
-        yield Finding(
-            "dropout_too_high", int(common[0]), f"dropout is {most:g}, and the loss of a batch {np.median(gaps[-3:]):.1%} lower "
-            "without it", 0.8, "Leave dropout out",
-            {"model": {"network": {"init_args": none}}} if none else network_remedy(case) or without_callbacks(case),
         )  # fmt: skip
 
 
 RULES: tuple[Rule, ...] = (
     rate_too_high, rate_too_low, group_moves_otherwise, schedule_ends_early, warmup_too_long, epsilon_too_large, weight_decay_too_large,
     average_left_in,
-    clip_too_low, optimizer_state_lost, spikes, dropout_too_high, batch_far_from_noise, memory_of_optimizer,
+    clip_too_low, optimizer_state_lost, spikes, batch_far_from_noise, memory_of_optimizer,
 )  # fmt: skip

@@ -206,6 +206,9 @@ class Probes:
         training = read[: self.batches]
         counts = data_probes.label_counts(training)
         counts |= data_probes.repeated_rows(read)
+        counts |= data_probes.common_text(
+            read, data.end_of_text_id if isinstance(data, MarksEndOfText) else None
+        )
         counts |= data_probes.position_counts(training, data.end_of_text_id)
         counts |= data_probes.seen_spans(validation, read, len(read) / epoch)
         if len(training) >= 8:

@@ -85,6 +85,8 @@ class UpdateComparison:
         if not given or trainer.gradient_clip_algorithm not in (None, "norm"):
             return {}
         norm, limit = float(module.gradient_norm(self.optimizer)), trainer.gradient_clip_val
+        if not math.isfinite(norm):
+            return {}
         expected = min(norm, float(limit)) if limit else norm
         return {"doctor/clipped_times": float(nn.utils.get_total_norm(given)) / max(expected, 1e-30)}
 

@@ -78,9 +78,9 @@ def cached(data):
     ("packing", "limit", "workers"),
     [
         pytest.param(PACKINGS[0], 1, 0, marks=pytest.mark.ci),
-        pytest.param(PACKINGS[0], 4 * LARGEST, 2, marks=pytest.mark.ci),
+        pytest.param(PACKINGS[0], 4 * LARGEST, 2, marks=pytest.mark.slow),
         pytest.param(PACKINGS[1], 4 * LARGEST, 0, marks=pytest.mark.ci),
-        pytest.param(PACKINGS[1], 1 << 20, 2, marks=pytest.mark.ci),
+        pytest.param(PACKINGS[1], 1 << 20, 2, marks=pytest.mark.slow),
         (PACKINGS[2], 1 << 20, 0),
         pytest.param(PACKINGS[2], 4 * LARGEST, 2, marks=pytest.mark.ci),
         pytest.param(PACKINGS[3], 4 * LARGEST, 0, marks=pytest.mark.ci),

@@ -38,7 +38,9 @@ assert isinstance(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])["Me
     [
         USE,
         # as a command of others may do
-        PART_FIRST.replace("PART", "aggregation").replace("NAME", "SumMetric"),
+        pytest.param(
+            PART_FIRST.replace("PART", "aggregation").replace("NAME", "SumMetric"), marks=pytest.mark.slow
+        ),
         pytest.param(PART_FIRST.replace("PART", "metric").replace("NAME", "Metric"), marks=pytest.mark.slow),
     ],
     ids=["Lightning first", "a part first", "metric first"],

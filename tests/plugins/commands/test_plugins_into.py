@@ -184,7 +184,7 @@ def test_contracts_have_names(capsys):
     )
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # what CI tests of `plugins new` holds for each kind
 def test_what_was_added_is_installed_checked_and_passes_its_test(tmp_path, monkeypatch, capsys):
     assert main(["plugins", "new", "Guard", "--kind", "callbacks", "--output", str(tmp_path / "lab")]) == 0
     for name, kind, *words in (("list-runs", "commands"), ("Short", "data", "--contract", "Transform")):

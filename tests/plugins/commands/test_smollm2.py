@@ -101,6 +101,7 @@ def test_llama_cpp_reads_an_export_with_the_same_tokens_and_perplexity(kind, imp
     assert float(behind.max()) <= (0 if kind == "f16" else 0.3)  # that rounding decides between the nearest
 
 
+@SLOW
 def test_training_goes_on_from_it(published, core, tmp_path):  # noqa: F811
     """On other text and from its weights the loss begins where a trained model's does, and falls."""
     (tmp_path / "notes.txt").write_text("\n\n".join(f"{TEXT} This is note {number}." for number in range(40)))

@@ -212,7 +212,7 @@ def test_what_cannot_be_meant_is_refused(tmp_path):
 # On two nodes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_nodes_and_killed_workers_change_no_byte(source, tmp_path, cluster):
     crew = sum(CPUS) - 1  # as many as RayEngine takes
     stage, handler = diary(tmp_path / "diary", kills=2, crew=crew), signal.getsignal(signal.SIGTERM)
