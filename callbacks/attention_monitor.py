@@ -17,6 +17,7 @@ from core.training.shards import local_tensors
 from toolkit.attention_scores import AttendsThroughFunction, add_statistics, listen_to, spaced
 from toolkit.network_parts import block_modules
 from toolkit.sampled_steps import Handle, SampledSteps, in_training_forward
+from toolkit.shards import SplitsTokens
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -36,8 +37,8 @@ class AttentionMonitor(SampledSteps):
 
     They are computed from the queries and keys of the step, as the kernels return neither, in float32, for `queries` evenly
     spaced positions of each row. Grouped heads, soft caps, windows, masks of documents and biases count as in the network.
-    A block without softmax attention has no figures. Under a pipeline there is no `logits/max`. There are hooks in
-    the monitored step alone: all others cost nothing.
+    A block without softmax attention has no figures. There are hooks in the monitored step alone: all others cost nothing. Under
+    context parallelism each rank of a group gathers the keys of all tokens of its rows in it, one block at a time.
 
     Args:
         every_n_steps: Optimizer steps between two that are monitored.
@@ -59,13 +60,12 @@ class AttentionMonitor(SampledSteps):
             raise ConfigError(f"AttentionMonitor takes queries >= 1, not {queries}.")
         self.queries = queries
         self._sums = self._largest = torch.zeros(0)
+        self._splits: SplitsTokens | None = None
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields where it could not see all keys, or no call."""
+        """Yields where it could hear no call."""
         for item in run.selected:
-            if item.name == "HybridParallel" and (item.arguments.get("context") or 1) > 1:
-                yield "a rank has the keys of some tokens only: set context to 1, or leave AttentionMonitor out"
             if item.name == "ActivationCheckpointing" and item.arguments.get("memory_budget") is not None:
                 yield (
                     "nothing can be heard in blocks that ActivationCheckpointing compiles: leave its memory_budget out, or "
@@ -89,6 +89,7 @@ class AttentionMonitor(SampledSteps):
     def listen(self, trainer: Trainer, pl_module: LightningModule) -> Sequence[Handle]:
         """Listens to the attention of each block and to what the network returns."""
         network: Any = pl_module.network
+        self._splits = trainer.strategy if isinstance(trainer.strategy, SplitsTokens) else None
         blocks, device = len(network.blocks), pl_module.device
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._sums = torch.zeros(blocks, 2, dtype=wide, device=device)
@@ -121,15 +122,31 @@ class AttentionMonitor(SampledSteps):
     ) -> None:
         if in_training_forward(module) and not q.is_meta:  # a pipeline asks for shapes on the meta device
             sums, largest = self._sums[index], self._largest[index]
+            if self._splits is not None:
+                q, k = (self._splits.all_tokens(x, dim=2) for x in local_tensors((q, k)))
+                mask = mask if (ids := self._splits.row_documents) is None else _OfDocuments(ids)
             add_statistics(sums, largest, q, k, mask, is_causal, scale, module.soft_cap, queries=self.queries)
 
     def _returned(self, network: Any, inputs: Any, hidden: Tensor) -> None:
         if not in_training_forward(network):
             return
         with torch.no_grad():
+            if self._splits is not None:
+                hidden = self._splits.all_tokens(hidden)
             logits = network.logits(hidden[:, spaced(hidden.shape[1], self.queries)])
             for own in local_tensors([logits]):
                 self._largest[-1] = torch.maximum(self._largest[-1], own.abs().max().float())
+
+
+class _OfDocuments:
+    """A mask, as FlexAttention's are asked, by which tokens see those of their document (B, T)."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+    def mask_mod(self, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """Returns which keys some queries see."""
+        return self.ids[row, query] == self.ids[row, key]
 
 
 def _attentions(network: Any) -> Iterator[tuple[int, nn.Module]]:

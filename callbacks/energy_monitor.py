@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,8 @@ class EnergyMonitor(Callback):
     processors and their memory, and NVML's of the ranks' GPUs (`pip install 'leyden[nvml]'`). Not in there: the rest of the machine.
     RAPL counts for all processes of a machine, and may be readable for the administrator alone. Which counters are in the sum is printed
     once, with what is missing. A resumed run that sums over other counters, such as those of a machine that shows fewer,
-    begins at 0 and says so.
+    begins at 0 and says so. While a counter cannot be read, as of a GPU that NVML has lost, the figures are left out: its rank says
+    so once, and they come again, with the energy of the time between, when all can be read.
 
     Modelled, as `energy/modelled_joules`, where `watts` is given: the power of all machines and devices of the run, times the time of
     training, with validation and checkpoints.
@@ -77,6 +79,7 @@ class EnergyMonitor(Callback):
         self._joules = 0.0
         self._counters: list[Counter | Clock] = []
         self._coverage: dict[str, list[int]] = {}
+        self._silent = False
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -151,14 +154,35 @@ class EnergyMonitor(Callback):
         """Adds what was used since the last logged step."""
         if not pl_module.logging_step:
             return
-        used = float(sum(counter.joules() for counter in self._counters))
-        own = torch.tensor(used, device=pl_module.device)
-        self._joules += float(trainer.strategy.reduce(own, reduce_op="sum"))
+        used, faults = self._used()
+        if faults and not self._silent:
+            self._silent = True
+            print(
+                f"EnergyMonitor, rank {trainer.global_rank}: a counter cannot be read ({faults[0]}); figures of energy are left "
+                "out until it can.",
+                file=sys.stderr,
+                flush=True,
+            )
+        own = torch.tensor([used, float(len(faults))], device=pl_module.device)
+        used, missing = torch.as_tensor(trainer.strategy.reduce(own, reduce_op="sum")).tolist()
+        self._joules += used
+        if missing:
+            return
         how = "measured" if self.watts is None else "modelled"
         figures = {f"energy/{how}_joules": self._joules}
         if self.grams_per_kwh is not None:
             figures["energy/co2_grams"] = self._joules / JOULES_PER_KWH * self.grams_per_kwh
         log_figures(trainer, figures)
+
+    def _used(self) -> tuple[float, list[str]]:
+        """Returns the energy since the last call, and what is wrong with counters of this rank that cannot be read."""
+        used, faults = 0.0, []
+        for counter in self._counters:
+            try:
+                used += counter.joules()
+            except read_errors() as error:  # raised here, it would leave other ranks waiting
+                faults.append(str(error))
+        return used, faults
 
 
 class Counter:
@@ -225,12 +249,21 @@ def gpu_counters(device: torch.device) -> list[tuple[str, Counter | None]]:
         import pynvml
     except ModuleNotFoundError:
         return [(GPUS, None)]
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
     try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         return [(GPUS, Counter(lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(handle), 1e-3))]
-    except pynvml.NVMLError_NotSupported:  # before Volta
+    except pynvml.NVMLError:  # such as a GPU before Volta, or a container without the driver
         return [(GPUS, None)]
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Returns what reading a counter may raise."""
+    try:
+        from pynvml import NVMLError
+    except ModuleNotFoundError:
+        return OSError, ValueError
+    return OSError, ValueError, NVMLError
 
 
 def coverage(found: Sequence[tuple[str, Counter | None]], machine: bool) -> list[list[int]]:

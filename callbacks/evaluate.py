@@ -50,9 +50,9 @@ class Evaluate(Callback):
     steps, and for each step `results.json` and what was measured of each item; `python -m core compare` tests runs against each
     other with these. `python -m core evaluate` does the same for a checkpoint.
 
-    Training stays as it is to the last bit. Data-parallel ranks share the items. Each needs all weights, or shares them with ranks
-    that have the same tokens (tensor and pipeline parallelism); FSDP gathers them for an evaluation. The weights are those that validation
-    sees: of a schedule-free optimizer the average.
+    Training stays as it is to the last bit. Data-parallel ranks share the items. Each needs all weights, which FSDP gathers for an
+    evaluation, or computes the same items with others that have the rest: under tensor, sequence, context, pipeline and expert
+    parallelism and ZeRO's stage 3. The weights are those that validation sees: of a schedule-free optimizer the average.
 
     A mistake in an evaluation's arguments shows before training. An evaluation that fails during training, such as of a network that
     has diverged, is left out with a message, and the run goes on.
@@ -91,7 +91,7 @@ class Evaluate(Callback):
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error for a network of which no rank can have all weights."""
+        """Yields an error for strategies under which ranks cannot run the whole network."""
         yield from sharding_faults(run, together=True)
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:

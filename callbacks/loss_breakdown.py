@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -15,12 +15,11 @@ from core.errors import ConfigError
 from core.lightning_compat import is_accumulating
 from core.technique import technique
 from core.training.figures import log_figures
-from core.training.loss_ranks import sum_over
+from core.training.loss_ranks import dp_size, sum_over
 from toolkit.log_probabilities import log_probabilities_at
+from toolkit.sampled_steps import in_training_forward
+from toolkit.shards import SplitsTokens
 from toolkit.sources import SOURCES, HasSources, mark_stored_sources
-
-if TYPE_CHECKING:
-    from toolkit.selection import Run, Selected
 
 BINS = 32
 """Powers of two: the last bin begins beyond any row."""
@@ -74,17 +73,7 @@ class LossBreakdown(Callback):
         self._sums = torch.zeros(0)
         self._handle: Any = None
         self._validating = False
-
-    @classmethod
-    def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
-        """Yields an error where no process has whole rows of the last layer."""
-        for item in run.selected:
-            if item.name != "HybridParallel":
-                continue
-            if (item.arguments.get("context") or 1) > 1:
-                yield "LossBreakdown needs whole rows, and context parallelism cuts them: set context to 1, or leave it out"
-            if (item.arguments.get("pipeline") or 1) > 1:
-                yield "LossBreakdown needs the first and the last layer on one process: set pipeline to 1, or leave it out"
+        self._splits: SplitsTokens | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Asks the data for the sources of its rows."""
@@ -106,7 +95,7 @@ class LossBreakdown(Callback):
     ) -> None:
         """Begins with the first micro-batch of a step that is due."""
         if self._handle is None and not (trainer.global_step + 1) % self.every_n_steps:
-            self._start(pl_module)
+            self._start(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -125,7 +114,7 @@ class LossBreakdown(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begins with the first batch, unless a step is broken down, between whose micro-batches this is."""
         if self.validation and self._handle is None and not trainer.sanity_checking:
-            self._start(pl_module)
+            self._start(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Logs the means over the whole validation set."""
@@ -138,8 +127,9 @@ class LossBreakdown(Callback):
             self._handle.remove()
             self._handle = None
 
-    def _start(self, pl_module: LightningModule) -> None:
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._validating = not pl_module.training
+        self._splits = trainer.strategy if isinstance(trainer.strategy, SplitsTokens) else None
         rows = 2 * BINS + len(self._sources)
         self._sums = torch.zeros(2, rows, dtype=_widest(pl_module.device), device=pl_module.device)
         network: Any = pl_module.network
@@ -148,7 +138,12 @@ class LossBreakdown(Callback):
     def _stop(self, trainer: Trainer, prefix: str) -> dict[str, float]:
         self._handle.remove()
         self._handle = None
-        totals, counts = sum_over(trainer, self._sums).tolist()
+        sums = sum_over(trainer, self._sums)
+        if trainer.world_size > dp_size(
+            trainer
+        ):  # of a pipeline, the ranks of the last stage have it; no loss is below 0
+            sums = torch.as_tensor(trainer.strategy.reduce(sums, reduce_op="max"))
+        totals, counts = sums.tolist()
         names = [f"{kind}_{span}" for kind in ("position", "length") for span in spans(self.first_bin)]
         names += [f"source/{name}" for name in self._sources]
         return {
@@ -157,16 +152,22 @@ class LossBreakdown(Callback):
             if count
         }
 
-    @torch.no_grad()
     def _add(self, network: Any, inputs: tuple[Any, ...], hidden: Tensor) -> None:
         """Adds the losses of a call of the network."""
         batch: Mapping[str, Tensor] = inputs[0]
         # validation between the micro-batches of a step is no part of it, nor is text that is generated
         if network.training == self._validating or "labels" not in batch:
             return
-        labels = batch["labels"]
+        if self._validating or in_training_forward(network):
+            with torch.no_grad():
+                self._add_losses(network, batch, hidden)
+
+    def _add_losses(self, network: Any, batch: Mapping[str, Tensor], hidden: Tensor) -> None:
+        losses = -log_probabilities_at(network, hidden.detach(), batch["labels"])
+        if self._splits is not None:  # then each rank counts whole rows: in sums and numbers alike
+            losses, batch = self._splits.all_tokens(losses), self._whole(batch)
+        labels, losses = batch["labels"], losses.flatten()
         counted = (labels != IGNORED_LABEL).flatten()
-        losses = -log_probabilities_at(network, hidden.detach(), labels).flatten()
         values = torch.stack((losses, counted.to(losses))).to(self._sums)
         positions, lengths = places(batch)
         kinds = [bins(positions, self.first_bin), bins(lengths, self.first_bin) + BINS]
@@ -175,6 +176,15 @@ class LossBreakdown(Callback):
         for kind in kinds:
             # a position without a label has the values 0 and 0; padding has no source
             self._sums.index_add_(1, kind.flatten().clamp(min=0), values * (kind.flatten() >= 0))
+
+    def _whole(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns of a batch with some tokens of each row what is known of all of them."""
+        assert self._splits is not None
+        # positions follow from the documents: those of the batch may count from the beginning of the row
+        found = {name: self._splits.all_tokens(batch[name]) for name in ("labels", SOURCES) if name in batch}
+        if (documents := batch.get("document_ids", self._splits.row_documents)) is not None:
+            found["document_ids"] = documents
+        return found
 
 
 def places(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -237,19 +237,24 @@ class PeriodicCheckpoint(Checkpoint):
             self._io.end_soon()
 
     def _raise_on_all(self, trainer: Trainer, error: ConfigError | None, of_storage: bool = True) -> None:
-        """Raises the first rank's error on every rank, which would wait for it; called on every rank.
+        """Raises the error of the first rank that has one on every rank: the others would wait for it; called on every rank.
 
         Where a signal has ended a wait for the storage, the run ends by the signal, with that error as its text.
         """
-        told, of_storage = trainer.strategy.broadcast((None if error is None else str(error), of_storage))
-        if told and of_storage and is_url(self.dirpath):
+        own, ranks = (str(error or ""), of_storage), trainer.world_size
+        first = torch.tensor(
+            ranks if error is None else trainer.global_rank, device=trainer.strategy.root_device
+        )
+        if (failed := int(trainer.strategy.reduce(first, reduce_op="min"))) == ranks:
+            return
+        told, of_storage = trainer.strategy.broadcast(own, src=failed)
+        if of_storage and is_url(self.dirpath):
             ends = torch.tensor(float(self._is_to_end(trainer)), device=trainer.strategy.root_device)
             if trainer.world_size > 1:
                 ends = trainer.strategy.reduce(ends, reduce_op="sum")
             if ends:
                 raise SIGTERMException(told) from error
-        if error is not None or told:
-            raise ConfigError(told or str(error)) from error
+        raise ConfigError(told) from error
 
     def path_of(self, step: int) -> Path | str:
         """Returns the path, or the URL, of the checkpoint of a step."""

@@ -112,11 +112,11 @@ class SpikeReport(Callback):
         trainer:
           callbacks+:
             - class_path: SpikeReport
-              init_args: {window: 128, sigma: 6.0}
+              init_args: {window: 64, sigma: 6.0}
     """
 
     def __init__(
-        self, window: int = 128, sigma: float = 6.0, norm_factor: float = 10.0, most: int = 20
+        self, window: int = 64, sigma: float = 6.0, norm_factor: float = 10.0, most: int = 20
     ) -> None:
         if window < 2 or not sigma > 0 or norm_factor < 1 or most < 1:
             raise ConfigError(

@@ -39,7 +39,7 @@ NONE = (math.inf, 0.0, 0.0, math.inf, math.inf)
 
 @technique(
     paper="PaLM, arXiv:2204.02311, section 5.1: back about 100 steps, 200 to 500 batches skipped; "
-    "window 128 and 6 sigma: OLMo-core's SkipStep optimizers",
+    "6 sigma: OLMo-core's SkipStep optimizers",
     conflicts={
         "SkipStep": "both react to the same outliers, one by dropping the update, the other by going back",
         "NonFiniteGuard": "it ends the run at the first loss that is not finite, where SpikeRollback goes back",
@@ -71,7 +71,9 @@ class SpikeRollback(Callback):
 
     Gradient norms of ordinary steps have a long tail: in clean runs of 500 steps they came up to 18 deviations above
     their mean and to 6.3 times the mean (a window of 40), losses to 3.1 deviations; garbled batches raised the loss by
-    9.9 deviations at least, in their first step (`tests.benchmarks.spike_rollback_defaults`).
+    9.9 deviations at least, in their first step (`tests.benchmarks.spike_rollback_defaults`). While the window holds steps in which
+    the loss still fell fast, deviations are large and a bad batch hides among them: a shorter window sees it earlier in a run, a longer
+    one has steadier limits (`tests.benchmarks.guilty_document`).
 
     Args:
         window: Steps of history; at least 2. No outlier is looked for until it is full.
@@ -94,12 +96,12 @@ class SpikeRollback(Callback):
         trainer:
           callbacks+:
             - class_path: SpikeRollback
-              init_args: {window: 128, sigma: 6.0, rewind_steps: 100, skip_batches: 200}
+              init_args: {window: 64, sigma: 6.0, rewind_steps: 100, skip_batches: 200}
     """
 
     def __init__(
         self,
-        window: int = 128,
+        window: int = 64,
         sigma: float = 6.0,
         rewind_steps: int = 100,
         skip_batches: int = 200,

@@ -14,6 +14,8 @@ __all__ = [
     "HoldsParts",
     "ReadsItself",
     "RunsBackward",
+    "SharesItems",
+    "SplitsTokens",
     "copy_to_shard",
     "gradient_like",
     "is_sharded",
@@ -28,6 +30,31 @@ class GathersNetworks(Protocol):
         """Gathers the weights of a network once: within, each rank runs it as often as it likes, without the others.
 
         Called on every rank, within `core.contracts.RunsAsForward.run_as_forward`, without gradients.
+        """
+
+
+@runtime_checkable
+class SharesItems(Protocol):
+    """A strategy some of whose ranks call a gathered network together, with the same batches, though they train on different ones."""
+
+    def item_share(self) -> tuple[int, int]:
+        """Returns which share of the items of an evaluation this rank measures, and how many shares there are."""
+
+
+@runtime_checkable
+class SplitsTokens(Protocol):
+    """A strategy under which the network may be called with some tokens of each row, and those of other ranks beside.
+
+    Attributes:
+        row_documents: `document_ids` (B, T) of the rows that are computed, where the network has them not; else None.
+    """
+
+    row_documents: Tensor | None
+
+    def all_tokens(self, own: Tensor, dim: int = 1) -> Tensor:
+        """Returns the values of all tokens in order, given those of this rank's in a dimension, without gradients.
+
+        Called by all ranks that share the rows.
         """
 
 

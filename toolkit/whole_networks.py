@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -12,17 +12,17 @@ from lightning.pytorch import Trainer
 from core.contracts import RunsAsForward
 from core.training.loss_ranks import dp_group, dp_rank, dp_size
 from toolkit.evaluation_results import Ranks
-from toolkit.shards import GathersNetworks
+from toolkit.shards import GathersNetworks, SharesItems
 
 if TYPE_CHECKING:
-    from toolkit.selection import Run
+    from toolkit.selection import Run, Selected
 
 __all__ = ["as_forward", "gathered", "ranks_of", "sharding_faults"]
 
 T = TypeVar("T")
 
 SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-"""Strategies under which ranks with different tokens need each other's weights, and which cannot gather them once."""
+"""Strategies of Lightning: ranks with different tokens need each other's weights, and these cannot gather them for a while."""
 
 WHOLE = (
     "ranks generate texts of different lengths, for which each needs all weights: take --trainer.strategy=DDP, FSDP, "
@@ -30,40 +30,42 @@ WHOLE = (
 )
 
 TOGETHER = (
-    "ranks see texts of different lengths, for which each group needs all weights: take --trainer.strategy=DDP, FSDP, "
-    "DeepSpeedZero with stage 1 or 2, or HybridParallel without sequence, context and expert"
+    "its ranks need each other's weights for texts of different lengths: take --trainer.strategy=DDP, FSDP, DeepSpeedZero or "
+    "HybridParallel"
 )
+
+ALONE = ("sequence", "context", "expert", "pipeline")
+"""Sizes of HybridParallel under which ranks call the network together."""
 
 
 def sharding_faults(run: Run, together: bool = False) -> Iterator[str]:
-    """Yields an error for each strategy of a run under which ranks cannot have all weights for a while.
+    """Yields an error for each strategy of a run under which ranks cannot run the whole network.
 
     Args:
         run: The run.
-        together: Whether ranks with the same tokens call the network together, always within :func:`gathered`: then they may be
-            those of a pipeline, or have a part of the vocabulary each.
+        together: Whether ranks that share items, as `ranks_of` says, call the network together, always within :func:`gathered`.
+            Otherwise each calls it as often as it likes, for which it needs all weights.
     """
     for item in run.selected:
-        cuts = item.name == "DeepSpeedZero" and item.arguments.get("stage") == 3
-        if (
-            cuts
-            or item.name in SHARDING
-            or (item.name == "HybridParallel" and _splits(item.arguments, together))
-        ):
+        if item.name in SHARDING or (not together and _needs_others(item)):
             yield f"{item.name} shards the network, and {TOGETHER if together else WHOLE}"
 
 
-def _splits(sizes: Mapping[str, Any], together: bool) -> bool:
-    """Returns whether HybridParallel of these sizes splits up more than weights, and what ranks can call together."""
-    vocabulary = (sizes.get("tensor") or 1) > 1 and sizes.get("loss_parallel", True)
-    kinds = ("sequence", "context", "expert", *(() if together else ("pipeline",)))
-    return bool((vocabulary and not together) or any((sizes.get(name) or 1) > 1 for name in kinds))
+def _needs_others(item: Selected) -> bool:
+    """Returns whether a rank cannot call the network without others."""
+    given = item.arguments
+    if item.name == "DeepSpeedZero":
+        return bool(given.get("stage") == 3)
+    if item.name != "HybridParallel":
+        return False
+    vocabulary = (given.get("tensor") or 1) > 1 and given.get("loss_parallel", True)
+    return bool(vocabulary or any((given.get(name) or 1) > 1 for name in ALONE))
 
 
 def gathered(trainer: Trainer, network: Any) -> AbstractContextManager[Any]:
     """Context with all weights of a network on each rank, where the strategy shards them; within :func:`as_forward`.
 
-    Ranks of a pipeline call the network together, and each has what the full network returns.
+    Ranks that share items, see :func:`ranks_of`, call the network together, and each has what the full network returns.
     """
     strategy = trainer.strategy
     return strategy.gathered(network) if isinstance(strategy, GathersNetworks) else nullcontext()
@@ -90,13 +92,18 @@ def as_forward(trainer: Trainer, pl_module: Any, name: str, function: Callable[[
 
 
 def ranks_of(trainer: Trainer) -> Ranks:
-    """Returns the ranks with different tokens, which share the items of evaluations."""
-    return Ranks(dp_rank(trainer), dp_size(trainer), lambda value: _gather(trainer, value))
+    """Returns the ranks that share the items of evaluations: those with different tokens, but for ranks that need each other."""
+    strategy = trainer.strategy
+    share = (
+        strategy.item_share() if isinstance(strategy, SharesItems) else (dp_rank(trainer), dp_size(trainer))
+    )
+    return Ranks(*share, lambda value: _gather(trainer, *share, value))
 
 
-def _gather(trainer: Trainer, value: Any) -> list[Any]:
-    if dp_size(trainer) == 1:
+def _gather(trainer: Trainer, number: int, shares: int, value: Any) -> list[Any]:
+    if shares == 1:
         return [value]
     found: list[Any] = [None] * dp_size(trainer)
-    torch.distributed.all_gather_object(found, value, group=dp_group(trainer))
-    return found
+    torch.distributed.all_gather_object(found, (number, value), group=dp_group(trainer))
+    of_share = dict(found)  # those that call the network together have the same
+    return [of_share[number] for number in range(shares)]

@@ -26,7 +26,8 @@ def bisect(arguments: list[str]) -> int:
     runs say between which two. The steps from the last common checkpoint on are replayed for both runs, in a scratch
     folder, from their configurations, until one tensor is found: of the weights before the step, of the batch, an output of
     a module, a gradient, or the weights after it. If the configurations differ, halves of what differs are tried until one
-    setting is left. Both run folders are left as they are. Run it where the runs were started: relative paths are the same.
+    setting is left. Both run folders are left as they are. Run it where the runs were started: relative paths are the same, and a
+    run of several ranks needs as many devices of this machine again. Runs on several machines are refused.
 
     Example:
         python -m core bisect runs/quickstart runs/quickstart-2
@@ -173,7 +174,13 @@ def _cause(
     from plugins.commands.bisect_runs import differing_settings, spelled, value_at
 
     begin, where = replayed[0], f"step {found.step:,}"
-    evidence = [f"First difference: {STAGES[found.stage]} ({', '.join(found.names[:3])}).", *found.lines[:4]]
+    seen = (
+        f", as rank {found.rank} has it" if len(a.chains) > 1 else ""
+    )  # of sharded tensors, places in its shards
+    evidence = [
+        f"First difference{seen}: {STAGES[found.stage]} ({', '.join(found.names[:3])}).",
+        *found.lines[:4],
+    ]
     verdict = Verdict("unknown", "", found.step, found.stage, found.names, evidence)
     few = 0 < found.elements <= FEW
     if found.stage == "batch" and few:

@@ -182,7 +182,15 @@ class Replays:
             of: The run whose checkpoint is taken, and the number of threads.
             begin: The step of that checkpoint; 0: from the beginning.
             end: The step after which it ends.
+
+        Raises:
+            ConfigError: If it cannot run, or not on as many ranks as the run.
         """
+        if (machines := config["trainer"].get("num_nodes") or 1) > 1:
+            raise ConfigError(
+                f"{of.folder} ran on {machines} machines, and bisect makes steps again on this one alone.\nMake both runs once more "
+                "with trainer.num_nodes=1, or compare the lines of both hash_chain/rank0.jsonl: the first that differ say the step."
+            )
         self.count += 1
         folder = self.folder / f"{self.count}-{side}"
         config = deepcopy(config)
@@ -196,6 +204,14 @@ class Replays:
             words += ["--ckpt_path", str(of.checkpoints[begin])]
         threads = next((c.environment.get("threads") for c in of.chains.values()), None)
         self.launch(side, words, {"OMP_NUM_THREADS": str(threads)} if isinstance(threads, int) else {})
+        there, here = (
+            c[0].environment.get("ranks") if 0 in c else None for c in (of.chains, read_chains(folder))
+        )
+        if there is not None and there != here:
+            raise ConfigError(
+                f"{of.folder} ran on {there} ranks, and its replay on {here}: sums have other orders then.\n"
+                "Call bisect where as many devices are as the run had."
+            )
         return folder
 
 

@@ -59,16 +59,31 @@ class ContextParallel:
                 f"HybridParallel: context is {self.ranks}; {self.method} takes sequences of a multiple of {cuts} "
                 f"tokens, not {length}."
             )
-        own = torch.arange(length, device=batch["input_ids"].device)
-        if self.method == "ring":
-            chunks = own.chunk(cuts)
-            own = torch.cat((chunks[self.rank], chunks[cuts - 1 - self.rank]))
-        else:
-            own = own.chunk(cuts)[self.rank]
+        own = self._tokens_of(self.rank, length, batch["input_ids"].device)
         self.documents = batch.get("document_ids")
         self._ring, self._mask = Ring(self.group, self.documents), self._document_mask()
         parts = {name: value[:, own] for name, value in batch.items() if name != "document_ids"}
         return {"position_ids": own.expand(rows, -1)} | parts
+
+    def _tokens_of(self, rank: int, length: int, device: torch.device) -> Tensor:
+        """Returns the places of a rank's tokens in rows of this length, (t,)."""
+        chunks = torch.arange(length, device=device).chunk(pieces(self.ranks, self.method))
+        if self.method == "ring":
+            return torch.cat((chunks[rank], chunks[-1 - rank]))
+        return chunks[rank]
+
+    def joined(self, own: Tensor, dim: int = 1) -> Tensor:
+        """Returns the values of all tokens of each row, given those of this rank's, without gradients; called on every rank.
+
+        Args:
+            own: With t tokens in a dimension.
+            dim: This dimension.
+        """
+        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(parts, own.detach().contiguous(), group=self.group)
+        length = self.ranks * own.shape[dim]
+        places = [self._tokens_of(rank, length, own.device) for rank in range(self.ranks)]
+        return torch.cat(parts, dim).index_select(dim, torch.cat(places).argsort())
 
     def attend(
         self,

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from core import lightning_compat
 from core.errors import ConfigError
 from core.technique import Package, technique
-from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state
+from plugins.strategies import deepspeed_checks, deepspeed_engine, deepspeed_state, shared_forward
 from plugins.strategies.deepspeed_engine import EngineOptimizer
 from plugins.strategies.initial_shards import InitialShards, RowNorms, Spread, draw_shard
 from plugins.strategies.mesh_strategy import MeshStrategy
@@ -231,6 +231,18 @@ class DeepSpeedZero(MeshStrategy):
     def run_backward(self, loss: Tensor) -> None:
         """Runs DeepSpeed's backward without telling callbacks of it; see `toolkit.shards.RunsBackward`."""
         self._engine.backward(loss, scale_wrt_gas=False)  # Lightning divides by the number of micro-batches
+
+    @contextmanager
+    def gathered(self, network: Any) -> Iterator[None]:
+        """In stage 3 weights are gathered as modules run: ranks call the network together, and each computes some of the rows."""
+        own = self.stage == 3 and network is self.language_module.network
+        shared = shared_forward.by_rows(network.forward, self.loss_group)
+        with shared_forward.with_methods(network, shared_forward.without_cache(shared) if own else {}):
+            yield
+
+    def item_share(self) -> tuple[int, int]:
+        """Returns which share of an evaluation's items this rank measures, and of how many; see `toolkit.shards.SharesItems`."""
+        return (0, 1) if self.stage == 3 else (self.global_rank, self.world_size)
 
     def drop_step(self) -> None:
         """Drops what forward or backward left that broke off, in stages 1 and 2; see `toolkit.lone_ranks.DropsSteps`."""

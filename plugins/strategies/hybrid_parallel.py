@@ -25,11 +25,12 @@ from plugins.strategies import (
     gradients,
     hybrid_checks,
     initial_shards,
+    shared_forward,
     stage_state,
     tensor_parallel,
     tensors,
 )
-from plugins.strategies.context_parallel import ContextParallel, Method
+from plugins.strategies.context_parallel import ContextParallel, Method, pieces
 from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.mixed_precision import Format
@@ -243,22 +244,45 @@ class HybridParallel(MeshStrategy):
 
     @contextmanager
     def gathered(self, network: Any) -> Iterator[None]:
-        """Gathers weights; ranks of a pipeline, or with a part of the vocabulary, call the network together and have all of it."""
+        """Gathers weights; ranks that share a batch or exchange tokens call the network together and have all of it."""
         methods: dict[str, Any] = {}
         if self.pipeline is not None and network is self.pipeline.network:
             methods = self.pipeline.whole()
         elif self.loss_parallel:
             logits = network.logits
             methods = {"logits": lambda hidden: full_tensor(logits(hidden))}
-        own = {name: value for name, value in vars(network).items() if name in methods}
-        with super().gathered(network):
-            vars(network).update(methods)
-            try:
-                yield
-            finally:
-                for name in methods:
-                    del vars(network)[name]
-                vars(network).update(own)  # such as the logits of a vocabulary that is split up
+        if network is self.language_module.network:
+            methods |= self._shared(methods.get("forward", network.forward))
+        with super().gathered(network), shared_forward.with_methods(network, methods):
+            yield
+
+    def _shared(self, forward: Callable[..., Tensor]) -> dict[str, Any]:
+        """Returns methods of the network where ranks have some tokens, or experts, of a batch in training."""
+        whole, multiple = forward, self.sizes.tensor if self.sequence else 1
+        if self.context is not None:
+            multiple *= pieces(self.sizes.context, self.context_method)
+        if multiple > 1:
+            forward = shared_forward.by_tokens(forward, multiple, self.context)
+        if self.sizes.expert > 1:
+            forward = shared_forward.by_rows(forward, self.mesh.get_group("expert"))
+        return {} if forward is whole else shared_forward.without_cache(forward)
+
+    def item_share(self) -> tuple[int, int]:
+        """Returns which share of an evaluation's items this rank measures, and of how many; see `toolkit.shards.SharesItems`."""
+        copies, shards = self.mesh["data_replicate"], self.mesh["data_shard"]
+        return (
+            copies.get_local_rank() * shards.size() + shards.get_local_rank(),
+            copies.size() * shards.size(),
+        )
+
+    def all_tokens(self, own: Tensor, dim: int = 1) -> Tensor:
+        """Returns the values of all tokens of the rows, given those of this rank's; see `toolkit.shards.SplitsTokens`."""
+        return own if self.context is None else self.context.joined(own, dim)
+
+    @property
+    def row_documents(self) -> Tensor | None:
+        """The documents of the rows that are computed; see there."""
+        return None if self.context is None else self.context.documents
 
     def compute_loss(self, batch: Mapping[str, Tensor]) -> tuple[TokenSum, dict[str, TokenSum]]:
         """Returns the objective's sums for this rank's tokens, full on each rank that shares them."""

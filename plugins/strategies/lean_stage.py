@@ -43,6 +43,10 @@ class LeanStage(PipelineStage):
         super().clear_runtime_states()
         self.args_recv_info = infos
 
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with unheard():
+            return super()._backward_metadata_inference(*args, **kwargs)
+
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Returns what receives the inputs of a micro-batch."""
         if not self.is_first:

@@ -117,7 +117,9 @@ class Head:
         self._network, self._hidden = network, hidden
 
     def __call__(self, batch: Mapping[str, Tensor], cache: Any = None) -> Tensor:
-        """Returns the output of the last stage."""
+        """Returns the output of the last stage, which hooks of the network hear as if it had been called."""
+        for hook in tuple(self._network._forward_hooks.values()):
+            hook(self._network, (batch,), self._hidden)
         return self._hidden
 
     def __getattr__(self, name: str) -> Any:

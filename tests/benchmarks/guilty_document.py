@@ -1,10 +1,13 @@
 """20 poisoned trainings: does SpikeReport name the document that caused the spike?
 
-    python -m tests.benchmarks.guilty_document [FIRST LAST]
+    python -m tests.benchmarks.guilty_document [--defaults BEGIN] [FIRST LAST]
 
 A small GPT learns documents of a language of 61 words, in which each word has four successors. One document is another:
 random words, one rare word again and again, sentences with their words in reverse, or text of another such language. It
 is read in step 60 to 100. SpikeRollback goes back, and SpikeReport halves the documents of the batch.
+
+The detector has a window of 20 steps there. With `--defaults` it is that of the defaults, 64 steps and 6 deviations; the
+document is read in one of the 40 steps from BEGIN on, and for each seed a run without such a document shows false alarms.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +31,13 @@ from tests.support.tiny_training import VOCAB, module, tiny_gpt, trainer
 from tests.support.tokens import StoredTokens
 
 KINDS = ("random", "repeated", "reversed", "other language")
-ROWS, LENGTH, STEPS = 16, 24, 110
+ROWS, LENGTH = 16, 24
+BEGIN, MORE = 60, 50
+"""The first step that may read the document; how many steps a run has from there."""
+
+TIGHT = {"window": 20, "sigma": 4.5, "norm_factor": 3.0}
+"""A detector for runs as short as these."""
+
 END = 0
 
 
@@ -46,14 +56,14 @@ class Language:
         return [*words, END]
 
 
-def documents(kind: str, seed: int) -> tuple[list[list[int]], int]:
+def documents(kind: str | None, seed: int, begin: int) -> tuple[list[list[int]], int | None]:
     """Returns the documents, and the number of the one that is another."""
     language, draw = Language(seed), np.random.default_rng((seed, 1))
-    found, total, at = [], 0, int(draw.integers(60, 100)) * ROWS * LENGTH
-    poison = -1
-    while total < (STEPS + 5) * ROWS * LENGTH:
+    found, total, at = list[list[int]](), 0, int(draw.integers(begin, begin + 40)) * ROWS * LENGTH
+    poison: int | None = None
+    while total < (begin + MORE + 5) * ROWS * LENGTH:
         length = int(draw.integers(16, 60))
-        if poison < 0 and total >= at:
+        if kind is not None and poison is None and total >= at:
             poison, length = len(found), 56
             found.append(bad(kind, language, seed, length))
         else:
@@ -82,20 +92,37 @@ def bad(kind: str, language: Language, seed: int, length: int) -> list[int]:
 
 
 def judge(
-    kind: str, seed: int, folder: Path, report: bool = True
-) -> tuple[int | None, int, dict[str, Any], Any]:
-    """Trains; returns the document that the report names, the one that is another, the report, and the weights at the end."""
-    texts, poison = documents(kind, seed)
+    kind: str | None,
+    seed: int,
+    folder: Path,
+    report: bool = True,
+    detector: Mapping[str, float] = TIGHT,
+    begin: int = BEGIN,
+) -> tuple[int | None, int | None, dict[str, Any], Any]:
+    """Trains; returns the document that the report names, the one that is another, the report, and the weights at the end.
+
+    Args:
+        kind: How a document differs; None: none does.
+        seed: Of language, documents and weights.
+        folder: For data and run.
+        report: Whether there is one.
+        detector: Arguments of SpikeRollback and SpikeReport.
+        begin: The first step that may read the document.
+    """
+    texts, poison = documents(kind, seed, begin)
     for split in ("train", "validation"):
         TokenShards(1000).write(texts, folder / split, vocab_size=VOCAB)
+    settings: dict[str, Any] = dict(detector)
     callbacks: list[Any] = [
-        SpikeRollback(
-            window=20, sigma=4.5, rewind_steps=3, skip_batches=4, snapshot_every_n_steps=1, norm_factor=3.0
-        ),
-        *([SpikeReport(window=20, sigma=4.5, norm_factor=3.0)] if report else []),
+        SpikeRollback(rewind_steps=3, skip_batches=4, snapshot_every_n_steps=1, **settings),
+        *([SpikeReport(**settings)] if report else []),
     ]
     torch.manual_seed(seed)
-    options: dict[str, Any] = {"max_steps": STEPS, "limit_val_batches": 0, "use_distributed_sampler": False}
+    options: dict[str, Any] = {
+        "max_steps": begin + MORE,
+        "limit_val_batches": 0,
+        "use_distributed_sampler": False,
+    }
     runner = trainer(
         folder / "run", callbacks=preflight.ordered(callbacks), **options | {"log_every_n_steps": 2}
     )
@@ -111,20 +138,27 @@ def judge(
     return (int(found["guilty"][1].replace(",", "")) if found["guilty"] else None), poison, found, weights
 
 
-def main(first: int = 0, last: int = 20) -> None:
-    """Prints a line for each poisoning."""
-    cases = [(kind, seed) for seed in range(5) for kind in KINDS][first:last]
-    right = 0
+def main(words: Sequence[str]) -> None:
+    """Prints a line for each run, and how many were right."""
+    defaults = words[:1] == ["--defaults"]
+    begin, words = (int(words[1]), words[2:]) if defaults else (BEGIN, words)
+    first, last = map(int, words or ("0", "25"))
+    kinds = (*KINDS, None) if defaults else KINDS
+    right, false, cases = 0, 0, [(kind, seed) for seed in range(5) for kind in kinds][first:last]
     for kind, seed in cases:
         with tempfile.TemporaryDirectory() as name:
-            found, poison, report, _ = judge(kind, seed, Path(name))
-        right += found == poison
-        trials = report.get("trials")
-        print(
-            f"{'right' if found == poison else 'WRONG'} {kind}, seed {seed}: document {found}, it is {poison}; {trials} trial steps"
+            found, poison, report, _ = judge(
+                kind, seed, Path(name), detector={} if defaults else TIGHT, begin=begin
+            )
+        good = found == poison and bool(report) == (kind is not None)
+        right, false = right + (good and kind is not None), false + (not good and kind is None)
+        said = (
+            f"document {found}, it is {poison}; {report.get('trials')} trial steps" if report else "no report"
         )
-    print(f"{right} of {len(cases)}")
+        print(f"{'right' if good else 'WRONG'} {kind or 'clean'}, seed {seed}: {said}", flush=True)
+    poisoned = sum(kind is not None for kind, _ in cases)
+    print(f"{right} of {poisoned}; false alarms in {false} of {len(cases) - poisoned} clean runs")
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:3]))
+    main(sys.argv[1:])

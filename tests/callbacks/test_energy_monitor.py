@@ -66,6 +66,33 @@ def test_measured_energy_counts_over_the_wrap_of_a_counter(fit, rapl, tmp_path):
     assert "energy/modelled_joules" not in found
 
 
+class Lost(Callback):
+    """The processor's counter cannot be read at the end of steps 5 and 10."""
+
+    def __init__(self, root):
+        self.file, self.found = root / "intel-rapl:0" / "energy_uj", {}
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        if trainer.global_step in (4, 9):
+            self.kept = self.file.read_text(encoding="ascii")
+            self.file.write_text("?", encoding="ascii")
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step in (5, 10):
+            self.file.write_text(self.kept, encoding="ascii")
+        if pl_module.logging_step:
+            self.found[trainer.global_step] = trainer.callback_metrics.get("energy/measured_joules")
+
+
+def test_while_a_counter_cannot_be_read_figures_are_left_out_and_nothing_is_lost(fit, rapl, tmp_path, capsys):
+    options = {"max_steps": 15, "log_every_n_steps": 5, "limit_val_batches": 0}
+    lost = Lost(rapl)
+    fit(tmp_path, [EnergyMonitor(rapl=str(rapl)), lost, Works(rapl)], **options)
+    assert [lost.found[5], lost.found[10]] == [None, None]
+    assert float(lost.found[15]) == pytest.approx(15 * 0.070, rel=1e-6)
+    assert capsys.readouterr().err.count("EnergyMonitor, rank 0: a counter cannot be read") == 1
+
+
 def test_a_run_on_this_machine_that_has_no_counter_does_not_begin(rapl, tmp_path):
     def problems(run=Run(), **arguments):  # noqa: B008
         own = Selected("", "EnergyMonitor", "", "callbacks", "", "", technique(paper=""), arguments)

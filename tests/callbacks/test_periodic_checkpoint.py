@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
@@ -21,6 +22,7 @@ from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from plugins.networks.gpt import GPT
 from plugins.objectives.causal_lm import CausalLM
 from plugins.optimizers.adamw import AdamW
+from tests.support.launched_ranks import forked
 from tests.support.object_storage import answer_with, answering, passed_on
 from tests.support.toy import ToyData
 from toolkit import checkpoint_places, object_storage
@@ -74,6 +76,25 @@ def train(tmp_path, monkeypatch):
         return callback, [int(name.removeprefix("step-").removesuffix(".ckpt")) for name in names]
 
     return run
+
+
+class FullOnOther(AtomicCheckpoint):
+    """Finds out on rank 1 alone that the checkpoint is not complete."""
+
+    def wait(self):
+        if dist.get_rank() == 1:
+            raise ConfigError("the disk of rank 1 is full")
+
+
+@pytest.mark.ci
+def test_what_fails_on_one_rank_ends_all_of_them(tmp_path):
+    words = [
+        "--trainer.plugins=tests.callbacks.test_periodic_checkpoint.FullOnOther",
+        "--trainer.max_steps=2",
+    ]
+    done = forked(2, tmp_path, *words)
+    assert done.codes == (2, 2)
+    assert "the disk of rank 1 is full" in done.stderr  # rank 0's
 
 
 @pytest.fixture

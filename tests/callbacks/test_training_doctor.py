@@ -10,6 +10,7 @@ import torch
 import yaml
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
+from callbacks.batch_size_ramp import BatchSizeRamp
 from callbacks.training_doctor import TrainingDoctor
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
@@ -150,6 +151,20 @@ def test_a_packing_that_keeps_a_position_of_its_own_is_not_moved(tmp_path):
         losses.append([figures["train/loss"] for figures in record.figures])
     assert callbacks[0].history.last_step == 3
     assert losses[0] == losses[1]
+
+
+def test_rows_are_those_of_the_step_where_a_schedule_doubles_the_batch(tmp_path):
+    tokens = np.random.default_rng(0).integers(1, 61, 4000)
+    for split in ("train", "validation"):
+        TokenShards(1000).write([tokens], tmp_path / split, vocab_size=61)
+    ramp = BatchSizeRamp(0.125, 12 * 12, growth="doubling")
+    doctor = TrainingDoctor(every_n_steps=1, batches=2)
+    runner = trainer(tmp_path, callbacks=[ramp, doctor], max_steps=16, limit_val_batches=0)
+    runner.fit(module(), datamodule=StoredTokens(str(tmp_path), 12, 8, shuffle=True, vocab_size=61))
+    given = doctor.history.series("doctor/rows_given").values
+    assert runner.datamodule.training_loader.batch_size == 8  # it began with 1
+    assert given.tolist() == [1.0] * 16
+    assert not doctor._probes._buffers  # of examined steps nothing stays
 
 
 def test_long_rows_are_cut_before_the_network_is_examined():

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from functools import cache
 
 import pytest
 import yaml
@@ -16,14 +17,54 @@ PLANS = {
     "FSDP": ({"class_path": "FSDP"}, 2),
     "tensor": ({"class_path": "HybridParallel", "init_args": {"tensor": 2, "data_shard": 1}}, 4),
     "pipeline": ({"class_path": "HybridParallel", "init_args": {"pipeline": 2, "data_shard": 1}}, 4),
+    "sequence": (
+        {"class_path": "HybridParallel", "init_args": {"tensor": 2, "sequence": 2, "data_shard": 1}},
+        4,
+    ),
+    "ring": ({"class_path": "HybridParallel", "init_args": {"context": 2, "data_shard": 1}}, 4),
+    "ulysses": (
+        {
+            "class_path": "HybridParallel",
+            "init_args": {"context": 2, "data_shard": 1, "context_method": "ulysses"},
+        },
+        4,
+    ),
+    "experts": ({"class_path": "HybridParallel", "init_args": {"expert": 2, "data_shard": 1}}, 2),
+    "ZeRO-3": ({"class_path": "DeepSpeedZero", "init_args": {"stage": 3, "persistence_threshold": 0}}, 2),
+    "experts beside data": (
+        {"class_path": "HybridParallel", "init_args": {"expert": 2, "data_shard": 2}},
+        1,
+        4,
+    ),
+    "tokens in stages": ({"class_path": "HybridParallel", "init_args": {"context": 2, "pipeline": 2}}, 4, 4),
+    "sequence and tokens": (
+        {"class_path": "HybridParallel", "init_args": {"tensor": 2, "sequence": 2, "context": 2}},
+        4,
+        4,
+    ),
 }
-"""Strategy, and the rows of a rank's batch."""
+"""Strategy, the rows of a rank's batch, and the number of ranks where it is not 2."""
+
+OFTEN = ("sequence", "pipeline", "ring", "experts")
+"""Those that CI tries."""
+
+MIXTURE = {
+    "class_path": "Mixtral",
+    "init_args": {
+        "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 16, "intermediate_size": 24, "n_experts": 4,
+        "experts_per_token": 2, "max_sequence_length": 64, "init_std": {"*.router": 0.5},
+    },
+}  # fmt: skip
 
 
 def evaluations():
     found = {
         "pairs": {"class_path": "PairedBias"},
         "refusals": {"class_path": "Refusals", "init_args": {"max_new_tokens": 6}},
+        "text": {
+            "class_path": "Perplexity",
+            "init_args": {"documents": {"class_path": "TextDocuments", "init_args": {"source": texts()}}},
+        },
     }
     try:
         import lm_eval  # noqa: F401
@@ -33,7 +74,17 @@ def evaluations():
     return found | {"harness": {"class_path": "LMEvalHarness", "init_args": {"folder": folder, "limit": 3}}}
 
 
-def trained(name, strategy=None, rows=4, evaluated=True):
+def texts():
+    """Returns a folder of five texts of different lengths: an odd number, for which ranks have different ones."""
+    folder = workshop() / "evaluated-texts"
+    folder.mkdir(exist_ok=True)
+    words = text().read_text(encoding="utf-8").split()
+    for number, length in enumerate((3, 40, 11, 90, 1)):
+        (folder / f"{number}.txt").write_text(" ".join(words[:length]), encoding="utf-8")
+    return str(folder)
+
+
+def trained(name, strategy=None, rows=4, ranks=2, evaluated=True, network=None):
     """Returns the losses by step, the figures of the evaluations, and the rows of each set, of a run of four steps."""
     callbacks = [{"class_path": "Evaluate", "init_args": {"evaluations": evaluations(), "every_n_steps": 2}}]
     folder = workshop() / f"evaluations-{name}"
@@ -41,12 +92,12 @@ def trained(name, strategy=None, rows=4, evaluated=True):
         "trainer": {
             "max_steps": 4,
             "log_every_n_steps": 1,
-            "devices": 2 if strategy else 1,
+            "devices": ranks if strategy else 1,
             "callbacks": callbacks if evaluated else [],
             "logger": [{"class_path": "MetricsCSV", "init_args": {"save_dir": "${run_folder}"}}],
             "default_root_dir": str(folder),
         },
-        "model": {"network": {"init_args": {"n_layer": 2, "max_sequence_length": 64}}},
+        "model": {"network": network or {"init_args": {"n_layer": 2, "max_sequence_length": 64}}},
         "data": {"init_args": {"source": str(text()), "cache_dir": str(workshop() / "evaluations-data"), "batch_size": rows}},
     }  # fmt: skip
     if strategy:
@@ -54,7 +105,7 @@ def trained(name, strategy=None, rows=4, evaluated=True):
     config = folder / "config-given.yaml"
     folder.mkdir(parents=True, exist_ok=True)
     config.write_text(yaml.safe_dump(tiny([overlay])))
-    done = run(["fit", "--config", str(config)], folder, ranks=2 if strategy else 1)
+    done = run(["fit", "--config", str(config)], folder, ranks=ranks if strategy else 1)
     assert done.code == 0, done.error_text
     with open(next(folder.rglob("metrics.csv")), encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
@@ -72,20 +123,24 @@ def trained(name, strategy=None, rows=4, evaluated=True):
     return losses, figures, sets
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return trained("alone")
+@cache
+def alone(mixture):
+    return trained(f"alone-{mixture}", network=MIXTURE if mixture else None)
 
 
 @pytest.mark.parametrize(
     "plan",
-    [pytest.param(plan, marks=pytest.mark.slow if "DP" in plan else pytest.mark.ci) for plan in PLANS],
+    [pytest.param(plan, marks=pytest.mark.ci if plan in OFTEN else pytest.mark.slow) for plan in PLANS],
 )
-def test_ranks_find_what_one_process_finds(plan, alone):
-    losses, figures, sets = trained(plan, *PLANS[plan])
-    assert losses == pytest.approx(alone[0], rel=1e-5)
-    assert figures.keys() == alone[1].keys()
+def test_ranks_find_what_one_process_finds(plan):
+    network = MIXTURE if "experts" in plan else None
+    expected = alone(network is not None)
+    losses, figures, sets = trained(plan, *PLANS[plan], network=network)
+    assert losses == pytest.approx(expected[0], rel=1e-5)
+    assert figures.keys() == expected[1].keys()
     # weights differ by rounding, which a sum of a hundred nats and an exponential make larger
-    assert figures == pytest.approx(alone[1], rel=1e-4, abs=1e-6)
-    assert [row["answer"] for row in sets["refusals"]] == [row["answer"] for row in alone[2]["refusals"]]
-    assert trained(f"{plan}-unwatched", *PLANS[plan], evaluated=False)[0] == losses  # to the last bit
+    assert figures == pytest.approx(expected[1], rel=1e-4, abs=1e-6)
+    assert [row["answer"] for row in sets["refusals"]] == [row["answer"] for row in expected[2]["refusals"]]
+    assert (
+        trained(f"{plan}-unwatched", *PLANS[plan], evaluated=False, network=network)[0] == losses
+    )  # to the last bit

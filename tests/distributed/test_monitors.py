@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.combinations import LLAMA
+from tests.support.combinations import DOCUMENTS, LLAMA
 from tests.support.same_run import FOUR_BLOCKS, STEPS, fit
 
 EVERY = 2
@@ -10,6 +10,7 @@ MONITORS = [
     {"class_path": "WeightMonitor", "init_args": {"every_n_steps": EVERY, "detail": True}},
     {"class_path": "ActivationMonitor", "init_args": {"every_n_steps": EVERY, "saturation": 1.0}},
     {"class_path": "AttentionMonitor", "init_args": {"every_n_steps": EVERY, "queries": 4}},
+    {"class_path": "LossBreakdown", "init_args": {"every_n_steps": EVERY, "first_bin": 4}},
     {"class_path": "GradientNoiseScale", "init_args": {"every_n_steps": EVERY, "average": 0.5}},
 ]
 PREFIXES = (
@@ -20,16 +21,18 @@ PREFIXES = (
     "activation/",
     "attention/",
     "logits/",
+    "loss/",
+    "val/loss/",
 )
 UNTIED = LLAMA["model"]
 TIED = {"network": {"init_args": {"n_layer": 2}}}
 
 
-def trained(model, ranks=1, accumulate=2, **strategy):
+def trained(model, ranks=1, accumulate=2, data=None, **strategy):
     trainer = {"callbacks": MONITORS, "accumulate_grad_batches": accumulate}
     if strategy:
         trainer["strategy"] = {"class_path": strategy.pop("kind", "HybridParallel"), "init_args": strategy}
-    done = fit({"model": model, "trainer": trainer}, ranks)
+    done = fit({"model": model, "trainer": trainer, **(data or {})}, ranks)
     assert done.code == 0, done.error_text
     return done
 
@@ -55,6 +58,8 @@ LAYOUTS = [
         marks=pytest.mark.ci,
     ),
     pytest.param(TIED, {"pipeline": 2}, id="pipeline with tied embeddings"),
+    pytest.param(UNTIED, {"context": 2}, id="ring", marks=pytest.mark.ci),
+    pytest.param(TIED, {"context": 2, "context_method": "ulysses"}, id="ulysses", marks=pytest.mark.ci),
 ]
 
 
@@ -71,11 +76,11 @@ def assert_same_noise(found, expected):
 
 @pytest.mark.parametrize(("model", "strategy"), LAYOUTS)
 def test_figures_are_those_of_one_process(model, strategy):
-    done, alone = trained(model, ranks=2, **strategy), trained(model)
+    data = DOCUMENTS if "context" in strategy else None
+    done, alone = trained(model, ranks=2, data=data, **strategy), trained(model, data=data)
     found, expected = figures(done), figures(alone)
-    if "pipeline" in strategy:  # stages do not call the network
+    if "pipeline" in strategy:
         assert_same_noise(done, alone)
-        expected = {key: value for key, value in expected.items() if key[1] != "logits/max"}
     assert found.keys() == expected.keys()
     assert len(expected) > 20 * STEPS // EVERY
     for key, value in expected.items():

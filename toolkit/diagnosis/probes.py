@@ -61,6 +61,7 @@ class Probes:
         self._fixed: Any = None
         self._plain = self._coarse = 0.0
         self._buffers: list[torch.Tensor] = []
+        self._meant = 0
         self._products: list[tuple[int, bool]] = []
         self._check: GradientCheck | None = None
         self._state = OptimizerState()
@@ -224,9 +225,15 @@ class Probes:
 
     def keep(self, module: Any, batch: Any, index: int, compares: bool) -> None:
         """Keeps a micro-batch of a step that is examined, and where it can be, compared with leyden's own parts."""
-        if not self._kept and self._is_whole:
-            self._buffers = network_probes.copied_buffers(module.network)
+        if not self._kept:
+            self._meant = 0
+            self._buffers = network_probes.copied_buffers(module.network) if self._is_whole else []
         self._kept.append((batch, index))
+        data: Any = module.trainer.datamodule
+        if isinstance(data, TokenDataModule) and data.training_loader is not None:
+            self._meant += (
+                data.training_loader.batches.batch_size
+            )  # a schedule may change it before the step ends
         self._compares = compares
 
     def between(self, module: Any) -> dict[str, float]:
@@ -265,7 +272,7 @@ class Probes:
     def after_step(self, trainer: Trainer, module: Any) -> dict[str, float]:
         """Returns the figures of an examined step."""
         figures, kept = dict[str, float](), [batch for batch, _ in self._kept]
-        self._kept, self.stepped = [], False
+        self._kept, self._buffers, self.stepped = [], [], False
         if kept and _has_labels(kept[0]):
             figures |= self._of_batches(trainer, module, kept)
         if self._check is not None:
@@ -303,10 +310,9 @@ class Probes:
             counts |= data_probes.round_trips(kept, data.tokenizer_json)
         sums = total([counts[name] for name in counts]).tolist()
         figures = data_probes.figures_of({name: (*pair,) for name, pair in zip(counts, sums, strict=True)})
-        if isinstance(data, TokenDataModule) and data.training_loader is not None:
+        if self._meant:
             rows = sum(len(batch["input_ids"]) for batch in kept)
-            meant = len(kept) * data.training_loader.batches.batch_size * dp_size(trainer)
-            figures["doctor/rows_given"] = float(total(rows)) / meant
+            figures["doctor/rows_given"] = float(total(rows)) / (self._meant * dp_size(trainer))
         if self._source is not None:
             figures |= self._source.figures(total(self._source.frequencies(kept, data.vocab_size)).numpy())
         if self._is_whole:

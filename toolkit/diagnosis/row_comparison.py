@@ -55,8 +55,12 @@ class RowComparison:
         self._ahead = 0
 
     def count(self) -> None:
-        """Counts a batch that the run has read."""
+        """Counts a batch that the run has read; a run whose batches get another shape is no longer followed."""
         self._ahead += 1
+        if self.batches is not None:
+            loaded = self.plain.trainer.datamodule.training_loader.batches
+            if any(getattr(loaded, name) != self.order[name] for name in ("batch_size", "sequence_length")):
+                self.batches = None
 
     def position(self) -> Any:
         """Returns where the next batch begins."""

@@ -6,6 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from conformance import runs
+from core.errors import ConfigError
+from plugins.commands.bisect import find
+from plugins.commands.bisect_runs import Recorded, Replays, read_chains, read_run
 from tests.benchmarks.bisect_causes import causes, config, judge, right, run
 from tests.conftest import TINY
 from tests.support.cli_runs import core  # noqa: F401
@@ -29,6 +33,45 @@ def test_step_place_and_cause_are_those_that_were_planted(kind, clean, tmp_path)
     verdict = judge(cause, tmp_path / "runs", clean)
     assert right(cause, verdict), verdict.as_text()
     assert verdict.replays <= 2 or kind == "setting"
+
+
+@pytest.mark.slow
+def test_runs_of_two_ranks_are_replayed_on_two_ranks(tmp_path):
+    values = config()
+    values["trainer"] |= {"max_steps": 12, "devices": 2, "strategy": {"class_path": "FSDP"}}
+    for name, decay in (("a", 0.1), ("b", 0.2)):
+        values["model"]["optimizer"]["init_args"]["weight_decay"] = decay
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        words = ["fit", "--config", str(path), f"--trainer.default_root_dir={tmp_path / name}"]
+        runs.run(words, tmp_path / name, ranks=2).succeeded(name)
+
+    def launch(side, words, environment):
+        runs.run(["fit", *words], tmp_path, ranks=2).succeeded("a replay")
+
+    a, b = read_run(str(tmp_path / "a")), read_run(str(tmp_path / "b"))
+    verdict = find(a, b, tmp_path, launch)
+    assert (verdict.cause, verdict.step, verdict.stage) == ("setting", 1, "after"), verdict.as_text()
+    assert "weight_decay is 0.1 in A and 0.2 in B" in verdict.text
+    assert "as rank 0 has it" in verdict.evidence[0]
+
+
+def test_runs_that_cannot_be_replayed_here_are_refused(tmp_path):
+    def record(folder, ranks):
+        for rank in range(ranks):
+            (folder / "hash_chain").mkdir(parents=True, exist_ok=True)
+            head = {"environment": {"ranks": ranks}, "groups": [], "every_n_steps": 1}
+            (folder / "hash_chain" / f"rank{rank}.jsonl").write_text(json.dumps(head) + "\n")
+
+    record(tmp_path / "run", 2)
+    run = Recorded(tmp_path / "run", {"trainer": {"callbacks": []}}, read_chains(tmp_path / "run"))
+    replays = Replays(tmp_path, lambda side, words, environment: record(tmp_path / f"1-{side}", 1))
+    with pytest.raises(ConfigError, match="run ran on 2 ranks, and its replay on 1"):
+        replays.run("a", run.config, run, 0, 3)
+    with pytest.raises(
+        ConfigError, match="run ran on 4 machines, and bisect makes steps again on this one alone"
+    ):
+        replays.run("a", {"trainer": {"num_nodes": 4}}, run, 0, 3)
 
 
 @pytest.mark.slow

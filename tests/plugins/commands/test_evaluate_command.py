@@ -252,8 +252,19 @@ def test_options_of_the_trainer_measure_whatever_is_validated(folder, core):
 @pytest.mark.ci
 @pytest.mark.parametrize(
     "words",
-    [["FSDP"], ["HybridParallel", "--trainer.strategy.tensor=2", "--trainer.strategy.data_shard=1"]],
-    ids=["items are shared", "the network is sharded"],
+    [
+        pytest.param(["FSDP"], id="items are shared"),
+        pytest.param(
+            ["HybridParallel", "--trainer.strategy.tensor=2", "--trainer.strategy.data_shard=1"],
+            id="the network is sharded",
+        ),
+        pytest.param(
+            ["HybridParallel", "--trainer.strategy.context=2"], id="tokens are shared", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            ["DeepSpeedZero", "--trainer.strategy.stage=3"], id="rows are shared", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_two_ranks_give_the_figures_of_one_process(folder, core, words):
     values = yaml.safe_load(Path("evaluation.yaml").read_text())

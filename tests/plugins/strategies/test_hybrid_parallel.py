@@ -65,7 +65,6 @@ REFUSED = [
      "sequence is 2, which does not divide the 15 tokens"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["MemoryMonitor"]}}, "which MemoryMonitor does not distinguish"),
     (2, {"pipeline": 2, "param_format": "bf16"}, {}, "a pipeline without sharded data gathers no weights: set --trainer.precision"),
-    (2, {"context": 2}, {"trainer": {"callbacks": ["LossBreakdown"]}}, "LossBreakdown needs whole rows"),
     (2, {"tensor": 2, "async_tensor": True}, {}, "add Compile with backend inductor"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["GradientNoiseScale"], "accumulate_grad_batches": 1}},
      "microbatches is 2, and GradientNoiseScale compares halves of a batch"),

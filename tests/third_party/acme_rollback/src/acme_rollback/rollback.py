@@ -39,7 +39,7 @@ NONE = (math.inf, 0.0, 0.0, math.inf, math.inf)
 @technique(
     api=">=1.4,<2",
     paper="PaLM, arXiv:2204.02311, section 5.1: back about 100 steps, 200 to 500 batches skipped; "
-    "window 128 and 6 sigma: OLMo-core's SkipStep optimizers",
+    "6 sigma: OLMo-core's SkipStep optimizers",
     conflicts={
         "SkipStep": "both react to the same outliers, one by dropping the update, the other by going back",
         "NonFiniteGuard": "it ends the run at the first loss that is not finite, where AcmeRollback goes back",
@@ -90,12 +90,12 @@ class AcmeRollback(Callback):
         trainer:
           callbacks+:
             - class_path: AcmeRollback
-              init_args: {window: 128, sigma: 6.0, rewind_steps: 100, skip_batches: 200}
+              init_args: {window: 64, sigma: 6.0, rewind_steps: 100, skip_batches: 200}
     """
 
     def __init__(
         self,
-        window: int = 128,
+        window: int = 64,
         sigma: float = 6.0,
         rewind_steps: int = 100,
         skip_batches: int = 200,
