@@ -29,6 +29,10 @@ class LeanStage(PipelineStage):
         with unheard():
             return super()._forward_metadata_inference(*args, **kwargs)
 
+    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        with unheard():
+            return super()._backward_metadata_inference(*args, **kwargs)
+
     def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:  # its name in torch 2.11
         with unheard():
             return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
@@ -42,10 +46,6 @@ class LeanStage(PipelineStage):
         }
         super().clear_runtime_states()
         self.args_recv_info = infos
-
-    def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
-        with unheard():
-            return super()._backward_metadata_inference(*args, **kwargs)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Returns what receives the inputs of a micro-batch."""
