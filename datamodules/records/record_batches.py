@@ -97,7 +97,7 @@ class RecordBatches(GroupedBatches):
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
         """Returns the records of each row."""
-        if not self.pad and cursor["taken"] == [] and not self._any_fits(self.sequence_length):
+        if not self.pad and not self._any_fits(self.sequence_length):
             raise ConfigError(
                 f"No record fits into a row of {self.sequence_length} tokens: raise data.sequence_length."
             )

@@ -270,6 +270,17 @@ def test_if_all_are_too_long_the_longest_is_named(tmp_path):
         build(InstructionDataModule, tmp_path, [{"prompt": "p" * n, "completion": "c"} for n in (55, 56)], template="plain", sequence_length=8)  # fmt: skip
 
 
+def test_rows_that_become_too_short_for_all_records_are_refused_within_a_group_too(tmp_path):
+    records = [{"prompt": f"{n}" * 20, "completion": "c"} for n in range(6)]
+    data = build(InstructionDataModule, tmp_path, records, template="plain", sequence_length=32, pack=False)
+    batches = data.packed("train", sequence_length=32, batch_size=1)
+    _, cursor = batches.take(batches.cursor, 1)
+    assert cursor["taken"]
+    batches.sequence_length = 8
+    with pytest.raises(ConfigError, match="No record fits into a row of 8 tokens"):
+        batches.take(cursor, 1)
+
+
 def test_records_of_a_group_stay_together(tmp_path):
     records = [{"prompt": f"{n}", "completion": f"{n % 17}", "user": n % 17} for n in range(300)]
     data = build(InstructionDataModule, tmp_path, records, template="plain", group_by="user", validation_fraction=0.2, test_fraction=0.2, pack=False)  # fmt: skip
