@@ -81,10 +81,11 @@ class GroupedBatches(StoredBatches):
 
     The order of documents is drawn for each epoch; each successive group of them is cut into pieces of at most T
     tokens and packed. Where a group begins depends on how many rows the groups before it have: each rank counts those of
-    all groups, by the lengths of their documents, and packs the groups in which it has rows.
+    all groups, by the lengths of their documents, and packs the groups in which it has rows, or all of them where the width of
+    a batch is that of its longest row.
 
-    When T changes within a group, the rows not yet taken from it are packed again: a
-    change costs one packing, and resuming costs one for each earlier change in the group.
+    When T changes within a group, the rows not yet taken from it are packed again: a change costs each rank one packing, and
+    resuming costs one for each earlier change in the group.
     """
 
     def __post_init__(self) -> None:

@@ -145,9 +145,7 @@ class TokenStore:
         within = indices - (self._counts - self._items)[chunks]
         order = np.argsort(chunks, kind="stable")  # each header is looked up once
         known, first = np.unique(chunks[order], return_index=True)
-        bounds = np.empty(
-            (2, len(indices)), np.int64
-        )  # in bytes, as in the header, less where the stream begins
+        bounds = np.empty((2, len(indices)), np.int64)  # in bytes of the stream
         for chunk, (low, high) in zip(known.tolist(), pairwise([*first.tolist(), len(order)]), strict=True):
             offsets, mine = self._offsets[chunk], order[low:high]
             numbers = within[mine]
