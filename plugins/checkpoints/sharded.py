@@ -13,6 +13,7 @@ A checkpoint may be untrusted: reading it runs no code.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import io
 import json
@@ -231,7 +232,8 @@ def _described(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Any:
     content = (folder / METADATA).read_bytes()
     if hashlib.sha256(content).hexdigest() != files[METADATA]["sha256"]:
         raise Damage(f"{METADATA} is damaged")
-    metadata = _Unpickler(io.BytesIO(content)).load()
+    with _without_collector():
+        metadata = _Unpickler(io.BytesIO(content)).load()
     used = {place.relative_path for place in metadata.storage_data.values()}
     if unknown := used - files.keys():
         raise Damage(f"{METADATA} names {min(unknown)}, which {MANIFEST} does not")
@@ -256,6 +258,18 @@ def _checksum(path: Path, found: os.stat_result) -> dict[str, Any]:
             return result
         _known[key] = result
     return _known[key]
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Stops the garbage collector, which would go through what is read again and again: millions of parts, all in use."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 class _Unpickler(pickle.Unpickler):

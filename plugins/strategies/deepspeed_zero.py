@@ -131,10 +131,11 @@ class DeepSpeedZero(MeshStrategy):
         groups = optimizer.param_groups if optimizer is not None else []
         self._counts = [len(group["params"]) for group in groups]
         self.numbers = {id(p): n for n, p in enumerate(p for group in groups for p in group["params"])}
+        starts_engine = self.stage == 3 or optimizer is not None
         if self.stage < 3:
-            for _ in self._filled(module, format):
+            for _ in self._filled(module, format, everywhere=not starts_engine):
                 pass
-        if self.stage == 3 or optimizer is not None:
+        if starts_engine:
             self._start_engine(module, optimizer, format)
         else:
             module.to(self.root_device)
@@ -154,11 +155,16 @@ class DeepSpeedZero(MeshStrategy):
             initial.fill(name, buffer)
         self._initial = initial
 
-    def _filled(self, module: nn.Module, format: torch.dtype) -> Iterator[nn.Parameter]:
-        """Yields each parameter once it has its values, in this data type on the device; called on every rank."""
+    def _filled(
+        self, module: nn.Module, format: torch.dtype, everywhere: bool = False
+    ) -> Iterator[nn.Parameter]:
+        """Yields each parameter once it has memory, in this data type on the device; called on every rank.
+
+        Those of rank 0 have their values, or those of all ranks: DeepSpeed's engine sends those of rank 0 to the others.
+        """
         for name, parameter in module.named_parameters():
             whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self._initial.fill(name, whole)
+            self._initial.fill(name, whole if everywhere or self.global_rank == 0 else None)
             parameter.data = whole.to(self.root_device, format if whole.is_floating_point() else None)
             yield parameter
 

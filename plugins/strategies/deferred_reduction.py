@@ -31,6 +31,9 @@ class DeferredReduction:
         self._sharded = [part for part in root.modules() if isinstance(part, FSDPModule)]
         self._kept = self._sharded[:1] if frees else self._sharded
         self._replicated, self._deferring = replicated, False
+        for group in self._groups():
+            if (prepare := getattr(group, "_prepare_partial_reduce_output", None)) is not None:
+                group._prepare_partial_reduce_output = partial(_prepared, prepare)
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -44,7 +47,10 @@ class DeferredReduction:
         self._widen()
 
     def check(self) -> None:
-        """Raises a ConfigError if gradients are left behind the last backward of a step; called behind each."""
+        """Raises a ConfigError if gradients are left behind the last backward of a step; called behind each.
+
+        From torch 2.15 on they are not: it reduces them in the last micro-batch, whatever has gradients there.
+        """
         if not self._deferring and any(group._partial_reduce_output is not None for group in self._groups()):
             raise ConfigError(
                 "Some of the network's blocks have gradients in other micro-batches of a step, and none in its last one, with which "
@@ -86,3 +92,8 @@ class DeferredReduction:
     def _zero_grad(self, zero_grad: Callable[[bool], None], set_to_none: bool = True) -> None:
         zero_grad(set_to_none)
         self.drop()
+
+
+def _prepared(prepare: Callable[..., Any], params: Any, sizes: Any, dtype: torch.dtype) -> Any:
+    """Keeps the sum of a step in float32, which torch 2.15 casts to the data type of the message before it adds to it."""
+    return prepare(params, sizes, torch.promote_types(dtype, torch.float32))

@@ -17,8 +17,8 @@ class LeanStage(PipelineStage):
 
     With them memory would grow with the number of micro-batches, as that of activations does not.
 
-    For the shapes of messages newer versions of torch run each stage once before the first step of a schedule, on values of
-    no meaning: monitors leave that out.
+    For the shapes of messages torch runs each stage once before the first step of a schedule, on values of no meaning:
+    monitors leave that out.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,6 +32,20 @@ class LeanStage(PipelineStage):
     def _backward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
         with unheard():
             return super()._backward_metadata_inference(*args, **kwargs)
+
+    def _shape_inference(self, *args: Any, **kwargs: Any) -> Any:  # its name in torch 2.11
+        with unheard():
+            return super()._shape_inference(*args, **kwargs)  # type: ignore[misc]
+
+    def clear_runtime_states(self) -> None:
+        """Forgets what a step has left, among it the gradients of buffers: torch 2.11 looks for them in freed ones, too."""
+        infos = self.args_recv_info
+        self.args_recv_info = {
+            chunk: () if self.is_first else tuple(info for info in of if info.buffer is not None)
+            for chunk, of in infos.items()
+        }
+        super().clear_runtime_states()
+        self.args_recv_info = infos
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Returns what receives the inputs of a micro-batch."""
@@ -55,7 +69,7 @@ class LeanStage(PipelineStage):
     def _make_room(self, kind: str, infos: Mapping[int, Sequence[Any]], chunk: int) -> None:
         if kind not in self._forms:  # torch has just made all buffers
             self._forms[kind] = [
-                None if info.buffer is None else torch.empty_like(info.buffer, device="meta")
+                None if info.buffer is None else _empty_like(info.buffer, torch.device("meta"))
                 for info in infos[chunk]
             ]
             for others in infos.values():
@@ -63,4 +77,9 @@ class LeanStage(PipelineStage):
                     info.buffer = None
         for info, form in zip(infos[chunk], self._forms[kind], strict=True):
             if info.buffer is None and form is not None:
-                info.buffer = torch.empty_like(form, device=self.device)
+                info.buffer = _empty_like(form, self.device)
+
+
+def _empty_like(buffer: Tensor, device: torch.device) -> Tensor:
+    # torch 2.11 sets `requires_grad` once, of the buffers that it has made; later versions do for each message.
+    return torch.empty_like(buffer, device=device, requires_grad=buffer.requires_grad)

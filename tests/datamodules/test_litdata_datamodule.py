@@ -131,7 +131,7 @@ def test_a_part_of_a_folder_is_that_part(tmp_path, chunk_bytes):
         assert store.starts_between(low, high).tolist() == expected
         bounds = [0, *inside, stop - first]
         numbers = np.arange(1 + len(inside))
-        assert store.documents(numbers) == [(a, b - a) for a, b in pairwise(bounds)]
+        assert store.documents(numbers).tolist() == [[a, b - a] for a, b in pairwise(bounds)]
 
 
 @pytest.mark.parametrize("fraction", [0.001, 0.05, 0.5, 0.9])

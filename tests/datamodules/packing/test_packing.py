@@ -186,6 +186,25 @@ def test_a_rank_reads_the_tokens_of_its_own_rows_alone(kind, store, monkeypatch)
         assert sorted(filter(None, places)) == came
 
 
+def test_a_rank_packs_the_groups_of_its_own_rows_alone(store):
+    packed = []
+
+    class Counted(BestFitBatches):
+        def _pack(self, pieces, group, turn, length):
+            packed.append(group)
+            return super()._pack(pieces, group, turn, length)
+
+    data = batches(Counted, store, batch_size=2, rank=20, world_size=40)
+    rows, cursor = data.take(data.cursor, 80)
+    assert cursor["group"] > 3
+    assert packed == []  # their rows were counted
+    own = data.read(rows, slice(40, 42))
+    assert 0 < len(packed) <= 2
+    whole = batches(BestFitBatches, store, batch_size=80)
+    whole = whole.read(whole.take(whole.cursor, 80)[0], slice(80))
+    assert all(torch.equal(own[name], whole[name][40:42]) for name in ("input_ids", "labels", "position_ids"))
+
+
 @pytest.mark.ci
 @settings(max_examples=60, deadline=None)
 @given(
@@ -328,7 +347,9 @@ def test_best_fit_is_as_the_paper_has_it(store, sizes):
             max(fitting, key=lambda row: sum(size for _, size in row)).append(piece)
         else:
             rows.append([piece])
-    assert batches(BestFitBatches, store, shuffle=False).pack(pieces, 32, None) == rows
+    data = batches(BestFitBatches, store, shuffle=False)
+    assert data.pack(pieces, 32, None) == rows
+    assert data.count(np.array(sizes, np.int64), 32) == len(rows)
 
 
 def test_padded_rows_are_about_as_long_as_their_neighbours(tmp_path, monkeypatch):
@@ -397,7 +418,7 @@ def test_workers_may_be_spawned(kind, store, monkeypatch):
 def replayed(data, taken):
     """The rows of the first group that are left, by the definition: every change packs what the last one left."""
     order = Permutation(data.documents, (data.seed, 0)).map(np.arange(data.documents))
-    pieces, rows = data.store.documents(order), []
+    pieces, rows = data.store.documents(order).tolist(), []
     for turn, (length, count) in enumerate((*taken, (data.sequence_length, 0))):
         pieces = [(at, min(length, a + n - at)) for a, n in pieces for at in range(a, a + n, length)]
         rows = data.pack(pieces, length, np.random.default_rng((data.seed, 0, 0, turn)))

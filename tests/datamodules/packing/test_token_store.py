@@ -77,7 +77,7 @@ def test_documents_are_found_by_number(store):
     assert store.number_of_documents == len(LENGTHS)
     order = np.random.default_rng(0).permutation(len(LENGTHS))
     starts = np.cumsum([0, *LENGTHS])
-    assert store.documents(order) == [(starts[n], LENGTHS[n]) for n in order]
+    assert store.documents(order).tolist() == [[starts[n], LENGTHS[n]] for n in order]
 
 
 # Damage -------------------------------------------------------------------------------------------------

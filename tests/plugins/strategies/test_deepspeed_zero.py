@@ -78,10 +78,12 @@ def test_a_checkpoint_is_that_of_a_single_process(whole):
         assert repr(shapes(one[part])) == repr(shapes(other[part]))
 
 
-@pytest.mark.ci
-def test_it_begins_with_the_weights_of_one_process():
+@pytest.mark.parametrize(
+    "stage", [pytest.param(3, marks=pytest.mark.ci), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_it_begins_with_the_weights_of_one_process(stage):
     still = {"model": {"optimizer": {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.0}}}}
-    found, expected = done(zero(3) | still, 2), one_process(still)
+    found, expected = done(zero(stage) | still, 2), one_process(still)
     assert "rank 0 initialises" not in found.stderr
     assert same_bits(found.checkpoint()["state_dict"], expected.checkpoint()["state_dict"])
 
