@@ -64,11 +64,13 @@ class Ranks(NamedTuple):
         rank: This one's number.
         size: How many there are.
         gather: Returns the values of all of them, on each.
+        agree: Returns the first fault of any rank of the run, on each; "": there is none. Ranks with the same share need each other.
     """
 
     rank: int
     size: int
     gather: Callable[[Any], list[Any]]
+    agree: Callable[[str], str] = str
 
 
 ALONE = Ranks(0, 1, lambda value: [value])
@@ -152,6 +154,13 @@ def evaluate(name: str, evaluation: Evaluation, model: EvaluatedModel, ranks: Ra
     fault = ""
     try:
         items = list(evaluation.items(model))
+    except (
+        ConfigError
+    ) as error:  # of a file that one machine cannot read: others would wait for this rank in the network
+        fault = str(error)
+    if fault := ranks.agree(fault):
+        raise ConfigError(f"evaluation {name}: {fault}")
+    try:
         mine = items[ranks.rank :: ranks.size]
         own = [_checked(one, item) for one, item in zip(evaluation.measure(model, mine), mine, strict=True)]
     except ConfigError as error:

@@ -97,7 +97,15 @@ def ranks_of(trainer: Trainer) -> Ranks:
     share = (
         strategy.item_share() if isinstance(strategy, SharesItems) else (dp_rank(trainer), dp_size(trainer))
     )
-    return Ranks(*share, lambda value: _gather(trainer, *share, value))
+    return Ranks(*share, lambda value: _gather(trainer, *share, value), lambda fault: _agree(trainer, fault))
+
+
+def _agree(trainer: Trainer, fault: str) -> str:
+    if trainer.world_size == 1:
+        return fault
+    found = [""] * trainer.world_size
+    torch.distributed.all_gather_object(found, fault)
+    return next(filter(None, found), "")
 
 
 def _gather(trainer: Trainer, number: int, shares: int, value: Any) -> list[Any]:

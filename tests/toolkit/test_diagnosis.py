@@ -428,6 +428,10 @@ def test_remedies_keep_what_the_run_has():
     assert finding.remedy == {"data": {"init_args": {"transforms+": [{"class_path": "ExactDuplicates"}]}}}
     assert not diagnose(Case(history, changed("data.class_path", "MixtureDataModule")))[0].remedy
     history = healthy()
+    history.add(1, {"doctor/common_text": 0.2})  # copies of whole documents are not all that is to go
+    [finding] = diagnose(Case(history, CONFIG))
+    assert finding.remedy == {"data": {"init_args": {"transforms+": [{"class_path": "RepeatedLines"}]}}}
+    history = healthy()
     with_figure("doctor/initial_dead_units", 0.5, (1,))(history)
     assert (
         diagnose(Case(history, CONFIG))[0].remedy["model"]["network"]["init_args"]["activation"]

@@ -82,6 +82,45 @@ def test_an_item_that_cannot_be_measured_fails_on_every_rank():
     assert found == ["evaluation set: length of the item 3 is nan: have the weights diverged?"] * 2
 
 
+class UnreadOnOther(Lengths):
+    measured = False
+
+    def items(self, model):
+        if threading.current_thread().name == "other":
+            raise ConfigError("books.txt cannot be read")
+        return super().items(model)
+
+    def measure(self, model, items):
+        self.measured = True  # it would wait for the other rank in the network
+        return super().measure(model, items)
+
+
+def test_a_file_that_one_of_those_with_the_same_share_cannot_read_fails_on_both_before_the_network_is_called():
+    evaluation, barrier, given, found = UnreadOnOther(TEXTS), threading.Barrier(2), {}, {}
+
+    def work():
+        name = threading.current_thread().name
+
+        def agree(fault):
+            given[name] = fault
+            barrier.wait()
+            return next(filter(None, given.values()), "")
+
+        try:
+            ranks = Ranks(0, 1, lambda value: [value], agree)
+            evaluate("set", evaluation, model(certain(257, lambda ids: 0)), ranks)
+        except ConfigError as error:
+            found[name] = str(error)
+
+    threads = [threading.Thread(target=work, name=name) for name in ("first", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == dict.fromkeys(("first", "other"), "evaluation set: books.txt cannot be read")
+    assert not evaluation.measured
+
+
 def test_results_are_read_back_and_damage_is_said(tmp_path):
     found = evaluate("set", Lengths(TEXTS), model(certain(257, lambda ids: 0)))
     place = write_results(Results(3, 100, "abc", "", {"set": found}), tmp_path)

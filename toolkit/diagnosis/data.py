@@ -146,23 +146,22 @@ def duplicates(case: Case) -> Iterator[Finding]:
         finding = _of_packing(
             case, "duplicates", since, f"{share:.0%} {where}", 0.94, "Drop repeated documents"
         )
-        deduplicating = _deduplicating(case)
-        yield finding if finding.remedy else replace(finding, remedy=deduplicating)
+        yield finding if finding.remedy else replace(finding, remedy=_adding(case, "ExactDuplicates"))
     elif (share := case.last("doctor/common_text")) > 0.055 and case.class_of("data") in PRETRAINING:
         finding = _of_packing(
             case, "duplicates", 1, f"{share:.0%} of the tokens are passages that a fifth of the documents and more have alike", 0.92,
-            "Drop repeated documents, and with RepeatedLines what pages share",
+            "Drop what pages share, with RepeatedLines, and repeated documents",
         )  # fmt: skip
-        yield finding if finding.remedy else replace(finding, remedy=_deduplicating(case))
+        yield finding if finding.remedy else replace(finding, remedy=_adding(case, "RepeatedLines"))
 
 
-def _deduplicating(case: Case) -> dict[str, Any]:
-    """Returns the overlay that adds a transform for copies, where the data has transforms and not this one."""
+def _adding(case: Case, transform: str) -> dict[str, Any]:
+    """Returns the overlay that adds a transform, where the data has transforms and not this one."""
     given = case.option("data.transforms", [])
     names = [str(one.get("class_path")) for one in given if isinstance(one, dict)]
-    if case.class_of("data") != "PretrainDataModule" or any("ExactDuplicates" in name for name in names):
+    if case.class_of("data") != "PretrainDataModule" or any(transform in name for name in names):
         return {}
-    return {"data": {"init_args": {"transforms+": [{"class_path": "ExactDuplicates"}]}}}
+    return {"data": {"init_args": {"transforms+": [{"class_path": transform}]}}}
 
 
 def not_shuffled(case: Case) -> Iterator[Finding]:

@@ -85,7 +85,7 @@ def test_every_technique_has_a_page_that_its_kind_lists(tmp_path, packages):
     assert {path.name for path in source.parent.iterdir()} == {"source"}
 
     spikes = read(source, "techniques/callbacks/SpikeRollback")
-    assert "| `window` | `int` | `128` | Steps of history" in spikes
+    assert "| `window` | `int` | `64` | Steps of history" in spikes
     assert "- Not with [SkipStep](SkipStep.md): " in spikes
     assert "- Not with [Hostile](Hostile.md): a \\<i\\>reason\\</i\\> | here" in spikes  # said by the other
     assert "- Not with [SpikeRollback](SpikeRollback.md): " in read(source, "techniques/callbacks/SkipStep")
