@@ -134,7 +134,7 @@ RANKS = {
     "name",
     [
         "FSDP",
-        pytest.param("tensor", marks=pytest.mark.ci),
+        pytest.param("tensor", marks=pytest.mark.slow),
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("DDP", "pipeline", "ZeRO-2", "ZeRO-3")),
     ],
 )
@@ -147,7 +147,7 @@ def test_two_ranks_go_on_with_the_best_seed(name):
     ended_alike(found, fit(*RANKS[name], seed(best), ranks=2))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_under_zero_the_run_begins_with_the_best_seed_at_the_rate_that_is_found():
     zero, finder = RANKS["ZeRO-3"][0], callback("LRFinder", num_steps=12, min_lr=1e-3, then="use")
     found = fit(zero, callbacks(finder, RESTART), ranks=2)

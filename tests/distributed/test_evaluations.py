@@ -45,7 +45,7 @@ PLANS = {
 }
 """Strategy, the rows of a rank's batch, and the number of ranks where it is not 2."""
 
-OFTEN = ("sequence", "pipeline", "ring", "experts")
+OFTEN = ("sequence", "pipeline", "ring")
 """Those that CI tries."""
 
 MIXTURE = {

@@ -72,7 +72,7 @@ def assert_same(found, expected):
 LAYOUTS = [  # slow: parts of larger layouts
     pytest.param(2, {"expert": 2}, marks=pytest.mark.ci),
     pytest.param(2, {"tensor": 2}, marks=pytest.mark.slow),
-    pytest.param(4, {"tensor": 2, "data_shard": 2}, marks=pytest.mark.ci),
+    pytest.param(4, {"tensor": 2, "data_shard": 2}, marks=pytest.mark.slow),
     pytest.param(4, {"expert": 4}, marks=pytest.mark.slow),
     pytest.param(4, {"expert": 2, "data_shard": 2}, marks=pytest.mark.slow),
     pytest.param(4, {"expert": 2, "data_replicate": 2}, marks=pytest.mark.slow),

@@ -64,10 +64,13 @@ def is_needed(name, strategy):
     """Returns whether a family's own code takes part in a strategy, so that another family's run does not hold for it.
 
     Its plan does under `sequence`, which takes that of `tensor` too. That its stages compute what forward does, the kit
-    proves bit by bit; how stages exchange what they compute is the same for all with the same `blocks`.
+    proves bit by bit; how stages exchange what they compute is the same for all with the same `blocks`. DeepSpeedZero
+    shards weights whatever computes with them; those of transformers alone begin in another way.
     """
     if strategy == "tensor":
         return (name, "sequence") in REFUSED
+    if strategy == "zero":
+        return name == "Pretrained"
     return strategy == "sequence" or FIRST[blocks_of(name)] == name
 
 

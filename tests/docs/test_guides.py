@@ -78,8 +78,14 @@ def execute(words, folder):
     return run(words, folder, cwd=folder, environments=[environment], timeout=240)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def guides():
+    """Yields pages with commands. Real chat models take long; test_recipes.py tries their recipes."""
+    for page in (page for page in PAGES if commands(page)):
+        mark = pytest.mark.slow if page.stem == "chat-model" else pytest.mark.ci
+        yield pytest.param(page, id=page.stem, marks=mark)
+
+
+@pytest.mark.parametrize("page", list(guides()))
 def test_the_commands_of_a_guide_run(page, folder):
     found = commands(page)
     if any(words[0] == "compare" for words in found):

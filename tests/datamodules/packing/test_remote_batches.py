@@ -82,7 +82,7 @@ def cached(data):
         pytest.param(PACKINGS[1], 4 * LARGEST, 0, marks=pytest.mark.ci),
         pytest.param(PACKINGS[1], 1 << 20, 2, marks=pytest.mark.slow),
         (PACKINGS[2], 1 << 20, 0),
-        pytest.param(PACKINGS[2], 4 * LARGEST, 2, marks=pytest.mark.ci),
+        pytest.param(PACKINGS[2], 4 * LARGEST, 2, marks=pytest.mark.slow),
         pytest.param(PACKINGS[3], 4 * LARGEST, 0, marks=pytest.mark.ci),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_run_goes_on_from_either_place(local, url, storage, tmp_path, workers)
             data.setup()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_mixtures_of_both(local, url, storage, tmp_path):
     def mixture(one, other, **options):
         data = MixtureDataModule(

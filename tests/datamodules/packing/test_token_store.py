@@ -150,7 +150,7 @@ def _reads(folders, above, most=None):
         assert _held(folder) == 0
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # by default a folder with few chunks is tried, below
 def test_more_chunks_than_a_process_may_have_open(tmp_path):
     """Each mapped chunk is an open file: those that were read last stay open, as many as the limit allows, of all folders."""
     folders = [tmp_path / "one", tmp_path / "other"]

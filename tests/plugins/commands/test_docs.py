@@ -210,7 +210,7 @@ def built(tmp_path_factory):
     return folder / "site", done.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # Sphinx takes a minute for all pages
 def test_the_site_is_whole_and_needs_no_network(built):
     site, printed = built
     assert len(printed.splitlines()) == 2, printed  # no warning

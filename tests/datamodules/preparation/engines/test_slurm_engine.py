@@ -84,7 +84,7 @@ def test_a_preparation_on_it_is_the_local_one_byte_for_byte(tmp_path, jobs, monk
     assert list((tmp_path / "slurm").iterdir()) == []
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_transform_that_needs_all_documents_changes_no_byte(tmp_path, jobs, monkeypatch):
     monkeypatch.setattr(source_files, "LEAST", 700)
     source = tmp_path / "in"
@@ -105,7 +105,7 @@ def test_a_killed_elements_tasks_are_done_again_and_others_once(tmp_path, jobs, 
     assert list(engine(tmp_path).run(Work(folder, {}), [])) == []
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_task_that_kills_every_process_is_named_and_the_logs_stay(tmp_path, jobs, folder):
     with pytest.raises(ConfigError, match=r"task 4 ended its process 3 times, see .*\.log") as caught:
         list(engine(tmp_path).run(Work(folder, {4: 99}), TASKS))
