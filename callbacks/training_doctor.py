@@ -35,7 +35,7 @@ class TrainingDoctor(Callback):
     `doctor/...`. Before the first step: labels against inputs, rows that come again, order, validation text among the
     training text, ids against the tokenizer and the source, weights, and whether logits change with tokens that they must not depend on. In
     the 1st, 2nd, 4th logged step and so on, and every `every_n_steps`: whether the gradients of the step are those of its loss, and whether all
-    weights that have one change. Such a step takes about four times as long. All others cost nothing. Of a run with parts
+    weights that have one change. Such a step takes four to five times as long. All others cost nothing. Of a run with parts
     that are not leyden's, rows, network, loss, rate and update are also compared with what leyden's own would do, in each
     examined step of the first 1,000, then in every tenth: such a step takes about eleven times as long.
 
@@ -59,10 +59,10 @@ class TrainingDoctor(Callback):
           callbacks+:
             - class_path: WeightMonitor
             - class_path: TrainingDoctor
-              init_args: {every_n_steps: 200}
+              init_args: {every_n_steps: 300}
     """
 
-    def __init__(self, every_n_steps: int = 200, batches: int = 64, least_confidence: float = 0.6) -> None:
+    def __init__(self, every_n_steps: int = 300, batches: int = 64, least_confidence: float = 0.6) -> None:
         if every_n_steps < 1 or batches < 0 or not 0 <= least_confidence <= 1:
             raise ConfigError(
                 "TrainingDoctor takes every_n_steps >= 1, batches >= 0 and least_confidence from 0 to 1, "
