@@ -139,9 +139,8 @@ class LossBreakdown(Callback):
         self._handle.remove()
         self._handle = None
         sums = sum_over(trainer, self._sums)
-        if trainer.world_size > dp_size(
-            trainer
-        ):  # of a pipeline, the ranks of the last stage have it; no loss is below 0
+        if trainer.world_size > dp_size(trainer):
+            # of a pipeline, the ranks of the last stage have it; no loss is below 0
             sums = torch.as_tensor(trainer.strategy.reduce(sums, reduce_op="max"))
         totals, counts = sums.tolist()
         names = [f"{kind}_{span}" for kind in ("position", "length") for span in spans(self.first_bin)]

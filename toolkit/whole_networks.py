@@ -34,7 +34,7 @@ TOGETHER = (
     "HybridParallel"
 )
 
-ALONE = ("sequence", "context", "expert", "pipeline")
+CALLED_TOGETHER = ("sequence", "context", "expert", "pipeline")
 """Sizes of HybridParallel under which ranks call the network together."""
 
 
@@ -59,7 +59,7 @@ def _needs_others(item: Selected) -> bool:
     if item.name != "HybridParallel":
         return False
     vocabulary = (given.get("tensor") or 1) > 1 and given.get("loss_parallel", True)
-    return bool(vocabulary or any((given.get(name) or 1) > 1 for name in ALONE))
+    return bool(vocabulary or any((given.get(name) or 1) > 1 for name in CALLED_TOGETHER))
 
 
 def gathered(trainer: Trainer, network: Any) -> AbstractContextManager[Any]:

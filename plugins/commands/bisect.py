@@ -174,9 +174,8 @@ def _cause(
     from plugins.commands.bisect_runs import differing_settings, spelled, value_at
 
     begin, where = replayed[0], f"step {found.step:,}"
-    seen = (
-        f", as rank {found.rank} has it" if len(a.chains) > 1 else ""
-    )  # of sharded tensors, places in its shards
+    # of sharded tensors, places in its shards
+    seen = f", as rank {found.rank} has it" if len(a.chains) > 1 else ""
     evidence = [
         f"First difference{seen}: {STAGES[found.stage]} ({', '.join(found.names[:3])}).",
         *found.lines[:4],

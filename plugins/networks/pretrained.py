@@ -34,8 +34,9 @@ class Pretrained(Network):
 
     The folder is read again by a run that resumes and by `generate`. Nothing is downloaded, no code of the folder is run,
     and weights are read from safetensors files alone, and become float32. Under a strategy that shards it each rank reads its part
-    of them (under DeepSpeedZero rank 0 all, which DeepSpeed sends to the others), unless transformers stores them in another form than it computes with, as some mixtures of experts: then rank 0 has the
-    whole model. Without `weights` each rank draws its part; rank 0 has the whole model where that cannot be recorded on the meta
+    of them, and under DeepSpeedZero rank 0 all, one parameter at a time, which DeepSpeed sends to the others. Where transformers
+    stores them in another form than it computes with, as of some mixtures of experts, rank 0 has the whole model. Without `weights`
+    each rank draws its part; rank 0 has the whole model where that cannot be recorded on the meta
     device, as values that are computed from others. Llama, Qwen, Gemma and others have classes here, which also have tensor and
     pipeline parallelism, masks between documents, and import and export.
 

@@ -231,9 +231,8 @@ class Probes:
         self._kept.append((batch, index))
         data: Any = module.trainer.datamodule
         if isinstance(data, TokenDataModule) and data.training_loader is not None:
-            self._meant += (
-                data.training_loader.batches.batch_size
-            )  # a schedule may change it before the step ends
+            # now, as a schedule may change it before the step ends
+            self._meant += data.training_loader.batches.batch_size
         self._compares = compares
 
     def between(self, module: Any) -> dict[str, float]:
