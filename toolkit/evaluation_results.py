@@ -155,9 +155,8 @@ def evaluate(name: str, evaluation: Evaluation, model: EvaluatedModel, ranks: Ra
     try:
         items = list(evaluation.items(model))
     except ConfigError as error:
-        fault = str(
-            error
-        )  # of a file that one machine cannot read: others would wait for this rank in the network
+        # of a file that one machine cannot read: others would wait for this rank in the network
+        fault = str(error)
     if fault := ranks.agree(fault):
         raise ConfigError(f"evaluation {name}: {fault}")
     try:
