@@ -57,8 +57,8 @@ DIVERGED = (
 )  # fmt: skip
 """What is found later in a run whose weights have been moved wildly: comparisons of numbers no longer say anything there."""
 
-CONSEQUENCES: dict[str, tuple[str, ...]] = {"rate_too_high": DIVERGED, "no_warmup": DIVERGED}
-"""Cause -> what it leads to in later steps: the cause is named first."""
+DIVERGING = ("rate_too_high", "no_warmup")
+"""Causes of that, which are named first."""
 
 
 def diagnose(case: Case) -> list[Finding]:
@@ -68,11 +68,9 @@ def diagnose(case: Case) -> list[Finding]:
         for finding in rule(case):
             if finding.cause not in found or found[finding.cause].confidence < finding.confidence:
                 found[finding.cause] = finding
-    for cause in found.keys() & CONSEQUENCES.keys():
-        for led_to in found.keys() & set(CONSEQUENCES[cause]):
-            if (
-                found[cause].since < found[led_to].since
-                and found[cause].confidence <= found[led_to].confidence
-            ):
-                found[led_to] = replace(found[led_to], confidence=found[cause].confidence - 0.01)
+    for cause in found.keys() & set(DIVERGING):
+        for led_to in found.keys() & set(DIVERGED):
+            first, later = found[cause], found[led_to]
+            if first.since < later.since and first.confidence <= later.confidence:
+                found[led_to] = replace(later, confidence=first.confidence - 0.01)
     return sorted(found.values(), key=lambda finding: (-finding.confidence, finding.since))

@@ -100,13 +100,12 @@ class GradientCheck:
         lost = 0 if invented > 0.1 * lost else lost  # gradients of something else have zeros in other places
         largest = max((float(p.grad.abs().max()) for _, p in self.named if p.grad is not None), default=0.0)
         finite = 0 < largest < math.inf
-        any_given = any(p.grad is not None for _, p in self.named)
+        if all(p.grad is None for _, p in self.named):
+            missing = 0  # an optimizer may clear all
         cut = [p.grad.abs() >= 0.999 * largest for _, p in self.named if p.grad is not None and finite]
         result = {
             "doctor/gradients_lost": lost / max(nonzero, 1),
-            "doctor/gradients_missing": missing / max(nonzero, 1)
-            if any_given
-            else 0.0,  # an optimizer may clear all
+            "doctor/gradients_missing": missing / max(nonzero, 1),
             "doctor/gradients_cut": sum(int(one.sum()) for one in cut) / max(nonzero, 1),
         } | _of_updates(compared)
         inner = [one for one, (_, p) in zip(compared, self.named, strict=True) if id(p) in self.inner]

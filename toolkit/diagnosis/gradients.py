@@ -284,9 +284,8 @@ def by_depth(case: Case) -> Iterator[Finding]:
     gradients by the size of its input, and embeddings of N(0, 0.02) are small.
     """
     larger = case.last("doctor/initial_size") > 1.5  # than configured: `initial_weights` says so
-    if found := case.worst(
-        "doctor/initial_gain_through", 100.0
-    ):  # in each block: without norms, or with larger branches
+    # in each block: without norms, or with larger branches
+    if found := case.worst("doctor/initial_gain_through", 100.0):
         yield Finding(
             "exploding_gradients", found[0], f"before the first step the gradient of hidden states grows in each block, by {found[1]:.3g} "
             "times and more on its way down through all", 0.865 if larger else 0.952, _advice(case, "Take pre-norm blocks, and clip gradients"),
@@ -302,10 +301,12 @@ def by_depth(case: Case) -> Iterator[Finding]:
         if found := case.worst(name, limit, above):
             if found[1] <= LOST and case.worst("doctor/without_gradient", 0.0):
                 continue  # detached: `frozen` says so
-            gone = "initial_gain_least" in name and LOST < found[1] < 0.01  # all else follows from that
+            confidence = (0.865 if larger and above else 0.875) if "initial" in name else 0.7
+            if "initial_gain_least" in name and LOST < found[1] < 0.01:
+                confidence = 0.958  # all else follows from that
             yield Finding(
                 cause, found[0], f"the gradient of hidden states changes by a factor of {found[1]:.3g} on its way down through a "
-                "block", 0.958 if gone else 0.865 if larger and above and "initial" in name else 0.875 if "initial" in name else 0.7, _advice(case, "Take pre-norm blocks, and clip gradients"),
+                "block", confidence, _advice(case, "Take pre-norm blocks, and clip gradients"),
                 taken_out(case) or {"trainer": {"gradient_clip_val": 1.0}},
             )  # fmt: skip
             return
