@@ -39,6 +39,9 @@ torch, and the proofs of a case share them. What a technique logs and saves of i
 figures whose names end in a unit of time, memory or energy (`_ms`, `_gib`, `_per_second`), and what differs between two
 runs of the same.
 
+Three proofs are of a GPU: runs there compute what they do on a CPU, resume bitwise, and wait for it in no step that is not logged. They
+carry the mark `gpu` (`pytest -m gpu`); without a GPU they are skipped.
+
 The names below are public. `KIT_VERSION` rises by one where a technique that passed may fail: a new proof, or a
 stricter one.
 """
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     from conformance.case import Case, cases
     from conformance.proof import NotProvable, Proof, proofs, prove
 
-KIT_VERSION = 6
+KIT_VERSION = 7
 
 __all__ = ["KIT_VERSION", "Case", "NotProvable", "Proof", "cases", "proofs", "prove"]
 

@@ -29,6 +29,7 @@ MODULES = (
     "evaluations",
     "commands",
     "parallel",
+    "on_gpu",
 )
 """Modules of this package whose functions are proofs; those of `STATIC` read and import, and run nothing."""
 
@@ -48,6 +49,7 @@ class Proof:
         check: Raises AssertionError, saying what was measured, if a case breaks the promise.
         runs: Whether the technique is run, for which what it needs must be there.
         contract: The class of `core.contracts` whose promise it is, where a kind has several.
+        gpu: Whether it needs one.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Proof:
     check: Callable[[Case], None]
     runs: bool = True
     contract: str | None = None
+    gpu: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -87,7 +90,7 @@ class Proof:
 
 
 def proof(
-    *kinds: str, runs: bool = True, contract: str | None = None
+    *kinds: str, runs: bool = True, contract: str | None = None, gpu: bool = False
 ) -> Callable[[Callable[[Case], None]], Proof]:
     """Makes a function the proof of its name, for techniques of these kinds, or of all if none is given.
 
@@ -96,7 +99,7 @@ def proof(
 
     def make(check: Callable[[Case], None]) -> Proof:
         promise = (check.__doc__ or "").partition("\n")[0]
-        return Proof(check.__name__, kinds or KINDS, promise, check, runs, contract)
+        return Proof(check.__name__, kinds or KINDS, promise, check, runs, contract, gpu)
 
     return make
 

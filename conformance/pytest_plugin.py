@@ -40,6 +40,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Makes the mark known."""
     if config.getoption("leyden_package"):
         config.addinivalue_line("markers", "leyden: a promise that leyden makes of a technique")
+        config.addinivalue_line("markers", "gpu: needs a GPU")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose
@@ -102,6 +103,8 @@ class ProofItem(pytest.Item):
         super().__init__(**options)
         self.case, self.proof = case, proof
         self.add_marker(pytest.mark.leyden)
+        if proof.gpu:
+            self.add_marker(pytest.mark.gpu)
 
     def runtest(self) -> None:
         """Runs the proof; what cannot be proved is skipped, with the reason."""

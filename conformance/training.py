@@ -75,16 +75,20 @@ def trains(case: Case) -> None:
 @proof(*RUNNABLE)
 def resumes_bitwise(case: Case) -> None:
     """A run that is cut off as by SIGKILL and resumed is bitwise the whole run: losses, figures, weights."""
-    expected, found = run_with(case), resumed(case)
+    bitwise(case, resumed(case), run_with(case))
+
+
+def bitwise(case: Case, found: Run, expected: Run) -> None:
+    """Raises AssertionError unless a resumed run has each bit of the whole one."""
     for name in ("losses", "figures"):
-        _bitwise(case, found, expected, differences(found.record[name], expected.record[name], name))
+        _none_of(case, found, expected, differences(found.record[name], expected.record[name], name))
     one, other = found.checkpoint(), expected.checkpoint()
     if one is not None and other is not None:
         for part in ("state_dict", "optimizer_states", "lr_schedulers"):
-            _bitwise(case, found, expected, differences(one.get(part), other.get(part), part))
+            _none_of(case, found, expected, differences(one.get(part), other.get(part), part))
 
 
-def _bitwise(case: Case, found: Run, expected: Run, different: Iterator[str]) -> None:
+def _none_of(case: Case, found: Run, expected: Run, different: Iterator[str]) -> None:
     lines = list(islice(different, 4))
     require(not lines, "\n".join(["resumed, and without a stop:", *lines, *forgotten(case, found, expected)]))
 
@@ -208,14 +212,25 @@ def again(case: Case) -> Run:
 
 @cache
 def _resumed(case: Case) -> Run:
-    """Goes on, in the path of the whole run, with the files that were there after step `KILLED`."""
-    whole = run_with(case).folder
+    return go_on(case, run_with(case), "whole")
+
+
+def go_on(case: Case, expected: Run, name: str, *words: str) -> Run:
+    """Goes on, in the path of a whole run, with the files that were there after step `KILLED`.
+
+    Args:
+        case: What is tried.
+        expected: The whole run.
+        name: What :func:`fit` called it.
+        words: Further arguments.
+    """
+    whole = expected.folder
     left, aside = (whole.with_name(whole.name + end) for end in (LEFT, "-aside"))
     require(left.is_dir(), f"the run has no step {KILLED + 1}, before which it could be killed")
     whole.rename(aside)
     left.rename(whole)
     try:
-        found = fit(case, "whole", "--ckpt_path=last", ranks=case.ranks)
+        found = fit(case, name, "--ckpt_path=last", *words, ranks=case.ranks)
     finally:
         whole.rename(left)
         aside.rename(whole)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import traceback
+import warnings
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ OPERATIONS = (_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _at
 METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__repr__)
 """Copies to the host, which are no operation where the tensor is there already."""
 
-OURS = (f"{Path(__file__).resolve().parent}/", "/torch/", "/lightning/")
+OURS = (f"{Path(__file__).resolve().parent}/", "/torch/", "/lightning/", "/warnings.py")
 
 
 class Waits:
@@ -42,6 +44,8 @@ class Waits:
             if isinstance(state, dict) and "step" in state
         }
         self._modes = [_Methods(self.places), _Operations(self.places, on_host)]
+        if torch.cuda.is_initialized():
+            self._modes = [_Synchronisations(self.places)]  # it sees these, and copies without pinned memory
         for mode in self._modes:
             mode.__enter__()
 
@@ -64,6 +68,26 @@ class _Operations(TorchDispatchMode):
         ):
             self.places.append(_place())
         return func(*args, **(kwargs or {}))
+
+
+class _Synchronisations(ExitStack):
+    """What torch itself says of waits, which it warns of."""
+
+    def __init__(self, places: list[str]) -> None:
+        super().__init__()
+        self.places = places
+
+    def __enter__(self) -> _Synchronisations:
+        self.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("always")
+        warnings.showwarning = self._note  # type: ignore[assignment]
+        self.callback(torch.cuda.set_sync_debug_mode, torch.cuda.get_sync_debug_mode())
+        torch.cuda.set_sync_debug_mode("warn")
+        return self
+
+    def _note(self, message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            self.places.append(_place())
 
 
 class _Methods(TorchFunctionMode):

@@ -256,7 +256,10 @@ def start_as_spread(tensor: Tensor, source: Tensor, network: nn.Module, name: st
 
 def spread(strips: Iterable[Tensor]) -> float:
     """Returns the standard deviation of the numbers in a matrix, given in strips; rounded to float32."""
-    count, sums = 0, torch.zeros(2, dtype=torch.float64)
+    count, sums = (
+        0,
+        torch.zeros(2, dtype=torch.float64, device="cpu"),
+    )  # networks are built within `torch.device`
     for strip in strips:
         wide = strip.double()
         count, sums = count + wide.numel(), sums + torch.stack((wide.sum(), wide.square().sum())).cpu()

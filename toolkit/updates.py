@@ -29,6 +29,18 @@ class CompilesUpdate(Protocol):
 
 
 @runtime_checkable
+class CompilesLoss(Protocol):
+    """An objective whose losses of positions are many small kernels, of which torch.compile can make few."""
+
+    def compile_loss(self, call: Function | None) -> None:
+        """Computes losses from logits with compiled code from now on.
+
+        Args:
+            call: Calls a function with arguments, compiled: tensors of few shapes, and constants. None: nothing is compiled any more.
+        """
+
+
+@runtime_checkable
 class DropsUpdates(Protocol):
     """An optimizer that drops updates by means of its own."""
 

@@ -14,7 +14,7 @@ from core.contracts import IGNORED_LABEL, Network, Objective, TokenSum
 from core.errors import ConfigError
 from core.technique import technique
 from core.training.shards import full_tensor
-from plugins.objectives.chunked import ChunkTokens, check_chunk_tokens, sums_over_positions
+from plugins.objectives.chunked import Call, ChunkTokens, check_chunk_tokens, sums_over_positions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -77,6 +77,11 @@ class CausalLM(Objective):
         check_chunk_tokens("CausalLM", chunk_tokens)
         self.label_smoothing, self.z_loss, self.l2 = label_smoothing, z_loss, l2
         self.chunk_tokens = chunk_tokens
+        self._call: Call | None = None
+
+    def compile_loss(self, call: Call | None) -> None:
+        """Computes losses from logits with compiled code from now on; see `toolkit.updates.CompilesLoss`."""
+        self._call = call
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -108,7 +113,7 @@ class CausalLM(Objective):
         hidden = network(batch)
         smoothing, z_loss = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
         parts = partial(cross_entropy, smoothing=smoothing, z_loss=z_loss)
-        sums = sums_over_positions(parts, network, hidden, labels, self.chunk_tokens)
+        sums = sums_over_positions(parts, network, hidden, labels, self.chunk_tokens, self._call)
         total, plain, squares = sums.unbind()
         figures = {}
         if self.training and (smoothing or z_loss or self.l2):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,6 +17,9 @@ from toolkit.aligned_logits import first_columns, is_plain, logits_of, padded
 
 Parts = Callable[[Tensor, Tensor], Tensor]
 """(logits (n, V), labels (n,)) -> sums (P,); the first one is differentiated."""
+
+Call = Callable[..., Tensor]
+"""Calls a function with arguments."""
 
 ChunkTokens = int | Literal["auto"] | None
 
@@ -33,7 +37,12 @@ def check_chunk_tokens(owner: str, chunk_tokens: ChunkTokens) -> None:
 
 
 def sums_over_positions(
-    parts: Parts, network: Network, hidden: Tensor, labels: Tensor, chunk_tokens: ChunkTokens = "auto"
+    parts: Parts,
+    network: Network,
+    hidden: Tensor,
+    labels: Tensor,
+    chunk_tokens: ChunkTokens = "auto",
+    call: Call | None = None,
 ) -> Tensor:
     """Returns `parts` of the logits and labels of all positions, (P,).
 
@@ -44,13 +53,32 @@ def sums_over_positions(
         labels: Or what stands for them, (B, T).
         chunk_tokens: Positions whose logits are computed at a time; None: all. "auto": as many as have logits of 512 MiB in
             float32, and at least 1,024, on CUDA 4,096.
+        call: What calls `parts` with whole logits and labels, such as compiled code; None: a plain call.
     """
+    sums = partial(_sums, call, parts, network.vocab_size)
     rows, labels = hidden.flatten(0, 1), labels.flatten()
     size = chosen_size(network.vocab_size, rows) if chunk_tokens == "auto" else chunk_tokens
     if size is None or (chunk_tokens == "auto" and len(rows) <= size):
-        return parts(logits_of(network, rows)(hidden).flatten(0, 1), labels)
+        return sums(logits_of(network, rows)(hidden).flatten(0, 1), labels)
     chunks = max(-(-len(rows) // size), 1)
-    return in_chunks(parts, network, rows, labels, max(-(-len(rows) // chunks), 1))
+    return in_chunks(sums, network, rows, labels, max(-(-len(rows) // chunks), 1))
+
+
+def _sums(call: Call | None, parts: Parts, vocab_size: int, product: Tensor, labels: Tensor) -> Tensor:
+    """Returns `parts` of logits, behind which there may be further columns."""
+    if call is None or hasattr(product, "full_tensor"):  # sharded along the vocabulary, by tensor parallelism
+        return of_columns(parts, vocab_size, product, labels)
+    return call(of_columns, parts, vocab_size, product, labels)
+
+
+def of_columns(parts: Parts, columns: int, product: Tensor, labels: Tensor) -> Tensor:
+    """Returns `parts` of the first columns of a product."""
+    if product.shape[-1] != columns:
+        slicing = (
+            torch.compiler.is_compiling()
+        )  # in which the pass over memory that slicing takes is fused with others
+        product = product[:, :columns] if slicing else first_columns(product, columns)
+    return parts(product, labels)
 
 
 def chosen_size(vocab_size: int, rows: Tensor) -> int:
@@ -62,7 +90,7 @@ def in_chunks(parts: Parts, network: Network, rows: Tensor, labels: Tensor, size
     """Returns `parts(network.logits(rows), labels)` without holding all logits in memory.
 
     Args:
-        parts: Computes sums over positions.
+        parts: Computes sums over positions, of logits behind which there may be further columns.
         network: Whose `logits` are used.
         rows: What the network returned, (N, C).
         labels: (N,).
@@ -152,6 +180,6 @@ def _times(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _kernel(weight: Tensor) -> tuple[list[Tensor], Callable[[Tensor], Tensor]]:
-    """Returns the weight as kernels like it, as a leaf, and logits (n, V) with it; once for all chunks."""
+    """Returns the weight as kernels like it, as a leaf, and logits (n, V or more) with it; once for all chunks."""
     kernel = padded(weight.detach()).detach().requires_grad_(weight.requires_grad)
-    return [kernel], lambda rows: first_columns(F.linear(rows, kernel), len(weight))
+    return [kernel], lambda rows: F.linear(rows, kernel)

@@ -51,6 +51,7 @@ WAYS = {
     "bf16, by hand, compiled": {"precision": "bf16", "scope": "whole", "by_hand": True},
     "bf16, whole compiled": {"precision": "bf16", "scope": "whole"},
     "fp8, blocks compiled": {"precision": "fp8", "scope": "blocks"},
+    "bf16, FSDP, blocks compiled": {"precision": "bf16", "scope": "blocks", "strategy": "FSDP"},
     "bf16, eager": {"precision": "bf16"},
     "fp8, eager": {"precision": "fp8"},
 }
@@ -149,15 +150,19 @@ def fit(size: Size, way: dict[str, Any], watch: Watch) -> None:
     from plugins.objectives.causal_lm import CausalLM
     from plugins.optimizers.adamw import AdamW
     from plugins.precision.float8 import Float8
+    from plugins.strategies.fsdp import FSDP
 
     network = partial(GPT, **of_gpt(size))
     module = LanguageModule(network, CausalLM(), partial(AdamW, lr=6e-4, weight_decay=0.1))
     fp8 = way["precision"] == "fp8"
+    strategy: Any = (
+        FSDP() if way.get("strategy") == "FSDP" else "auto"
+    )  # bf16 weights and residual, by policy
     compiled: list[Callback] = [Compile(scope=way["scope"])] if "scope" in way else []
     rows: Any = batches(size, watch.warm_up + watch.steps)
     with tempfile.TemporaryDirectory() as folder:
         Trainer(
-            accelerator="gpu" if watch.on_gpu else "cpu", devices=1, max_steps=len(rows), gradient_clip_val=1.0,
+            accelerator="gpu" if watch.on_gpu else "cpu", devices=1, strategy=strategy, max_steps=len(rows), gradient_clip_val=1.0,
             precision=None if fp8 else "bf16-mixed", plugins=[Float8()] if fp8 else None, logger=False,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
             log_every_n_steps=10, use_distributed_sampler=False, callbacks=[*compiled, Watched(watch)],

@@ -147,3 +147,13 @@ def test_rows_of_a_decoder_grow_with_those_of_the_encoder():
 def test_the_limit_is_in_bytes():
     with pytest.raises(ConfigError, match="from 1 byte upwards"):
         BatchSizeFinder(-1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_takes_what_fits():
+    """Of 64 rows of about 7 MB each, with 320 MiB."""
+    big = {"model": {"network": {"init_args": {"n_embd": 512, "max_sequence_length": 128}}}}
+    limit = {"class_path": "tests.support.limits.OneGPU", "init_args": {"mib": 320, "step": None}}
+    both = {"trainer": {"callbacks": [limit, *callback("BatchSizeFinder")["trainer"]["callbacks"]]}}
+    found = fit(big, shape(8, 8), both, words=("--trainer.accelerator=gpu",))
+    assert state_of(found, "BatchSizeFinder")["batch_size"] in (16, 32)

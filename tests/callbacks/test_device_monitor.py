@@ -63,7 +63,7 @@ def test_figures_of_a_gpu_are_those_of_nvml():
     device = torch.device("cuda", 0)
     pynvml.nvmlInit()
     handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    [counter] = gpu_counters(device)
+    [(_, counter)] = gpu_counters(device)
     matrix = torch.ones(4096, 4096, device=device)
     for _ in range(2000):  # seconds of work: NVML looks a few times a second
         matrix = matrix @ matrix / 4096

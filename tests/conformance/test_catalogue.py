@@ -7,7 +7,7 @@ from conformance import NotProvable, cases, proofs
 from core import catalog
 from core.technique import declaration_of
 from core.training.every_step import BATCH_HOOKS
-from tests.conformance.conftest import pytest_leyden_cases
+from tests.conformance.conftest import ON_A_GPU, pytest_leyden_cases
 
 CASES = cases("leyden", pytest_leyden_cases())
 
@@ -95,6 +95,8 @@ def marks(case, proof):
     RayEngine's own tests are on two machines; tests/test_configs.py has the examples of all. A run reads
     finished tokens: how they were prepared makes a difference to it through the packing alone, which has its own cases.
     """
+    if proof.gpu:
+        return [pytest.mark.gpu]
     if proof.name == "builds_from_yaml" or (case.entry.name == "RayEngine" and proof.contract == "Engine"):
         return [pytest.mark.slow]
     kind = case.entry.kind
@@ -170,7 +172,14 @@ def test_few_of_ours_are_exempt():
             "agrees_on_two_ranks",
             "its_figures_agree_on_two_ranks",
             "accumulation_changes_nothing",
+            "agrees_on_a_gpu",
         },
+        **{
+            name: {"idle_costs_nothing_on_a_gpu"}
+            for name in ("DeepSeekV3", "Dots1", "Mixtral", "OLMoE", "Qwen3MoE")
+        },
+        **{name: set(ON_A_GPU) for name in ("OOMGuard", "BatchSizeFinder")},
+        **{name: {"agrees_on_a_gpu"} for name in ("AdamW8bit", "PagedAdamW8bit")},
         "ShardedCheckpoint": {"resumes_bitwise"},
         "SequenceLengthSchedule": {"accumulation_changes_nothing"},
         "PrefixLM": {"gradients_are_finite"},

@@ -13,14 +13,14 @@ SHARDED = "FSDP, stage 3, 2 ranks"
 STEPPED = {"class_path": "AdEMAMix", "init_args": {"lr": 3e-3, "eps": 1e-3}}
 """Its update is compiled where weights are sharded; with this epsilon a gradient that is zero in theory moves nothing."""
 
-GRAPHS = {  # of blocks, with ring attention of what is between its messages
-    SHARDED: 2,  # and of the optimizer's update
+GRAPHS = {  # of blocks and of the loss where logits are whole, with ring attention of what is between its messages
+    SHARDED: 3,  # and of the optimizer's update
     "HybridParallel, tensor 2, sequence 2, 2 ranks": 1,
-    "DDP, static_graph, bucket_mb 0.001, 2 ranks": 1,
-    "DeepSpeedZero, stage 2, optimizer on the CPU, 2 ranks": 1,
+    "DDP, static_graph, bucket_mb 0.001, 2 ranks": 2,
+    "DeepSpeedZero, stage 2, optimizer on the CPU, 2 ranks": 2,
     "HybridParallel, data_shard 2, tensor 2, sequence 2, 4 ranks": 1,
     "HybridParallel, pipeline 2, 1F1B, 2 ranks": 1,
-    "HybridParallel, context 2, ulysses, documents, 2 ranks": 1,
+    "HybridParallel, context 2, ulysses, documents, 2 ranks": 2,
     "HybridParallel, context 2, ring, documents, 2 ranks": None,
 }
 BY_NAME = {str(item): item for item in COMBINATIONS}

@@ -142,3 +142,30 @@ class HalfState(Callback):
 
         zeros_like = torch.zeros_like
         trainer.optimizers[0].register_step_pre_hook(begin)
+
+
+class OneGPU(Callback):
+    """Lets a GPU run out of memory in the middle of a run: what torch may take of it is limited from then on.
+
+    Args:
+        mib: MiB beyond those that are reserved.
+        step: Optimizer steps before that; None: from the start.
+    """
+
+    def __init__(self, mib: int, step: int | None) -> None:
+        self.mib, self.step = mib, step
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Sets the limit."""
+        if self.step is None:
+            self._limit()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Sets the limit."""
+        if trainer.global_step == self.step and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._limit()
+
+    def _limit(self) -> None:
+        torch.cuda.empty_cache()
+        most = torch.cuda.memory_reserved() + self.mib * 2**20
+        torch.cuda.set_per_process_memory_fraction(most / torch.cuda.get_device_properties(0).total_memory)

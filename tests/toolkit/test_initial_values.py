@@ -105,6 +105,13 @@ def test_on_a_gpu_they_are_those_of_a_cpu():
         assert torch.equal(found.cpu(), whole((130, 1100), dtype=dtype))
 
 
+def test_a_spread_is_that_of_numbers_on_another_device_than_a_network_is_built_on():
+    matrix = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    with torch.device("meta"):  # as Lightning builds it on a GPU, within `torch.device("cuda")`
+        found = spread(matrix.split(16))
+    assert found == spread(matrix.split(16))
+
+
 def test_a_spread_is_float32_while_a_network_is_built_in_bfloat16():
     matrix = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
     expected = float(matrix.double().std(correction=0).float())

@@ -346,3 +346,25 @@ def test_a_config_of_another_deepseek_is_refused(more, message):
 def test_sizes_that_do_not_fit_are_refused(network_class, arguments, message):
     with pytest.raises(ConfigError, match=message):
         network_class(**SMALL | arguments)
+
+
+@pytest.mark.gpu
+def test_in_bf16_a_gpu_multiplies_all_experts_at_once_and_the_host_waits_for_nothing():
+    torch.manual_seed(0)
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        network = lively(Qwen3MoE(**{**SMALL, "head_dim": 16, "n_embd": 64})).to(device)
+        batch = {"input_ids": tokens(length=64).to(device)}
+        if len(found) == 2:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.autocast(device, torch.bfloat16):
+                network(batch).float().square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found.append([p.grad.cpu() for p in network.parameters() if p.grad is not None])
+    for ours, same, cpu in zip(found[1], found[2], found[0], strict=True):
+        assert float((ours - same).abs().max()) <= 1e-3 * float(same.abs().max())
+        assert float((ours - cpu).norm()) <= 0.2 * float(
+            cpu.norm()
+        )  # roundings to bf16 may choose other experts

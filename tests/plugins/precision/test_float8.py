@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torchao.float8.float8_linear import Float8Linear
 
+from callbacks.compile import Compile, found_breaks
 from core.errors import ConfigError
 from plugins.precision.float8 import Float8
 from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
@@ -34,6 +35,18 @@ def test_layers_of_the_blocks_are_changed_and_the_head_is_not():
         "mlp.down_proj",
     )
     assert fp8_layers(network) == {f"layers.{i}.{name}" for i in range(2) for name in names}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_blocks_compile_to_one_graph(recipe):
+    from torch._dynamo import graph_break_reasons
+
+    torch.compiler.reset()
+    network, compiler, before = changed(recipe=recipe), Compile(backend="eager"), len(graph_break_reasons)
+    compiler.change_network(network)
+    with torch.autocast("cpu", torch.bfloat16):
+        network({"input_ids": torch.arange(12).view(2, 6)}).sum().backward()
+    assert (len(compiler._graphs), list(found_breaks(before))) == (1, [])
 
 
 def test_layers_are_chosen_by_pattern():

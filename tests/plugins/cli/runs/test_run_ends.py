@@ -109,7 +109,7 @@ def test_the_backward_of_attention_is_then_the_same_twice(backend):
     q, k, v = torch.randn(3, 2, 8, 2048, 64, device="cuda", dtype=torch.bfloat16).requires_grad_().unbind()
     torch.use_deterministic_algorithms(True)
     try:
-        with sdpa_kernel(SDPBackend[backend]):
+        with sdpa_kernel(getattr(SDPBackend, backend)):
             y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         first, *others = (torch.autograd.grad(y.sum(), (q, k, v), retain_graph=True) for _ in range(5))
     finally:
