@@ -264,7 +264,7 @@ def spread(strips: Iterable[Tensor]) -> float:
         wide = strip.double()
         count, sums = count + wide.numel(), sums + torch.stack((wide.sum(), wide.square().sum())).cpu()
     mean, square = (sums / count).tolist()
-    return float(torch.tensor(max(square - mean**2, 0.0), dtype=torch.float32).sqrt())
+    return float(torch.tensor(max(square - mean**2, 0.0), dtype=torch.float32, device="cpu").sqrt())
 
 
 @torch.no_grad()

@@ -71,7 +71,8 @@ DEFAULT = {
 def marked():
     """Yields the table of broken promises."""
     for row in BROKEN:
-        marks = [] if (row[0], row[2]) in DEFAULT else [pytest.mark.ci]
+        gpu = row[0].endswith("_on_a_gpu")
+        marks = [] if (row[0], row[2]) in DEFAULT else [pytest.mark.gpu if gpu else pytest.mark.ci]
         yield pytest.param(*row, id="-".join(row[:4]), marks=marks)
 
 

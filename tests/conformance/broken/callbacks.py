@@ -73,6 +73,15 @@ class RankDependent(Callback):
                 parameter.grad.mul_(0.9)
 
 
+class DeviceDependent(Callback):
+    """Changes gradients on a GPU."""
+
+    def on_after_backward(self, trainer, pl_module):
+        if pl_module.device.type == "cuda":
+            for parameter in pl_module.parameters():
+                parameter.grad.mul_(1.01)
+
+
 class Syncing(Callback):
     """Asks for the loss in every step."""
 
