@@ -34,7 +34,7 @@ def agrees_on_a_gpu(case: Case) -> None:
 
 @proof(*ON_A_GPU, gpu=True)
 def resumes_bitwise_on_a_gpu(case: Case) -> None:
-    """A run on a GPU that is cut off as by SIGKILL and resumed is bitwise the whole run, with `deterministic`."""
+    """A run on a GPU that is cut off as by SIGKILL and resumed is bitwise the whole run, with `deterministic: warn`."""
     expected = _on_a_gpu(case).succeeded("on a GPU, `fit`")
     bitwise(
         case,
