@@ -108,6 +108,7 @@ def test_ranks_resume_from_shards_and_all_refuse_another_base(base):
     assert weights_apart(resumed, expected) < TOLERANCE
 
 
+@pytest.mark.ci
 def test_a_pipeline_with_the_last_blocks_alone_is_refused_before_the_run(base):
     refused = fit(overlay("Freeze", base, "pipeline"), 2)
     assert refused.code == 2

@@ -80,6 +80,7 @@ def test_slurms_tasks_are_the_ranks(one, tmp_path):
     assert_same_run(results(tmp_path), one)
 
 
+@pytest.mark.ci
 def test_sigterm_to_one_rank_ends_both_after_the_same_step(tmp_path):
     noting = [
         f"--trainer.callbacks+={{class_path: {name}, init_args: {{folder: {tmp_path}}}}}"
