@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import ConfigError
-from datamodules.packing.block_checksums import BLOCK_BYTES, CHECKSUMS, BlockChecks, read_sums
+from datamodules.packing.block_checksums import CHECKSUMS, BlockChecks, read_sums
 from datamodules.packing.mapped_file import MappedFile
 from datamodules.packing.token_index import (
     INDEX,
@@ -98,16 +98,13 @@ class LocalChunks:
         Raises:
             ConfigError: If they cannot be read, or are damaged.
         """
-        chunk = self._chunk(number)
-        low, high = begin, end
-        if checks:  # of whole blocks
-            low, high = begin & -BLOCK_BYTES, min(end + BLOCK_BYTES - 1 & -BLOCK_BYTES, len(chunk.raw))
+        file = self._chunk(number).file
         try:
-            chunk.file.require(low, high)
+            file.require(begin, end)
+            if checks:
+                checks.check(number, file, begin, end)
         except OSError as error:
             raise self._damaged(number, error) from error
-        if checks:
-            checks.check(number, chunk.raw, begin, end)
 
     def tokens(self, number: int) -> np.ndarray:
         """Returns the tokens of a chunk."""
