@@ -26,8 +26,11 @@ from toolkit.trials import compatibility_errors, restored_after, say, training_b
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
 
-ALONE = ("pipeline", "context", "expert")
-"""Sizes of a strategy's mesh with which a rank cannot try a step by itself."""
+ALONE = {
+    "pipeline": "a stage runs micro-batches as others send and take them",
+    "expert": "how many tokens a rank computes depends on what others send",
+}
+"""Sizes of a strategy's mesh -> why a rank cannot try a step by itself."""
 
 
 @technique(
@@ -77,12 +80,17 @@ class BatchSizeFinder(Callback):
         yield from compatibility_errors(run)
         strategy = next((item for item in run.selected if item.kind == "strategies"), None)
         given = strategy.arguments if strategy is not None else {}
-        for size in ALONE:
+        for size, why in ALONE.items():
             if (given.get(size) or 1) > 1:
                 yield (
-                    f"each rank tries steps by itself, and with {size} above 1 what a rank computes depends on what others "
-                    f"send: set --trainer.strategy.{size}=1, or data.batch_size by hand"
+                    f"each rank tries steps by itself, and with {size} above 1 {why}: set --trainer.strategy.{size}=1, or "
+                    "data.batch_size by hand"
                 )
+        if (given.get("context") or 1) > 1 and given.get("context_method") != "ulysses":
+            yield (
+                "each rank tries steps by itself, and around a ring keys and values go from one rank to another: set "
+                "--trainer.strategy.context_method=ulysses, or data.batch_size by hand"
+            )
         if strategy is not None and strategy.name == "DeepSpeedZero":
             yield from _of_deepspeed(given)
         if run.argument("trainer.strategy.static_graph"):

@@ -35,8 +35,11 @@ DDP_OPTIONS = {
 }
 """Option of DDP -> the values under which gradients cannot be averaged after backward; last, one under which they can."""
 
-EXCHANGING = ("tensor", "pipeline", "context", "expert")
-"""Sizes of a strategy's mesh with which ranks send each other activations."""
+EXCHANGING = {
+    "pipeline": "stages send each other activations one by one, and a rank cannot make up for others what it has sent or not",
+    "expert": "what ranks send each other depends on values, which a rank that repeats a step does not have",
+}
+"""Sizes of a strategy's mesh -> why a rank cannot make the messages for which others wait."""
 
 
 @technique(
@@ -58,9 +61,10 @@ class OOMGuard(Callback):
     Under `DDP` each rank splits its own micro-batches. Gradients are averaged after backward, not during it: the other ranks
     wait there for one that repeats the step. Under `FSDP` and `HybridParallel`, where ranks exchange weights and gradients
     during forward and backward, all split theirs alike. A rank that runs out of memory makes the exchanges for which the
-    others wait in a step on a single row, and all repeat theirs. For this they tell each other after each part whether
-    memory was enough: log2(ranks) messages between CPUs, which do not wait for the device. All need the same number of rows
-    in a micro-batch there, as leyden's data modules give them.
+    others wait in a step on a single row, and all repeat theirs; with `tensor`, or `context` and Ulysses, where the shapes of
+    messages depend on the rows, in a step on all rows that keeps no activations. For this they tell each other after each part
+    whether memory was enough: log2(ranks) messages between CPUs, which do not wait for the device. All need the same number of
+    rows in a micro-batch there, as leyden's data modules give them.
 
     Args:
         memory_limit: On a CPU: bytes that forward and backward may take beyond what the process holds when training
@@ -95,12 +99,15 @@ class OOMGuard(Callback):
                     f"it averages gradients after backward, where DDP does not support {name}={value}: set "
                     f"--trainer.strategy.{name}={good}"
                 )
-        for size in EXCHANGING:
-            if (run.argument(f"trainer.strategy.{size}") or 1) > 1:
-                yield (
-                    f"ranks repeat a step together, and with {size} above 1 their messages depend on the rows of a part: set "
-                    f"--trainer.strategy.{size}=1, or take BatchSizeFinder"
-                )
+        sizes = {name: run.argument(f"trainer.strategy.{name}") or 1 for name in (*EXCHANGING, "context")}
+        for size, why in EXCHANGING.items():
+            if sizes[size] > 1:
+                yield f"with {size} above 1 {why}: set --trainer.strategy.{size}=1"
+        if sizes["context"] > 1 and run.argument("trainer.strategy.context_method") != "ulysses":
+            yield (
+                "keys and values go around a ring one by one, which a rank cannot make up for others: set "
+                "--trainer.strategy.context_method=ulysses"
+            )
         word = run.argument("trainer.strategy")
         if isinstance(word, str) and "find_unused_parameters_true" in word:
             yield "it averages all gradients on all ranks: take --trainer.strategy=DDP, without unused parameters"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from core.contracts import HasLossGroup
 from core.errors import ConfigError
 from core.training.shards import reshard
 from toolkit import memory_limits
-from toolkit.lone_ranks import DropsSteps, WithoutOthers
+from toolkit.lone_ranks import DropsSteps, SendsActivations, WithoutOthers
 from toolkit.ranks import lazy_group
+from toolkit.shapes_only import ShapesOnly
 
 __all__ = ["JointSteps"]
 
@@ -25,10 +27,11 @@ class JointSteps:
     """Runs forward and backward of FSDP2 so that all ranks get through them, or drop them together.
 
     A rank that runs out of memory has made some of their collectives; the others wait for it in the next one. It frees what
-    it has, and computes forward and backward again on little data: the first collectives, which it has made already, by
-    itself, those that it owes with the others. Then all ranks tell each other whether one has failed. That takes steps that
-    make the same collectives, with messages of the same shapes, whatever the data: those of FSDP2, without tensor,
-    context, expert or pipeline parallelism.
+    it has, and computes forward and backward again in little memory: the first collectives, which it has made already, by
+    itself, those that it owes with the others. Then all ranks tell each other whether one has failed. Under FSDP2 alone messages
+    have the same shapes whatever the data, and a single row does. Under tensor parallelism and Ulysses they depend on the
+    rows: all of them are computed, and no activations are kept (:class:`toolkit.shapes_only.ShapesOnly`). Expert parallelism, whose
+    shapes depend on values, and what goes from one rank to another, as in a pipeline or a ring, cannot be made up.
 
     Made on every rank, once the processes are connected.
 
@@ -44,13 +47,19 @@ class JointSteps:
 
     def __init__(self, module: nn.Module, strategy: DropsSteps) -> None:
         self._strategy = strategy
-        self._weights = dict(_weights_of_parts(module))
         reshard(module)  # validation may have left weights gathered, which have no mesh
+        self._weights = {
+            part: (owner, name, getattr(owner, name).device_mesh)
+            for part, (owner, name) in _weights_of_parts(module)
+        }
         meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
         # Not those of other threads, such as that of a checkpoint.
         groups: list[Any] = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
         if isinstance(strategy, HasLossGroup):
             groups.append(strategy.loss_group)
+        sending = strategy.activation_groups() if isinstance(strategy, SendsActivations) else ()
+        groups += sending
+        self._keeps_rows = bool(sending)
         self._groups = list({group.group_name: group for group in groups}.values())
         self._told = lazy_group()
 
@@ -59,10 +68,10 @@ class JointSteps:
 
         Args:
             step: Forward and backward.
-            smaller: The same on as little data as can be.
+            smaller: The same on as little data as can be; not called where messages depend on the rows.
 
         Raises:
-            ConfigError: If `smaller` does not fit either, or memory ran out within a collective.
+            ConfigError: If that does not fit either, or memory ran out within a collective.
         """
         gathered, begun = self._gathered(), collectives_made(self._groups)
         result, fits = None, True
@@ -78,27 +87,30 @@ class JointSteps:
                 ) from None
             fits = False  # the traceback of the error holds the graph: both are freed here
         if not fits:
-            self._make_owed(smaller, gathered, collectives_made(self._groups) - begun)
+            self._make_owed(
+                step if self._keeps_rows else smaller, gathered, collectives_made(self._groups) - begun
+            )
         self.failed = highest_failed(not fits, self._told)
         if self.failed is None:
             return result
         self._drop()
         return None
 
-    def _make_owed(self, smaller: Callable[[], Any], gathered: list[Any], made: int) -> None:
+    def _make_owed(self, step: Callable[[], Any], gathered: list[Any], made: int) -> None:
         """Makes the collectives of the step for which the others wait."""
         try:
             self._drop()
             with WithoutOthers():
                 for part in gathered:  # those of the others are, too, and are not gathered in this step
                     part.unshard()
-            with WithoutOthers(made):
-                smaller()
+            with WithoutOthers(made), ShapesOnly() if self._keeps_rows else nullcontext():
+                step()
         except Exception as error:
             if not memory_limits.is_out_of_memory(error):
                 raise
             raise ConfigError(
-                f"Out of memory on rank {dist.get_rank()}, also with a single row: the other ranks cannot go on.\n"
+                f"Out of memory on rank {dist.get_rank()}, also {'without activations' if self._keeps_rows else 'with a single row'}: "
+                "the other ranks cannot go on.\n"
                 "Shorten --data.sequence_length, add ActivationCheckpointing, or take more ranks."
             ) from None
 
@@ -110,10 +122,12 @@ class JointSteps:
 
     def _gathered(self) -> list[Any]:
         """Returns the parts whose weights are gathered now, such as those of the micro-batch before."""
+        found = ((part, getattr(owner, name), mesh) for part, (owner, name, mesh) in self._weights.items())
+        # under tensor parallelism a gathered weight is a DTensor, too, on fewer dimensions of the mesh
         return [
             part
-            for part, (owner, name) in self._weights.items()
-            if not isinstance(getattr(owner, name), DTensor)
+            for part, weight, mesh in found
+            if not (isinstance(weight, DTensor) and weight.device_mesh == mesh)
         ]
 
 
@@ -141,11 +155,13 @@ def highest_failed(failed: bool, group: Any) -> int | None:
 
 
 def _weights_of_parts(module: nn.Module) -> Iterator[tuple[Any, tuple[nn.Module, str]]]:
-    """Yields each module that is sharded by itself with the place of one of its weights."""
+    """Yields each module that is sharded by itself with the place of one of its sharded weights."""
     from torch.distributed.fsdp import FSDPModule
 
     def own(part: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-        yield from ((part, name) for name, _ in part.named_parameters(recurse=False))
+        yield from (
+            (part, name) for name, p in part.named_parameters(recurse=False) if isinstance(p, DTensor)
+        )
         for child in part.children():
             if not isinstance(child, FSDPModule):
                 yield from own(child)

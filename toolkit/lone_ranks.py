@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["DropsSteps", "WithoutOthers"]
+__all__ = ["DropsSteps", "SendsActivations", "WithoutOthers"]
 
 
 @runtime_checkable
@@ -16,6 +17,14 @@ class DropsSteps(Protocol):
 
     def drop_step(self) -> None:
         """Drops what forward or backward left that broke off, and all gradients; called within `WithoutOthers`."""
+
+
+@runtime_checkable
+class SendsActivations(Protocol):
+    """A strategy under which ranks may send each other activations, in messages whose shapes depend on the rows."""
+
+    def activation_groups(self) -> Sequence[Any]:
+        """Returns the groups of ranks that do; empty: none."""
 
 
 class WithoutOthers(TorchDispatchMode):

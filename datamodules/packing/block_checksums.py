@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import ConfigError
+from datamodules.packing.mapped_file import MappedFile
 from datamodules.packing.token_index import within
 from toolkit.bounded import open_inside
 
@@ -89,25 +90,28 @@ class BlockChecks:
         self._first = [0, *np.cumsum(counts).tolist()]
         self._seen = bytearray(-(-self.left >> 3))
 
-    def check(self, number: int, raw: np.ndarray, begin: int, end: int) -> None:
+    def check(self, number: int, file: MappedFile, begin: int, end: int) -> None:
         """Checks the blocks that hold some bytes of a chunk.
 
         Args:
             number: Of the chunk.
-            raw: All of its bytes.
+            file: All of its bytes.
             begin: First byte that is read.
             end: First byte behind those that are read.
 
         Raises:
-            ConfigError: If a block has changed since it was written.
+            OSError: If a block cannot be read.
+            ConfigError: If one has changed since it was written.
         """
         seen, first = self._seen, self._first[number]
         for block in range(begin >> _SHIFT, (end - 1 >> _SHIFT) + 1):
             place, bit = first + block >> 3, 1 << (first + block & 7)
             if not seen[place] & bit:
                 at = block << _SHIFT
-                if zlib.crc32(raw[at : at + BLOCK_BYTES].data) != self.sums[number][block]:
-                    raise self._error(number, at, min(at + BLOCK_BYTES, len(raw)))
+                stop = min(at + BLOCK_BYTES, len(file.raw))
+                file.require(at, stop)
+                if zlib.crc32(file.raw[at:stop].data) != self.sums[number][block]:
+                    raise self._error(number, at, stop)
                 seen[place] |= bit
                 self.left -= 1
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from core.errors import ConfigError
 from datamodules.packing.block_checksums import CHECKSUMS, BlockChecks, read_sums
+from datamodules.packing.mapped_file import MappedFile
 from datamodules.packing.token_index import (
     INDEX,
     checked_header,
@@ -34,15 +35,16 @@ class _Chunk:
     """A mapped chunk.
 
     Attributes:
+        file: The file.
         raw: Its bytes.
         tokens: Those behind the header.
         offsets: The byte offsets of its documents and of their end; None: not read yet.
     """
 
-    __slots__ = ("offsets", "raw", "tokens")
+    __slots__ = ("file", "offsets", "raw", "tokens")
 
-    def __init__(self, raw: np.ndarray, tokens: np.ndarray) -> None:
-        self.raw, self.tokens = raw, tokens
+    def __init__(self, file: MappedFile, tokens: np.ndarray) -> None:
+        self.file, self.raw, self.tokens = file, file.raw, tokens
         self.offsets: np.ndarray | None = None
 
 
@@ -84,9 +86,25 @@ class LocalChunks:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder / CHECKSUMS} is missing or damaged: {read_error(error)}") from error
 
-    def raw(self, number: int) -> np.ndarray:
-        """Returns the bytes of a chunk."""
-        return self._chunk(number).raw
+    def require(self, number: int, begin: int, end: int, checks: BlockChecks | None) -> None:
+        """Has some bytes of a chunk read, before they are touched, and checks the blocks that hold them.
+
+        Args:
+            number: Of the chunk.
+            begin: First byte.
+            end: First byte behind them.
+            checks: None: the blocks are not checked.
+
+        Raises:
+            ConfigError: If they cannot be read, or are damaged.
+        """
+        file = self._chunk(number).file
+        try:
+            file.require(begin, end)
+            if checks:
+                checks.check(number, file, begin, end)
+        except OSError as error:
+            raise self._damaged(number, error) from error
 
     def tokens(self, number: int) -> np.ndarray:
         """Returns the tokens of a chunk."""
@@ -104,8 +122,7 @@ class LocalChunks:
             if self._sound[number]:
                 chunk.offsets = read_header(raw, len(raw), items)
             else:
-                if self.checks:
-                    self.checks.check(number, raw, 0, header_bytes(items))
+                self.require(number, 0, header_bytes(items), self.checks)
                 try:
                     chunk.offsets = checked_header(raw, len(raw), items, self.index.dtype.itemsize)
                 except ValueError as error:
@@ -126,23 +143,24 @@ class LocalChunks:
         key = self._number, number
         if (chunk := _mapped.get(key)) is None:
             _make_room()
-            raw = self._map(number)
-            chunk = _mapped[key] = _Chunk(raw, raw[self._begins[number] :].view(self.index.dtype))
+            file = self._map(number)
+            chunk = _mapped[key] = _Chunk(file, file.raw[self._begins[number] :].view(self.index.dtype))
         else:
             _mapped.move_to_end(key)
         return chunk
 
-    def _map(self, number: int) -> np.ndarray:
+    def _map(self, number: int) -> MappedFile:
         size, name = int(self.index.sizes[number]), self.index.names[number]
         try:
             with open_inside(*within(self.folder, name)) as stream:
                 if (found := stream.seek(0, 2)) != size:
                     raise ValueError(f"it has {found:,} bytes, {INDEX} says {size:,}")
-                raw = np.asarray(np.memmap(stream, np.uint8, mode="r"))  # type: ignore[call-overload]
-            read_header(raw, size, int(self.index.items[number]))
+                file = MappedFile(stream)
+            file.require(0, self._begins[number])
+            read_header(file.raw, size, int(self.index.items[number]))
         except (OSError, ValueError) as error:
             raise self._damaged(number, error) from error
-        return raw
+        return file
 
     def _damaged(self, number: int, error: OSError | ValueError) -> ConfigError:
         return ConfigError(

@@ -125,6 +125,7 @@ class TokenStore:
         self._offsets = Numbered(len(tokens), lambda n: trimmed[n] if n in trimmed else whole_offsets[n])
         for number, (low, high) in cuts.items():
             tokens[number], items[number] = high - low, len(trimmed[number]) - 1
+            self._begins[number] += low * self._itemsize
         return tokens, items
 
     def document_starts(self) -> np.ndarray:
@@ -197,9 +198,8 @@ class TokenStore:
             begin = first - self._start_list[chunk]
             tokens = self._chunks[chunk][begin : begin + size + 1]
             if len(tokens) == size + 1:
+                self._require_whole(chunk, begin, begin + size + 1)
                 self._require_ids(tokens)
-                if self._checks:
-                    self._check(chunk, begin, begin + size + 1)
                 inputs[:], labels[:] = tokens[:-1], tokens[1:]
                 return True
         tokens = self.read(first, first + size + 1).astype(np.int64)
@@ -213,8 +213,8 @@ class TokenStore:
         for chunk in self.chunks_between(start, stop):
             begin, end = max(0, start - self._start_list[chunk]), stop - self._start_list[chunk]
             tokens = self._chunks[chunk][begin:end]
-            if self._checks and len(tokens):
-                self._check(chunk, begin, begin + len(tokens))
+            if len(tokens):
+                self._require_whole(chunk, begin, begin + len(tokens))
             pieces.append(tokens)
         found = np.concatenate([self._none, *pieces])
         self._require_ids(found)
@@ -224,13 +224,12 @@ class TokenStore:
         if self._signed and len(tokens) and int(tokens.min()) < 0:
             raise ConfigError(f"{self.folder} is damaged: it has the token id {int(tokens.min())}.")
 
-    def _check(self, chunk: int, begin: int, end: int) -> None:
-        """Checks the blocks of some tokens of a chunk, as long as there are some that were not read before."""
-        if checks := self._checks:
-            at, size, number = self._begins[chunk], self._itemsize, self._low + chunk
-            assert self._local is not None
-            checks.check(number, self._local.raw(number), at + begin * size, at + end * size)
-            if not checks.left:
+    def _require_whole(self, chunk: int, begin: int, end: int) -> None:
+        """Has some tokens of a local chunk read, and checks those of their blocks that were not read before."""
+        if self._local is not None:
+            at, size = self._begins[chunk], self._itemsize
+            self._local.require(self._low + chunk, at + begin * size, at + end * size, self._checks)
+            if self._checks and not self._checks.left:
                 self._checks = None
 
     def chunks_between(self, start: int, stop: int) -> range:

@@ -279,6 +279,10 @@ class HybridParallel(MeshStrategy):
         """Returns the values of all tokens of the rows, given those of this rank's; see `toolkit.shards.SplitsTokens`."""
         return own if self.context is None else self.context.joined(own, dim)
 
+    def activation_groups(self) -> list[dist.ProcessGroup]:
+        """Returns the groups whose ranks send each other activations; see `toolkit.lone_ranks.SendsActivations`."""
+        return [self.mesh.get_group(name) for name in ("tensor", "context") if self.mesh[name].size() > 1]
+
     @property
     def row_documents(self) -> Tensor | None:
         """The documents of the rows that are computed; see there."""
@@ -302,6 +306,12 @@ class HybridParallel(MeshStrategy):
         """Context of the batches of a step before the last one: a pipeline computes them with the last one."""
         with super().block_backward_sync(), self.pipeline.keeping() if self.pipeline else nullcontext():
             yield
+
+    def drop_step(self) -> None:
+        """Drops what forward or backward left that broke off."""
+        super().drop_step()
+        if self.sizes.tensor > 1:
+            tensor_parallel.forget_masks()
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Context in which the cross-entropy takes logits that are sharded along the vocabulary."""

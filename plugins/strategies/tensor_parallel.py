@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -36,6 +37,18 @@ def apply(network: Network, mesh: DeviceMesh, sequence: bool, vocabulary: bool) 
     ) in network.named_parameters():  # some of torch's styles make parameters that are trained
         if name in frozen:
             parameter.requires_grad_(False)
+
+
+def forget_masks() -> None:
+    """Forgets which ids other ranks embed, after a step that broke off before the parts of an embedding were added up.
+
+    Torch keeps that in a cache from the one operation to the other, where nothing else leads to it, and the next step would
+    find it there.
+    """
+    for found in gc.get_objects():
+        kind = type(found)
+        if kind.__name__ == "MaskBuffer" and kind.__module__.startswith("torch.distributed.tensor."):
+            found.data, found.refcount = None, 0
 
 
 def overlap(mesh: DeviceMesh) -> Callable[[], None]:

@@ -66,6 +66,7 @@ def test_a_try_that_left_half_of_a_weights_state_is_no_trouble_to_the_next():
 
 
 TENSOR = strategy("HybridParallel", data_shard=1, tensor=2)
+ULYSSES = strategy("HybridParallel", data_shard=1, context=2, context_method="ulysses")
 
 
 @pytest.mark.ci
@@ -77,8 +78,9 @@ TENSOR = strategy("HybridParallel", data_shard=1, tensor=2)
         pytest.param(strategy("DeepSpeedZero", stage=1), marks=pytest.mark.slow),
         strategy("DeepSpeedZero", stage=2),
         pytest.param(TENSOR, marks=pytest.mark.slow),
+        ULYSSES,
     ],
-    ids=["DDP", "FSDP", "stage1", "stage2", "tensor"],
+    ids=["DDP", "FSDP", "stage1", "stage2", "tensor", "ulysses"],
 )
 def test_all_ranks_take_what_fits_on_each(spread):
     """Under FSDP a try breaks off in the middle of forward on one rank alone, and the run after it is bitwise the same."""
@@ -122,6 +124,7 @@ def test_the_search_finds_the_largest_divisor_that_fits(number):
         ([finder(None)], "memory_limit is needed on a CPU"),
         ([finder(0)], "a memory_limit from 1 byte upwards"),
         ([finder(), strategy("HybridParallel", pipeline=2)], "set --trainer.strategy.pipeline=1"),
+        ([finder(), strategy("HybridParallel", context=2)], "context_method=ulysses"),
         ([finder(), strategy("DDP", static_graph=True)], "static_graph=false"),
         ([finder(), {"data": {"class_path": "tests.support.toy.ToyData", "init_args": {}}}], "which ToyData does not record"),
     ],

@@ -86,14 +86,19 @@ def test_a_resumed_run_goes_on_in_parts():
         ("DDP", 1, 1),
         pytest.param("FSDP", 0, 2, marks=pytest.mark.slow),
         pytest.param("FSDP", 1, 2, marks=pytest.mark.slow),
+        ("HybridParallel", 1, 2),
     ],
 )
 def test_one_of_two_ranks_runs_out(sharing, batch, parts):
-    usual = MODEL, strategy(sharing), shape(8, 2)
-    found = fit(*usual, squeezed(step=1, rank=1, batch=batch), ranks=2)
+    """Under HybridParallel the one has too little memory for activations, and makes the messages of all rows without."""
+    usual = MODEL, strategy(sharing, **({"tensor": 2} if sharing == "HybridParallel" else {})), shape(8, 2)
+    found = fit(*usual, squeezed(step=1, rank=1, batch=batch, pieces=8), ranks=2)
     assert "out of memory in step 2, on rank 1" in found.error_text
     assert state_of(found, "OOMGuard") == {"parts": parts}  # rank 0's
     is_the_same_run(found, fit(*usual, ranks=2))
+
+
+ULYSSES = strategy("HybridParallel", context=2, context_method="ulysses")
 
 
 def same_steps(steps, ranks):
@@ -110,23 +115,27 @@ def same_steps(steps, ranks):
 
 
 @pytest.mark.parametrize(
-    ("sharding", "steps", "ranks"),
+    ("sharding", "steps", "ranks", "readers"),
     [
-        pytest.param(strategy("FSDP", stage=2), 20, 2, marks=pytest.mark.ci),
-        pytest.param(strategy("FSDP", stage=3), 152, 2, marks=pytest.mark.slow),
-        pytest.param(strategy("FSDP", stage=2), 152, 2, marks=pytest.mark.slow),
-        pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, 4, marks=pytest.mark.slow),
-        pytest.param(strategy("HybridParallel", data_shard=2), 62, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 20, 2, 2, marks=pytest.mark.ci),
+        pytest.param(strategy("FSDP", stage=3), 152, 2, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 152, 2, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, 4, 4, marks=pytest.mark.slow),
+        pytest.param(strategy("HybridParallel", data_shard=2), 62, 2, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("HybridParallel", tensor=2), 20, 2, 1, marks=pytest.mark.ci),
+        pytest.param(strategy("HybridParallel", tensor=2), 152, 2, 1, marks=pytest.mark.slow),
+        pytest.param(strategy("HybridParallel", tensor=2, sequence=2), 62, 4, 2, marks=pytest.mark.slow),
+        pytest.param(ULYSSES, 62, 2, 1, marks=pytest.mark.slow),
     ],
 )
-def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, steps, ranks):
+def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, steps, ranks, readers):
     """In forward or backward, in either micro-batch, on one rank or two: gradients are those of a step in parts, bit by bit."""
     fails = {
         "class_path": "tests.support.failing.FailsAnywhere",
         "init_args": {"failures": steps * 3 // 4},
     }
     guard = callback("OOMGuard", memory_limit=ENDLESS)["trainer"]["callbacks"]
-    fit(sharding, same_steps(steps, ranks), {"trainer": {"callbacks": [fails, *guard]}}, ranks=ranks)
+    fit(sharding, same_steps(steps, readers), {"trainer": {"callbacks": [fails, *guard]}}, ranks=ranks)
 
 
 @pytest.mark.ci
@@ -167,7 +176,8 @@ def test_the_limit_is_in_bytes():
     ("parts", "said"),
     [
         ([callback("OOMGuard")], "memory_limit is needed on a CPU"),
-        ([squeezed(), strategy("HybridParallel", tensor=2)], "set --trainer.strategy.tensor=1"),
+        ([squeezed(), strategy("HybridParallel", pipeline=2)], "set --trainer.strategy.pipeline=1"),
+        ([squeezed(), strategy("HybridParallel", context=2)], "context_method=ulysses"),
         ([squeezed(), strategy("DDP", compression="bf16")], "--trainer.strategy.compression=none"),
         (
             [squeezed(), {"trainer": {"strategy": "ddp_find_unused_parameters_true"}}],

@@ -43,17 +43,20 @@ class Counted(Callback):
 
     Args:
         row: Bytes in place of 10 MB, where the first step takes many by itself.
+        pieces: In how many they are kept, as activations of layers.
     """
 
-    def __init__(self, row: int = BYTES_PER_ROW) -> None:
-        self.row = row
+    def __init__(self, row: int = BYTES_PER_ROW, pieces: int = 1) -> None:
+        self.row, self.pieces = row, pieces
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Adds what each row needs, where there is a backward."""
 
         def keep(network: torch.nn.Module, inputs: Any, logits: torch.Tensor) -> Any:
-            return _Activation.apply(logits, self.row) if logits.requires_grad else logits
+            for _ in range(self.pieces if logits.requires_grad else 0):
+                logits = _Activation.apply(logits, self.row // self.pieces)
+            return logits
 
         pl_module.network.register_forward_hook(keep)
 
@@ -92,10 +95,11 @@ class Squeeze(Counted):
         step: Optimizer steps before that.
         batch: Which micro-batch of the step.
         rank: Which rank.
+        pieces: In how many what a row needs is kept.
     """
 
-    def __init__(self, limit: int, step: int, batch: int = 0, rank: int = 0) -> None:
-        super().__init__()
+    def __init__(self, limit: int, step: int, batch: int = 0, rank: int = 0, pieces: int = 1) -> None:
+        super().__init__(pieces=pieces)
         self.limit, self.at = limit, (step, batch, rank)
         self.before = resource.getrlimit(resource.RLIMIT_DATA)
 

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit.initial_values import Fill, Start, ZeroRows
+from toolkit.truncated_normal import truncated_normal
 
 RANDOM, CONSTANT = ("normal_", "uniform_"), ("fill_", "zero_")
 """Operations in place that replace all numbers; the first ones draw them."""
 
 EACH = ("mul_", "div_", "add_", "sub_", "clamp_", "erfinv_", "exp_", "log_", "neg_")
-"""Those that change each number by itself, such as the steps of a truncated normal distribution."""
+"""Those that change each number by itself."""
 
-Steps = list[tuple[Any, tuple[Any, ...]]]
+TRUNCATED = "_no_grad_trunc_normal_"
+"""What `torch.nn.init.trunc_normal_` calls, under whatever name a model has that; it does nothing on the meta device since 2.14."""
+
+
+class _Step(NamedTuple):
+    """What is done to a parameter.
+
+    Attributes:
+        fill: Does it to a part.
+        number: What the parameter has everywhere then; None: that depends.
+    """
+
+    fill: Fill
+    number: float | None = None
+
+
+Steps = list[_Step]
 
 
 class _Watched(nn.Parameter):
-    """A parameter on the meta device that is not asked whether it is there.
-
-    Some functions of `torch.nn.init` do nothing there, and would be missed: `trunc_normal_` since 2.14.
-    """
+    """A parameter on the meta device that is not asked whether it is there: what does nothing there would be missed."""
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
@@ -67,11 +82,10 @@ class _Recorder(TorchDispatchMode):
         if id(target) in self._rows and isinstance(steps, list) and (name == "zero_" or given == (0,)):
             self.zeros[owner] = (*self.zeros.get(owner, ()), self._rows[id(target)][1])
         elif id(target) == owner and name in (*RANDOM, *CONSTANT) and numbers:
-            self.found[owner] = [(func, given)]
-            self.zeros.pop(owner, None)
+            number = float(given[0]) if name in CONSTANT and given else 0.0
+            self.begin(owner, [_drawn(func, given) if name in RANDOM else _Step(_done(func, given), number)])
         elif id(target) == owner and name == "copy_" and not _is_empty(given[0]):
-            self.found[owner] = given[0].to(target.dtype).expand(target.shape).clone()
-            self.zeros.pop(owner, None)
+            self.begin(owner, given[0].to(target.dtype).expand(target.shape).clone())
         elif (
             id(target) == owner
             and name in EACH
@@ -79,9 +93,45 @@ class _Recorder(TorchDispatchMode):
             and isinstance(steps, list)
             and owner not in self.zeros
         ):
-            steps.append((func, given))
+            steps.append(_Step(_done(func, given)))
         else:
             self.found[owner] = None
+
+    def begin(self, owner: int, start: Steps | Tensor | None) -> None:
+        """Notes what replaces all numbers of a parameter."""
+        self.found[owner] = start
+        self.zeros.pop(owner, None)
+
+    @contextmanager
+    def noting_truncated(self) -> Iterator[None]:
+        """Notes truncated normal numbers, too, which no operator draws by itself."""
+        own: Any = getattr(nn.init, TRUNCATED, None)  # of a torch without it such numbers are not known
+
+        def note(
+            tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+        ) -> Tensor:
+            owner = self._owners.get(tensor.untyped_storage()._cdata)
+            if owner is None:
+                found: Tensor = own(tensor, mean, std, a, b, generator)
+                return found
+            self.begin(owner, [_Step(truncated_normal(mean, std, a, b))] if id(tensor) == owner else None)
+            return tensor
+
+        if own is not None:
+            setattr(nn.init, TRUNCATED, note)
+        try:
+            yield
+        finally:
+            if own is not None:
+                setattr(nn.init, TRUNCATED, own)
+
+
+def _drawn(func: Any, given: tuple[Any, ...]) -> _Step:
+    return _Step(lambda part, generator: func(part, *given, generator=generator))
+
+
+def _done(func: Any, given: tuple[Any, ...]) -> Fill:
+    return lambda part, _: func(part, *given)
 
 
 def _is_empty(tensor: Tensor) -> bool:
@@ -101,7 +151,8 @@ def recorded_starts(model: nn.Module, initialise: Callable[[], object]) -> Mappi
     recorder, before = _Recorder([*model.parameters()]), torch.get_rng_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"), recorder:
-            initialise()
+            with recorder.noting_truncated():
+                initialise()
             drawn = not torch.equal(torch.get_rng_state(), before)
     except (NotImplementedError, RuntimeError):  # it looks at values, which are not there
         return {}
@@ -119,13 +170,11 @@ def _start(recorder: _Recorder, owner: int) -> Start:
 
 
 def _replay(steps: Steps) -> Fill | float:
-    func, given = steps[0]
-    if len(steps) == 1 and func.overloadpacket.__name__ in CONSTANT:
-        return float(given[0]) if given else 0.0
+    if len(steps) == 1 and steps[0].number is not None:
+        return steps[0].number
 
     def fill(part: Tensor, generator: torch.Generator) -> None:
-        for func, given in steps:
-            own = {"generator": generator} if func.overloadpacket.__name__ in RANDOM else {}
-            func(part, *given, **own)
+        for step in steps:
+            step.fill(part, generator)
 
     return fill

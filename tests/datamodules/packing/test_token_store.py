@@ -1,8 +1,10 @@
 import json
+import mmap
 import os
 import pickle
 import resource
 import shutil
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +15,10 @@ from hypothesis import strategies as st
 from conformance.runs import in_subprocess
 from core.errors import ConfigError
 from datamodules.packing import local_chunks
+from datamodules.packing.block_checksums import CHECKSUMS
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore, part_of
+from datamodules.preparation.writers.token_shards import TokenShards
 from tests.support.positions import LENGTHS, write_positions
 
 
@@ -118,6 +122,32 @@ def test_damage_is_named(store, tmp_path, damage, file, reason):
     with pytest.raises(ConfigError, match=reason) as caught:
         TokenStore(folder)
     assert str(folder / file) in str(caught.value)
+
+
+def _cut_while_open(folder, with_sums):
+    if not with_sums:
+        (folder / CHECKSUMS).unlink()
+    stores = TokenStore(folder), TokenStore(part_of(folder, 20_000, 40_000))
+    path = folder / "chunk-0-0.bin"
+    for store in stores:
+        assert store.read(0, 20_000).tolist()  # what was read once may be lost, too
+    os.truncate(path, 4 * mmap.PAGESIZE)
+    for store in stores:
+        for read in (
+            lambda store=store: store.read(9000, 9010),
+            lambda store=store: store.copy(9000, *np.empty((2, 10), int)),
+        ):
+            with pytest.raises(ConfigError, match="cut while it was in use") as caught:
+                read()
+            assert str(path) in str(caught.value)
+    assert with_sums or len(stores[0].read(0, 1000)) == 1000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no MADV_POPULATE_READ")
+@pytest.mark.parametrize("with_sums", [True, False])
+def test_what_is_cut_while_it_is_open_is_named(tmp_path, with_sums):
+    TokenShards().write([np.arange(50_000)], tmp_path, 50_000)
+    in_subprocess(_cut_while_open, tmp_path, with_sums)  # which the system ends if it touches lost bytes
 
 
 def _held(folder):

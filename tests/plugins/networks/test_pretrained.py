@@ -34,6 +34,9 @@ MODELS = {
         **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=4, attn_implementation="eager"
     ),
     "Mixtral, stacked": transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4),
+    "ModernBERT, truncated": transformers.ModernBertDecoderConfig(
+        **SIZES | dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
+    ),
     "Mamba, state": transformers.MambaConfig(**SIZES, state_size=4),
 }
 
@@ -104,7 +107,9 @@ def test_each_rank_reads_its_part_of_the_file_and_no_more(name, tmp_path):
     assert sorted(part.numel() for part in Counted.parts) == sorted(size for size in sizes if size)
 
 
-@pytest.mark.parametrize("name", ["GPT-2, tied", "Gemma 2, caps and windows", "Mixtral, stacked"])
+@pytest.mark.parametrize(
+    "name", ["GPT-2, tied", "Gemma 2, caps and windows", "Mixtral, stacked", "ModernBERT, truncated"]
+)
 def test_each_rank_draws_its_part_of_random_weights(name, tmp_path):
     saved(name, tmp_path / "m")
     config(pad_token_id=9)(tmp_path / "m")
@@ -122,8 +127,10 @@ def test_each_rank_draws_its_part_of_random_weights(name, tmp_path):
         spread = float(weight.detach().std())
         assert float(expected[key].std()) == pytest.approx(spread, rel=0.1), key
         assert spread > 0 or torch.equal(expected[key], weight), key
-    table = expected[next(key for key in expected if "embed_tokens" in key or "wte" in key)]
-    assert bool(table[9].any()) == name.startswith("GPT-2")  # it has no row of padding
+    table = expected[next(key for key in expected if "embed" in key or "wte" in key)]
+    assert bool(table[9].any()) == name.startswith(
+        ("GPT-2", "ModernBERT")
+    )  # no row of padding, or random, too
     with shards(build, FSDP(), 1, 8) as module:
         assert module.trainer.strategy.starts
         own = dict(module.network.model.named_parameters())
@@ -133,28 +140,38 @@ def test_each_rank_draws_its_part_of_random_weights(name, tmp_path):
 @pytest.mark.parametrize(
     "last",
     [
-        lambda weight: torch.nn.init.trunc_normal_(
-            weight, std=0.02
-        ),  # does nothing on the meta device since torch 2.14
+        lambda weight: torch.nn.init.trunc_normal_(weight[1:], std=0.02),
         lambda weight: weight.add_(1.0, alpha=2.0),
         lambda weight: torch.add(torch.ones_like(weight), 2.0, out=weight),
     ],
-    ids=["truncated", "option", "out"],
+    ids=["rows", "option", "out"],
 )
 def test_what_is_not_recorded_is_not_known(last):
     def initialise(model):
         torch.nn.init.normal_(model.weight, std=1.0)
         last(model.weight)
 
-    recorded, whole = torch.nn.Linear(8, 8, bias=False, device="meta"), torch.nn.Linear(8, 8, bias=False)
-    starts = recorded_starts(recorded, lambda: initialise(recorded))
-    with torch.no_grad():
-        initialise(whole)
-    if starts:  # the steps of truncated numbers, before
-        found = torch.empty(8, 8)
-        draw_part(found, starts["weight"], 0, "weight")
-        for figure in (torch.mean, torch.std):
-            assert float(figure(found)) == pytest.approx(float(figure(whole.weight.detach())), abs=0.3)
+    recorded = torch.nn.Linear(8, 8, bias=False, device="meta")
+    assert recorded_starts(recorded, lambda: initialise(recorded)) == {}
+
+
+def test_truncated_numbers_and_what_follows_them_are_recorded():
+    def initialise(model):
+        torch.nn.init.trunc_normal_(model.weight, 0.5, 2.0, -1.0, 3.0)
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+
+    recorded, whole = (
+        torch.nn.Linear(300, 300, bias=False, device="meta"),
+        torch.nn.Linear(300, 300, bias=False),
+    )
+    own = torch.nn.init._no_grad_trunc_normal_
+    starts, found = recorded_starts(recorded, lambda: initialise(recorded)), torch.empty(300, 300)
+    assert torch.nn.init._no_grad_trunc_normal_ is own
+    initialise(whole)
+    draw_part(found, starts["weight"], 0, "weight")
+    for figure in (torch.mean, torch.std, torch.min, torch.max):  # standard errors of up to 0.002
+        assert float(figure(found)) == pytest.approx(float(figure(whole.weight.detach())), abs=0.01)
 
 
 def test_random_weights_are_the_models_initialisation(tmp_path):

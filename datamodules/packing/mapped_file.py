@@ -1,0 +1,47 @@
+"""A file that is mapped into memory, whose bytes can be asked for before they are touched.
+
+A process that touches bytes which the file has lost, or which its disk does not give, is ended by SIGBUS, without a word.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+from typing import IO
+
+import numpy as np
+
+_PAGE = -mmap.PAGESIZE
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ of Linux 5.14 and later, which has no name in `mmap`; earlier kernels refuse it."""
+
+
+class MappedFile:
+    """The bytes of a file.
+
+    Args:
+        stream: The file, not empty.
+
+    Attributes:
+        raw: Its bytes.
+    """
+
+    __slots__ = ("_populate", "raw")
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.raw, self._populate = np.frombuffer(mapping, np.uint8), mapping.madvise
+
+    def require(self, begin: int, end: int) -> None:
+        """Has the system read some bytes now.
+
+        Raises:
+            OSError: If it cannot.
+        """
+        page = begin & _PAGE
+        try:
+            self._populate(_POPULATE_READ, page, end - page)
+        except OSError as error:
+            if error.errno == errno.EFAULT:  # any other means that the system cannot do it
+                what = f"bytes {begin:,} to {end - 1:,} cannot be read: it was cut while it was in use, or its disk fails"
+                raise OSError(errno.EIO, what) from error
