@@ -1,8 +1,8 @@
 """Checkpoints on object storage, read through copies on this machine.
 
 A copy has a folder of its own below `$XDG_CACHE_HOME/leyden/checkpoints`, which all processes of the machine share. A
-checkpoint of one file is downloaded when it is looked at, of a sharded one what describes it; tensor files are, once for
-the machine, when a process reads them. Each is compared with its SHA-256. Copies that no process uses are deleted when
+checkpoint of one file is downloaded when it is looked at, of a sharded one what is common to all ranks; files of ranks are,
+once for the machine, when a process reads them. Each is compared with its SHA-256. Copies that no process uses are deleted when
 another checkpoint is downloaded.
 
 Paths of copies are known to the process that has listed the URL: a folder on a disk never makes it connect.
@@ -31,7 +31,7 @@ from toolkit.object_storage import ObjectFolder
 from toolkit.remote_checkpoints import COMPLETE, RemoteCheckpoint
 from toolkit.sizes import readable
 
-MANIFEST, TENSORS = "manifest.json", ".distcp"
+MANIFEST, OF_RANKS = "manifest.json", (".distcp", ".parts")
 MOST_MANIFEST_BYTES = 2**28
 IN_USE, DESCRIBED = "in-use", "described"
 
@@ -76,7 +76,7 @@ class _Copy:
             return
         self._require_all()
         for name in files:
-            if not name.endswith(TENSORS):
+            if not name.endswith(OF_RANKS):
                 self.fetch(name)
         durable.write(self.path / MANIFEST, content)
         durable.write(self.path / COMPLETE, f"{hashlib.sha256(content).hexdigest()}\n")

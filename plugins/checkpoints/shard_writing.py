@@ -6,53 +6,32 @@ becomes complete on the disk instead, if all ranks write to the same one.
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import json
 import os
-import warnings
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from core import durable
 from core.errors import ConfigError
 from plugins.checkpoints import sharded, sharded_form
-from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside, system_error
+from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside
+from plugins.checkpoints.checked_files import MANIFEST, checksum
+from plugins.checkpoints.part_tables import TENSORS, tensor_table
 from plugins.checkpoints.patience import Patience, no_room
+from plugins.checkpoints.rank_files import RankFiles
 from plugins.checkpoints.uploads import complete, delete_staged, upload
+from plugins.checkpoints.written_once import writers
 from toolkit import remote_checkpoints
 from toolkit.object_storage import ObjectFolder
-
-MOST_SMALL = 1024
-"""Elements up to which a tensor that several ranks hold is written by the first of them."""
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Writes and flushes the files of this rank, whose names are in `written` then."""
-
-    written: Set[str] = frozenset()
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            results = super().write_data(*args, **kwargs)
-            self.written = {result.storage_data.relative_path for result in results.value()}
-            return results
-        except (OSError, RuntimeError) as error:  # the cause of the error would not reach the other ranks
-            raise OSError(errno.ENOSPC if no_room(error) else errno.EIO, system_error(error)) from error
-
-    def storage_meta(self) -> StorageMeta:
-        return StorageMeta()  # torch's own names the temporary folder
 
 
 def write(
@@ -105,10 +84,7 @@ def write_alone(
     Raises:
         OSError: If it cannot be written. What `read` raises is raised, too.
     """
-    try:
-        _write(path, _temporary(path), tensors, rest, None, 0, read, None)
-    except CheckpointException as error:
-        raise _first(error) from error
+    _write(path, _temporary(path), tensors, rest, None, 0, read, None)
 
 
 def _attempt(
@@ -122,8 +98,7 @@ def _attempt(
     temporary = _temporary(path)
     try:
         _write(path, temporary, tensors, rest, group, rank, None, remote)
-    except (Exception, CheckpointException) as error:
-        cause = _first(error)
+    except Exception as cause:
         written = sum(file.stat().st_size for file in temporary.glob("*")) if rank == 0 else 0
         if rank == 0 or remote is not None:
             with suppress(OSError):
@@ -147,11 +122,17 @@ def _write(
     read: Callable[[str], Tensor] | None,
     remote: ObjectFolder | None,
 ) -> None:
-    order, fault = _by_first(group, rank, lambda: _begin(path, temporary, rest, remote))
-    names = _save(temporary, tensors, group, read)
+    own = RankFiles(tensors, read)
+    order, known, fault = _by_first(
+        group, rank, lambda: _begin(path, temporary, rest, list(own.tensors()), remote)
+    )
+    chosen = _chosen(group, rank, own)
 
     def own_part() -> dict[str, Any]:
+        names = own.write(temporary, rank, chosen)
         part = _own_part(temporary, names, rest, order, rank)
+        part["elements"] = own.elements(rank, chosen)
+        part["tensors"] = own.tensors(set(known) if rank > 0 else ())
         if remote is not None:
             part["fault"] = fault or _fault(lambda: upload(remote, path.name, temporary, sorted(names)))
         return part
@@ -202,93 +183,45 @@ def _gathered(group: dist.ProcessGroup | None, rank: int, action: Callable[[], A
 
 
 def _begin(
-    path: Path, temporary: Path, rest: dict[str, Any], remote: ObjectFolder | None
-) -> tuple[list[str], ConfigError | None]:
+    path: Path, temporary: Path, rest: dict[str, Any], names: list[str], remote: ObjectFolder | None
+) -> tuple[list[str], list[str], ConfigError | None]:
     """Makes the folder, in place of an earlier one on object storage.
 
     Returns:
-        The names of the first rank's weights, which ranks with the same ones do not send; why nothing can be uploaded.
+        The names of the first rank's weights, and of its tensors, which ranks with the same ones do not send; why nothing
+        can be uploaded.
     """
     temporary.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(temporary.parent)
     temporary.mkdir()
     fault = _fault(lambda: remote_checkpoints.begin(remote, path.name)) if remote is not None else None
-    return rest[sharded_form.ORDER], fault
+    return rest[sharded_form.ORDER], names, fault
 
 
-def _save(
-    folder: Path,
-    tensors: dict[str, Tensor],
-    group: dist.ProcessGroup | None,
-    read: Callable[[str], Tensor] | None,
-) -> Set[str]:
-    """Writes the tensors; returns the names of this rank's files."""
-
-    class Planner(dcp.DefaultSavePlanner):
-        last: Tensor | None = None
-
-        def create_global_plan(self, all_plans: list[dcp.SavePlan]) -> Any:
-            return super().create_global_plan(_small_once(all_plans))
-
-        def lookup_object(self, index: Any) -> Any:
-            if read is None:
-                return super().lookup_object(index)
-            # The writer asks for a tensor when it has written the one before, but keeps all of them to the end.
-            if self.last is not None:
-                self.last.untyped_storage().resize_(0)
-            self.last = read(index.fqn)
-            if not self.last.untyped_storage().resizable():  # numpy's memory, or pages of a file
-                self.last = self.last.clone()
-            return self.last
-
-    if read is not None:
-        _return_memory()
-    planner = Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        # With a GPU in reach, the writer would ask for tensors ahead of those that it writes.
-        writer = _Writer(folder) if read is None else _Writer(folder, per_thread_copy_ahead=0)
-        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
-    return writer.written
-
-
-def _small_once(plans: list[dcp.SavePlan]) -> list[dcp.SavePlan]:
-    """Has the first rank with a small tensor write it.
-
-    Of those that all ranks hold, such as counts of steps, DCP gives each to another rank: a resumed run would open the
-    files of all of them.
-    """
-    seen: set[Any] = set()
-    kept = []
-    for plan in plans:
-        items = [item for item in plan.items if item.index not in seen or not _is_small(item)]
-        seen.update(item.index for item in plan.items if _is_small(item))
-        kept.append(replace(plan, items=items))
-    return kept
-
-
-def _is_small(item: Any) -> bool:
-    return item.tensor_data is not None and item.tensor_data.chunk.sizes.numel() <= MOST_SMALL
-
-
-def _return_memory() -> None:
-    """Has the C library take large tensors from the system and give them back: its heap would keep their holes.
-
-    See mallopt(3): glibc raises M_MMAP_THRESHOLD, here set to 1 MiB, to the size of what is freed.
-    """
-    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None:
-        mallopt(-3, 2**20)
+def _chosen(group: dist.ProcessGroup | None, rank: int, own: RankFiles) -> list[int]:
+    """Returns the rank that writes each part of this rank; the first one decides about those that several may hold."""
+    if group is None:
+        return [0] * len(own)
+    numbers, rows = own.shared(dist.get_world_size(group))
+    held = _gathered(group, rank, lambda: rows)
+    answer: list[Any] = [None]
+    told = [ranks.astype(np.int32) for ranks in writers(held)] if held else None
+    dist.scatter_object_list(answer, told, src=0, group=group)
+    chosen = [rank] * len(own)
+    for number, writer in zip(numbers, answer[0].tolist(), strict=True):
+        chosen[number] = writer
+    return chosen
 
 
 def _own_part(
-    folder: Path, names: Set[str], rest: dict[str, Any], order: list[str], rank: int
+    folder: Path, names: list[str], rest: dict[str, Any], order: list[str], rank: int
 ) -> dict[str, Any]:
     """Returns checksums of this rank's files, and the small state of its pipeline stage where it has another."""
     states = [optimizer["state"] for optimizer in rest.get("optimizer_states", ())]
     if rank > 0:
         states = [{number: values for number, values in state.items() if values} for state in states]
     return {
-        "files": {name: sharded.checksum(folder / name) for name in names},
+        "files": {name: checksum(folder / name) for name in names},
         "order": rest[sharded_form.ORDER] if rest[sharded_form.ORDER] != order else (),
         "states": states,
         "weights": rest["state_dict"],
@@ -301,15 +234,16 @@ def _finish(
     if error := next((part for part in parts if isinstance(part, Exception)), None):
         raise error
     _write_state(temporary, rest, parts)
+    _write_tensors(temporary, parts)
     files = {name: sums for part in parts for name, sums in part["files"].items()}
     missing = sorted(files.keys() - set(os.listdir(temporary)))
     if remote is None and missing:
         raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
-    files |= {name: sharded.checksum(temporary / name) for name in (sharded.STATE, sharded.METADATA)}
+    files |= {name: checksum(temporary / name) for name in (sharded.STATE, TENSORS)}
     manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
     marker = hashlib.sha256(manifest).hexdigest() + "\n"
     # What the ranks wrote is flushed: each has done it for its own files.
-    durable.write(temporary / sharded.MANIFEST, manifest)
+    durable.write(temporary / MANIFEST, manifest)
     fault = next((part["fault"] for part in parts if part.get("fault")), None)
     if remote is not None:
         sizes = {name: sums["bytes"] for name, sums in files.items()}
@@ -334,8 +268,21 @@ def _finish(
 def _upload_rest(
     remote: ObjectFolder, path: Path, temporary: Path, sizes: dict[str, int], marker: str
 ) -> None:
-    upload(remote, path.name, temporary, [sharded.STATE, sharded.METADATA, sharded.MANIFEST])
+    upload(remote, path.name, temporary, [sharded.STATE, TENSORS, MANIFEST])
     complete(remote, path.name, sizes, marker)
+
+
+def _write_tensors(folder: Path, parts: list[Any]) -> None:
+    """Writes the table of the tensors of all pipeline stages, if each element of them was written once."""
+    tensors = {name: entry for part in parts for name, entry in part["tensors"].items()}
+    expected, found = (
+        sum(prod(size) for size, _ in tensors.values()),
+        sum(part["elements"] for part in parts),
+    )
+    if found != expected:
+        raise ValueError(f"the ranks hold {found:,} elements of tensors that have {expected:,}")
+    (folder / TENSORS).write_bytes(tensor_table(tensors))
+    durable.sync(folder / TENSORS)
 
 
 def _write_state(folder: Path, rest: dict[str, Any], parts: list[Any]) -> None:
@@ -350,9 +297,3 @@ def _write_state(folder: Path, rest: dict[str, Any], parts: list[Any]) -> None:
         torch.save(rest, file)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _first(error: BaseException) -> Any:
-    """Returns the error of the first rank that failed."""
-    failures = getattr(error, "failures", None)  # a CheckpointException
-    return next(iter(failures.values()))[0] if failures else error

@@ -2,7 +2,8 @@
 
 step-00000100.ckpt/
   __0_0.distcp, __1_0.distcp ...   tensors, as torch.distributed.checkpoint (DCP) writes them, of each rank
-  .metadata                        where each part of each tensor is
+  __0.parts, __1.parts ...         where the parts are that a rank holds
+  tensors.json                     names, shapes and types of all tensors; earlier versions wrote all of that into .metadata
   state.pt                         the rest: loops, callbacks, data position, configuration
   manifest.json                    size and SHA-256 of each of those
   complete                         SHA-256 of the manifest; written last
@@ -13,18 +14,16 @@ A checkpoint may be untrusted: reading it runs no code.
 
 from __future__ import annotations
 
-import gc
 import hashlib
-import io
 import json
 import os
-import pickle
-import stat
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,35 +32,17 @@ from torch import Tensor
 
 from core.errors import ConfigError
 from plugins.checkpoints import remote_copies, schema
+from plugins.checkpoints.checked_files import MANIFEST, Damage, Files, check, read_checked
+from plugins.checkpoints.part_tables import PARTS, TENSORS, PartTables
 from plugins.checkpoints.sharded_form import WEIGHTS, join
+from plugins.checkpoints.whole_description import METADATA, WholeDescription
 
-STATE, METADATA, MANIFEST, MARKER, DAMAGED = "state.pt", ".metadata", "manifest.json", "complete", "damaged"
-SMALL = {STATE, METADATA}
+STATE, MARKER, DAMAGED = "state.pt", "complete", "damaged"
 
 ALL, NONE = slice(None), slice(0)
-"""Which tensor files are read to check whether a checkpoint is complete."""
+"""Which ranks' files are read to check whether a checkpoint is complete."""
 
 MOST_MANIFEST_BYTES = 2**28
-
-_DCP = "torch.distributed.checkpoint."
-_PLAIN = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    (_DCP + "filesystem", "_StorageInfo"),
-    *(
-        (_DCP + "metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -87,20 +68,12 @@ class Stored:
 
 def is_sharded(path: Path) -> bool:
     """Returns whether a path is a sharded checkpoint, complete or not."""
-    return path.is_dir() and any((path / name).exists() for name in (STATE, METADATA, MANIFEST, MARKER))
+    return path.is_dir() and any(
+        (path / name).exists() for name in (STATE, TENSORS, METADATA, MANIFEST, MARKER)
+    )
 
 
 # -- the form on the disk ---------------------------------------------------------------------------
-
-
-def checksum(path: Path) -> dict[str, Any]:
-    """Returns the size of a file in bytes, and its SHA-256."""
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-class Damage(Exception):
-    """Why a folder is not a complete, undamaged checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -111,14 +84,14 @@ class Opened:
         folder: The checkpoint.
         files: Name -> size in bytes and SHA-256 of each file, by the manifest.
         digest: SHA-256 of the manifest.
-        metadata: DCP's description of the tensors, which is large; None if it was not read.
+        description: Names, shapes and types of the tensors, and where their parts are; None if it was not read.
         newest_ns: Latest modification time of the tensor files that were checked, as `st_mtime_ns`.
     """
 
     folder: Path
-    files: Mapping[str, Mapping[str, Any]]
+    files: Files
     digest: str
-    metadata: Any
+    description: PartTables | WholeDescription | None
     newest_ns: int
 
     def __deepcopy__(self, memo: Any) -> Opened:
@@ -149,8 +122,8 @@ def opened(folder: Path, read: slice = ALL) -> Opened:
 
     Args:
         folder: The checkpoint.
-        read: Which of the tensor files are looked at, in the order of their names. `slice(rank, None, ranks)` is the
-            share of one rank. With `NONE` the description of the tensors is not read either.
+        read: Which ranks' files are looked at. `slice(rank, None, ranks)` is the share of one rank. With `NONE` the
+            description of the tensors is not read either.
 
     Raises:
         Damage: If the folder is not a complete, undamaged checkpoint.
@@ -158,31 +131,39 @@ def opened(folder: Path, read: slice = ALL) -> Opened:
     if read == NONE and (folder / DAMAGED).is_file():
         with open(folder / DAMAGED, encoding="utf-8", errors="replace") as file:
             raise Damage(file.read(1000))
-    content, digest = _manifest(folder)
+    manifest, digest = _manifest(folder)
     try:
-        files = json.loads(content)["files"]
+        files = json.loads(manifest)["files"]
         if strange := next((name for name in files if Path(name).name != name), None):
             raise Damage(f"{MANIFEST} names {strange}, which is not in the folder")
-        if not files.keys() >= SMALL:
-            raise Damage(f"{MANIFEST} names no {STATE} or {METADATA}")
-        _check(folder, STATE, files)
-        if remote_copies.is_copy(folder):  # whose tensor files are checked when they are downloaded
+        if STATE not in files or not files.keys() & {TENSORS, METADATA}:
+            raise Damage(f"{MANIFEST} names no {STATE} or {TENSORS}")
+        check(folder, STATE, files)
+        if remote_copies.is_copy(folder):  # whose files of ranks are checked when they are downloaded
             newest = sys.maxsize
         else:
-            tensor_files = sorted(files.keys() - SMALL)[read]
-            newest = max((_check(folder, name, files) for name in tensor_files), default=0)
-        metadata = _described(folder, files) if read != NONE else None
-    except pickle.UnpicklingError as error:
-        raise Damage(
-            f"{METADATA} holds more than places of tensors ({error}), which could run code"
-        ) from error
+            newest = max((check(folder, name, files) for name in _of_ranks(files)[read]), default=0)
+            for name in _of_ranks(files, tables=True)[read]:
+                check(folder, name, files)
+        description = _described(folder, files) if read != NONE else None
     except Damage:
         raise
     except Exception as error:  # pickle and json raise a dozen kinds on invalid input
-        raise Damage(f"{MANIFEST} or {METADATA} cannot be read") from error
+        raise Damage(f"{MANIFEST}, {TENSORS} or {METADATA} cannot be read") from error
     if reason := schema.file_defect(folder / STATE):
         raise Damage(f"{STATE}: {reason}")
-    return Opened(folder, files, digest, metadata, newest)
+    return Opened(folder, files, digest, description, newest)
+
+
+def _of_ranks(files: Files, tables: bool = False) -> list[str]:
+    """Returns the ranks' data files, or tables, in the order of ranks: one that resumes checks what it reads itself."""
+
+    def number(name: str) -> tuple[int, str]:
+        found = re.match(r"__(\d{1,9})", name)
+        return int(found[1]) if found else -1, name
+
+    names = files.keys() - {STATE, TENSORS, METADATA}
+    return sorted((name for name in names if name.endswith(PARTS) == tables), key=number)
 
 
 def _manifest(folder: Path) -> tuple[bytes, str]:
@@ -205,82 +186,24 @@ def _manifest(folder: Path) -> tuple[bytes, str]:
     return content, marker
 
 
-def _check(folder: Path, name: str, files: Mapping[str, Mapping[str, Any]]) -> int:
-    """Compares a file with its size and checksum; returns its modification time."""
-    found = _regular(folder, name)
-    if found.st_size != files[name]["bytes"] or _checksum(folder / name, found) != files[name]:
-        raise Damage(f"{name} is damaged")
-    return found.st_mtime_ns
+def _described(folder: Path, files: Files) -> PartTables | WholeDescription:
+    """Returns what describes the tensors: of the bytes that were compared with their checksum."""
+    name = TENSORS if TENSORS in files else METADATA
+    found = read_checked(folder, name, files)
+    described: PartTables | WholeDescription
+    if name == TENSORS:
+        described = PartTables(found, files, partial(_read_table, folder, files))
+    else:
+        described = WholeDescription(found, files)
+    claimed = sum(size.numel() * dtype.itemsize for size, dtype in described.tensors.values())
+    if claimed > (stored := sum(files[data]["bytes"] for data in _of_ranks(files))):
+        raise Damage(f"{name} claims {claimed:,} bytes of tensors, its files hold {stored:,}")
+    return described
 
 
-def _regular(folder: Path, name: str) -> os.stat_result:
-    try:
-        found = (folder / name).lstat()
-    except FileNotFoundError:
-        raise Damage(f"{name} is missing") from None
-    if stat.S_ISLNK(found.st_mode):
-        raise Damage(f"{MANIFEST} names {name}, which is not in the folder")
-    if not stat.S_ISREG(found.st_mode):
-        raise Damage(f"{name} is not a regular file")
-    return found
-
-
-def _described(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> Any:
-    """Returns DCP's description of the tensors: the bytes that were compared with their checksum."""
-    if _regular(folder, METADATA).st_size != files[METADATA]["bytes"]:
-        raise Damage(f"{METADATA} is damaged")
-    content = (folder / METADATA).read_bytes()
-    if hashlib.sha256(content).hexdigest() != files[METADATA]["sha256"]:
-        raise Damage(f"{METADATA} is damaged")
-    with _without_collector():
-        metadata = _Unpickler(io.BytesIO(content)).load()
-    used = {place.relative_path for place in metadata.storage_data.values()}
-    if unknown := used - files.keys():
-        raise Damage(f"{METADATA} names {min(unknown)}, which {MANIFEST} does not")
-    entries = metadata.state_dict_metadata.values()
-    if any(not hasattr(entry, "size") for entry in entries):
-        raise Damage(f"{METADATA} has entries that are not tensors, which could run code")
-    claimed = sum(entry.size.numel() * entry.properties.dtype.itemsize for entry in entries)
-    if claimed > (stored := sum(files[name]["bytes"] for name in files.keys() - SMALL)):
-        raise Damage(f"{METADATA} claims {claimed:,} bytes of tensors, its files hold {stored:,}")
-    return metadata
-
-
-_known: dict[tuple[int, ...], dict[str, Any]] = {}
-
-
-def _checksum(path: Path, found: os.stat_result) -> dict[str, Any]:
-    """Returns the checksum of a file; a run checks its checkpoint before it loads it, and reads it once."""
-    key, settled = schema.identity(found), schema.is_settled(found)
-    if key not in _known:
-        result = checksum(path)
-        if not settled:
-            return result
-        _known[key] = result
-    return _known[key]
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Stops the garbage collector, which would go through what is read again and again: millions of parts, all in use."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
-
-
-class _Unpickler(pickle.Unpickler):
-    """Loads DCP's own records only: a checkpoint may be untrusted."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        if (module, name) not in _PLAIN:
-            raise pickle.UnpicklingError(f"{module}.{name}")
-        return super().find_class(module, name)
+def _read_table(folder: Path, files: Files, name: str) -> bytes:
+    remote_copies.provide_file(folder / name)
+    return read_checked(folder, name, files)
 
 
 # -- reading -----------------------------------------------------------------------------------------
@@ -288,13 +211,13 @@ class _Unpickler(pickle.Unpickler):
 
 def read_without_tensors(source: Opened) -> dict[str, Any]:
     """Returns the content of a complete checkpoint with :class:`Stored` in place of tensors."""
-    folder, entries = source.folder, source.metadata.state_dict_metadata.items()
-    described = {key: Stored(source, key, entry.size, entry.properties.dtype) for key, entry in entries}
+    folder, tensors = source.folder, source.description.tensors if source.description else {}
+    described = {key: Stored(source, key, shape, dtype) for key, (shape, dtype) in tensors.items()}
     rest = state(folder)
     try:
         joined = join(described, rest)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder}: {STATE} and {METADATA} do not belong together ({error!r}).") from error
+        raise ConfigError(f"{folder}: {STATE} and {TENSORS} do not belong together ({error!r}).") from error
     if wrong := schema.fault(joined):
         raise ConfigError(f"{folder}: {wrong}: it is damaged or was not written by `python -m core fit`.")
     return joined
@@ -384,6 +307,11 @@ def load_tensors(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
     if not sources:
         return
     [source], folder = sources, sources[0].folder
+    assert source.description is not None  # what is stored was found in it
+    try:
+        metadata = source.description.parts_for(targets)
+    except (Damage, OSError) as error:
+        raise ConfigError(f"{folder} cannot be read: {error}.") from error
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystem
@@ -398,7 +326,7 @@ def load_tensors(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
 
     class Reader(dcp.FileSystemReader):
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            return source.metadata
+            return metadata
 
     class Planner(dcp.DefaultLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:

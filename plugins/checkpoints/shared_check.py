@@ -16,6 +16,7 @@ import torch.distributed as dist
 from core import durable
 from core.errors import ConfigError
 from plugins.checkpoints import remote_copies, schema, sharded
+from plugins.checkpoints.checked_files import MANIFEST, Damage
 
 
 def agreed(path: Path) -> Path:
@@ -45,7 +46,7 @@ def check(folder: Path) -> sharded.Opened:
     source, reason = None, None
     try:
         source = sharded.opened(folder, slice(dist.get_rank(), None, ranks))
-    except (sharded.Damage, OSError) as error:
+    except (Damage, OSError) as error:
         reason = str(error)
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, (reason, source and source.digest, source.newest_ns if source else 0))
@@ -123,7 +124,7 @@ def _before(path: Path) -> str:
         with suppress(OSError):  # a link to nothing: the other ranks wait for what is said here
             ages[other.stat().st_mtime_ns] = other
     # Not the time of a folder, which has changed with the reason that was saved there.
-    file = path / sharded.MANIFEST if path.is_dir() else path
+    file = path / MANIFEST if path.is_dir() else path
     written = file.stat().st_mtime_ns if file.exists() else 0
     before = [age for age in sorted(ages) if age < written and ages[age] != path]
     if not before:

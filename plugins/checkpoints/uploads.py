@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from core import durable
 from core.errors import ConfigError
-from plugins.checkpoints import sharded
+from plugins.checkpoints.checked_files import checksum
+from plugins.checkpoints.part_tables import data_file, table_file
 from toolkit import remote_checkpoints
 from toolkit.object_storage import ObjectFolder
 
@@ -46,8 +47,9 @@ class Staging:
             return
         rank = _rank()
         with suppress(FileNotFoundError):  # ranks with a common disk delete at the same time
-            for path in self._folder.glob(f".*.tmp/__{rank}_*.distcp"):
-                path.unlink()
+            for name in (data_file(rank), table_file(rank)):
+                for path in self._folder.glob(f".*.tmp/{name}"):
+                    path.unlink()
         for path in self._folder.glob(".*.tmp") if rank == 0 else ():
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
 
@@ -129,7 +131,7 @@ def upload_file(staged: Path, folder: ObjectFolder) -> None:
     """
     try:
         remote_checkpoints.begin(folder, staged.name)
-        sums = sharded.checksum(staged)
+        sums = checksum(staged)
         folder.put(staged.name, staged)
         found = folder.look_up(staged.name)
         _require(folder, staged.name, sums["bytes"], found.size if found else None)
@@ -144,7 +146,7 @@ def keep_file(staged: Path) -> None:
     """Writes beside a file what makes it complete when both are copied to object storage by hand."""
     with suppress(OSError):  # the file alone is enough to go on from
         name = remote_checkpoints.complete_name(staged.name, sharded=False)
-        durable.write(staged.with_name(name), json.dumps(sharded.checksum(staged)))
+        durable.write(staged.with_name(name), json.dumps(checksum(staged)))
 
 
 def delete_staged(folder: Path) -> None:

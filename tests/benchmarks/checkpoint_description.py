@@ -1,11 +1,12 @@
-"""How large the description of a sharded checkpoint is, and what it costs the rank that writes it and each that reads it.
+"""How large the description of a sharded checkpoint is, and what it costs the ranks that write it and those that read it.
 
-    python -m tests.benchmarks.checkpoint_description [--ranks 64 512 4096]
+    python -m tests.benchmarks.checkpoint_description [--ranks 512 4096 4096x8]
 
-Weights and two moments of AdamW of Llama-3 8B, each sharded by its rows over all ranks, as FSDP does. `.metadata` names
-each part of each tensor: it grows with tensors times ranks. The first rank makes it of the plans of all ranks (measured up
-to 1,024 ranks); when a run resumes, each rank reads it, and plans the reading of its own parts by it. Reading is measured
-in a process of its own.
+Weights and two moments of AdamW of Llama-3 8B, each sharded by its rows over all ranks, as FSDP does; "4096x8" is as
+HybridParallel has them, 512 shards in 8 replicas. A rank writes a table of its parts; the first one decides which of the
+replicas writes a part, and writes what is common. One reads them again in a process of its own: with the shards it had,
+as one of half as many ranks, with the columns of matrices cut in 8, and with columns in the place of rows: then each rank
+has some of the parts of all.
 """
 
 from __future__ import annotations
@@ -17,19 +18,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from plugins.checkpoints import sharded
+from plugins.checkpoints.part_tables import (
+    TENSORS,
+    Part,
+    PartTables,
+    data_file,
+    hashed,
+    table,
+    table_file,
+    tensor_table,
+)
+from plugins.checkpoints.written_once import writers
 
-MOST_PLANNED = 1024
+LAYOUTS = ("same", "half as many ranks", "tensor parallel", "columns")
+Box = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -56,47 +71,16 @@ def shapes() -> dict[str, tuple[int, ...]]:
     return {kind + name: shape for kind in kinds for name, shape in weights.items()}
 
 
-def chunk(shape: tuple[int, ...], rank: int, ranks: int) -> dcp.ChunkStorageMetadata | None:
-    """Returns the rows of a rank; None: it has none."""
-    rows = -(-shape[0] // ranks)
-    first = rank * rows
-    if first >= shape[0]:
-        return None
-    size = torch.Size((min(rows, shape[0] - first), *shape[1:]))
-    return dcp.ChunkStorageMetadata(torch.Size((first, *[0] * (len(shape) - 1))), size)
-
-
-def described(ranks: int) -> dcp.Metadata:
-    """Returns the description."""
-    properties = dcp.TensorProperties(torch.float32)
-    entries, places, written = {}, {}, [0] * ranks
+def boxes(shard: int, shards: int) -> list[Box]:
+    """Returns name, offsets and sizes of what a rank holds."""
+    found = []
     for name, shape in shapes().items():
-        chunks: list[dcp.ChunkStorageMetadata] = []
-        for rank in range(ranks):
-            if (own := chunk(shape, rank, ranks)) is None:
-                break
-            length = 4 * own.sizes.numel() + 1200
-            places[dcp.MetadataIndex(name, own.offsets, len(chunks))] = _StorageInfo(
-                f"__{rank}_0.distcp", written[rank], length
-            )
-            written[rank] += length
-            chunks.append(own)
-        entries[name] = dcp.TensorStorageMetadata(properties, torch.Size(shape), chunks)
-    return dcp.Metadata(entries, storage_data=places, storage_meta=dcp.StorageMeta())  # type: ignore[arg-type]
-
-
-def plans(ranks: int) -> Iterator[SavePlan]:
-    """Yields the plan of each rank."""
-    properties = dcp.TensorProperties(torch.float32)
-    for rank in range(ranks):
-        items = []
-        for name, shape in shapes().items():
-            if (own := chunk(shape, rank, ranks)) is not None:
-                data = TensorWriteData(own, properties, torch.Size(shape))
-                items.append(
-                    WriteItem(dcp.MetadataIndex(name, own.offsets), WriteItemType.SHARD, tensor_data=data)
-                )
-        yield SavePlan(items)
+        rows = -(-shape[0] // shards)
+        first = shard * rows
+        if first < shape[0]:
+            sizes = (min(rows, shape[0] - first), *shape[1:])
+            found.append((name, (first, *[0] * (len(shape) - 1)), sizes))
+    return found
 
 
 def held() -> float:
@@ -105,59 +89,129 @@ def held() -> float:
     return next(float(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
 
 
-def read(folder: Path, ranks: int) -> None:
-    """Prints what a rank in the middle needs to read the description and to plan its own reading."""
-    files = json.loads((folder / "files.json").read_text())
-    before, begin = held(), time.process_time()
-    found = sharded._described(folder, files)
-    middle = time.process_time()
+def forgotten() -> float:
+    """Returns what this process holds, from which `held` begins again, in MiB."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return held()
+
+
+def written(folder: Path, ranks: int, shards: int) -> str:
+    """Writes the tables of all ranks; returns cells: parts, most seconds of a rank, seconds and MiB of the first, MB."""
+    own = [boxes(shard, shards) for shard in range(shards)]
+    rows = [np.array([[hashed(f"{n} {o}"), int(np.prod(s))] for n, o, s in part], np.int64) for part in own]
+    # What is sharded over all ranks needs no decision.
+    sent = [pickle.dumps(rows[rank % shards] if shards < ranks else rows[0][:0]) for rank in range(ranks)]
+    before, begin = forgotten(), time.process_time()
+    chosen = writers([pickle.loads(each) for each in sent])
+    answers = [pickle.dumps(each.astype(np.int32)) for each in chosen]
+    content = tensor_table({name: (shape, torch.float32) for name, shape in shapes().items()})
+    (folder / TENSORS).write_bytes(content)
+    files: dict[str, Any] = {
+        name(n): {"bytes": 2**40, "sha256": "0" * 64}
+        for n in range(ranks)
+        for name in (data_file, table_file)
+    }
+    manifest = json.dumps({"files": files}, indent=1).encode()
+    del answers
+    first, most, slowest, size = (
+        time.process_time() - begin,
+        held() - before,
+        0.0,
+        len(content) + len(manifest),
+    )
+    for rank in range(ranks):
+        begin, start, parts = time.process_time(), 0, []
+        of_each = chosen[rank].tolist() if shards < ranks else [rank] * len(own[rank])
+        for (name, offsets, sizes), writer in zip(own[rank % shards], of_each, strict=True):
+            length = 4 * int(np.prod(sizes)) + 1200 if writer == rank else 0
+            parts.append(Part(name, offsets, sizes, writer, start if length else 0, length))
+            start += length
+        (folder / table_file(rank)).write_bytes(content := table(parts))
+        slowest, size = max(slowest, time.process_time() - begin), size + len(content)
+    (folder / "files.json").write_text(json.dumps(files))
+    return f"{sum(map(len, rows)):,} | {slowest:.3f} s | {first:.2f} s | {most:.0f} | {size / 1e6:.1f}"
+
+
+def targets(ranks: int, shards: int, layout: str) -> dict[str, Tensor]:
+    """Returns what a rank in the middle reads into; without memory."""
+    if layout == "half as many ranks":
+        ranks, shards = ranks // 2, shards // 2
+    dist.init_process_group("fake", store=dist.HashStore(), rank=ranks // 2 + ranks // 8, world_size=ranks)
+    columns = {"tensor parallel": 8, "columns": shards}.get(layout, 1)
+    mesh = init_device_mesh("cpu", (ranks // shards, shards // columns, columns))
+    found = {}
     for name, shape in shapes().items():
-        if (own := chunk(shape, ranks // 2, ranks)) is not None:
-            assert create_read_items_for_chunk_list(name, found.state_dict_metadata[name], [own])
-    end = time.process_time()
-    print(f"{middle - begin:.2f} s | {held() - before:.0f} | {end - middle:.2f} s |", flush=True)
+        placements = [Replicate(), Shard(0), Shard(1) if len(shape) > 1 else Replicate()]
+        size, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+        found[name] = DTensor.from_local(
+            torch.empty(size, device="meta"),
+            mesh,
+            placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+    return found
+
+
+def read(folder: Path, ranks: int, shards: int, layout: str) -> None:
+    """Prints what a rank needs to find where all that it holds is, and to plan its reading."""
+    counted: Counter[str] = Counter()
+
+    def content(name: str) -> bytes:
+        found = (folder / name).read_bytes()
+        counted[name] += len(found)
+        return found
+
+    rooms = targets(ranks, shards, layout)
+    files = json.loads((folder / "files.json").read_text())
+    before, begin = forgotten(), time.process_time()
+    tables = PartTables(content(TENSORS), files, content)
+    found = tables.parts_for(rooms)
+    for name, room in rooms.items():
+        own = [item.tensor_data.chunk for item in room.__create_write_items__(name, room)]  # type: ignore[attr-defined]
+        create_read_items_for_chunk_list(name, found.state_dict_metadata[name], own)
+    seconds, most = time.process_time() - begin, held() - before
+    print(
+        f"{len(counted) - 1:,} | {sum(counted.values()) / 1e6:.2f} | {seconds:.2f} s | {most:.0f} |",
+        flush=True,
+    )
 
 
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096])
-    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--ranks", nargs="+", default=["512", "4096", "4096x8"])
+    parser.add_argument("--read", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    every = [tuple(map(int, f"{words}x1".split("x")[:2])) for words in options.ranks]
     if options.read:
-        read(options.read, options.ranks[0])
+        [(ranks, replicas)], (folder, layout) = every, options.read
+        read(Path(folder), ranks, ranks // replicas, layout)
         return
-    print("| ranks | parts | planned | written | MB | read | MiB for that | own reading planned |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for ranks in options.ranks:
-        planned = "-"
-        if ranks <= MOST_PLANNED:
-            every = list(plans(ranks))
-            begin = time.process_time()
-            create_default_global_save_plan(every)
-            planned = f"{time.process_time() - begin:.2f} s"
-            del every
+    for words, (ranks, replicas) in zip(options.ranks, every, strict=True):
         with tempfile.TemporaryDirectory() as place:
-            folder, found = Path(place), described(ranks)
-            begin = time.process_time()
-            with open(folder / sharded.METADATA, "wb") as file:
-                pickle.dump(found, file)
-            seconds, parts = time.process_time() - begin, len(found.storage_data or ())
-            del found
-            files = {f"__{rank}_0.distcp": {"bytes": 2**40} for rank in range(ranks)}
-            files |= {
-                sharded.METADATA: sharded.checksum(folder / sharded.METADATA),
-                sharded.STATE: {"bytes": 0},
-            }
-            (folder / "files.json").write_text(json.dumps(files))
-            size = files[sharded.METADATA]["bytes"] / 1e6
+            print("| ranks | parts | a rank writes | the first rank besides | MiB for that | MB in all |")
+            print("| --- | --- | --- | --- | --- | --- |")
+            print(f"| {words} | {written(Path(place), ranks, ranks // replicas)} |\n")
             print(
-                f"| {ranks:,} | {parts:,} | {planned} | {seconds:.2f} s | {size:.1f} | ", end="", flush=True
+                "| read with | tables | MB | read and planned | MiB for that |\n| --- | --- | --- | --- | --- |"
             )
-            words = ["-m", "tests.benchmarks.checkpoint_description", "--ranks", str(ranks), "--read", place]
-            subprocess.run([sys.executable, *words], check=True)
+            for layout in LAYOUTS:
+                print(f"| {layout} | ", end="", flush=True)
+                command = [
+                    "-m",
+                    "tests.benchmarks.checkpoint_description",
+                    "--ranks",
+                    words,
+                    "--read",
+                    place,
+                    layout,
+                ]
+                subprocess.run([sys.executable, *command], check=True)
+            print()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,6 @@
 """What a rank does to the files of a checkpoint does not grow with the number of ranks."""
 
-import hashlib
-import json
 import pickle
-import shutil
 import time
 from pathlib import Path
 
@@ -16,9 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from plugins.checkpoints import sharded
+from plugins.checkpoints.part_tables import Part, table, table_file, tensor_table
 from tests.support.counted_files import CountedFiles, counted_run
 from tests.support.found_on_ranks import found_on_ranks
 from tests.support.launched_ranks import write
+from tests.support.signed_checkpoints import sign
 
 MANY = 4096
 
@@ -45,8 +44,11 @@ def test_a_rank_of_four_does_what_a_rank_of_two_does(strategy, plugin, tmp_path)
         resumed[ranks], names = ran([*words, *more], ranks, folder / "resumed")
         for rank, own in enumerate(names):
             parts = {name for name in own if name.startswith("open __")}
-            assert parts <= {"open __0_0.distcp", f"open __{rank}_0.distcp"}
-            assert own.get("open .metadata", 0) <= 2  # read once; the first rank writes that of the last step
+            both = {number: {f"open __{number}_0.distcp", f"open __{number}.parts"} for number in (0, rank)}
+            assert parts <= both[0] | both[rank]
+            # what is checked and read; of the last step what is written, flushed and read for its checksum
+            assert own.get(f"open __{rank}.parts", 0) <= 5
+            assert own.get("open tensors.json", 0) <= (1 if rank else 4)
         if plugin == "AtomicCheckpoint":
             assert all(own == resumed[ranks][1] for own in resumed[ranks][1:])
     for found in (saved, resumed):
@@ -55,7 +57,7 @@ def test_a_rank_of_four_does_what_a_rank_of_two_does(strategy, plugin, tmp_path)
             assert most[4] <= most[2], (kind, most)
 
 
-def many_parts(folder):
+def many_parts(folder, former):
     """Writes the checkpoint of a vector of which each of 4,096 ranks has written one number."""
     folder.mkdir()
     places, chunks = {}, []
@@ -67,42 +69,61 @@ def many_parts(folder):
         chunks.append(chunk)
         index = dcp.MetadataIndex("state_dict.w", chunk.offsets, rank)
         places[index] = _StorageInfo(f"__{rank}_0.distcp", 0, size)
-    entry = dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size([MANY]), chunks)
-    metadata = dcp.Metadata({"state_dict.w": entry}, storage_data=places, storage_meta=dcp.StorageMeta())
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        if not former:
+            own = Part("state_dict.w", [rank], [1], rank, 0, size)
+            (folder / table_file(rank)).write_bytes(table([own]))
+    if former:
+        entry = dcp.TensorStorageMetadata(dcp.TensorProperties(torch.float32), torch.Size([MANY]), chunks)
+        metadata = dcp.Metadata({"state_dict.w": entry}, storage_data=places, storage_meta=dcp.StorageMeta())
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    else:
+        (folder / "tensors.json").write_bytes(tensor_table({"state_dict.w": ([MANY], torch.float32)}))
     torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, folder / "state.pt")
-    sums = {path.name: sharded.checksum(path) for path in folder.iterdir()}
-    manifest = json.dumps({"files": sums}).encode()
-    (folder / "manifest.json").write_bytes(manifest)
-    (folder / "complete").write_text(hashlib.sha256(manifest).hexdigest())
+    sign(folder)
 
 
-def share_of_one(_, place, rank):
-    """Reads what one of 4,096 ranks does: its share to check it, and its shard."""
+def share_of_one(_, place, rank, ranks):
+    """Reads what one rank of many does: its share to check it, and its shard."""
     folder = Path(place)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=MANY)
-    mesh = init_device_mesh("cpu", (MANY,))
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
     counted = CountedFiles(".ckpt")
     assert sharded.defect(folder, sharded.NONE) is None  # before the ranks are connected
-    source = sharded.opened(folder, slice(rank, None, MANY))
+    source = sharded.opened(folder, slice(rank, None, ranks))
     source = source.changed_until(time.time_ns())  # the latest that all ranks have found
+    checked = sum(counted.counts.values())
     stored = sharded.read_without_tensors(source)["state_dict"]["w"]
-    room = DTensor.from_local(torch.full((1,), -1.0), mesh, [Shard(0)])
+    room = DTensor.from_local(torch.full((MANY // ranks,), -1.0), mesh, [Shard(0)])
     sharded.load_tensors([(stored, room)])
-    parts = {name: count for name, count in counted.names.items() if name.endswith(".distcp")}
-    return {"counts": counted.counts, "parts": parts, "value": room.to_local().item()}
+    names = {name.rpartition(" ")[2] for name in counted.names}
+    return {
+        "counts": counted.counts,
+        "checked": checked,
+        "parts": sorted(names - {"many.ckpt", "state.pt", "manifest.json", "complete", "damaged"}),
+        "values": room.to_local().tolist(),
+    }
 
 
-def test_one_of_4096_ranks_opens_its_own_parts_alone(tmp_path):
+@pytest.mark.parametrize("former", [False, True])
+def test_one_of_4096_ranks_opens_its_own_parts_alone(former, tmp_path):
     folder, results = tmp_path / "many.ckpt", tmp_path / "results"
-    many_parts(folder)
+    many_parts(folder, former)
     results.mkdir()
-    [found] = found_on_ranks(share_of_one, 1, results, str(folder), 1234)
-    shutil.rmtree(folder)
-    assert found["value"] == 1234.0
-    assert (
-        len({name.rpartition(" ")[2] for name in found["parts"]}) <= 2
-    )  # the one it checks and the one it reads
-    assert sum(found["parts"].values()) <= 8
+    [found] = found_on_ranks(share_of_one, 1, results, str(folder), 1234, MANY)
+    assert found["values"] == [1234.0]
+    description = [".metadata"] if former else ["tensors.json", "__1234.parts"]
+    assert found["parts"] == sorted(["__1234_0.distcp", *description])
     assert found["counts"].get("list", 0) == 0
     assert sum(found["counts"].values()) < 64, found["counts"]
+
+
+def test_one_of_half_as_many_ranks_opens_the_tables_and_parts_of_two(tmp_path):
+    folder, results = tmp_path / "many.ckpt", tmp_path / "results"
+    many_parts(folder, former=False)
+    results.mkdir()
+    [found] = found_on_ranks(share_of_one, 1, results, str(folder), 617, MANY // 2)
+    assert found["values"] == [1234.0, 1235.0]
+    # 617 and 2665 are its share to check
+    numbers = {int(name[2:].partition(".")[0]) for name in found["parts"] if name.endswith(".parts")}
+    assert numbers == {617, 2665, 1234, 1235}
+    assert sum(found["counts"].values()) - found["checked"] < 32, found["counts"]

@@ -17,7 +17,7 @@ from tests.support.killed_jobs import ASYNCHRONOUS, DDP, EVERY, FSDP, TENSOR, WA
 from tests.support.killing import Moment, killer, steps_done
 from tests.support.same_run import same_bits
 
-FOLDER = ("", "__0_0.distcp", ".metadata", "state.pt", "manifest.json")
+FOLDER = ("", "__0_0.distcp", "__0.parts", "state.pt", "tensors.json", "manifest.json")
 """What a checkpoint that is a folder has as it is being written, in this order; "" is the folder itself."""
 FILE = ("",)
 

@@ -67,18 +67,18 @@ def test_a_run_folder_is_consolidated(tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("rank", [0, 1])
-def test_damage_that_one_rank_reads_is_told_by_all(rank):
-    _, folder = ended("exception", f"to be damaged {rank}")
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "__1.parts"])
+def test_damage_that_one_rank_reads_is_told_by_all(name):
+    _, folder = ended("exception", f"to be damaged {name}")
     before, damaged = folder / "step-00000000.ckpt", folder / "step-00000002.ckpt"
     shutil.copytree(damaged, before)
     os.utime(before, (0, 0))
-    part = damaged / f"__{rank}_0.distcp"
+    part = damaged / name
     content = bytearray(part.read_bytes())
     content[-1] ^= 1
     part.write_bytes(content)
     trainer = {"strategy": "FSDP", "plugins": ["ShardedCheckpoint"]}
-    done = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name=f"damaged {rank}")
+    done = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name=f"damaged {name}")
     assert done.codes == (2, 2)
     assert (
         f"{damaged}: {part.name} is damaged.\nResume from the one before: --ckpt_path {before}"
@@ -87,7 +87,7 @@ def test_damage_that_one_rank_reads_is_told_by_all(rank):
     # a launcher that starts the job again finds it noted, and goes on from the one before
     looked = sharded.defect(damaged, sharded.NONE), sharded.defect(before, sharded.NONE)
     assert looked == (f"{part.name} is damaged", None)
-    again = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name=f"damaged again {rank}")
+    again = fit({"trainer": trainer}, 2, f"--ckpt_path={damaged}", name=f"damaged again {name}")
     assert f"{damaged}: {part.name} is damaged" in again.error_text
 
 

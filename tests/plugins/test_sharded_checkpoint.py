@@ -1,6 +1,5 @@
 """ShardedCheckpoint: whole or absent, of the step it was asked at, read without running code."""
 
-import hashlib
 import json
 import os
 import pickle
@@ -24,6 +23,7 @@ from plugins.checkpoints.sharded_checkpoint import ShardedCheckpoint
 from tests.conftest import Malicious
 from tests.support.full_disk import room_once_it_waits, signalled
 from tests.support.same_run import same_bits
+from tests.support.signed_checkpoints import sign, write_former
 
 LIMIT = 1_000_000
 
@@ -63,14 +63,6 @@ def flip(path):
     path.write_bytes(data)
 
 
-def resign(folder):
-    """Writes manifest and marker as a forger would."""
-    names = [path.name for path in folder.iterdir() if path.name not in (sharded.MANIFEST, sharded.MARKER)]
-    manifest = json.dumps({"files": {name: sharded.checksum(folder / name) for name in names}}).encode()
-    (folder / sharded.MANIFEST).write_bytes(manifest)
-    (folder / sharded.MARKER).write_text(hashlib.sha256(manifest).hexdigest())
-
-
 @contextmanager
 def file_size_limit():
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -88,6 +80,13 @@ def test_a_checkpoint_comes_back_as_it_was(save):
     )
     assert same_bits(found, content())
     assert list(found["state_dict"]) == ["w", "b.c", "none"]
+
+
+def test_a_checkpoint_of_earlier_versions_is_read(save, tmp_path):
+    former = write_former(tmp_path / "step-2.ckpt", content())
+    assert (former / ".metadata").exists()
+    assert same_bits(read_checkpoint(former), read_checkpoint(save()))
+    assert newest(tmp_path) == former
 
 
 def test_consolidate_writes_what_one_process_would_have_written(save, tmp_path, capsys):
@@ -158,7 +157,9 @@ def test_the_old_one_is_deleted_when_the_new_one_has_its_name(save, monkeypatch)
     assert set(there) == {path}
 
 
-@pytest.mark.parametrize("name", ["complete", "manifest.json", "state.pt", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize(
+    "name", ["complete", "manifest.json", "state.pt", "tensors.json", "__0.parts", "__0_0.distcp"]
+)
 @pytest.mark.parametrize("damage", ["gone", "flipped"])
 def test_a_folder_that_is_not_whole_is_named_and_the_one_before_is_used(name, damage, save, tmp_path, capsys):
     earlier, later = save("step-1.ckpt"), save("step-2.ckpt")
@@ -183,7 +184,8 @@ def test_what_a_killed_run_left_is_never_loaded_and_removed_by_the_next(save, tm
 
 @pytest.mark.parametrize("name", ["state.pt", ".metadata", "__0_0.distcp", "bytes"])
 def test_code_in_a_folder_is_not_run_even_where_the_checksums_are_right(name, save, tmp_path):
-    folder, evil = save(), Malicious(tmp_path / "executed")
+    former, evil = name in (".metadata", "bytes"), Malicious(tmp_path / "executed")
+    folder = write_former(tmp_path / "step-1.ckpt", content()) if former else save()
     if name == "state.pt":
         torch.save({**sharded.state(folder), "evil": evil}, folder / name)
     elif name == ".metadata":
@@ -191,7 +193,7 @@ def test_code_in_a_folder_is_not_run_even_where_the_checksums_are_right(name, sa
     elif name == "__0_0.distcp":
         (folder / name).write_bytes(pickle.dumps(evil) + (folder / name).read_bytes())
     else:  # DCP would unpickle an entry that says it is no tensor
-        metadata = sharded.opened(folder).metadata
+        metadata = pickle.loads((folder / ".metadata").read_bytes())
         metadata.state_dict_metadata["state_dict.w"] = (
             torch.distributed.checkpoint.metadata.BytesStorageMetadata()
         )
@@ -199,7 +201,7 @@ def test_code_in_a_folder_is_not_run_even_where_the_checksums_are_right(name, sa
         place.offset, place.length = 0, len(pickle.dumps(evil))
         (folder / place.relative_path).write_bytes(pickle.dumps(evil))
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    resign(folder)
+    sign(folder)
     with pytest.raises(Exception, match=r"code|Unsupported|Weights only|not a zip|failed|Invalid"):
         read_checkpoint(folder)
     assert not (tmp_path / "executed").exists()
@@ -212,13 +214,18 @@ def test_a_marker_without_end_is_not_read_to_its_end(save):
     assert defect(folder) == "manifest.json is damaged"
 
 
-def test_tensors_that_claim_more_than_their_files_hold_are_refused(save):
-    folder = save()
-    metadata = sharded.opened(folder).metadata
+def test_tensors_that_claim_more_than_their_files_hold_are_refused(save, tmp_path):
+    folder, former = save(), write_former(tmp_path / "former.ckpt", content())
+    tensors = json.loads((folder / "tensors.json").read_text())
+    tensors["state_dict.w"] = ["float32", [10**6, 10**6]]
+    (folder / "tensors.json").write_text(json.dumps(tensors))
+    metadata = pickle.loads((former / ".metadata").read_bytes())
     metadata.state_dict_metadata["state_dict.w"].size = torch.Size([10**6, 10**6])
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    resign(folder)
-    assert ".metadata claims 4,000,0" in defect(folder)
+    (former / ".metadata").write_bytes(pickle.dumps(metadata))
+    for path in (folder, former):
+        sign(path)
+    assert "tensors.json claims 4,000,0" in defect(folder)
+    assert ".metadata claims 4,000,0" in defect(former)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +236,7 @@ def test_tensors_that_claim_more_than_their_files_hold_are_refused(save):
 def test_fields_of_another_type_are_refused(change, save, tmp_path):
     folder = save()
     torch.save({**sharded.state(folder), **change}, folder / "state.pt")
-    resign(folder)
+    sign(folder)
     with pytest.raises(ConfigError):
         resolve(str(folder), tmp_path)
     with pytest.raises(ConfigError):

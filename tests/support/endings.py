@@ -35,6 +35,7 @@ class Ends(Callback):
         if trainer.global_rank == 1 and self.how == "sigterm":
             os.kill(os.getpid(), signal.SIGTERM)
         elif trainer.global_rank == 1:
+            trainer.strategy.checkpoint_io.wait()  # the earlier one is to be whole
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
             if self.how == "full":

@@ -147,13 +147,12 @@ def test_a_run_folder_in_a_url_is_the_same_by_its_absolute_path(tmp_path, monkey
         assert list(finding._recorded_places(folder)) == ["s3://bucket/runs/first/checkpoints"]
 
 
-def test_a_damaged_tensor_file_is_found_when_it_is_read(save, storage):
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0.parts"])
+def test_a_damaged_file_of_a_rank_is_found_when_it_is_read(name, save, storage):
     url = save(ShardedCheckpoint, "s3://corpora/tensors", 1)
-    storage.put(
-        "tensors/step-00000001.ckpt/__0_0.distcp",
-        b"x" * len(storage.read("tensors/step-00000001.ckpt/__0_0.distcp")),
-    )
-    with pytest.raises(ConfigError, match=r"__0_0.distcp is damaged"):
+    key = f"tensors/step-00000001.ckpt/{name}"
+    storage.put(key, b"x" * len(storage.read(key)))
+    with pytest.raises(ConfigError, match=f"{name} is damaged"):
         read_checkpoint(finding.resolve(url, Path()))
 
 
@@ -439,6 +438,7 @@ def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, en
     files = {
         "step-00000006.ckpt/__0_0.distcp",
         "step-00000006.ckpt/__1_0.distcp",
+        "step-00000006.ckpt/__1.parts",
         "step-00000006.ckpt/complete",
     }
     assert files <= {*storage.keys("ranks/checkpoints")}
