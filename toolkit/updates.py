@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-__all__ = ["CompilesUpdate", "DropsUpdates", "drop_update", "drops_updates"]
+__all__ = ["CompilesLoss", "CompilesUpdate", "DropsUpdates", "drop_update", "drops_updates"]
 
 
 Function = Callable[..., Any]
