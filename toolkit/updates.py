@@ -1,4 +1,4 @@
-"""Dropping an optimizer's update on the device, without the host waiting for the decision; compiling updates."""
+"""Dropping an optimizer's update on the device, without the host waiting for the decision; compiling updates and losses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
-__all__ = ["CompilesUpdate", "DropsUpdates", "drop_update", "drops_updates"]
+__all__ = ["CompilesLoss", "CompilesUpdate", "DropsUpdates", "drop_update", "drops_updates"]
 
 
 Function = Callable[..., Any]
