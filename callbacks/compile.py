@@ -92,8 +92,9 @@ class Compile(Callback):
     lists them, with file and line.
 
     Args:
-        scope: "blocks": each block of the network by itself, and what CausalLM makes of logits, under every strategy. "whole":
-            network and objective in one graph, which takes longer to compile, and needs all weights on each rank.
+        scope: "blocks": each block of the network by itself, under every strategy, and what CausalLM, alone or within another
+            objective, makes of logits that are whole. "whole": network and objective in one graph, which takes longer to
+            compile, and needs all weights on each rank.
         dynamic: Whether one graph is made for all shapes; false: each shape has its own, which is faster.
         backend: What compiles. "aot_eager" and "eager" trace alone, and run operators as they are.
         optimizer: Whether the update of the optimizer is compiled, too: one graph for all weights. For AdEMAMix, Lion and
@@ -188,12 +189,6 @@ class Compile(Callback):
                 recompile_limit=MOST_GRAPHS, optimize_ddp=config.optimize_ddp and self.scope == "whole"
             )
         )
-        if torch.are_deterministic_algorithms_enabled():
-            from torch._inductor import (
-                config as kernels,
-            )  # which are otherwise chosen by their time, with their sums' order
-
-            self._undo.enter_context(kernels.patch(deterministic=True))
         if self.cache is not None:
             before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder(Path(self.cache)))
@@ -205,9 +200,12 @@ class Compile(Callback):
             modules = [*pl_module.network.modules(), *pl_module.objective.modules()]
             pl_module.compute_loss = Region(pl_module.compute_loss, modules, self.compiled())
             self._regions = [pl_module.compute_loss]
-        elif isinstance(pl_module.objective, CompilesLoss):
-            pl_module.objective.compile_loss(Region(_call, [], self.compiled()))
-            self._undo.callback(pl_module.objective.compile_loss, None)
+        else:
+            loss = Region(_call, [], self.compiled())
+            for part in pl_module.objective.modules():  # objectives may be within others
+                if isinstance(part, CompilesLoss):
+                    part.compile_loss(loss)
+                    self._undo.callback(part.compile_loss, None)
         compiled = self.compiled()
         for region in self._regions:
             region.settle(compiled)

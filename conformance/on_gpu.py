@@ -12,7 +12,7 @@ from typing import Any
 from conformance.case import Case
 from conformance.proof import NotProvable, proof, require
 from conformance.runs import Run
-from conformance.training import KILLED, RUNNABLE, bitwise, fit, furthest, go_on, run_fit, run_with
+from conformance.training import KILLED, RUNNABLE, bitwise, fit, furthest, go_on, run_with, run_without
 
 NEAR = 1e-4
 """Relative difference of losses and norms after 8 steps: exp, tanh and rsqrt of a GPU differ by some 2^-23 each."""
@@ -49,7 +49,7 @@ def idle_costs_nothing_on_a_gpu(case: Case) -> None:
     if reason := case.exempt.get("idle_costs_nothing"):
         raise NotProvable(f"exempt on a CPU: {reason}")
     waits = _on_a_gpu(case).succeeded("on a GPU, `fit`").record["waits"]
-    usual = len(_plain_on_a_gpu(case).succeeded("on a GPU without it, `fit`").record["waits"]) if waits else 0
+    usual = len(run_without(case, *_words(case.plain_values)).record["waits"]) if waits else 0
     places = "\n".join(sorted({f"{place} ({waits.count(place)} times)" for place in waits})[:5])
     require(len(waits) <= usual, f"{len(waits)} waits, {usual} without it; they came from\n{places}")
 
@@ -62,11 +62,6 @@ def _on_a_gpu(case: Case) -> Run:
     if there < case.ranks:
         raise NotProvable(f"it needs {case.ranks} GPU{'s' * (case.ranks > 1)}: {there or 'none'} here")
     return fit(case, "gpu", *_words(case.values), ranks=case.ranks, copy_at=KILLED)
-
-
-@cache
-def _plain_on_a_gpu(case: Case) -> Run:
-    return run_fit(case.plain_values, f"plain-gpu-{id(case):x}", *_words(case.plain_values))
 
 
 def _words(values: Mapping[str, Any]) -> tuple[str, ...]:

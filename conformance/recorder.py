@@ -83,7 +83,7 @@ class Recorder(Callback):
         if trainer.global_step in self.weigh and str(trainer.global_step) not in self._objects:
             self._weigh(trainer)
         if trainer.global_step + 1 in self.watch:
-            self._waits.start(trainer.optimizers)
+            self._waits.start(trainer.optimizers, pl_module.device.type)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

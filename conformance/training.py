@@ -196,8 +196,8 @@ def run_with(case: Case) -> Run:
 
 
 @cache
-def _plain(values: str) -> Run:
-    return run_fit(json.loads(values), f"plain-{abs(hash(values)):x}")
+def _plain(values: str, *words: str) -> Run:
+    return run_fit(json.loads(values), f"plain-{abs(hash((values, *words))):x}", *words)
 
 
 @cache
@@ -260,13 +260,13 @@ def two_ranks(case: Case) -> Run:
     return _two_ranks(case).succeeded("two ranks")
 
 
-def run_without(case: Case) -> Run:
-    """Returns the run of all steps, in one process, without the technique.
+def run_without(case: Case, *words: str) -> Run:
+    """Returns the run of all steps, in one process, without the technique; `words` are further arguments.
 
     Raises:
         AssertionError: If it failed.
     """
-    return _plain(json.dumps(case.plain_values)).succeeded("without it, `fit`")
+    return _plain(json.dumps(case.plain_values), *words).succeeded("without it, `fit`")
 
 
 def fit(case: Case, name: str, *words: str, ranks: int = 1, copy_at: int | None = None) -> Run:

@@ -21,7 +21,7 @@ OPERATIONS = (_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _at
 METHODS = (Tensor.tolist, Tensor.numpy, Tensor.cpu, Tensor.__array__, Tensor.__repr__)
 """Copies to the host, which are no operation where the tensor is there already."""
 
-OURS = (f"{Path(__file__).resolve().parent}/", "/torch/", "/lightning/", "/warnings.py")
+OURS = (f"{Path(__file__).resolve().parent}/", "/torch/", "/lightning/", "/warnings.py", "/_py_warnings.py")
 
 
 class Waits:
@@ -35,7 +35,7 @@ class Waits:
         self.places: list[str] = []
         self._modes: list[Any] = []
 
-    def start(self, optimizers: Iterable[Any]) -> None:
+    def start(self, optimizers: Iterable[Any], device: str = "cpu") -> None:
         """Begins to count; torch's optimizers keep their `step` on the host, so that does not count."""
         on_host = {
             id(state["step"])
@@ -44,7 +44,7 @@ class Waits:
             if isinstance(state, dict) and "step" in state
         }
         self._modes = [_Methods(self.places), _Operations(self.places, on_host)]
-        if torch.cuda.is_initialized():
+        if device == "cuda":
             self._modes = [_Synchronisations(self.places)]  # it sees these, and copies without pinned memory
         for mode in self._modes:
             mode.__enter__()

@@ -1,4 +1,4 @@
-"""Dropping an optimizer's update on the device, without the host waiting for the decision; compiling updates."""
+"""Dropping an optimizer's update on the device, without the host waiting for the decision; compiling updates and losses."""
 
 from __future__ import annotations
 

@@ -14,14 +14,16 @@ from callbacks.activation_offload import ActivationOffload
 from callbacks.compile import FILE, Compile
 from core.errors import ConfigError
 from plugins.networks.gpt import GPT
+from plugins.networks.llama import Llama
 from plugins.networks.mixtral import Mixtral
 from plugins.objectives.balanced_routing import BalancedRouting
 from plugins.objectives.causal_lm import CausalLM
+from plugins.objectives.multi_token_prediction import MultiTokenPrediction
 from plugins.optimizers.ademamix import AdEMAMix
 from plugins.optimizers.lion import Lion
 from plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
 from tests.support.cli_runs import RUN, checkpoint, core, finished, state, trained  # noqa: F401
-from tests.support.tiny_training import Record, fit, module, tiny_gpt, uneven_batches
+from tests.support.tiny_training import VOCAB, Record, fit, module, tiny_gpt, uneven_batches
 
 ROUNDING = 1e-5
 """Of float32 (6e-8) over sums of a hundred terms in other orders, which a few steps of a large rate let grow."""
@@ -77,6 +79,29 @@ def test_compiled_weights_and_losses_are_those_without(scope, device, stepped, t
     assert same == found
     assert all(torch.equal(made.state_dict()[name], w) for name, w in again.state_dict().items())
     assert set(cache.rglob("*.so")) | set(cache.rglob("*.cubin")) == kernels
+
+
+IN_CHUNKS = {"label_smoothing": 0.1, "z_loss": 1e-3, "chunk_tokens": 7}
+
+
+@pytest.mark.parametrize(
+    "around", [lambda inner: inner, MultiTokenPrediction], ids=["alone", "within another"]
+)
+def test_a_loss_in_chunks_is_compiled_and_so_is_one_within_another_objective(around, tmp_path):
+    """Of 24 positions in chunks of 6."""
+    sizes = dict(vocab_size=VOCAB, n_layer=2, n_head=2, n_kv_head=2, n_embd=16, intermediate_size=24)
+
+    def run(name, callbacks):
+        parts = {"objective": around(CausalLM(**IN_CHUNKS))}
+        network = lambda: Llama(**sizes, max_sequence_length=24)  # noqa: E731
+        return fitted(tmp_path / name, callbacks, uneven_batches(3), network, parts=parts)
+
+    plain, losses, _ = run("plain", [])
+    made, found, said = run("compiled", [Compile(backend="aot_eager")])
+    assert found == pytest.approx(losses, rel=ROUNDING)
+    assert_close(made.state_dict(), plain.state_dict())
+    assert (len(said["graphs"]), said["breaks"]) == (2, [])
+    assert said["graphs"][1]["inputs"] == ["[6, 64]", "[6]"]  # products with a padded weight
 
 
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.ci), True])
