@@ -86,8 +86,21 @@ def check_limit(name: str, limit: int | None) -> None:
         raise ConfigError(f"{name} takes a memory_limit from 1 byte upwards, not {limit}.")
 
 
+def drops_steps() -> bool:
+    """Returns whether torch's FSDP2 can drop a step that broke off."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return hasattr(FSDPModule, "reset_iter_state")
+
+
 def compatibility_errors(run: Run, limit: int | None) -> Iterator[str]:
-    """Yields, for a technique's `preflight`, that a run needs a `memory_limit` or cannot have one."""
+    """Yields, for a technique's `preflight`, that a run needs a `memory_limit` or cannot have one, or that torch is too old."""
+    sharding = next((item.name for item in run.selected if item.name in ("FSDP", "HybridParallel")), None)
+    if sharding and not drops_steps():
+        yield (
+            f"FSDP2 of torch {torch.__version__} cannot go on behind a step that broke off (FSDPModule.reset_iter_state, which 2.14 has): "
+            f"take a newer torch, or leave {sharding} out"
+        )
     if run.accelerator == "cpu" and limit is None and not run.offline:
         yield "memory_limit is needed on a CPU, in bytes: without one the system kills the run without an error"
     if run.accelerator == "cpu" and limit is not None and sys.platform != "linux":

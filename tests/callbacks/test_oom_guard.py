@@ -9,7 +9,7 @@ from conformance.workshop import workshop
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
 from tests.support.same_run import weights_apart
-from tests.support.token_runs import callback, ended_alike, fit, state_of, strategy
+from tests.support.token_runs import NEEDS_DROPPED_STEPS, callback, ended_alike, fit, state_of, strategy
 
 ENDLESS = 2_000_000_000
 MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}}}}
@@ -78,6 +78,7 @@ def test_a_resumed_run_goes_on_in_parts():
     assert "OOMGuard: out of memory" not in found.error_text
 
 
+@NEEDS_DROPPED_STEPS
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("sharing", "batch", "parts"),
@@ -114,6 +115,7 @@ def same_steps(steps, ranks):
     }
 
 
+@NEEDS_DROPPED_STEPS
 @pytest.mark.parametrize(
     ("sharding", "steps", "ranks", "readers"),
     [
@@ -138,6 +140,7 @@ def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, ste
     fit(sharding, same_steps(steps, readers), {"trainer": {"callbacks": [fails, *guard]}}, ranks=ranks)
 
 
+@NEEDS_DROPPED_STEPS
 @pytest.mark.ci
 def test_ranks_that_share_weights_end_where_a_row_does_not_fit():
     done = fit(MODEL, strategy("FSDP"), shape(2, 1), squeezed(limit=500_000, rank=1), ranks=2, code=1)

@@ -8,8 +8,10 @@ import sys
 import pytest
 import torch
 
+from core.technique import Declaration
 from tests.support.limits import M_MMAP_THRESHOLD, M_TOP_PAD
 from toolkit import memory_limits
+from toolkit.selection import Run, Selected
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
@@ -85,3 +87,15 @@ def test_held_bytes_are_counted():
 )
 def test_what_counts_as_out_of_memory(error, is_it):
     assert memory_limits.is_out_of_memory(error) is is_it
+
+
+def test_sharding_is_refused_with_a_torch_that_cannot_drop_a_step(monkeypatch):
+    from torch.distributed.fsdp import FSDPModule
+
+    sharding = Selected("", "FSDP", "", "strategies", "", "", Declaration(""))
+    run = Run(selected=(sharding,), accelerator="cpu")
+    if memory_limits.drops_steps():
+        assert list(memory_limits.compatibility_errors(run, 1)) == []
+        monkeypatch.delattr(FSDPModule, "reset_iter_state")
+    [said] = memory_limits.compatibility_errors(run, 1)
+    assert "take a newer torch, or leave FSDP out" in said
