@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.cli_runs import core, finished  # noqa: F401
 
-LINE = "Compile would save about 13% of the time of these 20,000 steps: --trainer.callbacks+=Compile"
+LINE = "Compile would save about 20% of the time of these 20,000 steps: --trainer.callbacks+=Compile"
 LONG = "--trainer.max_steps=20000"
 
 
