@@ -186,7 +186,7 @@ def test_a_compiled_network_is_compiled_at_most_once_for_each_length(dynamic, fi
     graphs = json.loads((tmp_path / "run" / "compile.json").read_text())["graphs"]
     assert len(lengths) > 8
     # dynamic: the first length is the number of rows, too, and taken for the same size
-    assert len(graphs) == (2 if dynamic == "true" else len(lengths))
+    assert len(graphs) == 2 * (2 if dynamic == "true" else len(lengths))  # of blocks, and of the loss
 
 
 def tokens_of_steps():
