@@ -1,24 +1,16 @@
-"""The quickstart on a GPU, as a user runs it: trained, gone on with, evaluated, and texts written."""
+"""The quickstart on a GPU, as a user runs it: trained, gone on with, and texts written."""
 
 import json
-import os
 import re
 import shlex
 
 import pytest
 
-from tests.conftest import HOUSE, run_core
+from tests.conftest import begun
 
 pytestmark = pytest.mark.gpu
 
-PATH = os.pathsep.join(filter(None, (str(HOUSE), os.environ.get("PYTHONPATH"))))
 SHORT = ("--trainer.max_steps=60", "--trainer.val_check_interval=30", "--trainer.accelerator=gpu")
-
-
-def begun(folder, *words):
-    done = run_core(*words, cwd=folder, PYTHONPATH=PATH, XDG_CACHE_HOME=str(folder / "cache"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
 
 
 @pytest.fixture(
@@ -28,7 +20,7 @@ def begun(folder, *words):
 )  # fmt: skip
 def quickstart(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quickstart")
-    return folder, begun(folder, "fit", "--config", "quickstart", *SHORT, *request.param)
+    return folder, begun(folder, "fit", "--config", "quickstart", *SHORT, *request.param).stdout
 
 
 def test_the_model_beats_the_unigram_entropy_and_goes_on(quickstart):
@@ -36,7 +28,7 @@ def test_the_model_beats_the_unigram_entropy_and_goes_on(quickstart):
     figures = dict(re.findall(r"^(Validation loss|Unigram entropy)\D*([\d.]+)", printed, re.MULTILINE))
     assert float(figures["Validation loss"]) < float(figures["Unigram entropy"]) - 0.3
     _, resume = (line.strip() for line in printed.splitlines() if line.startswith("  python -m core "))
-    printed = begun(folder, *shlex.split(resume)[3:-1], "70", "--trainer.limit_val_batches=1")
+    printed = begun(folder, *shlex.split(resume)[3:-1], "70", "--trainer.limit_val_batches=1").stdout
     assert "From checkpoint: runs/quickstart/checkpoints/step-00000060.ckpt" in printed
 
 
@@ -44,12 +36,12 @@ def test_texts_are_written_from_it(quickstart):
     folder, _ = quickstart
     (folder / "prompts.txt").write_text("The function\nIf the\n")
     usual = ("generate", "--ckpt_path=last", "--device=cuda", "--max_new_tokens=20", "--seed=1")
-    one, two = (begun(folder, *usual, "--prompts=prompts.txt") for _ in range(2))
+    one, two = (begun(folder, *usual, "--prompts=prompts.txt").stdout for _ in range(2))
     assert one == two
     for words in ("--dtype=bfloat16", "--quantize=int8", "--quantize=nf4", "--num_beams=2"):
         texts = [
             json.loads(line)["text"]
-            for line in begun(folder, *usual, "--prompts=prompts.txt", words).splitlines()
+            for line in begun(folder, *usual, "--prompts=prompts.txt", words).stdout.splitlines()
         ]
         assert len(texts) == 2, words
         assert all(texts), words

@@ -10,16 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from conformance.runs import run
 from datamodules.packing.best_fit import BestFit
-from tests.conftest import HOUSE, run_core
+from tests.conftest import begun
 
 pytestmark = pytest.mark.ci
-
-
-def begun(folder, *words):
-    """Runs a command in a new process, as users do."""
-    done = run_core(*words, cwd=folder, PYTHONPATH=str(HOUSE), XDG_CACHE_HOME=str(folder / "cache"))
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
 
 
 def forked(folder, *words):

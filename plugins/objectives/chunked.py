@@ -74,10 +74,9 @@ def _sums(call: Call | None, parts: Parts, vocab_size: int, product: Tensor, lab
 def of_columns(parts: Parts, columns: int, product: Tensor, labels: Tensor) -> Tensor:
     """Returns `parts` of the first columns of a product."""
     if product.shape[-1] != columns:
-        slicing = (
-            torch.compiler.is_compiling()
-        )  # in which the pass over memory that slicing takes is fused with others
-        product = product[:, :columns] if slicing else first_columns(product, columns)
+        # compiled code fuses the pass over memory that slicing takes with others
+        compiling = torch.compiler.is_compiling()
+        product = product[:, :columns] if compiling else first_columns(product, columns)
     return parts(product, labels)
 
 
