@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from core.contracts import Network
 
-__all__ = ["first_columns", "is_plain", "logits_of", "padded"]
+__all__ = ["first_columns", "is_plain", "logits_of", "padded", "product_of"]
 
 MULTIPLE = 64
 """Kernels are given a weight with a multiple of this many rows: with 50,257 they cannot load 16 bytes at a time."""
@@ -20,22 +20,28 @@ MULTIPLE = 64
 def logits_of(network: Network, hidden: Tensor) -> Callable[[Tensor], Tensor]:
     """Returns what computes logits (..., V) of hidden states such as `hidden`; those of `network.logits` up to rounding.
 
-    On CUDA the product is one with :func:`padded`, if the size of the vocabulary is no multiple of 64, and logits are in float32
-    or wider. On a CPU, where the copy costs more than it saves, in a compiled graph, where the compiler does it, and for
-    networks with logits of their own it is `network.logits`.
+    Where :func:`product_of` adds columns they are in float32 or wider.
+    """
+    product = product_of(network, hidden)
+    if product == network.logits:
+        return product
+    return lambda rows: first_columns(product(rows), network.vocab_size)
+
+
+def product_of(network: Network, hidden: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns what computes logits (..., V) of hidden states such as `hidden`, behind which there may be further columns.
+
+    On CUDA the product is one with :func:`padded`, if the size of the vocabulary is no multiple of 64. On a CPU, where the copy
+    costs more than it saves, in a compiled graph, where the compiler does it, and for networks with logits of their own it is
+    `network.logits`.
     """
     if not hidden.is_cuda or torch.compiler.is_compiling():
         return network.logits
     weight = network.output_weight
     if weight is None or len(weight) % MULTIPLE == 0 or not is_plain(network, weight):
         return network.logits
-    return aligned(weight)
-
-
-def aligned(weight: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns what computes logits with a padded copy of the output weight, made once for all calls."""
-    kernel, vocab_size = padded(weight), len(weight)
-    return lambda rows: first_columns(F.linear(rows, kernel), vocab_size)
+    kernel = padded(weight)  # once for all calls
+    return lambda rows: F.linear(rows, kernel)
 
 
 def is_plain(network: Network, weight: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from core.contracts import Network
 from core.errors import ConfigError
 from core.training.shards import full_tensor
-from toolkit.aligned_logits import first_columns, is_plain, logits_of, padded
+from toolkit.aligned_logits import first_columns, is_plain, padded, product_of
 
 Parts = Callable[[Tensor, Tensor], Tensor]
 """(logits (n, V), labels (n,)) -> sums (P,); the first one is differentiated."""
@@ -59,7 +59,7 @@ def sums_over_positions(
     rows, labels = hidden.flatten(0, 1), labels.flatten()
     size = chosen_size(network.vocab_size, rows) if chunk_tokens == "auto" else chunk_tokens
     if size is None or (chunk_tokens == "auto" and len(rows) <= size):
-        return sums(logits_of(network, rows)(hidden).flatten(0, 1), labels)
+        return sums(product_of(network, rows)(hidden).flatten(0, 1), labels)
     chunks = max(-(-len(rows) // size), 1)
     return in_chunks(sums, network, rows, labels, max(-(-len(rows) // chunks), 1))
 

@@ -104,6 +104,15 @@ def test_a_loss_in_chunks_is_compiled_and_so_is_one_within_another_objective(aro
     assert said["graphs"][1]["inputs"] == ["[6, 64]", "[6]"]  # products with a padded weight
 
 
+@pytest.mark.gpu
+def test_the_loss_of_an_odd_vocabulary_is_compiled_with_the_pass_to_float32(tmp_path):
+    """Unchunked, as in chunks: what goes in is the product in bf16, with the columns that pad the vocabulary."""
+    options = dict(accelerator="gpu", precision="bf16-mixed")
+    _, _, said = fitted(tmp_path, [Compile()], uneven_batches(2, rows=1, length=6), **options)
+    assert (len(said["graphs"]), said["breaks"]) == (2, [])
+    assert said["graphs"][1]["inputs"] == ["[6, 64]", "[6]"]
+
+
 @pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_blocks_share_a_graph_for_each_length(dynamic, tmp_path, capfd):
     """And so does the loss. Of training alone: validation has a length of its own."""
@@ -190,6 +199,28 @@ def test_experts_are_balanced_by_routers_that_are_left_out(tmp_path):
     said = json.loads((tmp_path / "compiled" / FILE).read_text())
     assert said["graphs"]
     assert "self.router(" in said["breaks"][0]["code"]
+
+
+class GraphsByStep(Callback):
+    """Counts the graphs that there are after each step."""
+
+    def __init__(self, file):
+        self.file, self.counts = file, []
+
+    def on_train_batch_end(self, *_):
+        self.counts.append(len(json.loads(self.file.read_text())["graphs"]))
+
+
+@pytest.mark.ci
+def test_experts_multiplied_one_by_one_make_no_graph_for_each_split(tmp_path):
+    """In bf16 on a CPU torch has no grouped product: the numbers of tokens are known on the host, and differ in each step."""
+    sizes = dict(vocab_size=61, n_layer=1, n_head=2, n_kv_head=2, n_embd=16, max_sequence_length=24)
+    made = module(lambda: Mixtral(**sizes, intermediate_size=16, n_experts=4, experts_per_token=2))
+    batches = [batch for seed in range(6) for batch in uneven_batches(1, seed=seed)]
+    callbacks = [Compile(backend="eager"), steps := GraphsByStep(tmp_path / FILE)]
+    fit(tmp_path, made, batches, callbacks, max_epochs=1, precision="bf16-mixed")
+    assert len(steps.counts) == 6
+    assert steps.counts[-1] == steps.counts[0]
 
 
 class Breaking(GPT):

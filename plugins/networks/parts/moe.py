@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,9 @@ from plugins.networks.parts.mlp import ACTIVATIONS
 from toolkit.routing import Routing
 
 Scores = Literal["softmax", "sigmoid"]
+
+Multiply = Callable[[Tensor, Tensor], Tensor]
+"""Multiplies each expert's tokens with its matrix."""
 
 TRACES_FLOAT32 = Version(torch.__version__) >= Version("2.15.dev")
 """Whether torch's compiler knows grouped products in float32, which it multiplies on the CPU."""
@@ -157,34 +161,33 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """Maps tokens x (n, C), sorted by expert, to (n, C), given how many each expert has (E,)."""
-        gate, up, down = local_tensors((self.gate_proj, self.up_proj, self.down_proj))
-        multiply = _multiplier(x, gate, counts)
+        weights = local_tensors((self.gate_proj, self.up_proj, self.down_proj))
+        autocast = torch.is_autocast_enabled(x.device.type)
+        dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+        # of no rows torch refuses gradients of grouped products
+        if len(x) and groups_products(x.device.type, dtype, weights[0].shape[1:]):
+            ends = counts.cumsum(0).to(torch.int32)  # stays on the device
+            return self._mlp(partial(_grouped, ends=ends, dtype=dtype), x, *weights)
+        apart = self._one_by_one
+        if torch.compiler.is_compiling():  # the numbers would be part of a graph: another one for each split
+            apart = torch.compiler.disable(apart, reason="the experts' numbers of tokens differ in each step")
+        return apart(x, counts, *weights)
+
+    def _one_by_one(self, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
+        return self._mlp(partial(_looped, sizes=counts.tolist()), x, *weights)
+
+    def _mlp(self, multiply: Multiply, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return multiply(self.activation(multiply(x, gate)) * multiply(x, up), down)
 
 
-def _multiplier(x: Tensor, weight: Tensor, counts: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns what multiplies each expert's tokens with its matrix: one grouped product, or one for each expert."""
-    autocast = torch.is_autocast_enabled(x.device.type)
-    dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
-    if len(x) and groups_products(
-        x.device.type, dtype, weight.shape[1:]
-    ):  # of no rows torch refuses gradients
-        ends = counts.cumsum(0).to(torch.int32)  # stays on the device
+def _grouped(x: Tensor, weight: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    found: Tensor = F.grouped_mm(x.to(dtype), weight.to(dtype).transpose(1, 2), offs=ends)
+    return found
 
-        def grouped(x: Tensor, weight: Tensor) -> Tensor:
-            found: Tensor = F.grouped_mm(x.to(dtype), weight.to(dtype).transpose(1, 2), offs=ends)
-            return found
 
-        return grouped
-    sizes = counts.tolist()
-
-    def looped(x: Tensor, weight: Tensor) -> Tensor:
-        # experts without tokens, too: their gradient is then zero and not missing, on every rank
-        return torch.cat(
-            [F.linear(rows, one) for rows, one in zip(x.split(sizes), weight.unbind(), strict=True)]
-        )
-
-    return looped
+def _looped(x: Tensor, weight: Tensor, sizes: list[int]) -> Tensor:
+    # experts without tokens, too: their gradient is then zero and not missing, on every rank
+    return torch.cat([F.linear(rows, one) for rows, one in zip(x.split(sizes), weight.unbind(), strict=True)])
 
 
 def groups_products(device: str, dtype: torch.dtype, widths: Any) -> bool:
