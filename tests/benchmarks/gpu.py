@@ -2,8 +2,8 @@
 
     python -m tests.benchmarks.gpu --out gpu.md
 
-Parts, in this order: the tests marked `gpu`; tokens/s, MFU and peak memory of GPT-2 124M and 1.5B, eager and compiled, in bf16
-and fp8, beside a compiled network and loop written by hand; what others publish; kernels by time. Each line is a process of its
+Parts, in this order: the tests marked `gpu`; tokens/s, MFU and peak memory of GPT-2 124M and 1.5B and of Llama 8B's blocks, eager and
+compiled, in bf16 and fp8, beside a compiled network and loop written by hand; what others publish; kernels by time. Each line is a process of its
 own: one that fails, or runs out of memory, says so in its line, and the next one starts. Lines are printed as they come, in the
 Markdown of RESULTS.md. Nothing starts that the budget has no time for. MFU of fp8, too, is over the bf16 peak.
 
@@ -39,11 +39,31 @@ TESTS_SECONDS, LINE_SECONDS, LEAST_SECONDS = 180, 150, 20
 """The most that the tests and one line may take, and the least that is worth a start."""
 
 Size = dict[str, int]
-"""GPT's sizes, with `rows` of `length` tokens in a step."""
+"""GPT's or Llama's sizes, with `rows` of `length` tokens in a step."""
 
 SIZES: dict[str, Size] = {
     "124M": {"vocab_size": 50304, "n_layer": 12, "n_head": 12, "n_embd": 768, "length": 1024, "rows": 32},
     "1.5B": {"vocab_size": 50304, "n_layer": 48, "n_head": 25, "n_embd": 1600, "length": 1024, "rows": 8},
+    "Llama 8B, 4 of 32 blocks": {
+        "vocab_size": 128256,
+        "n_layer": 4,
+        "n_head": 32,
+        "n_kv_head": 8,
+        "n_embd": 4096,
+        "intermediate_size": 14336,
+        "length": 8192,
+        "rows": 2,
+    },
+    "tiny Llama": {
+        "vocab_size": 512,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_kv_head": 2,
+        "n_embd": 64,
+        "intermediate_size": 128,
+        "length": 64,
+        "rows": 2,
+    },
     "tiny": {"vocab_size": 512, "n_layer": 2, "n_head": 2, "n_embd": 64, "length": 64, "rows": 2},
 }
 WAYS = {
@@ -129,10 +149,14 @@ class Watched(Callback):
         self.watch.step()
 
 
-def of_gpt(size: Size) -> dict[str, Any]:
-    """Returns the arguments of GPT."""
-    names = ("vocab_size", "n_layer", "n_head", "n_embd")
-    return {"max_sequence_length": size["length"], **{name: size[name] for name in names}}
+def network_of(size: Size) -> Callable[[], Any]:
+    """Returns what builds Llama, if its sizes are there, or else GPT."""
+    from plugins.networks.gpt import GPT
+    from plugins.networks.llama import Llama
+
+    own = {name: number for name, number in size.items() if name not in ("length", "rows")}
+    kind: Callable[..., Any] = Llama if "n_kv_head" in size else GPT
+    return partial(kind, max_sequence_length=size["length"], **own)
 
 
 def batches(size: Size, count: int) -> list[dict[str, Tensor]]:
@@ -143,17 +167,15 @@ def batches(size: Size, count: int) -> list[dict[str, Tensor]]:
 
 
 def fit(size: Size, way: dict[str, Any], watch: Watch) -> None:
-    """Trains GPT as a run does: Trainer, LanguageModule, AdamW, clipping at 1."""
+    """Trains as a run does: Trainer, LanguageModule, AdamW, clipping at 1."""
     from callbacks.compile import Compile
     from core.language_module import LanguageModule
-    from plugins.networks.gpt import GPT
     from plugins.objectives.causal_lm import CausalLM
     from plugins.optimizers.adamw import AdamW
     from plugins.precision.float8 import Float8
     from plugins.strategies.fsdp import FSDP
 
-    network = partial(GPT, **of_gpt(size))
-    module = LanguageModule(network, CausalLM(), partial(AdamW, lr=6e-4, weight_decay=0.1))
+    module = LanguageModule(network_of(size), CausalLM(), partial(AdamW, lr=6e-4, weight_decay=0.1))
     fp8 = way["precision"] == "fp8"
     strategy: Any = (
         FSDP() if way.get("strategy") == "FSDP" else "auto"
@@ -230,7 +252,6 @@ def loop(size: Size, way: dict[str, Any], watch: Watch) -> None:
 def measured(size: Size, way: dict[str, Any], steps: int, kernels: bool = False) -> dict[str, Any]:
     """Trains one way; returns its figures, or the kernels by time."""
     from callbacks.throughput import peak_flops, peak_memory
-    from plugins.networks.gpt import GPT
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     watch = Watch(4, steps, device, kernels)
@@ -238,7 +259,7 @@ def measured(size: Size, way: dict[str, Any], steps: int, kernels: bool = False)
     if kernels:
         return {"kernels": watch.kernels()}
     with torch.device("meta"):
-        flops = GPT(**of_gpt(size)).flops_per_token(size["length"])
+        flops = network_of(size)().flops_per_token(size["length"])
     rate = steps * size["rows"] * size["length"] / watch.seconds
     peak = peak_flops(device, torch.bfloat16)[1]
     [memory] = peak_memory(device).values()
