@@ -38,6 +38,9 @@ MOST_GRAPHS = 256
 SHARDING = ("FSDP", "HybridParallel", "FSDPStrategy", "ModelParallelStrategy")
 """Strategies that gather and exchange between the blocks in forward."""
 
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+"""Where compiled code is kept: torch sets the second one below the first when it first compiles for a GPU, for all that follows."""
+
 TORCH = str(Path(torch.__file__).parent)
 
 LENGTH_OF_A_RUN = ("data.batch_size", "data.sequence_length", "trainer.max_steps")
@@ -190,9 +193,9 @@ class Compile(Callback):
             )
         )
         if self.cache is not None:
-            before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_own_folder(Path(self.cache)))
-            self._undo.callback(_restore, "TORCHINDUCTOR_CACHE_DIR", before)
+            for name in CACHES:
+                self._undo.callback(_restore, name, os.environ.pop(name, None))
+            os.environ[CACHES[0]] = str(_own_folder(Path(self.cache)))
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Notes which hooks the strategy has added, and compiles the loss: strategies replace it."""

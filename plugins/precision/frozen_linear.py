@@ -54,6 +54,15 @@ class Frozen8bit(bnb.nn.Linear8bitLt):
         self.state.is_training = True
         return with_bias(bnb.matmul(x, self.weight, state=self.state), self.bias)
 
+    def _apply(self, function: Any, recurse: bool = True) -> nn.Module:
+        # Where a network is moved, torch moves the data of the parameter, and none of what bitsandbytes keeps beside it.
+        super()._apply(function, recurse)
+        weight: Any = self.weight
+        holder = weight if getattr(weight, "CB", None) is not None else self.state
+        if holder.CB is not None:
+            holder.CB, holder.SCB = weight.data, holder.SCB.to(weight.device)
+        return self
+
     def _load_from_state_dict(self, *given: Any, **named: Any) -> None:
         weight: Any = self.weight  # an Int8Params
         if weight.CB is None:  # after the first use; the base class can only load before it

@@ -287,7 +287,8 @@ class Report:
         left = min(most, self.end - time.monotonic())
         if left < LEAST_SECONDS:
             return None, "left out: the budget is spent"
-        environ = os.environ | {"PYTHONPATH": str(HOUSE)}
+        paths = [str(HOUSE), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         try:
             done = subprocess.run(
                 command, cwd=HOUSE, env=environ, timeout=left, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import json
+import os
 import shutil
 
 import pytest
@@ -394,6 +395,21 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(core, monkeypatch)
         ).code
         == 0
     )
+
+
+def test_kernels_for_gpus_go_to_the_cache_too(tmp_path, monkeypatch):
+    """torch sets their folder at the first one that a process compiles, for all that follow."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "of another run")
+    seen = []
+
+    class Sees(Callback):
+        def on_train_start(self, *_):
+            seen.append((os.environ.get("TRITON_CACHE_DIR"), os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+
+    cache = tmp_path / "cache"
+    fitted(tmp_path, [Compile(backend="eager", cache=str(cache)), Sees()], uneven_batches(1))
+    assert seen == [(None, str(cache))]
+    assert os.environ["TRITON_CACHE_DIR"] == "of another run"
 
 
 def test_a_cache_that_everybody_may_write_to_is_refused(tmp_path):

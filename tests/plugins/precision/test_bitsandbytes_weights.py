@@ -55,6 +55,37 @@ def test_a_layer_computes_with_the_restored_weight(kind, training):
     assert weight.shape == restored(layer).shape
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_all_that_an_int8_layer_keeps_moves_with_its_network(used):
+    """torch sets the data of the parameter, and bitsandbytes' attributes stayed behind: on a GPU nothing could be computed."""
+    network = changed(kind="int8").eval()
+    layer, x = network.layers[0].mlp.up_proj, torch.randn(2, 16)
+    if used:
+        layer(x)
+    expected = F.linear(x, restored(layer), layer.bias)
+    network._apply(lambda tensor: tensor.clone())  # as `to` does from device to device
+    holder = layer.state if used else layer.weight
+    assert holder.CB.data_ptr() == layer.weight.data_ptr()
+    assert holder.SCB.dtype == torch.float32
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_network_computes_on_a_gpu_what_it_did_on_the_cpu(kind, used):
+    network = changed(kind=kind).eval()
+    layer, x = network.layers[0].mlp.up_proj, torch.randn(2, 16)
+    expected = F.linear(x, restored(layer), layer.bias)
+    if used:
+        layer(x)
+    found = network.cuda().layers[0].mlp.up_proj(x.cuda())
+    assert found.is_cuda
+    # of int8, a GPU rounds the activations as well, to one in 127 of the largest
+    bound = float(expected.abs().max()) * (2 / 127 if kind == "int8" else 1e-5)
+    torch.testing.assert_close(found.cpu(), expected, rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantising_loses_as_much_as_it_must(kind):
     network = tiny_gpt(n_embd=64)
