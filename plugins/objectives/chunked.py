@@ -138,9 +138,8 @@ class _Chunks(torch.autograd.Function):
         if logits is None:
             used, logits = _kernel(weights[0])
         used = [weight for weight, want in zip(used, wanted[1:], strict=True) if want]
-        # Gradients are summed over many chunks: at least in float32.
         by_rows = torch.empty_like(rows) if wanted[0] else None
-        by_used = [torch.zeros_like(w, dtype=torch.promote_types(w.dtype, torch.float32)) for w in used]
+        by_used: list[Tensor] = []
         sums: Tensor | None = None
         for start in range(0, max(len(rows), 1), size):
             chunk = slice(start, start + size)
@@ -152,8 +151,7 @@ class _Chunks(torch.autograd.Function):
                 gradients = list(torch.autograd.grad(loss, [*used, *([inputs] if wanted[0] else [])]))
                 if by_rows is not None:
                     by_rows[chunk] = gradients.pop()
-                for total, gradient in zip(by_used, gradients, strict=True):
-                    total += gradient
+                _add(by_used, gradients)
             sums = found.detach() if sums is None else sums + found.detach()
         ctx.save_for_backward(by_rows, *by_used)
         ctx.wanted, ctx.weights = wanted, [(weight.dtype, weight.shape) for weight in weights]
@@ -171,6 +169,15 @@ class _Chunks(torch.autograd.Function):
                 total = total[: shape[0]]
             scaled.append(None if total is None else (total * scale).to(dtype))
         return None, None, None, None, *scaled
+
+
+def _add(totals: list[Tensor], gradients: list[Tensor]) -> None:
+    """Adds the gradients of a chunk; over many chunks they are summed at least in float32."""
+    if not totals:  # of the first one: zeros would be a pass over memory more
+        totals += [g.to(torch.promote_types(g.dtype, torch.float32), copy=True) for g in gradients]
+        return
+    for total, gradient in zip(totals, gradients, strict=True):
+        total += gradient
 
 
 def _times(x: Tensor, scale: Tensor) -> Tensor:
