@@ -114,7 +114,7 @@ def marks(case, proof):
     steady = kind == "callbacks" and works_in_steps(case.target) and case.entry.name not in IN_SOME_STEPS
     long = proof.name == "leaks_nothing" and not steady
     watched = only_watches(case.target) and proof.name in BY_RANKS
-    if case.entry.name in TRACKERS and proof.name in (*DEAR, "config_round_trips"):
+    if case.entry.name in TRACKERS and proof.name in (*DEAR, "config_round_trips", "leaks_nothing"):
         return [pytest.mark.slow]
     tasks = case.entry.name == "SlurmEngine" and proof.contract == "Engine"  # which a process each takes up
     each = proof.name == "its_fingerprint_tells_texts_apart"  # reads all documents again for each change

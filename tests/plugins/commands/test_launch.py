@@ -140,7 +140,7 @@ def test_each_task_of_a_sweep_has_words_and_a_folder_of_its_own(launch, task, tm
     assert all(shlex.quote(folder) in more for folder in folders)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_sweep_is_done_once_however_often_it_is_submitted(launch, task, tmp_path, capsys):
     config = deepcopy(TINY)
     fails = {

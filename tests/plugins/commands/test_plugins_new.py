@@ -88,7 +88,7 @@ def passed(projects, site, *words):
     return done.stdout
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # tests/test_contributing.py has one kind, in CI
 def test_the_tests_of_every_kind_pass(projects, site):
     output = passed(projects, site)
     for kind, name in NAMES.items():

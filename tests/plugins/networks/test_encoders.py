@@ -264,8 +264,9 @@ def test_parallel_plans_give_the_gradients_of_one_process(tmp_path):
         assert not beyond(1e-4, found)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", ["BERT", "T5"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("BERT", marks=pytest.mark.ci), pytest.param("T5", marks=pytest.mark.slow)]
+)
 def test_compiles_to_one_graph_without_breaks(name):
     torch.compiler.reset()  # what others compiled of the same blocks counts
     network = lively(BERT(**SMALL) if name == "BERT" else T5(**T5_SMALL))

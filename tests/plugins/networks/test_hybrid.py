@@ -95,7 +95,7 @@ def test_rows_of_states_are_selected_with_their_padding():
             torch.testing.assert_close(found[row : row + 1], alone, atol=1e-6, rtol=0)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_it_is_one_graph_and_computes_the_same():
     """With lengths that are multiples of the chunks and others, as a length schedule has them: compiled twice at most."""

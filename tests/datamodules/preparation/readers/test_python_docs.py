@@ -21,7 +21,7 @@ def test_it_is_about_two_megabytes_in_hundreds_of_different_documents(documents)
     assert len(set(documents)) == len(documents) > 300
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_module_reads_like_a_page_of_reference(documents):
     (page,) = (text for text in documents if text.startswith("textwrap\n********\n"))
     assert "\n\nText wrapping and filling.\n\nclass TextWrapper\n\n   Object for wrapping" in page

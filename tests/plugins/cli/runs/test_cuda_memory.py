@@ -41,7 +41,7 @@ def growing(*lines):
     return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_torch_reads_it_after_it_was_imported():
     assert growing("print(torch._C._accelerator_getAllocatorSettings())") == GROWING
 

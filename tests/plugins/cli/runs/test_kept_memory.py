@@ -32,7 +32,7 @@ def _faults(how: str) -> int:
     return int(done.stdout)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's settings")
 def test_steps_fetch_no_page_again():
     # 134 MiB a step: 34,000 pages of 4 KiB, or 67 of 2 MiB where the kernel gives these to all

@@ -70,10 +70,10 @@ BY_DEFAULT = LIMITS[1:3]
 
 
 def limited():
-    """Yields limits and when there is a validation; the last limits hold those of all others, in CI under each."""
+    """Yields limits and when there is a validation; in CI, each with one after each epoch."""
     for validation in VALIDATION:
         for limits in LIMITS:
-            often = pytest.mark.ci if validation == "epoch" or limits == LIMITS[-1] else pytest.mark.slow
+            often = pytest.mark.ci if validation == "epoch" else pytest.mark.slow
             marks = [] if validation == "epoch" and limits in BY_DEFAULT else [often]
             yield pytest.param(limits, validation, id=f"{' then '.join(limits)}-{validation}", marks=marks)
 
