@@ -1,13 +1,13 @@
-"""Imports of Lightning without what no run needs: torchmetrics, matplotlib and torch's compiler load when they are used."""
+"""Imports of Lightning without what no run needs: torchmetrics, matplotlib, triton, boto3 and torch's compiler load when used."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
@@ -35,10 +35,28 @@ def _class(module: str, name: str) -> type:
     return _AsLoaded(name, (), {"place": (module, name), "__module__": module})
 
 
+_KNOWN = "__dynamo_disable"
+"""Where torch keeps what it calls in place of a function that its compiler is kept out of: loaded for that at the first call."""
+
+_kept_out: list[Any] = []
+"""Functions that are called as they are until the compiler is loaded for something else."""
+
+
+def _keep_out(function: Any) -> None:
+    setattr(function, _KNOWN, function)
+    _kept_out.append(function)
+
+
+def _leave_to_torch() -> None:
+    """Lets torch keep its compiler, which is being loaded, out of these functions."""
+    while _kept_out:
+        vars(_kept_out.pop()).pop(_KNOWN, None)
+
+
 def _disable(function: Any, recursive: bool = True, reason: str | None = None) -> Any:
     import torch
 
-    # as torch does for its own functions: the compiler is loaded when they are called
+    _keep_out(function)
     return torch._disable_dynamo(function, recursive)
 
 
@@ -49,7 +67,8 @@ def _function(module: str, name: str) -> Callable[..., Any]:
     return load
 
 
-COMPILER, PLOT = "torch._dynamo", "torchmetrics.utilities.plot"
+COMPILER, OPTIMIZER = "torch._dynamo", "torch.optim.optimizer"
+PLOT, TRITON, S3 = "torchmetrics.utilities.plot", "triton.runtime.jit", "boto3"
 _MODULE = {"OptimizedModule": _class(COMPILER, "OptimizedModule")}
 _DRAWING = {
     "_AX_TYPE": _class("matplotlib.axes", "Axes"),
@@ -62,8 +81,13 @@ STAND_INS: dict[str, tuple[str, dict[str, Any]]] = {
     "lightning.pytorch.trainer.connectors.logger_connector.result": (COMPILER, {"disable": _disable}),
     "torchmetrics.metric": (PLOT, _DRAWING),
     "torchmetrics.collections": (PLOT, _DRAWING),
+    "torch.utils.flop_counter": (TRITON, {"JITFunction": _class(TRITON, "JITFunction")}),
+    "tensorboard.compat.tensorflow_stub.io.gfile": (S3, {}),
 }
-"""A module -> another one that it is imported without, and what stands for the names that it takes. matplotlib is in plots."""
+"""A module -> another one that it is imported without, and what stands for the names that it takes. matplotlib is in plots.
+
+Without names it takes the stand-in itself, which loads the module as it is used.
+"""
 
 DECORATORS = ("disable",)
 """Names that are taken more than once."""
@@ -101,48 +125,79 @@ class _Finder:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        absent, names = STAND_INS.get(name, (name, {}))
-        spec = None if not names or absent in sys.modules else PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
+        if name == COMPILER:
+            _leave_to_torch()
+        wrap = (
+            _executing_optimizers if name == OPTIMIZER else _executing_without if name in STAND_INS else None
+        )
+        spec = None if wrap is None else PathFinder.find_spec(name, path, target)
+        if wrap is None or spec is None or spec.loader is None:
             return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            stand_in = _StandIn(absent, names)
-            sys.modules[absent] = stand_in
-            try:
-                execute(module)
-            finally:
-                stand_in.leave()
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        spec.loader.exec_module = wrap(name, spec.loader.exec_module)  # type: ignore[assignment,method-assign]
         return spec
 
 
-def defer_compiler_and_plots() -> None:
-    """Lets Lightning and torchmetrics be imported without torch._dynamo and matplotlib, a quarter of the time of a start.
+def _executing_without(name: str, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """Returns what executes a module of `STAND_INS`."""
+    absent, names = STAND_INS[name]
 
-    Lightning asks whether a module was compiled, torchmetrics draws its metrics. Whoever imports them otherwise gets them.
+    def exec_module(module: ModuleType) -> None:
+        # what is not installed is to be missed
+        if absent in sys.modules or not importlib.util.find_spec(absent.partition(".")[0]):
+            return execute(module)
+        stand_in = _StandIn(absent, names)
+        sys.modules[absent] = stand_in
+        try:
+            execute(module)
+        finally:
+            stand_in.leave()
+
+    return exec_module
+
+
+def defer_compiler_and_plots() -> None:
+    """Lets Lightning and what it imports be imported without torch._dynamo, matplotlib, triton and boto3: a third of a start.
+
+    Lightning asks whether a module was compiled, torchmetrics draws its metrics, torch's counter of FLOPs knows kernels of
+    triton, TensorBoard writes to S3. Whoever imports them otherwise gets them. Optimizers step without the compiler, too.
     """
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
 
 
-@contextmanager
-def optimizers_without_compiler() -> Iterator[None]:
-    """Lets optimizers be built without torch._dynamo, which torch otherwise loads as the first one is: to keep it out of them."""
-    from torch.optim import Optimizer
+def _executing_optimizers(_: str, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """Returns what executes torch's module of the class Optimizer, whose methods then do not load the compiler."""
 
-    plain: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
-    known = "__dynamo_disable"  # where torch keeps what it calls instead, once it has made it
-    if plain is None or hasattr(plain, known):
-        yield
-        return
-    setattr(plain, known, plain)
-    try:
-        yield
-    finally:
-        delattr(plain, known)
+    def exec_module(module: Any) -> None:
+        execute(module)
+        for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
+            function = getattr(getattr(module.Optimizer, name), "__wrapped__", None)
+            if function is not None:
+                _keep_out(function)
+        if hasattr(module, "_use_grad_for_differentiable"):
+            module._use_grad_for_differentiable = _stepping(module._use_grad_for_differentiable)
+
+    return exec_module
+
+
+def _stepping(theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch's decorator of an optimizer's `step` without its import of the compiler, which only a traced step needs."""
+
+    def decorate(step: Callable[..., Any]) -> Callable[..., Any]:
+        import torch
+
+        traced = theirs(step)
+
+        @functools.wraps(step)
+        def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return traced(self, *args, **kwargs)
+            with torch.set_grad_enabled(self.defaults["differentiable"]):
+                return step(self, *args, **kwargs)
+
+        return stepping
+
+    return decorate
 
 
 def defer_torchmetrics() -> None:

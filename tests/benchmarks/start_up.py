@@ -1,8 +1,9 @@
-"""What starting costs: CPU seconds of `check` and of `fit` to its first step, and how often each part is made.
+"""What starting costs: seconds of `check` and of `fit` to its first step, and how often each part is made.
 
     python -m tests.benchmarks.start_up
 
-CPU seconds are user and system time of a process of its own, the data prepared. The counts come from a second run of
+CPU seconds are user and system time of a process of its own, the data prepared. Those by the clock count what other programs
+take, too: compare CPU seconds, and the modules that the run has imported. The counts come from a second run of
 each command, in which the functions are wrapped; they are printed by that process as it ends.
 """
 
@@ -19,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -89,6 +91,13 @@ def _run(command: list[str], cwd: str) -> tuple[float, str, str]:
     return seconds, done.stdout, done.stderr
 
 
+def _first_step(command: list[str], cwd: str) -> tuple[float, float, float, float]:
+    """Returns user and system seconds of a run to its first step, seconds by the clock, and the modules imported."""
+    began = time.time()
+    words = _run(command, cwd)[1].split("FIRST_STEP")[1].split()
+    return float(words[0]), float(words[1]), float(words[2]) - began, float(words[3])
+
+
 def main() -> None:
     """Prints the CPU seconds of each command, then the counts."""
     if sys.argv[1:2] == ["--child"]:
@@ -102,11 +111,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         _run(["-m", "core", *fit], folder)  # prepares the data, and fills the file cache
         checks = [_run(["-m", "core", *check], folder)[0] for _ in range(rounds)]
-        runs = [_run(["-m", "core", *to_step], folder) for _ in range(rounds)]
-        steps = [float(out.split("CPU_SECONDS")[1].split()[0]) for _, out, _ in runs]
+        steps = [_first_step(["-m", "core", *to_step], folder) for _ in range(rounds)]
+        user, system, clock, modules = map(statistics.median, zip(*steps, strict=True))
         imports = [_run(["-c", "import lightning.pytorch.cli"], folder)[0] for _ in range(rounds)]
         print(f"check: {statistics.median(checks):.2f} CPU seconds")
-        print(f"fit to the end of the first step: {statistics.median(steps):.2f} CPU seconds")
+        print(f"fit to the end of the first step: {user:.2f} user and {system:.2f} system CPU seconds,")
+        print(f"    {clock:.2f} s by the clock; {modules:.0f} modules imported")
         print(f"(import lightning.pytorch.cli alone: {statistics.median(imports):.2f})")
         resumed = [*fit, "--trainer.max_steps=2", "--ckpt_path=last"]
         for title, words in (("check", check), ("fit", fit), ("fit --ckpt_path=last", resumed)):

@@ -36,7 +36,6 @@ from plugins.cli.configuration.class_check import check_classes
 from plugins.cli.configuration.parsing import Parsed, as_text
 from plugins.cli.configuration.request import SECTIONS, Request, differences
 from plugins.cli.configuration.trust import trusting
-from plugins.cli.lean_imports import optimizers_without_compiler
 from plugins.cli.runs import (
     claims,
     cuda_memory,
@@ -263,7 +262,7 @@ class BuiltRun:
         share = f", {trained:,} of them trained ({trained / parameters:.2%})" if trained < parameters else ""
         self.network_summary = f"{type(network).__name__}: {parameters:,} parameters{share}"
         self.advice = list(advice(self.run_checked, network)) if self.only == "fit" else []
-        with self._building(), optimizers_without_compiler():
+        with self._building():
             optimizer = self.model.build_optimizer([torch.nn.Parameter(torch.zeros(1, 1))])
             if self.model.build_lr_scheduler is not None:
                 self.model.build_lr_scheduler(optimizer)

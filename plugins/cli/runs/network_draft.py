@@ -47,7 +47,8 @@ class NetworkDraft:
             return self._build()
         device = torch.get_default_device()
         if device.type != "meta":
-            network.to_empty(device=device)
+            with _Empty():
+                network.to_empty(device=device)
             network.init_weights()
         return network
 
@@ -59,6 +60,20 @@ class _Unfilled(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+class _Empty(TorchFunctionMode):
+    """Allocates for a contiguous tensor by its size: to find the strides of one on the meta device torch loads sympy."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (
+            func is torch.empty_like
+            and type(args[0]) in (torch.Tensor, torch.nn.Parameter)
+            and args[0].is_contiguous()
+        ):
+            return torch.empty(args[0].size(), **{"dtype": args[0].dtype} | kwargs)
         return func(*args, **kwargs)
 
 

@@ -21,6 +21,16 @@ class Longer(GPT):
         self.more = torch.nn.Linear(3, 3)
 
 
+class Turned(GPT):
+    """Has a weight that is not contiguous."""
+
+    deferred_init = True
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.turned = torch.nn.Parameter(torch.zeros(2, 3).t())
+
+
 class Constructing(SingleDeviceStrategy):
     """Takes part in the construction of modules."""
 
@@ -85,3 +95,12 @@ def test_where_something_else_takes_part_it_is_built_in_its_place(tmp_path, buil
     assert found is not checked
     assert_equal(found, expected)
     assert torch.equal(after, next_number)
+
+
+def test_a_weight_that_is_not_contiguous_keeps_its_strides(tmp_path):
+    options = {"vocab_size": 61, "n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 24}
+    draft = NetworkDraft(lambda: Turned(**options), trainer(tmp_path))
+    checked = draft.network
+    assert draft() is checked
+    assert checked.turned.device.type == "cpu"
+    assert checked.turned.stride() == (1, 3)
