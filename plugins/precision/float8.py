@@ -34,7 +34,8 @@ class Float8(MixedPrecision):
 
     Weights stay in float32 under their names, so that checkpoints work with any other precision. The output head
     stays in bf16 unless `layers` names it. Without a GPU of compute capability 8.9 fp8 is emulated: with the same
-    rounding, but slower than bf16. On a GPU the speed-up needs torch.compile.
+    rounding, but slower than bf16. On a GPU a gain needs `Compile`, and wide layers: on an H100 a step took 0.85 of that in
+    bf16 at the width of Llama 8B (4,096), 0.96 at GPT-2 1.5B (1,600), 1.15 at GPT-2 124M (768).
 
     Args:
         recipe: What shares a scale. "tensorwise": a whole tensor (fastest). "rowwise": a row or column, with scales
