@@ -207,6 +207,8 @@ class DeepSpeedZero(MeshStrategy):
         )[0]
         if optimizer is not None:
             self.zero = self.model.optimizer
+            # The same ranks, in the group in which DeepSpeed talks: what a step has sent is counted by group.
+            self.loss_group = self.zero.dp_process_group
             self.optimizers, self._inner = [EngineOptimizer(self.model, self.stage)], None
 
     # -- steps ------------------------------------------------------------------------------------
