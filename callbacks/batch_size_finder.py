@@ -36,7 +36,7 @@ ALONE = {
 @technique(
     paper="doubling and bisection as in Lightning's BatchSizeFinder, over the divisors of the batch",
     owns=("batch_size",),
-    conflicts={name: why for name, why in memory_limits.TALKING.items() if name != "DeepSpeedZero"}
+    conflicts=memory_limits.TALKING
     | {"GradientAccumulationScheduler": "both would decide how many micro-batches a step takes"},
     before=("LRFinder", "RandomRestart"),
 )
@@ -91,8 +91,6 @@ class BatchSizeFinder(Callback):
                 "each rank tries steps by itself, and around a ring keys and values go from one rank to another: set "
                 "--trainer.strategy.context_method=ulysses, or data.batch_size by hand"
             )
-        if strategy is not None and strategy.name == "DeepSpeedZero":
-            yield from _of_deepspeed(given)
         if run.argument("trainer.strategy.static_graph"):
             yield "DDP would record its first trial step as the static graph: set --trainer.strategy.static_graph=false"
 
@@ -224,20 +222,6 @@ class Attempt:
                     else:
                         loss.backward()
         self.optimizer.step(lambda: None)  # that of DeepSpeed needs a closure
-
-
-def _of_deepspeed(given: Mapping[str, Any]) -> Iterator[str]:
-    """Yields under which options of DeepSpeedZero no rank can try a step by itself."""
-    if given.get("stage") == 3:
-        yield (
-            "in stage 3 all ranks record the same order in which parameters are gathered, and a step that breaks off on one "
-            "rank has none: set --trainer.strategy.stage=2, or data.batch_size by hand"
-        )
-    elif given.get("offload_optimizer", "none") != "none":
-        yield (
-            "copies of gradients to the host may still be under way when a step breaks off: set "
-            "--trainer.strategy.offload_optimizer=none, or data.batch_size by hand"
-        )
 
 
 def widened(batch: Mapping[str, Any], length: int) -> dict[str, Tensor]:

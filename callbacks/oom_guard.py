@@ -64,7 +64,8 @@ class OOMGuard(Callback):
     others wait in a step on a single row, and all repeat theirs; with `tensor`, or `context` and Ulysses, where the shapes of
     messages depend on the rows, in a step on all rows that keeps no activations. For this they tell each other after each part
     whether memory was enough: log2(ranks) messages between CPUs, which do not wait for the device. All need the same number of
-    rows in a micro-batch there, as leyden's data modules give them.
+    rows in a micro-batch there, as leyden's data modules give them. So it is under `DeepSpeedZero` in stages 1 and 2, without
+    offloading, whose ranks exchange gradients during backward.
 
     Args:
         memory_limit: On a CPU: bytes that forward and backward may take beyond what the process holds when training

@@ -143,7 +143,7 @@ class PreferenceDataModule(ChatDataModule):
         found = super().packed(split, **order)
         named = "desirable"
         if self.paired:
-            named = "margin" if self._stores[split].values.any() else ""
+            named = "margin" if self._stores[split].all_values().any() else ""
         found.further = Further(split, self.references, named)
         return found
 
@@ -201,7 +201,8 @@ class Further:
                 np.where(here[:, None] < 0, np.float32(0), np.from_dlpack(table)[here]).flatten()
             )
         if self.named:
-            stored = spread(store.values[here, 0].astype(np.float32).repeat(each))
+            first = np.array([store.values(max(record, 0))[0] for record in here.tolist()], np.float32)
+            stored = spread(first.repeat(each))
             values = np.where(batch["document_ids"] >= 0, stored, np.float32(0))
             more[self.named] = values > 0 if self.named == "desirable" else values
         return batch | more

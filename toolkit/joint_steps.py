@@ -24,20 +24,21 @@ __all__ = ["JointSteps"]
 
 
 class JointSteps:
-    """Runs forward and backward of FSDP2 so that all ranks get through them, or drop them together.
+    """Runs forward and backward of FSDP2 or DeepSpeed so that all ranks get through them, or drop them together.
 
     A rank that runs out of memory has made some of their collectives; the others wait for it in the next one. It frees what
     it has, and computes forward and backward again in little memory: the first collectives, which it has made already, by
-    itself, those that it owes with the others. Then all ranks tell each other whether one has failed. Under FSDP2 alone messages
-    have the same shapes whatever the data, and a single row does. Under tensor parallelism and Ulysses they depend on the
-    rows: all of them are computed, and no activations are kept (:class:`toolkit.shapes_only.ShapesOnly`). Expert parallelism, whose
-    shapes depend on values, and what goes from one rank to another, as in a pipeline or a ring, cannot be made up.
+    itself, those that it owes with the others. Then all ranks tell each other whether one has failed. Under FSDP2 alone, and in
+    DeepSpeed's stages 1 and 2, messages have the same shapes whatever the data, and a single row does. Under tensor parallelism
+    and Ulysses they depend on the rows: all of them are computed, and no activations are kept
+    (:class:`toolkit.shapes_only.ShapesOnly`). Expert parallelism, whose shapes depend on values, and what goes from one rank to
+    another, as in a pipeline or a ring, cannot be made up.
 
     Made on every rank, once the processes are connected.
 
     Args:
         module: What is sharded.
-        strategy: Puts FSDP into the state in which a step begins.
+        strategy: Puts what shards it into the state in which a step begins.
 
     Attributes:
         failed: The rank that ran out of memory in the last step, the highest of several; None: all got through.

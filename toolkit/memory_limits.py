@@ -24,7 +24,7 @@ memory is taken past torch's caching allocator, of the CUDA runtime, NCCL and th
 """
 
 TALKING = dict.fromkeys(
-    ("DeepSpeedZero", "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"),
+    ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"),
     "ranks talk in each step past torch's dispatcher, or by means that no rank has without the others: take FSDP",
 )
 """For `@technique(conflicts=...)`: strategies under which no rank can try or repeat a step by itself (`toolkit.lone_ranks`)."""
@@ -93,6 +93,23 @@ def drops_steps() -> bool:
     return hasattr(FSDPModule, "reset_iter_state")
 
 
+def _of_deepspeed(run: Run) -> Iterator[str]:
+    """Yields under which options of DeepSpeedZero no rank can try or repeat a step by itself."""
+    strategy = next((item for item in run.selected if item.name == "DeepSpeedZero"), None)
+    if strategy is None:
+        return
+    if strategy.arguments.get("stage") == 3:
+        yield (
+            "in stage 3 all ranks record the same order in which parameters are gathered, and a step that breaks off on one "
+            "rank has none: set --trainer.strategy.stage=2, or take FSDP"
+        )
+    elif strategy.arguments.get("offload_optimizer", "none") != "none":
+        yield (
+            "copies of gradients to the host may still be under way when a step breaks off: set "
+            "--trainer.strategy.offload_optimizer=none, or take FSDP"
+        )
+
+
 def compatibility_errors(run: Run, limit: int | None) -> Iterator[str]:
     """Yields, for a technique's `preflight`, that a run needs a `memory_limit` or cannot have one, or that torch is too old."""
     sharding = next((item.name for item in run.selected if item.name in ("FSDP", "HybridParallel")), None)
@@ -101,6 +118,7 @@ def compatibility_errors(run: Run, limit: int | None) -> Iterator[str]:
             f"FSDP2 of torch {torch.__version__} cannot go on behind a step that broke off (FSDPModule.reset_iter_state, which 2.14 has): "
             f"take a newer torch, or leave {sharding} out"
         )
+    yield from _of_deepspeed(run)
     if run.accelerator == "cpu" and limit is None and not run.offline:
         yield "memory_limit is needed on a CPU, in bytes: without one the system kills the run without an error"
     if run.accelerator == "cpu" and limit is not None and sys.platform != "linux":

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from core.errors import ConfigError
+from datamodules.packing.mapped_file import MappedFile
 from datamodules.packing.token_index import TokenIndex, checked_header, header_bytes
 from datamodules.remote.remote_folder import RemoteFolder
 
@@ -67,11 +68,25 @@ class RemoteChunks:
                     f"{remote.url}: manifest.json and {split}/index.json do not agree on {name}. Upload them again."
                 )
         most = min(_MAPPED, max(1, remote.limit // (_SHARE * max(self.sizes))))
-        self.tokens = Numbered(len(self.names), lru_cache(most)(self._map))
+        self._mapped = lru_cache(most)(self._map)
+        self.tokens = Numbered(len(self.names), lambda number: self._mapped(number)[1])
         self.offsets = Numbered(len(self.names), lru_cache(_MAPPED)(self._map_header))
 
-    def _map(self, number: int) -> np.ndarray:
-        return self.remote.map(self.names[number])[header_bytes(self._items[number]) :].view(self.dtype)
+    def _map(self, number: int) -> tuple[MappedFile, np.ndarray]:
+        """Returns a chunk, and its tokens."""
+        file = self.remote.map(self.names[number])
+        return file, file.raw[header_bytes(self._items[number]) :].view(self.dtype)
+
+    def require(self, number: int, begin: int, end: int) -> None:
+        """Has some bytes of a chunk read, before they are touched.
+
+        Raises:
+            ConfigError: If they cannot be.
+        """
+        try:
+            self._mapped(number)[0].require(begin, end)
+        except OSError as error:
+            raise self.remote.damaged(self.names[number], error) from error
 
     def _map_header(self, number: int) -> np.ndarray:
         path, items = self._header(number), self._items[number]

@@ -225,9 +225,11 @@ class TokenStore:
             raise ConfigError(f"{self.folder} is damaged: it has the token id {int(tokens.min())}.")
 
     def _require_whole(self, chunk: int, begin: int, end: int) -> None:
-        """Has some tokens of a local chunk read, and checks those of their blocks that were not read before."""
-        if self._local is not None:
-            at, size = self._begins[chunk], self._itemsize
+        """Has some tokens of a chunk read, and checks those of a local one's blocks that were not read before."""
+        at, size = self._begins[chunk], self._itemsize
+        if self.remote is not None:
+            self.remote.require(chunk, at + begin * size, at + end * size)
+        elif self._local is not None:
             self._local.require(self._low + chunk, at + begin * size, at + end * size, self._checks)
             if self._checks and not self._checks.left:
                 self._checks = None

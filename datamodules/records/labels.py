@@ -105,12 +105,12 @@ class AtLabels:
     def __call__(self, store: RecordStore, rows: Sequence[Row], batch: Arrays) -> Arrays:
         """Returns the batch with one array more, float32."""
         labels, documents = batch["labels"], batch["document_ids"]
-        found = np.zeros((*labels.shape, 1 if self.single else store.values.shape[1]), np.float32)
+        found = np.zeros((*labels.shape, 1 if self.single else store.width), np.float32)
         for line, row in enumerate(rows):
             for number, (record, _) in enumerate(row):
                 here = (documents[line] == number) & (labels[line] >= 0)
                 found[line, here] = (
-                    store.values[record] if self.table is None else self.table[labels[line, here]][:, None]
+                    store.values(record) if self.table is None else self.table[labels[line, here]][:, None]
                 )
         return batch | {self.name: found[..., 0] if self.single else found}
 

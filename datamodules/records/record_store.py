@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike
 
 from core import durable
 from core.errors import ConfigError
+from datamodules.packing.mapped_file import MappedFile
 from toolkit.bounded import parse_json, read_error, read_inside
 
 INDEX = "records.json"
@@ -92,17 +93,18 @@ class RecordStore:
     Attributes:
         number_of_documents: Number of records.
         sequences: Sequences of a record.
-        values: Numbers of the records, (records, numbers of one).
+        width: Numbers of a record.
 
     Raises:
-        ConfigError: If a file is missing or has another size than it should.
+        ConfigError: If a file is missing or has another size than it should; its methods raise one if a file is cut
+            while it is in use, or its disk fails.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             index = parse_json(read_inside(folder, INDEX))
-            records, self.sequences, width, tokens = (
+            records, self.sequences, self.width, tokens = (
                 int(index[name]) for name in ("records", "sequences", "values", "tokens")
             )
             self.number_of_documents = records
@@ -110,14 +112,14 @@ class RecordStore:
                 "ids": tokens,
                 "labels": tokens,
                 "ends": records * self.sequences,
-                "values": records * width,
+                "values": records * self.width,
             }
-            self._ids, self._labels, self._ends, values = (
-                _mapped(folder / f"{name}.bin", KINDS[name], size) for name, size in sizes.items()
+            self._ids, self._labels, ends, self._values = (
+                _Numbers(folder / f"{name}.bin", KINDS[name], size) for name, size in sizes.items()
             )
             sizes = {"notes": int(index.get("note_bytes", 0)), "note_ends": records}
             self._notes, self._note_ends = (
-                _mapped(folder / f"{name}.bin", NOTES[name], size) if "note_bytes" in index else None
+                _Numbers(folder / f"{name}.bin", NOTES[name], size) if "note_bytes" in index else None
                 for name, size in sizes.items()
             )
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -125,8 +127,7 @@ class RecordStore:
             raise ConfigError(
                 f"{folder} is missing or damaged: {what}.\nDelete {folder.parent} and run again: it is written again."
             ) from error
-        self.values = values.reshape(records, width)
-        starts = np.concatenate([np.zeros(1, np.int64), self._ends])
+        starts = np.concatenate([np.zeros(1, np.int64), ends.read(0, len(ends))])
         self.lengths = np.diff(starts).reshape(records, self.sequences)
         self._starts = starts[:-1].reshape(records, self.sequences)
 
@@ -153,26 +154,71 @@ class RecordStore:
         """
         begin, size = int(self._starts[record, which]), int(self.lengths[record, which])
         if size <= most or not keep_end:
-            here = slice(begin, begin + min(size, most))
-            return self._ids[here], self._labels[here]
-        places = [*range(begin, begin + most - 1), begin + size - 1]
-        return self._ids[places], self._labels[places]
+            end = begin + min(size, most)
+            return self._ids.read(begin, end), self._labels.read(begin, end)
+        places = [*range(most - 1), size - 1]
+        return self._ids.read(begin, begin + size)[places], self._labels.read(begin, begin + size)[places]
+
+    def values(self, record: int) -> np.ndarray:
+        """Returns the numbers of a record, (`width`,)."""
+        return self._values.read(record * self.width, (record + 1) * self.width)
+
+    def all_values(self) -> np.ndarray:
+        """Returns the numbers of all records, (records, `width`)."""
+        return self._values.read(0, len(self._values)).reshape(self.number_of_documents, self.width)
 
     def note(self, record: int) -> str:
         """Returns the note of a record, where records have one."""
         assert self._notes is not None
         assert self._note_ends is not None
-        begin = int(self._note_ends[record - 1]) if record else 0
-        return self._notes[begin : int(self._note_ends[record])].tobytes().decode()
+        begin, end = (
+            self._note_ends.read(record - 1, record + 1) if record else (0, *self._note_ends.read(0, 1))
+        )
+        return self._notes.read(int(begin), int(end)).tobytes().decode()
 
     def label_of_each(self) -> np.ndarray:
         """Returns the first label of each record, of records of one sequence that all have one."""
-        labelled = np.flatnonzero(self._labels >= 0)
-        return self._labels[labelled[np.searchsorted(labelled, self._starts[:, 0])]]
+        labels = self._labels.read(0, len(self))
+        labelled = np.flatnonzero(labels >= 0)
+        return labels[labelled[np.searchsorted(labelled, self._starts[:, 0])]]
 
 
-def _mapped(path: Path, kind: Any, size: int) -> np.ndarray:
-    dtype = np.dtype(kind).newbyteorder("<")
-    if (found := path.stat().st_size) != size * dtype.itemsize:
-        raise ValueError(f"{path.name} has {found:,} bytes, not {size * dtype.itemsize:,}")
-    return np.asarray(np.memmap(path, dtype, mode="r")) if size else np.empty(0, dtype)
+class _Numbers:
+    """The numbers in a file, mapped into memory.
+
+    Args:
+        path: The file.
+        kind: Their type.
+        size: How many there have to be.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If there are not as many.
+    """
+
+    def __init__(self, path: Path, kind: Any, size: int) -> None:
+        dtype = np.dtype(kind).newbyteorder("<")
+        if (found := path.stat().st_size) != size * dtype.itemsize:
+            raise ValueError(f"{path.name} has {found:,} bytes, not {size * dtype.itemsize:,}")
+        self._path, self._file, self._numbers = path, None, np.empty(0, dtype)
+        if size:
+            with path.open("rb") as stream:
+                self._file = MappedFile(stream)
+            self._numbers = self._file.raw.view(dtype)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Returns some of them: a view, whose bytes the system has read."""
+        found = self._numbers[begin:end]
+        if self._file is not None and len(found):
+            size = found.itemsize
+            try:
+                self._file.require(begin * size, end * size)
+            except OSError as error:
+                raise ConfigError(
+                    f"{self._path} is damaged: {read_error(error)}.\nDelete {self._path.parent.parent} and run again: it is "
+                    "written again."
+                ) from error
+        return found

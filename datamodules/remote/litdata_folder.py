@@ -40,7 +40,7 @@ class LitdataFolder(RemoteFolder):
     compressed: bool = False
 
     def _head(self, name: str, size: int) -> bytes:
-        return self.map(name)[:size].tobytes() if self.compressed else super()._head(name, size)
+        return self._mapped_head(name, size) if self.compressed else super()._head(name, size)
 
     def _download(self, name: str, stream: IO[bytes]) -> None:
         size = self.files[name]["bytes"]

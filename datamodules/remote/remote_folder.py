@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
 from core.errors import ConfigError
+from datamodules.packing.mapped_file import MappedFile
 from toolkit import manifest_schema
-from toolkit.bounded import MOST_BYTES, open_inside
+from toolkit.bounded import MOST_BYTES, open_inside, read_error
 from toolkit.file_claims import claimed, locked, publish
 from toolkit.prepared import MANIFEST, SCHEMES, is_edited
 from toolkit.ranks import launched_rank
@@ -172,13 +171,25 @@ class RemoteFolder:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_downloader": None}
 
-    def map(self, name: str) -> np.ndarray:
-        """Returns a file's bytes, memory-mapped; the file is not deleted while the array is alive."""
+    def map(self, name: str) -> MappedFile:
+        """Returns a file, memory-mapped; it is not deleted while its bytes are referred to.
+
+        Raises:
+            ConfigError: As :meth:`fetch`, and if the local copy has another size than it was downloaded with.
+        """
         while True:
             with suppress(FileNotFoundError), locked(self.fetch(name), fcntl.LOCK_SH) as stream:
                 if stream and os.fstat(stream.fileno()).st_nlink:  # otherwise it was deleted meanwhile
-                    # the mapping holds the lock from here on
-                    return np.asarray(np.memmap(stream, np.uint8, mode="r"))  # type: ignore[call-overload]
+                    found, expected = os.fstat(stream.fileno()).st_size, self.files[name]["bytes"]
+                    if found != expected:
+                        raise self.damaged(name, ValueError(f"it has {found:,} bytes, not {expected:,}"))
+                    return MappedFile(stream)  # the mapping holds the lock from here on
+
+    def damaged(self, name: str, error: OSError | ValueError) -> ConfigError:
+        """Returns what to raise where the local copy of a file cannot be read."""
+        return ConfigError(
+            f"{self.folder / name} is damaged: {read_error(error)}.\nDelete it and run again: it is downloaded again."
+        )
 
     def fetch(self, name: str) -> Path:
         """Returns the local copy of a file; downloads it if it is missing.
@@ -217,9 +228,17 @@ class RemoteFolder:
         from litdata.streaming.downloader import Downloader
 
         if (self.folder / name).exists() or type(self.downloader).download_bytes is Downloader.download_bytes:
-            return self.map(name)[:size].tobytes()
+            return self._mapped_head(name, size)
         with self._explaining(name):
             return self.downloader.download_bytes(f"{self.url}/{name}", 0, size, "")
+
+    def _mapped_head(self, name: str, size: int) -> bytes:
+        file = self.map(name)
+        try:
+            file.require(0, size)
+        except OSError as error:
+            raise self.damaged(name, error) from error
+        return file.raw[:size].tobytes()
 
     def get(self, name: str, stream: IO[bytes] | io.RawIOBase) -> None:
         """Writes a file's content to a stream.

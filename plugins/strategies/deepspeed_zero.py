@@ -160,12 +160,19 @@ class DeepSpeedZero(MeshStrategy):
     ) -> Iterator[nn.Parameter]:
         """Yields each parameter once it has memory, in this data type on the device; called on every rank.
 
-        Those of rank 0 have their values, or those of all ranks: DeepSpeed's engine sends those of rank 0 to the others.
+        Those of rank 0 have their values, or those of all ranks: DeepSpeed's engine sends those of rank 0 to the others, whose
+        hosts have none to convert and copy to the device.
         """
+        has_values = everywhere or self.global_rank == 0
         for name, parameter in module.named_parameters():
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype)
-            self._initial.fill(name, whole if everywhere or self.global_rank == 0 else None)
-            parameter.data = whole.to(self.root_device, format if whole.is_floating_point() else None)
+            kind = format if parameter.is_floating_point() else parameter.dtype
+            if has_values:
+                whole = torch.empty(parameter.shape, dtype=parameter.dtype)
+                self._initial.fill(name, whole)
+                parameter.data = whole.to(self.root_device, kind)
+            else:
+                self._initial.fill(name, None)
+                parameter.data = torch.empty(parameter.shape, dtype=kind, device=self.root_device)
             yield parameter
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -207,6 +214,8 @@ class DeepSpeedZero(MeshStrategy):
         )[0]
         if optimizer is not None:
             self.zero = self.model.optimizer
+            # The same ranks, in the group in which DeepSpeed talks: what a step has sent is counted by group.
+            self.loss_group = self.zero.dp_process_group
             self.optimizers, self._inner = [EngineOptimizer(self.model, self.stage)], None
 
     # -- steps ------------------------------------------------------------------------------------

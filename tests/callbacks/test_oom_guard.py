@@ -88,6 +88,7 @@ def test_a_resumed_run_goes_on_in_parts():
         pytest.param("FSDP", 0, 2, marks=pytest.mark.slow),
         pytest.param("FSDP", 1, 2, marks=pytest.mark.slow),
         ("HybridParallel", 1, 2),
+        ("DeepSpeedZero", 1, 2),
     ],
 )
 def test_one_of_two_ranks_runs_out(sharing, batch, parts):
@@ -132,12 +133,34 @@ def same_steps(steps, ranks):
 )
 def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, steps, ranks, readers):
     """In forward or backward, in either micro-batch, on one rank or two: gradients are those of a step in parts, bit by bit."""
+    fail_anywhere(sharding, steps, ranks, readers)
+
+
+def fail_anywhere(sharding, steps, ranks, readers, **how):
     fails = {
         "class_path": "tests.support.failing.FailsAnywhere",
-        "init_args": {"failures": steps * 3 // 4},
+        "init_args": {"failures": steps * 3 // 4, **how},
     }
     guard = callback("OOMGuard", memory_limit=ENDLESS)["trainer"]["callbacks"]
     fit(sharding, same_steps(steps, readers), {"trainer": {"callbacks": [fails, *guard]}}, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "bucket", "steps", "ranks"),
+    [
+        pytest.param(2, "32-true", 2000, 20, 2, marks=pytest.mark.ci),
+        pytest.param(2, "32-true", None, 62, 2, marks=pytest.mark.slow),
+        pytest.param(2, "32-true", 500, 62, 4, marks=pytest.mark.slow),
+        pytest.param(2, "bf16-mixed", 500, 92, 2, marks=pytest.mark.slow),
+        pytest.param(1, "32-true", None, 20, 2, marks=pytest.mark.slow),
+        pytest.param(1, "32-true", 2000, 92, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_of_deepspeed_repeat_a_step_wherever_one_fails(stage, precision, bucket, steps, ranks):
+    """Buckets of gradients that were sent before, or are half full, are dropped with the step."""
+    sharding = strategy("DeepSpeedZero", stage=stage)
+    sharding["trainer"]["precision"] = precision
+    fail_anywhere(sharding, steps, ranks, ranks, bucket=bucket)
 
 
 @NEEDS_DROPPED_STEPS
@@ -182,6 +205,8 @@ def test_the_limit_is_in_bytes():
         ([squeezed(), strategy("HybridParallel", pipeline=2)], "set --trainer.strategy.pipeline=1"),
         ([squeezed(), strategy("HybridParallel", context=2)], "context_method=ulysses"),
         ([squeezed(), strategy("DDP", compression="bf16")], "--trainer.strategy.compression=none"),
+        ([squeezed(), strategy("DeepSpeedZero", stage=3)], "set --trainer.strategy.stage=2"),
+        ([squeezed(), strategy("DeepSpeedZero", offload_optimizer="cpu")], "offload_optimizer=none"),
         (
             [squeezed(), {"trainer": {"strategy": "ddp_find_unused_parameters_true"}}],
             "averages all gradients",

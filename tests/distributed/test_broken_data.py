@@ -3,6 +3,7 @@
 import os
 import shutil
 from copy import deepcopy
+from glob import glob
 
 import pytest
 from lightning.pytorch import Callback
@@ -14,6 +15,7 @@ from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.cli.configuration.config_files import merge
 from tests.support.corpus import corpus, prepare
 from tests.support.killed_jobs import DDP, FSDP
+from tests.support.records import tokenizer, write_lines
 from tests.support.same_run import CONFIG
 
 BLOCK, ROW, SHARD = 16_384, 1024, 1 << 15
@@ -24,7 +26,7 @@ class Cuts(Callback):
     """Cuts a file while it is read.
 
     Args:
-        path: The file.
+        path: The file, or a pattern of its path.
         size: Bytes that are left.
     """
 
@@ -33,7 +35,8 @@ class Cuts(Callback):
 
     def on_train_batch_start(self, trainer, *_):
         if trainer.is_global_zero and trainer.global_step == 3:
-            os.truncate(self.path, self.size)
+            [path] = glob(self.path, recursive=True)
+            os.truncate(path, self.size)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,20 @@ def flip(path):
 
 
 def fit(name, source, strategy, *callbacks, **data):
-    """Trains on two ranks, or goes on."""
+    """Trains on tokens on two ranks, or goes on."""
+    stages = {"reader": "JSONLinesDocuments", "tokenizer": "BPETokenizer", "writer": "TokenShards"}
+    read = {"packing": "Concatenate", "sequence_length": ROW, "batch_size": 4, "shuffle": False}
+    options = {"source": str(source), "cache_dir": cache(name)}
+    return trained(
+        name, strategy, callbacks, class_path="PretrainDataModule", init_args=stages | read | options | data
+    )
+
+
+def cache(name):
+    return f"{workshop() / name}-cache"
+
+
+def trained(name, strategy, callbacks, **data):
     trainer = {
         "devices": 2, "strategy": strategy, "default_root_dir": str(workshop() / name), "accumulate_grad_batches": 1,
         "callbacks": [{"class_path": "PeriodicCheckpoint", "init_args": {"every_n_steps": 2}}, *callbacks],
@@ -57,11 +73,12 @@ def fit(name, source, strategy, *callbacks, **data):
     }  # fmt: skip
     sizes = {"max_sequence_length": ROW, "vocab_size": 320}
     values = merge(deepcopy(CONFIG), {"trainer": trainer, "model": {"network": {"init_args": sizes}}})
-    stages = {"reader": "JSONLinesDocuments", "tokenizer": "BPETokenizer", "writer": "TokenShards"}
-    read = {"packing": "Concatenate", "sequence_length": ROW, "batch_size": 4, "shuffle": False}
-    options = {"source": str(source), "cache_dir": str(workshop() / f"{name}-cache")}
-    values["data"] = {"class_path": "PretrainDataModule", "init_args": stages | read | options | data}
+    values["data"] = data
     return run(["fit", f"--config={write_config(name, values)}"], workshop() / name, ranks=2)
+
+
+def cuts(path, size):
+    return {"class_path": f"{__name__}.Cuts", "init_args": {"path": str(path), "size": size}}
 
 
 def assert_told(done, name, path):
@@ -99,8 +116,30 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(whole, workers, tmp_path):
     """Without a look before bytes are touched the system kills the rank, or its worker, by SIGBUS."""
     copy, name = shutil.copytree(whole, tmp_path / "copy"), f"cut {workers}"
     path = copy / "train" / "chunk-0-0.bin"
-    cuts = {"class_path": f"{__name__}.Cuts", "init_args": {"path": str(path), "size": 5 * BLOCK}}
-    assert_told(fit(name, copy, DDP, cuts, num_workers=workers), name, str(path))
+    assert_told(fit(name, copy, DDP, cuts(path, 5 * BLOCK), num_workers=workers), name, str(path))
+
+
+@pytest.mark.ci
+def test_a_copy_of_storage_that_is_cut_while_it_is_read_is_named(whole, storage):
+    name = "cut copy"
+    path = f"{cache(name)}/remote/*/train/chunk-0-0.bin"
+    url = storage.upload(whole, "cut")
+    done = fit(name, url, DDP, cuts(path, 5 * BLOCK), storage_options=storage.options)
+    assert_told(done, name, glob(path)[0])
+
+
+@pytest.mark.ci
+def test_encoded_records_that_are_cut_while_they_are_read_are_named(tmp_path):
+    name = "cut records"
+    path = f"{cache(name)}/*/train/labels.bin"
+    records = [{"prompt": f"Question {number}", "completion": "answer " * 100} for number in range(80)]
+    options = {
+        "source": write_lines(tmp_path / "records.jsonl", records), "cache_dir": cache(name), "template": "plain",
+        "tokenizer": {"class_path": "PretrainedTokenizer", "init_args": {"path": tokenizer(tmp_path).path}},
+        "sequence_length": ROW, "batch_size": 4,
+    }  # fmt: skip
+    done = trained(name, DDP, [cuts(path, BLOCK)], class_path="InstructionDataModule", init_args=options)
+    assert_told(done, name, glob(path)[0])
 
 
 @pytest.mark.ci

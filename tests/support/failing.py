@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from callbacks.oom_guard import OOMGuard
 from core.training.shards import gradients, local_tensors
+from plugins.strategies import deepspeed_engine
+from toolkit.shards import HoldsParts
 
 GOLDEN = 0.6180339887
 """Its multiples, modulo 1, are spread evenly."""
@@ -53,10 +55,12 @@ class FailsAnywhere(Callback):
 
     Args:
         failures: Of how many steps at least.
+        bucket: Elements that DeepSpeed sends at once: few make it send many buckets during backward.
     """
 
-    def __init__(self, failures: int) -> None:
+    def __init__(self, failures: int, bucket: int | None = None) -> None:
         self.failures, self.repeated = failures, 0
+        deepspeed_engine.BUCKET = bucket or deepspeed_engine.BUCKET
         self.counts: list[int] = []
         self.mode = _Fails(-1)
 
@@ -96,7 +100,12 @@ class FailsAnywhere(Callback):
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Compares, where a rank has failed: a micro-batch that is not the first of its step has fewer operations."""
-        found = [each.clone() for each in local_tensors(gradients(optimizer))]
+        strategy = trainer.strategy
+        parts = (
+            strategy.gradient_parts([*pl_module.parameters()]) if isinstance(strategy, HoldsParts) else None
+        )
+        found = [each.clone() for each in parts or local_tensors(gradients(optimizer))]
+        assert found
         if trainer.global_step == 1:
             self.expected = found
         elif trainer.global_step > 1 and self.guard.parts == 2:

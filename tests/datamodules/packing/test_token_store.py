@@ -19,6 +19,7 @@ from datamodules.packing.block_checksums import CHECKSUMS
 from datamodules.packing.concatenate import Concatenate
 from datamodules.packing.token_store import TokenStore, part_of
 from datamodules.preparation.writers.token_shards import TokenShards
+from datamodules.remote.litdata_folder import open_litdata
 from tests.support.positions import LENGTHS, write_positions
 
 
@@ -124,11 +125,8 @@ def test_damage_is_named(store, tmp_path, damage, file, reason):
     assert str(folder / file) in str(caught.value)
 
 
-def _cut_while_open(folder, with_sums):
-    if not with_sums:
-        (folder / CHECKSUMS).unlink()
+def _cut_while_open(folder, path):
     stores = TokenStore(folder), TokenStore(part_of(folder, 20_000, 40_000))
-    path = folder / "chunk-0-0.bin"
     for store in stores:
         assert store.read(0, 20_000).tolist()  # what was read once may be lost, too
     os.truncate(path, 4 * mmap.PAGESIZE)
@@ -140,14 +138,33 @@ def _cut_while_open(folder, with_sums):
             with pytest.raises(ConfigError, match="cut while it was in use") as caught:
                 read()
             assert str(path) in str(caught.value)
-    assert with_sums or len(stores[0].read(0, 1000)) == 1000
+    assert (folder / CHECKSUMS).exists() or len(stores[0].read(0, 1000)) == 1000
+
+
+def _cut_copy(folder, cache):
+    folder = open_litdata(f"local:{folder}", cache, None, None)
+    path = folder / "chunk-0-0.bin"
+    _cut_while_open(folder, path)
+    with pytest.raises(ConfigError, match="has 16,384 bytes, not") as caught:
+        TokenStore(folder).read(0, 1)
+    assert "Delete it and run again" in str(caught.value)
+    path.unlink()
+    assert TokenStore(folder).read(9000, 9010).tolist() == [*range(9000, 9010)]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no MADV_POPULATE_READ")
-@pytest.mark.parametrize("with_sums", [True, False])
-def test_what_is_cut_while_it_is_open_is_named(tmp_path, with_sums):
-    TokenShards().write([np.arange(50_000)], tmp_path, 50_000)
-    in_subprocess(_cut_while_open, tmp_path, with_sums)  # which the system ends if it touches lost bytes
+@pytest.mark.parametrize("kind", ["with sums", "without sums", "copy of storage"])
+def test_what_is_cut_while_it_is_open_is_named(tmp_path, kind):
+    """The system ends a process that touches lost bytes."""
+    folder = tmp_path / "train"
+    folder.mkdir()
+    TokenShards().write([np.arange(50_000)], folder, 50_000)
+    if kind == "without sums":
+        (folder / CHECKSUMS).unlink()
+    if kind == "copy of storage":
+        in_subprocess(_cut_copy, folder, tmp_path / "cache")
+    else:
+        in_subprocess(_cut_while_open, folder, folder / "chunk-0-0.bin")
 
 
 def _held(folder):

@@ -83,7 +83,7 @@ def test_the_chunks_used_longest_ago_are_deleted(url, tmp_path, storage):
 
 def test_a_mapped_chunk_stays_however_little_room_there_is(url, tmp_path, storage):
     remote = opened(url, tmp_path, storage, limit=1)
-    mapped = remote.map(name(0))[4:]
+    mapped = remote.map(name(0)).raw[4:]
     for number in (1, 2):
         remote.fetch(name(number))
     assert kept(remote) == names(0, 2)
@@ -124,7 +124,7 @@ def test_a_later_run_finds_what_is_there(url, tmp_path, storage):
     first.fetch(name(7))
     before = len(storage.downloads("cache"))
     again = pickle.loads(pickle.dumps(opened(url, tmp_path, storage)))
-    assert again.map(name(7)).tobytes() == chunk(7)
+    assert again.map(name(7)).raw.tobytes() == chunk(7)
     assert storage.downloads("cache")[before:] == ["manifest.json"]
 
 
@@ -149,7 +149,7 @@ def test_what_is_downloaded_in_parts_comes_in_order(whole, tmp_path, storage):
     storage.put("large/manifest.json", json.dumps(manifest).encode())
     before = len(storage.log.read_text().splitlines())
     remote = opened(url, tmp_path, storage, limit=1 << 30)
-    assert remote.map("train/large.bin").tobytes() == content
+    assert remote.map("train/large.bin").raw.tobytes() == content
     asked = [line for line in storage.log.read_text().splitlines()[before:] if "large.bin" in line]
     assert sum(" 206 " in line for line in asked) > 2
     storage.put("large/train/large.bin", content[:-9])
@@ -161,7 +161,7 @@ def test_what_is_downloaded_in_parts_comes_in_order(whole, tmp_path, storage):
 def test_a_slow_folder_is_read_through_the_cache(whole, tmp_path, storage):
     remote = remote_of(open_remote(f"local:{whole}", tmp_path, 2 * SIZE, None))
     for number in range(4):
-        assert remote.map(name(number)).tobytes() == chunk(number)
+        assert remote.map(name(number)).raw.tobytes() == chunk(number)
     assert remote.fetch_head(name(8), 8).read_bytes() == chunk(8)[:8]
     assert len(kept(remote)) == 2
     assert not list(remote.folder.glob("tmp*"))
@@ -175,7 +175,7 @@ def _read(url, cache, options, limit, seed, queue):
     rng, most = random.Random(seed), 0
     for _ in range(150):
         number = rng.randrange(COUNT)
-        if remote.map(name(number)).tobytes() != chunk(number):
+        if remote.map(name(number)).raw.tobytes() != chunk(number):
             queue.put("wrong")
         found = remote_folder._cached(remote.folder.parent)
         most = max(most, sum(size for _, size, path in found if path.suffix == ".bin"))
@@ -247,7 +247,7 @@ def test_a_killed_process_leaves_nothing_that_misleads(url, tmp_path, storage):
     remote = opened(url, tmp_path, storage, limit=2 * SIZE)
     (remote.folder / "train" / "chunk-0-11.bin.tmp").write_bytes(b"what came before the end" * 1000)
     for number in range(COUNT):
-        assert remote.map(name(number)).tobytes() == chunk(number)
+        assert remote.map(name(number)).raw.tobytes() == chunk(number)
     assert len(kept(remote)) <= 2
     assert not list(remote.folder.rglob("*.tmp"))
 
@@ -286,7 +286,7 @@ def test_a_damaged_chunk_is_named_and_not_kept(damaged, tmp_path, storage, chang
     assert kept(remote) == []
     assert not list(remote.folder.rglob("*.tmp"))
     storage.put(key, chunk(3))
-    assert remote.map(name(3)).tobytes() == chunk(3)
+    assert remote.map(name(3)).raw.tobytes() == chunk(3)
 
 
 def test_missing_files_and_buckets(damaged, tmp_path, storage):

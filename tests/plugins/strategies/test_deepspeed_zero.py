@@ -89,6 +89,14 @@ def test_it_begins_with_the_weights_of_one_process(stage):
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("stage", [2, 3])
+def test_ranks_that_get_the_weights_have_no_copy_on_the_host(stage):
+    """Where the device is no host, theirs would be converted there, and sent to the device, for nothing."""
+    counted = {"trainer": {"callbacks": ["tests.support.rounded.RoundsOnRankZero"]}}
+    done(merge(zero(stage, {"precision": "bf16-mixed"}), counted), 2)
+
+
+@pytest.mark.ci
 def test_it_goes_on_from_a_checkpoint_of_one_process():
     expected = one_process({})
     source = expected.folder / "checkpoints" / f"step-{SAVED}.ckpt"
