@@ -93,6 +93,21 @@ class InitialWeights:
         self._say(own, found, grown)
         return {name: partial(_read, found[name], own[name]) for name in own.keys() & found.keys()}
 
+    def tensors(self, network: Network) -> dict[str, LazyTensor]:
+        """Returns the stored tensors by the network's names, with its shapes; none is read yet.
+
+        Args:
+            network: On the meta device; names and shapes are checked.
+        """
+        own = network.state_dict(keep_vars=True)
+        found, grown = self._checked(network, own)
+        self._say(own, found, grown)
+        whole = {
+            name: LazyTensor(tuple(own[name].shape), own[name].dtype, partial(_read, found[name], own[name]))
+            for name in grown
+        }
+        return {name: whole.get(name, found[name]) for name in own.keys() & found.keys()}
+
     def _checked(
         self, network: Network, own: Mapping[str, Tensor]
     ) -> tuple[Mapping[str, LazyTensor], list[str]]:

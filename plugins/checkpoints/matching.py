@@ -132,16 +132,23 @@ def _name_there(name: str, there: Iterable[str]) -> str | None:
     return next((other for other in (name, name.partition(".")[2]) if other in there), None)
 
 
+def _whole(stored: StoredTensor, tensor: LazyTensor, shape: tuple[int, ...]) -> Tensor:
+    return stored.to_ours(tensor.read(), shape[:1])[0]
+
+
 def _split(
     stored: StoredTensor, tensor: LazyTensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterable[tuple[str, LazyTensor]]:
     """Yields the tensors of ours that one of theirs holds."""
-    shape = tensor.shape[::-1] if stored.transposed and len(tensor.shape) == 2 else tensor.shape
+    turned = stored.transposed and len(tensor.shape) == 2
+    shape = tensor.shape[::-1] if turned else tensor.shape
     if len(stored.ours) == 1:  # its size may be another: rows may be added
-        yield (
-            stored.ours[0],
-            LazyTensor(shape, tensor.dtype, lambda: stored.to_ours(tensor.read(), shape[:1])[0]),
-        )
+
+        def read_part(place: tuple[slice, ...]) -> Tensor:
+            return tensor.part(place[::-1]).t() if turned else tensor.part(place)
+
+        whole = partial(_whole, stored, tensor, shape)
+        yield stored.ours[0], LazyTensor(shape, tensor.dtype, whole, read_part)
         return
     sizes = [shapes[name][0] for name in stored.ours]
     if not shape or shape[0] != sum(sizes):

@@ -17,6 +17,8 @@ from core.technique import technique
 from core.training.shards import full_tensor
 from plugins.objectives.answers import check_above_0, check_at_least
 from toolkit.aligned_logits import logits_of
+from toolkit.frozen_networks import FrozenNetwork
+from toolkit.initial_values import initial_values, named
 from toolkit.log_probabilities import CHUNK_TOKENS
 from toolkit.token_ids import other_ids
 
@@ -46,10 +48,12 @@ class Distillation(Objective):
     - `jensen_shannon`: (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2.
 
     Logged are `divergence`, D, and `cross_entropy`. Validation has the cross-entropy alone, comparable with other objectives.
-    The teacher is read again by a run that resumes: it is not part of checkpoints. Each rank reads it in its first step and has all
-    of it, under every strategy: on the device what its parameters take, in float32 4 bytes each, and in CPU memory, as it is
-    read, the same once or twice. It has no gradients, no optimizer state and no activations that are kept. It needs the
-    tokenizer of the data: before a run it is compared with the one that the teacher has with it.
+    The teacher is read again by a run that resumes: it is not part of checkpoints. It has no gradients, no optimizer state and no
+    activations that are kept. Where the strategy shards the network's weights over ranks with different rows, it shards the
+    teacher's, too: a rank keeps 1/n of it, in the data type in which weights are gathered, and gathers one block at a time, and
+    for the length of a step embedding and head. Otherwise each rank has all of it: on the device what its parameters take, in
+    float32 4 bytes each, and in CPU memory, as it is read in the first step, the same once or twice. It needs the tokenizer of
+    the data: before a run it is compared with the one that the teacher has with it.
 
     Args:
         teacher: A checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder.
@@ -89,7 +93,8 @@ class Distillation(Objective):
         self.path = Path(teacher).expanduser()
         self.divergence, self.temperature, self.label_weight = divergence, temperature, label_weight
         self.chunk_tokens = chunk_tokens
-        self._teacher: list[Network] = []  # no submodule: neither trained, sharded nor saved
+        self._teacher: list[Network] = []  # no submodule: neither trained nor saved
+        self._sharded = False
 
     @classmethod
     def preflight(cls, run: Run, own: Selected) -> Iterator[str]:
@@ -163,15 +168,26 @@ class Distillation(Objective):
             with torch.random.fork_rng(
                 devices=[]
             ):  # in the middle of a step, whose random numbers stay the same
-                found = load_teacher(self.path)
-            if found.vocab_size != network.vocab_size:
-                raise ConfigError(
-                    f"Distillation: the teacher in {self.path} has {found.vocab_size:,} token ids, the network "
-                    f"{network.vocab_size:,}: both need the tokenizer of the data.\n{SAME_TOKENIZER} Set "
-                    f"--model.network.vocab_size={found.vocab_size}."
-                )
-            self._teacher.append(found.eval().requires_grad_(False))
-        return self._teacher[0].to(device)
+                self._keep(load_teacher(self.path), network)
+        [teacher] = self._teacher
+        return teacher if self._sharded else teacher.to(device)
+
+    def frozen_network(self, network: Network) -> FrozenNetwork:
+        """Returns the teacher for a strategy that shards it; see `toolkit.frozen_networks`. Raises as :meth:`teacher` does."""
+        with torch.random.fork_rng(devices=[]):
+            found = open_teacher(self.path)
+        self._keep(found.network, network)
+        self._sharded = True
+        return found
+
+    def _keep(self, found: Network, network: Network) -> None:
+        if found.vocab_size != network.vocab_size:
+            raise ConfigError(
+                f"Distillation: the teacher in {self.path} has {found.vocab_size:,} token ids, the network "
+                f"{network.vocab_size:,}: both need the tokenizer of the data.\n{SAME_TOKENIZER} Set "
+                f"--model.network.vocab_size={found.vocab_size}."
+            )
+        self._teacher = [found.eval().requires_grad_(False)]
 
 
 def divergences(logits: Tensor, expected: Tensor, kind: str, temperature: float) -> Tensor:
@@ -216,6 +232,32 @@ def load_teacher(path: Path) -> Network:
     network: Network = build_network(network_config(open_foreign(path)))
     InitialWeights(str(path)).change_network(network)
     return network
+
+
+def open_teacher(path: Path) -> FrozenNetwork:
+    """Returns the network on the meta device, with its tensors as they are in the files, or, if it does not say how it begins, whole.
+
+    Raises:
+        ConfigError: As :func:`load_teacher`, or if the files have not what the network has.
+    """
+    check_exists(path)
+    from plugins.checkpoints.checkpoint import stored_config
+    from plugins.checkpoints.finding import resolve
+    from plugins.checkpoints.foreign import is_foreign, open_foreign
+    from plugins.checkpoints.hf_folder import network_config
+    from plugins.checkpoints.initial_weights import InitialWeights
+    from plugins.checkpoints.stored_network import build_network
+
+    if is_foreign(path):
+        config = network_config(open_foreign(path))
+    else:
+        config = stored_config(resolve(str(path), path))["model"]["network"]
+    with torch.device("meta"):
+        network: Network = build_network(config)
+    starts = initial_values(network)
+    if starts is None:
+        return FrozenNetwork(network, {name: tensor.detach() for name, tensor in named(load_teacher(path))})
+    return FrozenNetwork(network, starts | InitialWeights(str(path)).tensors(network))
 
 
 def _kl(p: Tensor, q: Tensor) -> Tensor:

@@ -24,7 +24,9 @@ class Muon(ChecksEps, Optimizer):
     Hidden matrices are the 2-dimensional weights of the network's blocks. Their update is scaled to a root
     mean square of about 0.2 times the learning rate, that of a usual AdamW update: one learning rate and one weight
     decay serve both. Of sharded matrices each rank orthogonalises its share, whole, and sends the shards back: n ranks compute
-    what one process does, in 1/n of its time. State: 4 bytes per float32 parameter of a hidden matrix, 8 of the others.
+    what one process does, in 1/n of its time, also where tensor parallelism shards them as well and where replicas have the same
+    shards. Under DDP, which keeps no record of who has copies, each rank orthogonalises all of them: FSDP with as many `replicas`
+    as ranks keeps copies, too, and divides the work. State: 4 bytes per float32 parameter of a hidden matrix, 8 of the others.
 
     Args:
         params: Parameters or parameter groups.
@@ -89,7 +91,7 @@ class Muon(ChecksEps, Optimizer):
 
 
 class _Matrices(torch.optim.Muon):
-    """torch's Muon; of matrices that are sharded over ranks, each rank orthogonalises its share, one at a time.
+    """torch's Muon; of matrices on a mesh of ranks, each rank orthogonalises its share, one at a time (arXiv:2502.16982, 2.3).
 
     On DTensors torch's own communicates for each of 15 products and sums partial products in bfloat16. Five
     iterations make the rounding error up to 480 times larger: after three steps weights differed by 0.5% from those

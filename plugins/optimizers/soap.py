@@ -26,8 +26,9 @@ class SOAP(ChecksEps, library("pytorch_optimizer").SOAP):  # type: ignore[misc]
     State: 8 bytes per float32 parameter, and for an (m, n) matrix 8 (m^2 + n^2) bytes in addition. The first step
     only computes the basis and changes no weight. The weight decay is decoupled.
 
-    State of weights that are sharded over ranks is sharded, too. For its step a matrix is gathered with its state, one
-    at a time, and every rank computes it as a single process does.
+    State of weights that are sharded over ranks is sharded, too. For its step each matrix is gathered with its state on one rank,
+    which computes it as a single process does and sends the shards back: n ranks share the work, also those of a
+    tensor-parallel group and those of replicas. The first step, and under DDP each, is computed by every rank.
 
     Args:
         params: Parameters or parameter groups.
@@ -66,7 +67,7 @@ class SOAP(ChecksEps, library("pytorch_optimizer").SOAP):  # type: ignore[misc]
         )
 
     def step(self, closure: Any = None) -> Any:
-        """Performs a step; sharded parameters are gathered one by one."""
+        """Performs a step; of sharded matrices each rank steps its share, whole."""
         if is_sharded([parameter for group in self.param_groups for parameter in group["params"]]):
             return step_whole(self, super().step, closure)
         return super().step(closure)

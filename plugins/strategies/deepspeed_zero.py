@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import Precision
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from core import lightning_compat
@@ -108,6 +109,8 @@ class DeepSpeedZero(MeshStrategy):
         """Initialises DeepSpeed with the connected processes."""
         assert dist.group.WORLD is not None
         self.loss_group = dist.group.WORLD
+        if self.stage == 3:
+            self.frozen_mesh = init_device_mesh(self.root_device.type, (self.world_size,))
         os.environ["LOCAL_RANK"] = str(self.local_rank)  # DeepSpeed chooses its device by it
         deepspeed = deepspeed_engine.library(self.root_device.type)
         deepspeed.init_distributed(dist.get_backend(), timeout=self.timeout, dist_init_required=False)
@@ -241,7 +244,9 @@ class DeepSpeedZero(MeshStrategy):
         module = self.language_module
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)  # calls hooks
         self.run_backward(closure_loss)
-        return self.precision_plugin.post_backward(closure_loss, module)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def run_backward(self, loss: Tensor) -> None:
         """Runs DeepSpeed's backward without telling callbacks of it; see `toolkit.shards.RunsBackward`."""

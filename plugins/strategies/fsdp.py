@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.optim import Optimizer
 
-from core.contracts import Network
 from core.errors import ConfigError
 from core.lightning_compat import destroy_process_group
 from core.technique import technique
 from core.training import shards
 from plugins.strategies import mixed_precision
+from plugins.strategies.frozen_shards import kept_blocks
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.mixed_precision import Format
 from plugins.strategies.ordered_reduce_scatter import OrderedReduceScatter
@@ -118,22 +118,21 @@ class FSDP(MeshStrategy):
 
     def parallelize(self, module: LightningModule) -> None:
         """Shards each block separately, and the remaining parameters with the module."""
-        cuda = self.root_device.type == "cuda"
-        options: dict[str, Any] = {
-            "mesh": self.mesh if self.replicas > 1 else self.mesh["data_shard"],
-            "offload_policy": CPUOffloadPolicy(pin_memory=cuda) if self.offload else OffloadPolicy(),
-        }
+        options = self.frozen_options() | ({"mesh": self.mesh} if self.replicas > 1 else {})
         trained = self.language_module
-        kept = [
-            part for part in trained.objective.modules() if isinstance(part, Network)
-        ]  # such as a reference
-        for block in [block for network in (trained.network, *kept) for block in network.blocks]:
+        for block in (*trained.network.blocks, *kept_blocks(trained.objective)):
             self.formats.set_up(block)
             policy = self.formats.policy(block)
             fully_shard(block, reshard_after_forward=self.frees_blocks, mp_policy=policy, **options)
         # Head and loss use its parameters after forward.
         fully_shard(module, reshard_after_forward=False, mp_policy=self.formats.policy(module), **options)
         self.defer_reduction(module, self.replicas > 1)
+
+    def frozen_options(self) -> dict[str, Any]:
+        """Returns options of `fully_shard`: over the ranks of one copy of the model."""
+        pinned = self.root_device.type == "cuda"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if self.offload else OffloadPolicy()
+        return {"mesh": self.mesh["data_shard"], "offload_policy": policy}
 
     def sum_in_order(self, turn: Turn) -> None:
         """Adds the ranks' gradients one after the other; see :class:`toolkit.ordered_sums.SumsInOrder`."""

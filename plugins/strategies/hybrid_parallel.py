@@ -31,6 +31,7 @@ from plugins.strategies import (
     tensors,
 )
 from plugins.strategies.context_parallel import ContextParallel, Method, pieces
+from plugins.strategies.frozen_shards import kept_blocks
 from plugins.strategies.mesh_sizes import MeshSizes, dp_process_group, is_first, joined, pair_group
 from plugins.strategies.mesh_strategy import MeshStrategy
 from plugins.strategies.mixed_precision import Format
@@ -133,7 +134,7 @@ class HybridParallel(MeshStrategy):
             joined(self.mesh, "data_replicate", "data_shard", "expert", "context")
         )
         self._data = joined(self.mesh, "data_replicate", "data_shard", "expert")
-        self._shard = joined(self.mesh, "data_shard", "expert", "context")
+        self._shard = self.frozen_mesh = joined(self.mesh, "data_shard", "expert", "context")
         self._stages = dp_process_group(self.mesh["pipeline"])
         # one rank of each stage writes its state
         self._writes_stage = is_first(
@@ -177,7 +178,7 @@ class HybridParallel(MeshStrategy):
 
     def _shard_parameters(self, module: nn.Module, network: Network) -> None:
         mesh, experts = self._shard_meshes()
-        for block in network.blocks:
+        for block in (*network.blocks, *kept_blocks(self.language_module.objective)):
             self.formats.set_up(block)
             policy = self.formats.policy(block)
             if self.sizes.expert > 1:
@@ -270,10 +271,8 @@ class HybridParallel(MeshStrategy):
     def item_share(self) -> tuple[int, int]:
         """Returns which share of an evaluation's items this rank measures, and of how many; see `toolkit.shards.SharesItems`."""
         copies, shards = self.mesh["data_replicate"], self.mesh["data_shard"]
-        return (
-            copies.get_local_rank() * shards.size() + shards.get_local_rank(),
-            copies.size() * shards.size(),
-        )
+        own = copies.get_local_rank() * shards.size() + shards.get_local_rank()
+        return own, copies.size() * shards.size()
 
     def all_tokens(self, own: Tensor, dim: int = 1) -> Tensor:
         """Returns the values of all tokens of the rows, given those of this rank's; see `toolkit.shards.SplitsTokens`."""

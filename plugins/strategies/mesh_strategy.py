@@ -29,6 +29,7 @@ from core.training import shards
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
 from plugins.strategies import gradients, initial_shards, tensors
 from plugins.strategies.deferred_reduction import DeferredReduction
+from plugins.strategies.frozen_shards import FrozenShards, shard_frozen
 from plugins.strategies.initial_shards import Begins, InitialShards, RowNorms, Spread
 from plugins.strategies.mixed_precision import FORMATS, Format, Formats
 from plugins.strategies.shared_scaler import SharedScaler
@@ -55,11 +56,13 @@ class MeshStrategy(ParallelStrategy):
         mesh: The mesh of ranks; set once the processes are connected.
         starts: Name in the module -> how it begins; empty: rank 0 has the values.
         loss_group: The ranks that have different tokens: losses are summed over them, gradients averaged.
+        frozen_mesh: The ranks over which frozen networks of objectives are sharded; None: they stay whole.
     """
 
     formats: Formats
     mesh: DeviceMesh
     loss_group: dist.ProcessGroup
+    frozen_mesh: DeviceMesh | None = None
 
     def __init__(
         self,
@@ -77,6 +80,7 @@ class MeshStrategy(ParallelStrategy):
         self.starts: dict[str, Begins] = {}
         self._formats = param_format, reduce_format
         self._deferred: DeferredReduction | None = None
+        self._frozen: list[FrozenShards] = []
 
     @abstractmethod
     def connect_mesh(self) -> None:
@@ -212,6 +216,8 @@ class MeshStrategy(ParallelStrategy):
         self.fill(module, initial)
         lightning_compat.set_device(module, self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
+            ways = self.precision_plugin, self.formats, self.root_device, self.frozen_options()
+            self._frozen = shard_frozen(module, *ways)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -235,6 +241,10 @@ class MeshStrategy(ParallelStrategy):
         own = tensors.named_tensors(module)
         for name in initial.full:
             initial.fill(name, own.get(name))
+
+    def frozen_options(self) -> dict[str, Any]:
+        """Returns options of `fully_shard` for frozen networks of objectives; empty: they stay whole."""
+        return {"mesh": self.frozen_mesh} if self.frozen_mesh else {}
 
     def _common_seed(self) -> int:
         """Returns a seed for the network, that of rank 0."""
@@ -304,6 +314,8 @@ class MeshStrategy(ParallelStrategy):
                 module.unshard()  # gradients that were not reduced yet belong to the gathered weights
                 nn.Module.zero_grad(module)
                 module.reshard()
+        for frozen in self._frozen:
+            frozen.release()
 
     def step_context(self) -> AbstractContextManager[Any]:
         """Context of each step, in addition to that of the precision."""
@@ -347,7 +359,9 @@ class MeshStrategy(ParallelStrategy):
             yield
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Raises a ConfigError if gradients of the step were not reduced over replicas."""
+        """Frees what frozen networks have gathered; raises a ConfigError if gradients were not reduced over replicas."""
+        for frozen in self._frozen:
+            frozen.release()
         if self._deferred is not None:
             self._deferred.check()
 

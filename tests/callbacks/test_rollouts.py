@@ -207,8 +207,13 @@ SHARDED = {
 def test_sharded_ranks_are_one_process(name, tmp_path):
     one = apart(tmp_path / "1", 1, RATIOS, PARTS, more=BRIEF)
     strategy = json.dumps(dict(zip(("class_path", "init_args"), SHARDED[name], strict=True)))
-    two = apart(tmp_path / "2", 2, RATIOS, PARTS, f"--trainer.strategy={strategy}", more=BRIEF)
+    note = {"class_path": "tests.support.held_network.HeldNetwork", "init_args": {"folder": str(tmp_path)}}
+    more = BRIEF | {"trainer": {"callbacks+": [note]}}
+    two = apart(tmp_path / "2", 2, RATIOS, PARTS, f"--trainer.strategy={strategy}", more=more)
     same_run(one, two)
+    for rank in (0, 1) if name in ("stage 3", "hybrid") else ():
+        held = json.loads((tmp_path / f"held.{rank}.json").read_text())
+        assert held["before"] == held["whole"] - held["blocks"] / 2  # of a step gathered: what is in no block
     ratio_is_one_at_first(two[0])
     assert max(column(one[0], "rollout/length")) < 4  # of 8
 

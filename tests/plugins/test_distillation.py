@@ -1,6 +1,7 @@
 """Distillation against trl's generalised Jensen-Shannon loss; its teacher is read, frozen and left out of checkpoints."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,13 @@ from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
 from plugins.objectives.balanced_routing import BalancedRouting
 from plugins.objectives.causal_lm import CausalLM
-from plugins.objectives.distillation import DIVERGENCES, Distillation
+from plugins.objectives.distillation import DIVERGENCES, Distillation, load_teacher, open_teacher
 from tests.support.largest_tensor import LargestTensor
 from tests.support.stored_networks import FAMILIES, lively_network, store
 from tests.support.tiny_training import fit, module, uneven_batches
 from tests.support.trl_losses import STORED, Given, batch, ours
+from toolkit.initial_values import draw_part, named
+from toolkit.safetensors_files import LazyTensor
 from toolkit.selection import Run
 
 ARGUMENTS = FAMILIES["Llama"][1] | {"vocab_size": 61}
@@ -101,6 +104,50 @@ def test_a_hugging_face_folder_is_a_teacher(teacher, tmp_path):
     network = GPT(61, 1, 2, 16, 24)
     one, other = (Distillation(path).loss(network, given)[0].total for path in (teacher, str(folder)))
     torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+    assert_read_by_parts(*open_teacher(folder), load_teacher(folder))
+
+
+def assert_read_by_parts(network, starts, whole):
+    for name, tensor in named(whole):
+        start, first = starts[name], len(tensor) // 2
+        if isinstance(start, LazyTensor):
+            start = replace(start, read=pytest.fail)  # of all of it
+        part = torch.empty_like(tensor[first:])
+        draw_part(part, start, 0, name, tensor.shape, (first, *[0] * (tensor.ndim - 1)))
+        assert torch.equal(part, tensor[first:])
+    assert all(tensor.is_meta for _, tensor in named(network))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_strategy_gets_it_on_the_meta_device_with_what_it_is_read_from(sharded, tmp_path):
+    arguments = ARGUMENTS | {"tie_embeddings": True}
+    path = store(lively_network(Llama, arguments), arguments, tmp_path / "some.ckpt", sharded=sharded)
+    objective = Distillation(str(path))
+    network, starts = objective.frozen_network(GPT(61, 1, 2, 16, 24))
+    assert objective.teacher(None, None) is network
+    assert not network.training
+    assert not any(weight.requires_grad for weight in network.parameters())
+    for name, tensor in named(load_teacher(path)):
+        found = torch.empty_like(tensor)
+        draw_part(found, starts[name], 0, name)
+        assert torch.equal(found, tensor), name
+    with pytest.raises(ConfigError, match="has 61 token ids, the network 62"):
+        objective.frozen_network(GPT(62, 1, 2, 16, 24))
+
+
+class Drawing(Llama):
+    """Does not say how it begins."""
+
+    deferred_init = False
+
+
+def test_a_network_that_does_not_say_how_it_begins_is_read_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEYDEN_TRUST", Drawing.__module__)
+    path = store(lively_network(Drawing, ARGUMENTS), ARGUMENTS, tmp_path / "drawing.ckpt")
+    network, starts = open_teacher(path)
+    whole = dict(named(load_teacher(path)))
+    assert starts.keys() == whole.keys() == dict(named(network)).keys()
+    assert all(torch.equal(starts[name], value) for name, value in whole.items())
 
 
 def test_another_vocabulary_and_a_path_that_is_not_there_are_explained(teacher, tmp_path):
