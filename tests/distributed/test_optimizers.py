@@ -51,7 +51,10 @@ def overlay(name):
         merge(values, {"trainer": {"precision": "64-true"}})
     if "8bit" in name:  # whose smaller tensors are not quantised
         merge(values, {"model": {"network": {"init_args": {"n_embd": 128, "n_layer": 1}}}})
-    return merge(values, deepcopy(Case(name, kind="optimizers").overlay))
+    merge(values, deepcopy(Case(name, kind="optimizers").overlay))
+    if name in ("AdamW", "AdEMAMix"):  # one number in 10,000 has a gradient of its epsilon's size
+        merge(values, {"model": {"optimizer": {"init_args": {"eps": 1e-6}}}})
+    return values
 
 
 def how_often(name, strategy):
