@@ -142,8 +142,10 @@ def _executing_without(name: str, execute: Callable[[ModuleType], None]) -> Call
     absent, names = STAND_INS[name]
 
     def exec_module(module: ModuleType) -> None:
-        # what is not installed is to be missed
-        if absent in sys.modules or not importlib.util.find_spec(absent.partition(".")[0]):
+        # what is not installed, or what stands for it already, is for the module to find
+        package = absent.partition(".")[0]
+        replaced = package in sys.modules and getattr(sys.modules[package], "__spec__", None) is None
+        if absent in sys.modules or replaced or not importlib.util.find_spec(package):
             return execute(module)
         stand_in = _StandIn(absent, names)
         sys.modules[absent] = stand_in

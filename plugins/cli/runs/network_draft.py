@@ -68,13 +68,13 @@ class _Empty(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if (
-            func is torch.empty_like
-            and type(args[0]) in (torch.Tensor, torch.nn.Parameter)
-            and args[0].is_contiguous()
-        ):
-            return torch.empty(args[0].size(), **{"dtype": args[0].dtype} | kwargs)
-        return func(*args, **kwargs)
+        # as `to_empty` calls it: a network's own method may ask for more, such as a memory format
+        if func is not torch.empty_like or len(args) != 1 or set(kwargs) != {"device"}:
+            return func(*args, **kwargs)
+        [like] = args
+        if type(like) not in (torch.Tensor, torch.nn.Parameter) or not like.is_contiguous():
+            return func(*args, **kwargs)
+        return torch.empty(like.size(), dtype=like.dtype, **kwargs)
 
 
 def _takes_part(trainer: Trainer) -> bool:

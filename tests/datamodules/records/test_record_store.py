@@ -57,6 +57,17 @@ def cut_while_open(folder, name):
     reads[0](store, 0)
 
 
+def test_what_is_cut_within_a_page_is_named_too(tmp_path):
+    """The system gives zeros for the rest of the page in which the file ends."""
+    store = RecordStore(written(tmp_path))
+    cut = 2 * mmap.PAGESIZE + 24
+    os.truncate(store.folder / "ids.bin", cut)
+    last = cut // 8 - 1
+    assert store.sequence(last, 0, 10)[0].tolist() == [last, 1]
+    with pytest.raises(ConfigError, match="cut while it was in use"):
+        store.sequence(last + 1, 0, 10)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no MADV_POPULATE_READ")
 @pytest.mark.parametrize("name", READS)
 def test_what_is_cut_while_it_is_open_is_named(tmp_path, name):

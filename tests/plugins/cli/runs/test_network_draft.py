@@ -31,6 +31,17 @@ class Turned(GPT):
         self.turned = torch.nn.Parameter(torch.zeros(2, 3).t())
 
 
+class Formatted(GPT):
+    """Allocates its weights itself."""
+
+    deferred_init = True
+
+    def to_empty(self, *, device, recurse=True):
+        return self._apply(
+            lambda t: torch.empty_like(input=t, device=device, memory_format=torch.preserve_format), recurse
+        )
+
+
 class Constructing(SingleDeviceStrategy):
     """Takes part in the construction of modules."""
 
@@ -104,3 +115,9 @@ def test_a_weight_that_is_not_contiguous_keeps_its_strides(tmp_path):
     assert draft() is checked
     assert checked.turned.device.type == "cpu"
     assert checked.turned.stride() == (1, 3)
+
+
+def test_a_network_may_allocate_its_weights_itself(tmp_path):
+    options = {"vocab_size": 61, "n_layer": 1, "n_head": 2, "n_embd": 16, "max_sequence_length": 24}
+    draft = NetworkDraft(lambda: Formatted(**options), trainer(tmp_path))
+    assert {parameter.device.type for parameter in draft().parameters()} == {"cpu"}
