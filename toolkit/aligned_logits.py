@@ -22,10 +22,11 @@ def logits_of(network: Network, hidden: Tensor) -> Callable[[Tensor], Tensor]:
 
     Where :func:`product_of` adds columns they are in float32 or wider.
     """
-    product = product_of(network, hidden)
-    if product == network.logits:
-        return product
-    return lambda rows: first_columns(product(rows), network.vocab_size)
+    weight = _weight_to_pad(network, hidden)
+    if weight is None:
+        return network.logits
+    kernel = padded(weight)  # once for all calls
+    return lambda rows: first_columns(F.linear(rows, kernel), len(weight))
 
 
 def product_of(network: Network, hidden: Tensor) -> Callable[[Tensor], Tensor]:
@@ -35,13 +36,18 @@ def product_of(network: Network, hidden: Tensor) -> Callable[[Tensor], Tensor]:
     costs more than it saves, in a compiled graph, where the compiler does it, and for networks with logits of their own it is
     `network.logits`.
     """
-    if not hidden.is_cuda or torch.compiler.is_compiling():
+    weight = _weight_to_pad(network, hidden)
+    if weight is None:
         return network.logits
-    weight = network.output_weight
-    if weight is None or len(weight) % MULTIPLE == 0 or not is_plain(network, weight):
-        return network.logits
-    kernel = padded(weight)  # once for all calls
+    kernel = padded(weight)
     return lambda rows: F.linear(rows, kernel)
+
+
+def _weight_to_pad(network: Network, hidden: Tensor) -> Tensor | None:
+    weight = network.output_weight
+    if not hidden.is_cuda or torch.compiler.is_compiling() or weight is None:
+        return None
+    return weight if len(weight) % MULTIPLE and is_plain(network, weight) else None
 
 
 def is_plain(network: Network, weight: Tensor) -> bool:
