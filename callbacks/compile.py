@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -42,6 +43,7 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where compiled code is kept: torch sets the second one below the first when it first compiles for a GPU, for all that follows."""
 
 TORCH = str(Path(torch.__file__).parent)
+OWN_REASON = re.compile(r"wrapped with `torch\.compiler\.disable` \(reason: (.*)\)\n")
 
 LENGTH_OF_A_RUN = ("data.batch_size", "data.sequence_length", "trainer.max_steps")
 MANY_SHAPES = ("AdaptiveBatchSize", "BatchSizeRamp", "SequenceLengthSchedule")
@@ -356,9 +358,10 @@ def _summary(graphs: int, breaks: list[dict[str, Any]]) -> str:
     text = f"{graphs} graph{'' if graphs == 1 else 's'}, "
     if breaks:
         first, rest = breaks[0], len(breaks) - 1
-        reason = first["reason"].strip().partition("\n")[0]
+        own = OWN_REASON.search(first["reason"])  # of a function that its author left out
+        reason = own[1] if own else first["reason"].strip().partition("\n")[0]
         text += f"broken off at {first['file']}:{first['line']} ({reason})" + (
-            f" and {rest} more places" if rest else ""
+            f" and {rest} more place{'' if rest == 1 else 's'}" if rest else ""
         )
     else:
         text += "no breaks"

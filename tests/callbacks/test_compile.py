@@ -213,7 +213,7 @@ class GraphsByStep(Callback):
 
 
 @pytest.mark.ci
-def test_experts_multiplied_one_by_one_make_no_graph_for_each_split(tmp_path):
+def test_experts_multiplied_one_by_one_make_no_graph_for_each_split(tmp_path, capfd):
     """In bf16 on a CPU torch has no grouped product: the numbers of tokens are known on the host, and differ in each step."""
     sizes = dict(vocab_size=61, n_layer=1, n_head=2, n_kv_head=2, n_embd=16, max_sequence_length=24)
     made = module(lambda: Mixtral(**sizes, intermediate_size=16, n_experts=4, experts_per_token=2))
@@ -222,6 +222,9 @@ def test_experts_multiplied_one_by_one_make_no_graph_for_each_split(tmp_path):
     fit(tmp_path, made, batches, callbacks, max_epochs=1, precision="bf16-mixed")
     assert len(steps.counts) == 6
     assert steps.counts[-1] == steps.counts[0]
+    [why] = [one for one in json.loads((tmp_path / FILE).read_text())["breaks"] if "numbers" in one["reason"]]
+    assert "_one_by_one(" in why["code"]
+    assert "(the experts' numbers of tokens differ in each step)" in capfd.readouterr().err
 
 
 class Breaking(GPT):
