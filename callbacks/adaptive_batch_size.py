@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from core.errors import ConfigError
 from core.lightning_compat import is_accumulating
@@ -143,4 +144,7 @@ class AdaptiveBatchSize(ShapeSchedule):
         within = self.smallest <= 2.0 ** (self._doublings + vote) <= self.largest
         if abs(self._votes) >= self.patience and within:
             self._doublings, self._votes = self._doublings + vote, 0
-            rank_zero_info(f"AdaptiveBatchSize: {self.share:g} times the configured batch after step {step}.")
+            rank_zero_only(print)(
+                f"AdaptiveBatchSize: {self.share:g} times the configured batch after step {step}.",
+                file=sys.stderr,
+            )

@@ -43,6 +43,9 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 """Where compiled code is kept: torch sets the second one below the first when it first compiles for a GPU, for all that follows."""
 
 TORCH = str(Path(torch.__file__).parent)
+LEAVING_OUT = re.compile(r"Call to `torch\.compiler\.disable\(\)`|function `disable` in file")
+"""Of a function that says within a graph that another one is left out, whose call is the break: of two versions of torch."""
+
 OWN_REASON = re.compile(r"wrapped with `torch\.compiler\.disable` \(reason: (.*)\)\n")
 
 LENGTH_OF_A_RUN = ("data.batch_size", "data.sequence_length", "trainer.max_steps")
@@ -349,7 +352,7 @@ def found_breaks(since: int) -> Iterator[dict[str, Any]]:
         stack = [frame for frame in one.user_stack if not frame.filename.startswith(TORCH)] or one.user_stack
         place = stack[-1] if stack else None
         file, line = (place.filename, place.lineno) if place else ("?", 0)
-        if (file, line) not in seen:
+        if (file, line) not in seen and not LEAVING_OUT.search(one.reason):
             seen.add((file, line))
             yield {"file": file, "line": line, "code": place.line if place else "", "reason": one.reason}
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -24,6 +23,7 @@ from toolkit.gradient_noise import MeasuresParts, estimate
 from toolkit.routing import RoutesTokens
 from toolkit.sharded_squares import ShardedSquares
 from toolkit.shards import HoldsParts
+from toolkit.trials import say
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -224,9 +224,11 @@ class GradientNoiseScale(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Says which batch the last averages suggest."""
         if (ratio := self.batch_ratio) is not None:
-            rank_zero_info(
-                f"GradientNoiseScale: a batch of about {ratio * self._batch:,.0f} label tokens balances steps and tokens; that of this run "
-                f"had {self._batch:,.0f}."
+            say(
+                trainer,
+                self,
+                f"a batch of about {ratio * self._batch:,.0f} label tokens balances steps and tokens; that of this run "
+                f"had {self._batch:,.0f}.",
             )
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from core import durable
 from core.contracts import PausesClock
@@ -16,6 +16,7 @@ from core.lightning_compat import is_accumulating
 from core.technique import technique
 from core.training.figures import log_figures
 from toolkit.traces import EVERYWHERE, STEPS, as_text, read_trace
+from toolkit.trials import say
 
 
 @technique(
@@ -109,7 +110,7 @@ class Profile(Callback):
                 whole.rename(temporary)
             finally:
                 whole.unlink(missing_ok=True)
-        rank_zero_info(f"Profile of steps {self._first} to {trainer.global_step}: {path}")
+        say(trainer, self, f"steps {self._first} to {trainer.global_step}: {path}")
         self._summarise(trainer, path)
 
     def _summarise(self, trainer: Trainer, path: Path) -> None:

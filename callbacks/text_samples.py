@@ -11,7 +11,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from rich.console import Console
 from rich.text import Text
 
@@ -23,6 +22,7 @@ from toolkit.generation.filters import Sampling
 from toolkit.generation.prompts import leading_ids
 from toolkit.generation.texts import printable
 from toolkit.sampling import fault
+from toolkit.trials import say
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -156,7 +156,7 @@ class TextSamples(Callback):
         else:
             return False
         if not self._said_why_not:
-            rank_zero_info(f"TextSamples: no samples, because {reason}.")
+            say(trainer, self, f"no samples, because {reason}.")
             self._said_why_not = True
         return True
 

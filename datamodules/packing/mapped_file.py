@@ -26,11 +26,11 @@ class MappedFile:
         raw: Its bytes.
     """
 
-    __slots__ = ("_mapping", "raw")
+    __slots__ = ("_mapped", "raw")
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self.raw = np.frombuffer(self._mapping, np.uint8)
+        self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.raw = np.frombuffer(self._mapped, np.uint8)
 
     def require(self, begin: int, end: int) -> None:
         """Has the system read some bytes now.
@@ -40,9 +40,9 @@ class MappedFile:
         """
         page = begin & _PAGE
         try:
-            if self._mapping.size() < end:  # the rest of the page in which a file ends reads as zeros
+            if self._mapped.size() < end:  # the rest of the page in which a file ends reads as zeros
                 raise OSError(errno.EFAULT, "")
-            self._mapping.madvise(_POPULATE_READ, page, end - page)
+            self._mapped.madvise(_POPULATE_READ, page, end - page)
         except OSError as error:
             if error.errno == errno.EFAULT:  # any other means that the system cannot do it
                 what = f"bytes {begin:,} to {end - 1:,} cannot be read: it was cut while it was in use, or its disk fails"

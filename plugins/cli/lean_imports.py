@@ -127,11 +127,11 @@ class _Finder:
     ) -> ModuleSpec | None:
         if name == COMPILER:
             _leave_to_torch()
-        wrap = _executing_without if name in STAND_INS else None
-        if name == OPTIMIZER:
-            wrap = _executing_optimizers
-        spec = None if wrap is None else PathFinder.find_spec(name, path, target)
-        if wrap is None or spec is None or spec.loader is None:
+        if name not in STAND_INS and name != OPTIMIZER:
+            return None
+        wrap = _executing_optimizers if name == OPTIMIZER else _executing_without
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
             return None
         spec.loader.exec_module = wrap(name, spec.loader.exec_module)  # type: ignore[assignment,method-assign]
         return spec

@@ -58,7 +58,7 @@ class Frozen8bit(bnb.nn.Linear8bitLt):
         # Where a network is moved, torch moves the data of the parameter, and none of what bitsandbytes keeps beside it.
         super()._apply(function, recurse)
         weight: Any = self.weight
-        holder = weight if getattr(weight, "CB", None) is not None else self.state
+        holder: Any = weight if getattr(weight, "CB", None) is not None else self.state
         if holder.CB is not None:
             holder.CB, holder.SCB = weight.data, holder.SCB.to(weight.device)
         return self

@@ -223,7 +223,7 @@ def test_experts_multiplied_one_by_one_make_no_graph_for_each_split(tmp_path, ca
     assert len(steps.counts) == 6
     assert steps.counts[-1] == steps.counts[0]
     [why] = [one for one in json.loads((tmp_path / FILE).read_text())["breaks"] if "numbers" in one["reason"]]
-    assert "_one_by_one(" in why["code"]
+    assert "apart(" in why["code"]
     assert "(the experts' numbers of tokens differ in each step)" in capfd.readouterr().err
 
 

@@ -196,6 +196,11 @@ def test_no_files_import_each_other_in_a_circle():
     assert not circles(arrows)
 
 
+def test_nothing_is_said_where_the_command_line_does_not_print_it():
+    """It silences Lightning's hints, and `rank_zero_info` with them."""
+    assert not [path for path in source_files() if "rank_zero_info" in path.read_text()]
+
+
 CORE_LINES = 2000
 """The kernel is small: what is not needed to train from Python without YAML belongs in another room.
 

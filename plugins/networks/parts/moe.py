@@ -168,10 +168,12 @@ class Experts(nn.Module):
         if len(x) and groups_products(x.device.type, dtype, weights[0].shape[1:]):
             ends = counts.cumsum(0).to(torch.int32)  # stays on the device
             return self._mlp(partial(_grouped, ends=ends, dtype=dtype), x, *weights)
-        return self._one_by_one(x, counts, *weights)
+        apart = self._one_by_one
+        if torch.compiler.is_compiling():  # the numbers would be part of a graph: another one for each split
+            # not a decorator, for which torch would load its compiler in every run
+            apart = torch.compiler.disable(apart, reason="the experts' numbers of tokens differ in each step")
+        return apart(x, counts, *weights)
 
-    # the numbers would be part of a graph: another one for each split
-    @torch.compiler.disable(reason="the experts' numbers of tokens differ in each step")
     def _one_by_one(self, x: Tensor, counts: Tensor, *weights: Tensor) -> Tensor:
         return self._mlp(partial(_looped, sizes=counts.tolist()), x, *weights)
 
