@@ -44,10 +44,12 @@ def product_of(network: Network, hidden: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def _weight_to_pad(network: Network, hidden: Tensor) -> Tensor | None:
-    weight = network.output_weight
-    if not hidden.is_cuda or torch.compiler.is_compiling() or weight is None:
+    if not hidden.is_cuda or torch.compiler.is_compiling():
         return None
-    return weight if len(weight) % MULTIPLE and is_plain(network, weight) else None
+    weight = network.output_weight
+    if weight is None or len(weight) % MULTIPLE == 0 or not is_plain(network, weight):
+        return None
+    return weight
 
 
 def is_plain(network: Network, weight: Tensor) -> bool:
