@@ -53,7 +53,7 @@ def assert_close(one, other):
 @pytest.mark.parametrize(
     ("scope", "device", "stepped"),
     [
-        pytest.param("blocks", "cpu", False, marks=pytest.mark.ci),
+        pytest.param("blocks", "cpu", False, marks=pytest.mark.slow),
         pytest.param("whole", "cpu", True, marks=pytest.mark.slow),
         pytest.param("blocks", "gpu", True, marks=pytest.mark.gpu),
         pytest.param("whole", "gpu", True, marks=pytest.mark.gpu),

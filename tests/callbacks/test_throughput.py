@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from callbacks.throughput import Throughput, compute_dtype, measured_peak, peak_flops, peak_memory
-from plugins.networks.gpt import GPT
 from plugins.networks.llama import Llama
 from plugins.networks.t5 import T5
 from plugins.objectives.balanced_routing import BalancedRouting
@@ -257,7 +256,7 @@ def test_the_benchmark_of_a_gpu_trains_both_sides_where_there_is_none(tmp_path, 
     size = gpu.SIZES["tiny"]
     numbers = [
         sum(p.numel() for p in network.parameters())
-        for network in (GPT(**gpu.of_gpt(size)), gpu.HandGPT(size))
+        for network in (gpu.network_of(size)(), gpu.HandGPT(size))
     ]
     assert numbers[0] == numbers[1]
     monkeypatch.chdir(tmp_path)

@@ -118,9 +118,9 @@ def marks(case, proof):
         return [pytest.mark.slow]
     tasks = case.entry.name == "SlurmEngine" and proof.contract == "Engine"  # which a process each takes up
     each = proof.name == "its_fingerprint_tells_texts_apart"  # reads all documents again for each change
-    return [pytest.mark.ci] * (
-        each or long or again or alike or watched or tasks or (seldom and proof.name in DEAR)
-    )
+    if long or again or (seldom and proof.name in DEAR):
+        return [pytest.mark.slow]
+    return [pytest.mark.ci] * (each or alike or watched or tasks)
 
 
 PROMISES = [

@@ -52,7 +52,7 @@ def check_group(group, column):
         }
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("group", groups(NOTHING), ids=lambda group: f"{len(group)}-from-{group[0].name}")
 def test_callbacks_that_go_together_train_together(group):
     check_group(group, NOTHING)

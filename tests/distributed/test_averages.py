@@ -11,12 +11,11 @@ from tests.support.same_run import STEPS, fit, one_process, same_bits
 AVERAGED = {"callbacks": [{"class_path": "ExponentialMovingAverage", "init_args": {"decay": 0.9}}]}
 
 
-@pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "init_args"),
     [
-        ("FSDP", {"stage": 3}),
-        pytest.param("FSDP", {"stage": 2}, marks=pytest.mark.ci),
+        pytest.param("FSDP", {"stage": 3}, marks=pytest.mark.slow),
+        pytest.param("FSDP", {"stage": 2}, marks=pytest.mark.slow),
         pytest.param("HybridParallel", {"tensor": 2}, marks=pytest.mark.ci),
     ],
     ids=str,

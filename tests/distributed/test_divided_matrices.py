@@ -103,8 +103,9 @@ def placed(kind, shape, placements):
     return stepped(kind, [nn.Parameter(place(start)) for start in starts()], place)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", [Muon, SOAP])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(Muon, marks=pytest.mark.ci), pytest.param(SOAP, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", PLACES)
 def test_each_matrix_is_computed_once_to_the_bits_of_one_process(name, kind, tmp_path):
     ranks, shape, placements = PLACES[name]
@@ -136,8 +137,9 @@ def fsdp_over_tensor_parallel(kind):
     return stepped(kind, parameters, place)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("kind", [Muon, SOAP])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(Muon, marks=pytest.mark.slow), pytest.param(SOAP, marks=pytest.mark.ci)]
+)
 def test_matrices_that_fsdp_shards_over_tensor_parallelism_are_divided(kind, tmp_path):
     expected, _ = stepped(kind, list(two_layers().parameters()), lambda tensor, _: tensor)
     found = on_each(4, tmp_path, partial(fsdp_over_tensor_parallel, kind))
@@ -148,7 +150,7 @@ def test_matrices_that_fsdp_shards_over_tensor_parallelism_are_divided(kind, tmp
 TWO_WAY = {"class_path": "HybridParallel", "init_args": {"data_shard": 2, "tensor": 2}}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "strategy"), [("SOAP", 2, {"class_path": "FSDP"}), ("Muon", 4, TWO_WAY)]
 )

@@ -60,7 +60,7 @@ def test_a_clean_run_has_no_alarm_and_faults_are_named(tmp_path):
     assert final_loss(folder_of(tmp_path, None, "gpt", 0)) < 4.5
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_silent_errors_of_reports_are_named(tmp_path):
     found, shown = {}, ("TF-33844", "TF-33455")
     for fault in SILENT_ERRORS:
@@ -88,7 +88,7 @@ def test_unseen_faults_are_others_and_lie_over_their_recipes(tmp_path):
         assert callbacks[: len(clean["trainer"]["callbacks"])] == clean["trainer"]["callbacks"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_two_ranks_and_a_resumed_run_train_as_one_process_does(tmp_path):
     losses = {}
     for name in ("gpt", "gpt-2-ranks", "gpt-resumed"):
