@@ -69,7 +69,7 @@ def test_who_is_left_says_what_another_rank_failed_with():
     }
     done = fit("failing", 2, DDP, WAITED_FOR, 8, fails)
     assert done.codes[0] == 2
-    assert "Another rank died: rank 0" in output(1), output(1)
+    assert "Another rank died: rank 0 failed with" in output(1), output(1)
 
 
 @pytest.mark.ci

@@ -115,6 +115,8 @@ def explain_lost_rank(errors: list[BaseException]) -> str | None:
     if lost is None:
         with suppress(Exception):
             store.set(f"{_LEFT}/{rank}", _line(errors[0]))
+            if rank == 0:
+                _tell(store, ranks, f"rank 0 failed with {_line(errors[0])}")
         return None
     return "\n".join(
         [
@@ -173,6 +175,16 @@ def _who(store: Any, rank: int, ranks: int) -> str:
             return _watch.who
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return "the launcher does not answer" if agent else "rank 0, through which ranks find each other, is gone"
+
+
+def _tell(store: Any, ranks: int, who: str) -> None:
+    """Tells ranks that wait who died, before the store ends with this process: then there is nowhere to ask."""
+    store.set(_ASKED, "")
+    store.compare_set(_WHO, "", who)
+    heard = [f"{_HEARD}/{other}" for other in range(1, ranks)]
+    until = time.monotonic() + 4 * LOOKS_EVERY_SECONDS
+    while time.monotonic() < until and not store.check(heard):
+        time.sleep(0.05)
 
 
 def _asked(store: Any, rank: int, ranks: int) -> str:
