@@ -38,12 +38,15 @@ class MappedFile:
         Raises:
             OSError: If it cannot.
         """
-        page = begin & _PAGE
+        # the rest of the page in which a file ends reads as zeros
+        if self._mapped.size() >= end and self._populated(begin & _PAGE, end):
+            return
+        what = f"bytes {begin:,} to {end - 1:,} cannot be read: it was cut while it was in use, or its disk fails"
+        raise OSError(errno.EIO, what)
+
+    def _populated(self, page: int, end: int) -> bool:
         try:
-            if self._mapped.size() < end:  # the rest of the page in which a file ends reads as zeros
-                raise OSError(errno.EFAULT, "")
             self._mapped.madvise(_POPULATE_READ, page, end - page)
         except OSError as error:
-            if error.errno == errno.EFAULT:  # any other means that the system cannot do it
-                what = f"bytes {begin:,} to {end - 1:,} cannot be read: it was cut while it was in use, or its disk fails"
-                raise OSError(errno.EIO, what) from error
+            return error.errno != errno.EFAULT  # any other means that the system cannot do it
+        return True
