@@ -156,8 +156,12 @@ class RecordStore:
         if size <= most or not keep_end:
             end = begin + min(size, most)
             return self._ids.read(begin, end), self._labels.read(begin, end)
-        places = [*range(most - 1), size - 1]
-        return self._ids.read(begin, begin + size)[places], self._labels.read(begin, begin + size)[places]
+        first, last = begin + most - 1, begin + size - 1
+        ids, labels = (
+            np.concatenate([numbers.read(begin, first), numbers.read(last, last + 1)])
+            for numbers in (self._ids, self._labels)
+        )
+        return ids, labels
 
     def values(self, record: int) -> np.ndarray:
         """Returns the numbers of a record, (`width`,)."""
