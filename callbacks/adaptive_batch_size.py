@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from core.errors import ConfigError
 from core.lightning_compat import is_accumulating
@@ -16,6 +14,7 @@ from core.technique import Feature, technique
 from core.training.figures import log_figures
 from toolkit.batch_shapes import Shape, ShapeSchedule
 from toolkit.gradient_noise import MeasuresGradientNoise
+from toolkit.trials import say
 
 if TYPE_CHECKING:
     from toolkit.selection import Run, Selected
@@ -121,7 +120,12 @@ class AdaptiveBatchSize(ShapeSchedule):
         assert self._source is not None
         if self._source.measurements != self._seen and not is_accumulating(trainer):
             self._seen = self._source.measurements
-            self._decide(self._source.batch_ratio, trainer.global_step)
+            if self._decide(self._source.batch_ratio):
+                say(
+                    trainer,
+                    self,
+                    f"{self.share:g} times the configured batch after step {trainer.global_step}.",
+                )
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if pl_module.logging_step:
             log_figures(trainer, {"adaptive_batch_size/share": self.share})
@@ -137,14 +141,13 @@ class AdaptiveBatchSize(ShapeSchedule):
         self._doublings, self._votes = state_dict["doublings"], state_dict["votes"]
         self._seen = state_dict["seen"]
 
-    def _decide(self, ratio: float | None, step: int) -> None:
+    def _decide(self, ratio: float | None) -> bool:
+        """Returns whether the share has changed."""
         wanted = 0.0 if ratio is None else math.log2(ratio * self.target)
         vote = 1 if wanted >= 1 else -1 if wanted <= -1 else 0
         self._votes = self._votes + vote if vote * self._votes >= 0 and vote else vote
         within = self.smallest <= 2.0 ** (self._doublings + vote) <= self.largest
-        if abs(self._votes) >= self.patience and within:
-            self._doublings, self._votes = self._doublings + vote, 0
-            rank_zero_only(print)(
-                f"AdaptiveBatchSize: {self.share:g} times the configured batch after step {step}.",
-                file=sys.stderr,
-            )
+        if abs(self._votes) < self.patience or not within:
+            return False
+        self._doublings, self._votes = self._doublings + vote, 0
+        return True

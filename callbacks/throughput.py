@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from core.technique import technique
 from core.training.figures import log_figures
@@ -243,9 +243,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype | None) -> tuple[str, fl
     else:
         tera = None
     if tera is None:
-        rank_zero_only(print)(
+        rank_zero_warn(
             f"No MFU: the peak of {name} in {dtype or 'this precision'} is not in callbacks/throughput.py.",
-            file=sys.stderr,
         )
     return "throughput/mfu", 1e12 * (tera or 0.0)
 

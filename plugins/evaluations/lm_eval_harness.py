@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from core.errors import ConfigError
 from core.technique import Package, technique
@@ -98,9 +97,8 @@ class LMEvalHarness(Evaluation):
         for name, task in self._loaded.tasks.items():
             kinds = _kinds(task)
             if left_out := [metric for metric, kind in kinds.items() if kind is None]:
-                rank_zero_only(print)(
+                rank_zero_warn(
                     f"LMEvalHarness: {name}: {', '.join(left_out)} is no mean over documents: left out.",
-                    file=sys.stderr,
                 )
             if not any(kinds.values()):
                 raise ConfigError(

@@ -210,7 +210,7 @@ def test_a_change_takes_as_many_measurements_in_a_row():
     adaptive = AdaptiveBatchSize(patience=2, scale_lr="linear")
     shares = []
     for ratio in (3.0, 1.5, 3.0, 3.0, None, 0.4, 0.4, 0.4, 0.4, 0.4, 0.4):
-        adaptive._decide(ratio, 0)
+        adaptive._decide(ratio)
         shares.append(adaptive.share)
     assert shares == [1, 1, 1, 2, 2, 2, 1, 1, 0.5, 0.5, 0.25]
     assert adaptive.lr_factor(0) == 0.25
