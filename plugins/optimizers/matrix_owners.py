@@ -12,6 +12,12 @@ from torch import Tensor
 
 from core.training.shards import local_tensors
 
+Tensors = Mapping[int, Tensor]
+"""Number in the round -> this rank's part of the tensor."""
+
+Forms = Mapping[int, Sequence[Sequence[int]]]
+"""Number in the round -> the shapes of the parts that the ranks of an axis have of the tensor."""
+
 
 class _Axis(NamedTuple):
     """A dimension of the mesh.
@@ -29,6 +35,12 @@ class _Axis(NamedTuple):
     own: int
     stride: int
     dim: int | None
+
+    def exchanged(self, given: Tensor, sent: list[int], got: list[int]) -> Tensor:
+        """Returns what each rank has for this one, given what this one has for each; with how many numbers that is."""
+        received = given.new_empty(sum(got))
+        dist.all_to_all_single(received, given, got, sent, self.group)
+        return received
 
 
 class Owners:
@@ -61,7 +73,7 @@ class Owners:
         self._axes = [*copies, *inner, *reversed(outer)]
         self.own = sum(axis.own * axis.stride for axis in self._axes)
 
-    def to_owners(self, shards: Mapping[int, Tensor], shapes: Mapping[int, Sequence[int]]) -> Tensor | None:
+    def to_owners(self, shards: Tensors, shapes: Mapping[int, Sequence[int]]) -> Tensor | None:
         """Returns the tensor that this rank owns, whole; None: it owns none. Called on every rank.
 
         Args:
@@ -120,17 +132,14 @@ class Owners:
         """Returns for each rank of an axis the tensors whose owner it leads to."""
         return [[n for n in numbers if self._owner(n, level) == r] for r in range(self._axes[level].ranks)]
 
-    def _gathered(
-        self, level: int, now: Mapping[int, Tensor], forms: Mapping[int, Sequence[Sequence[int]]]
-    ) -> dict[int, Tensor]:
+    def _gathered(self, level: int, now: Tensors, forms: Forms) -> dict[int, Tensor]:
         axis = self._axes[level]
         parts = self._parts(level, list(now))
         mine, ranks = parts[axis.own], range(axis.ranks)
         given = torch.cat([now[n].flatten() for part in parts for n in part])
         sent = [sum(now[n].numel() for n in part) for part in parts]
         got = [sum(math.prod(forms[n][rank]) for n in mine) for rank in ranks]
-        received = given.new_empty(sum(got))
-        dist.all_to_all_single(received, given, got, sent, axis.group)
+        received = axis.exchanged(given, sent, got)
         pieces = [
             _cut(flat, [forms[n][rank] for n in mine])
             for rank, flat in zip(ranks, received.split(got), strict=True)
@@ -138,13 +147,7 @@ class Owners:
         assert axis.dim is not None
         return {n: torch.cat([piece[k] for piece in pieces], axis.dim) for k, n in enumerate(mine)}
 
-    def _spread(
-        self,
-        level: int,
-        now: Mapping[int, Tensor],
-        forms: Mapping[int, Sequence[Sequence[int]]],
-        like: Tensor,
-    ) -> dict[int, Tensor]:
+    def _spread(self, level: int, now: Tensors, forms: Forms, like: Tensor) -> dict[int, Tensor]:
         axis = self._axes[level]
         parts, dim = self._parts(level, list(forms)), axis.dim
         assert dim is not None
@@ -152,18 +155,11 @@ class Owners:
         given = torch.cat([like, *(piece[rank].flatten() for rank in range(axis.ranks) for piece in cut)])
         sent = [sum(piece[rank].numel() for piece in cut) for rank in range(axis.ranks)]
         got = [sum(math.prod(forms[n][axis.own]) for n in part) for part in parts]
-        received = like.new_empty(sum(got))
-        dist.all_to_all_single(received, given, got, sent, axis.group)
+        received = axis.exchanged(given, sent, got)
         order = [n for part in parts for n in part]
         return dict(zip(order, _cut(received, [forms[n][axis.own] for n in order]), strict=True))
 
-    def _copied(
-        self,
-        level: int,
-        now: Mapping[int, Tensor],
-        forms: Mapping[int, Sequence[Sequence[int]]],
-        like: Tensor,
-    ) -> dict[int, Tensor]:
+    def _copied(self, level: int, now: Tensors, forms: Forms, like: Tensor) -> dict[int, Tensor]:
         axis, found = self._axes[level], dict[int, Tensor]()
         for rank, part in enumerate(self._parts(level, list(forms))):
             if not part:
