@@ -35,28 +35,28 @@ def _class(module: str, name: str) -> type:
     return _AsLoaded(name, (), {"place": (module, name), "__module__": module})
 
 
-_KNOWN = "__dynamo_disable"
+_CALLED_INSTEAD = "__dynamo_disable"
 """Where torch keeps what it calls in place of a function that its compiler is kept out of: loaded for that at the first call."""
 
-_kept_out: list[Any] = []
+_called_plainly: list[Any] = []
 """Functions that are called as they are until the compiler is loaded for something else."""
 
 
-def _keep_out(function: Any) -> None:
-    setattr(function, _KNOWN, function)
-    _kept_out.append(function)
+def _call_plainly(function: Any) -> None:
+    setattr(function, _CALLED_INSTEAD, function)
+    _called_plainly.append(function)
 
 
-def _leave_to_torch() -> None:
+def _give_back_to_torch() -> None:
     """Lets torch keep its compiler, which is being loaded, out of these functions."""
-    while _kept_out:
-        vars(_kept_out.pop()).pop(_KNOWN, None)
+    while _called_plainly:
+        vars(_called_plainly.pop()).pop(_CALLED_INSTEAD, None)
 
 
 def _disable(function: Any, recursive: bool = True, reason: str | None = None) -> Any:
     import torch
 
-    _keep_out(function)
+    _call_plainly(function)
     return torch._disable_dynamo(function, recursive)
 
 
@@ -126,7 +126,7 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name == COMPILER:
-            _leave_to_torch()
+            _give_back_to_torch()
         if name not in STAND_INS and name != OPTIMIZER:
             return None
         wrap = _executing_optimizers if name == OPTIMIZER else _executing_without
@@ -157,16 +157,6 @@ def _executing_without(name: str, execute: Callable[[ModuleType], None]) -> Call
     return exec_module
 
 
-def defer_compiler_and_plots() -> None:
-    """Lets Lightning and what it imports be imported without torch._dynamo, matplotlib, triton and boto3: a third of a start.
-
-    Lightning asks whether a module was compiled, torchmetrics draws its metrics, torch's counter of FLOPs knows kernels of
-    triton, TensorBoard writes to S3. Whoever imports them otherwise gets them. Optimizers step without the compiler, too.
-    """
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
-
-
 def _executing_optimizers(_: str, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
     """Returns what executes torch's module of the class Optimizer, whose methods then do not load the compiler."""
 
@@ -175,7 +165,7 @@ def _executing_optimizers(_: str, execute: Callable[[ModuleType], None]) -> Call
         for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad"):
             function = getattr(getattr(module.Optimizer, name), "__wrapped__", None)
             if function is not None:
-                _keep_out(function)
+                _call_plainly(function)
         if hasattr(module, "_use_grad_for_differentiable"):
             module._use_grad_for_differentiable = _stepping(module._use_grad_for_differentiable)
 
@@ -200,6 +190,16 @@ def _stepping(theirs: Callable[..., Any]) -> Callable[..., Any]:
         return stepping
 
     return decorate
+
+
+def defer_compiler_and_plots() -> None:
+    """Lets Lightning and what it imports be imported without torch._dynamo, matplotlib, triton and boto3: a third of a start.
+
+    Lightning asks whether a module was compiled, torchmetrics draws its metrics, torch's counter of FLOPs knows kernels of
+    triton, TensorBoard writes to S3. Whoever imports them otherwise gets them. Optimizers step without the compiler, too.
+    """
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
 
 
 def defer_torchmetrics() -> None:
