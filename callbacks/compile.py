@@ -148,8 +148,13 @@ class Compile(Callback):
                 yield f"{item.name} {reason}"
             if arguments.get("optimizer") and (reason := _kept_as_it_is(item)):
                 yield f"{item.name} {reason}: set optimizer to false"
-        if arguments.get("backend", "inductor") == "inductor" and not run.offline:
+        if run.offline:
+            return
+        if arguments.get("backend", "inductor") == "inductor":
             yield from _missing_tools(run.accelerator)
+        cache = arguments.get("cache")
+        if cache is not None and Path(cache).is_dir() and (reason := _open_to_others(Path(cache))):
+            yield reason
 
     @classmethod
     def advice(cls, run: Run, network: Network) -> str | None:
@@ -420,15 +425,21 @@ def _own_folder(path: Path) -> Path:
     """Returns the absolute path of a folder that others cannot write to; makes it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        open_to_all = path.stat().st_mode & 0o002
+        reason = _open_to_others(path)
     except OSError as error:
         raise ConfigError(f"Compile: cache is {path}, which cannot be used: {error}") from None
-    if open_to_all:
-        raise ConfigError(
-            f"Compile: everybody may write to the cache {path}, and what is in it is run.\n"
-            f"chmod o-w {path}, or give another folder."
-        )
+    if reason:
+        raise ConfigError(f"Compile: {reason}")
     return path.resolve()
+
+
+def _open_to_others(path: Path) -> str | None:
+    if not path.stat().st_mode & 0o002:
+        return None
+    return (
+        f"everybody may write to the cache {path}, and what is in it is run: "
+        f"chmod o-w {path}, or give another folder"
+    )
 
 
 def _restore(name: str, value: str | None) -> None:

@@ -415,10 +415,15 @@ def test_kernels_for_gpus_go_to_the_cache_too(tmp_path, monkeypatch):
     assert os.environ["TRITON_CACHE_DIR"] == "of another run"
 
 
-def test_a_cache_that_everybody_may_write_to_is_refused(tmp_path):
+def test_a_cache_that_everybody_may_write_to_is_refused(core, tmp_path):  # noqa: F811
     cache = tmp_path / "cache"
     cache.mkdir()
     cache.chmod(0o777)
+    done = core(
+        "check", "--config=tiny", "--trainer.callbacks+=Compile", f"--trainer.callbacks.cache={cache}"
+    )
+    assert done.code == 2
+    assert f"everybody may write to the cache {cache}" in done.err
     with pytest.raises(ConfigError, match="everybody may write to the cache"):
         fitted(tmp_path, [Compile(backend="eager", cache=str(cache))], uneven_batches(1))
 
