@@ -173,9 +173,7 @@ class _Chunks(torch.autograd.Function):
 
 def _add(totals: list[Tensor], gradients: list[Tensor]) -> None:
     """Adds the gradients of a chunk; over many chunks they are summed at least in float32."""
-    if (
-        not totals
-    ):  # zeros to begin with would be a pass over memory more; copies, as gradients may share memory
+    if not totals:  # copies: gradients may share memory; zeros to begin with would be one more pass over it
         totals += [g.to(torch.promote_types(g.dtype, torch.float32), copy=True) for g in gradients]
         return
     for total, gradient in zip(totals, gradients, strict=True):
