@@ -263,7 +263,7 @@ def _context() -> Any:
     # A process has one fork server: that of a LocalEngine that was here before imported next to nothing. multiprocessing
     # has no public way to end it, and `set_forkserver_preload` has no effect on one that runs.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload([*PRELOADED, "conformance.huge_pages"])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
