@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from core import catalog
-from core.errors import ConfigError, nearest
+from core.errors import ConfigError
 from core.technique import declaration_of
 from plugins.checkpoints.checkpoint import defect
 from plugins.cli.configuration.yaml_texts import dump_yaml, read_yaml
+from plugins.commands.run_folders import require_run
 from toolkit.checkpoint_names import ABANDONED, step_named
 from toolkit.hash_chains import FOLDER, Chain, read_chain
 
@@ -60,9 +61,9 @@ def read_run(name: str) -> Recorded:
         ConfigError: If there is none, or what is in it cannot be read.
     """
     folder = Path(name)
+    require_run(folder, "config.yaml")
     if not (folder / "config.yaml").is_file():
-        beside = {str(other.parent) for other in folder.parent.glob("*/config.yaml")}
-        raise ConfigError(f"{name} is no run folder: it has no config.yaml.{nearest(name, beside)}")
+        raise ConfigError(f"{name} is no run folder: it has no config.yaml.")
     config = _without_observers(read_yaml(folder / "config.yaml")[0])
     return Recorded(folder, config, read_chains(folder))
 

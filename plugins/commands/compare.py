@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from core.errors import ConfigError, nearest
+from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.yaml_texts import read_yaml
@@ -30,6 +30,7 @@ from plugins.commands.compare_report import (
 )
 from plugins.commands.config import Flat, differing, flatten, read_all, short, technique_cells, value_cells
 from plugins.commands.plugins_terminal import print_table, write
+from plugins.commands.run_folders import require_run
 from toolkit import pictures
 from toolkit.bounded import MOST_TABLE_BYTES
 
@@ -127,9 +128,7 @@ def read_runs(names: Sequence[str]) -> list[Run]:
 def _columns(folder: Path) -> dict[str, np.ndarray]:
     """Returns the columns of a run's metrics.csv; NaN where a figure was not logged."""
     path = folder / "metrics.csv"
-    if not folder.is_dir():
-        beside = {str(other) for other in folder.parent.glob("*") if (other / "metrics.csv").is_file()}
-        raise ConfigError(f"There is no run folder {folder}.{nearest(str(folder), beside)}")
+    require_run(folder)
     if not path.is_file():
         raise ConfigError(f"{folder} has no metrics.csv: {_why_none(folder)}")
     if path.stat().st_size > MOST_TABLE_BYTES:

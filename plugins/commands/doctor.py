@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.errors import ConfigError, nearest
+from core.errors import ConfigError
 from core.technique import technique
 from plugins.cli.configuration.command_parser import Parser
+from plugins.commands.run_folders import require_run
 from toolkit.diagnosis import Case, diagnose, read_config, read_history, write_findings, write_remedy
 
 
@@ -31,9 +32,7 @@ def doctor(arguments: list[str]) -> int:
     if not 0 <= options.least_confidence <= 1:
         raise ConfigError(f"--least_confidence {options.least_confidence:g} must be from 0 to 1.")
     folder = Path(options.run_dir)
-    if not folder.is_dir():
-        beside = {str(other) for other in folder.parent.glob("*") if (other / "metrics.csv").is_file()}
-        raise ConfigError(f"There is no run folder {folder}.{nearest(str(folder), beside)}")
+    require_run(folder)
     case = Case(read_history(folder / "metrics.csv"), read_config(folder))
     if not case.history.names():
         raise ConfigError(

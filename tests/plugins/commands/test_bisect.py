@@ -109,4 +109,4 @@ def test_a_run_that_recorded_nothing(core):  # noqa: F811
     assert "--config techniques/hash_chain" in done.err
     done = core("bisect", "runs/tiny", "runs/tinny")
     assert done.code == 2
-    assert "runs/tinny is no run folder" in done.err
+    assert "There is no run folder runs/tinny. Did you mean runs/tiny?" in done.err

@@ -278,6 +278,7 @@ def test_runs_of_one_folder_name_are_told_apart(make_run):
     ("words", "expected"),
     [
         (["{tmp}/rum"], "There is no run folder {tmp}/rum. Did you mean {tmp}/run?"),
+        (["{tmp}"], "{tmp} is no run, it holds 10: name one, such as {tmp}/backwards."),
         (["{tmp}/run", "{tmp}/x/../run"], "A run is given twice"),
         (["{tmp}/x"], "has no metrics.csv: add the logger MetricsCSV"),
         (["{tmp}/early"], "holds no train/loss"),
