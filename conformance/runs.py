@@ -23,6 +23,7 @@ from conformance.proof import require
 from conformance.workshop import workshop
 
 PRELOADED = [
+    "conformance.lean_start",
     "conformance.runs",
     "plugins.cli.runs.built_run",
     "conformance.recorder",
