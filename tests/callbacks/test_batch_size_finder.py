@@ -78,7 +78,7 @@ ULYSSES = strategy("HybridParallel", data_shard=1, context=2, context_method="ul
         pytest.param(strategy("DeepSpeedZero", stage=1), marks=pytest.mark.slow),
         strategy("DeepSpeedZero", stage=2),
         pytest.param(TENSOR, marks=[pytest.mark.slow, NEEDS_DROPPED_STEPS]),
-        pytest.param(ULYSSES, marks=NEEDS_DROPPED_STEPS),
+        pytest.param(ULYSSES, marks=[pytest.mark.slow, NEEDS_DROPPED_STEPS]),
     ],
     ids=["DDP", "FSDP", "stage1", "stage2", "tensor", "ulysses"],
 )

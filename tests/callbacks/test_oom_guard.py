@@ -88,7 +88,7 @@ def test_a_resumed_run_goes_on_in_parts():
         pytest.param("FSDP", 0, 2, marks=pytest.mark.slow),
         pytest.param("FSDP", 1, 2, marks=pytest.mark.slow),
         ("HybridParallel", 1, 2),
-        ("DeepSpeedZero", 1, 2),
+        pytest.param("DeepSpeedZero", 1, 2, marks=pytest.mark.slow),
     ],
 )
 def test_one_of_two_ranks_runs_out(sharing, batch, parts):
@@ -120,7 +120,7 @@ def same_steps(steps, ranks):
 @pytest.mark.parametrize(
     ("sharding", "steps", "ranks", "readers"),
     [
-        pytest.param(strategy("FSDP", stage=2), 20, 2, 2, marks=pytest.mark.ci),
+        pytest.param(strategy("FSDP", stage=2), 20, 2, 2, marks=pytest.mark.slow),
         pytest.param(strategy("FSDP", stage=3), 152, 2, 2, marks=pytest.mark.slow),
         pytest.param(strategy("FSDP", stage=2), 152, 2, 2, marks=pytest.mark.slow),
         pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, 4, 4, marks=pytest.mark.slow),

@@ -5,7 +5,6 @@ from lightning.pytorch import Callback
 
 from conformance import NotProvable, cases, proofs
 from core import catalog
-from core.technique import declaration_of
 from core.training.every_step import BATCH_HOOKS
 from tests.conformance.conftest import ON_A_GPU, pytest_leyden_cases
 
@@ -76,12 +75,6 @@ IN_SOME_STEPS = {"Evaluate", "SpikeReport"}
 """Callbacks that do much in some steps and nothing in others: whether they leave something behind shows after hundreds."""
 
 
-def only_watches(target):
-    """Returns whether a technique is declared to change nothing in training, which watching_changes_nothing holds."""
-    declared = declaration_of(target)
-    return declared is not None and declared.observer
-
-
 def works_in_steps(target):
     """Returns whether a technique has a hook that is called in each step, and could keep something of each."""
     return any(
@@ -113,14 +106,14 @@ def marks(case, proof):
     # hundreds of steps where the count after few is not the same as without the technique
     steady = kind == "callbacks" and works_in_steps(case.target) and case.entry.name not in IN_SOME_STEPS
     long = proof.name == "leaks_nothing" and not steady
-    watched = only_watches(case.target) and proof.name in BY_RANKS
     if case.entry.name in TRACKERS and proof.name in (*DEAR, "config_round_trips", "leaks_nothing"):
         return [pytest.mark.slow]
     tasks = case.entry.name == "SlurmEngine" and proof.contract == "Engine"  # which a process each takes up
     each = proof.name == "its_fingerprint_tells_texts_apart"  # reads all documents again for each change
     if long or again or (seldom and proof.name in DEAR):
         return [pytest.mark.slow]
-    return [pytest.mark.ci] * (each or alike or watched or tasks)
+    ranks = proof.name in BY_RANKS  # a run of two processes
+    return [pytest.mark.ci] * (each or alike or ranks or tasks)
 
 
 PROMISES = [

@@ -364,8 +364,8 @@ AFTER_EPOCH = {"save_on_train_epoch_end": True}
     ("save", "options", "workers"),
     [
         pytest.param(EACH_STEP, {"max_steps": 26}, 0, marks=pytest.mark.ci),
-        pytest.param(EACH_STEP, {"max_steps": 26, "val_check_interval": 4}, 2, marks=pytest.mark.ci),
-        pytest.param(EACH_STEP, {"max_epochs": 3}, 0, marks=pytest.mark.ci),
+        pytest.param(EACH_STEP, {"max_steps": 26, "val_check_interval": 4}, 2, marks=pytest.mark.slow),
+        pytest.param(EACH_STEP, {"max_epochs": 3}, 0, marks=pytest.mark.slow),
         pytest.param(
             EACH_STEP,
             {"max_steps": 26, "val_check_interval": 5, "check_val_every_n_epoch": None},
@@ -379,10 +379,10 @@ AFTER_EPOCH = {"save_on_train_epoch_end": True}
             marks=pytest.mark.ci,
         ),
         pytest.param(EACH_STEP, {"max_steps": 16, "accumulate_grad_batches": 2}, 0, marks=pytest.mark.ci),
-        pytest.param(AFTER_VALIDATION, {"max_steps": 26}, 0, marks=pytest.mark.ci),
+        pytest.param(AFTER_VALIDATION, {"max_steps": 26}, 0, marks=pytest.mark.slow),
         pytest.param(AFTER_VALIDATION, {"max_epochs": 3, "val_check_interval": 4}, 2, marks=pytest.mark.ci),
         pytest.param(AFTER_VALIDATION, {"max_steps": 20, "limit_train_batches": 6}, 0, marks=pytest.mark.ci),
-        pytest.param(AFTER_EPOCH, {"max_steps": 26}, 0, marks=pytest.mark.ci),
+        pytest.param(AFTER_EPOCH, {"max_steps": 26}, 0, marks=pytest.mark.slow),
         pytest.param(AFTER_EPOCH, {"max_epochs": 3}, 2, marks=pytest.mark.ci),
         (AFTER_EPOCH, {"max_steps": 20, "limit_train_batches": 6}, 0),
     ],

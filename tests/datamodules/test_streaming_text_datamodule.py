@@ -199,7 +199,9 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("kind", ["MDS", pytest.param("Parquet", marks=pytest.mark.ci)])
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.ci)])
+@pytest.mark.parametrize(
+    "workers", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.ci)]
+)
 def test_it_resumes_anywhere_with_any_number_of_workers_and_ranks(build, kind, workers):
     data = build(kind)
     expected = taken(loader(data), 200)  # more than an epoch

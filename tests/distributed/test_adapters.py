@@ -24,9 +24,11 @@ PLANS = {
     "pipeline": {"class_path": "HybridParallel", "init_args": {"pipeline": 2, "data_shard": 1}},
 }
 PAIRS = [
-    *(("LoRA", plan) for plan in PLANS),
-    ("DoRA", "tensor"), ("IA3", "tensor"), ("Freeze", "FSDP"),
-    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("DoRA", "FSDP"), ("Freeze", "sequence"))),
+    *(("LoRA", plan) for plan in PLANS if plan not in ("ZeRO-2", "tensor")),
+    *(pytest.param("LoRA", plan, marks=pytest.mark.slow) for plan in ("ZeRO-2", "tensor")),
+    ("Freeze", "FSDP"),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("DoRA", "tensor"), ("IA3", "tensor"),
+                                                               ("DoRA", "FSDP"), ("Freeze", "sequence"))),
 ]  # fmt: skip
 
 

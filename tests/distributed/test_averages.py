@@ -16,7 +16,7 @@ AVERAGED = {"callbacks": [{"class_path": "ExponentialMovingAverage", "init_args"
     [
         pytest.param("FSDP", {"stage": 3}, marks=pytest.mark.slow),
         pytest.param("FSDP", {"stage": 2}, marks=pytest.mark.slow),
-        pytest.param("HybridParallel", {"tensor": 2}, marks=pytest.mark.ci),
+        pytest.param("HybridParallel", {"tensor": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

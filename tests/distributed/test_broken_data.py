@@ -96,7 +96,7 @@ def assert_told(done, name, path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["DDP", "FSDP"])
+@pytest.mark.parametrize("strategy", [DDP, pytest.param(FSDP, marks=pytest.mark.slow)], ids=["DDP", "FSDP"])
 def test_a_flipped_bit_that_one_rank_finds_ends_all_and_a_good_copy_goes_on(whole, strategy, tmp_path):
     copy, name = shutil.copytree(whole, tmp_path / "copy"), f"flipped {strategy['class_path']}"
     path = copy / "train" / "chunk-0-0.bin"
@@ -111,7 +111,7 @@ def test_a_flipped_bit_that_one_rank_finds_ends_all_and_a_good_copy_goes_on(whol
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_file_that_is_cut_while_it_is_read_is_named(whole, workers, tmp_path):
     """Without a look before bytes are touched the system kills the rank, or its worker, by SIGBUS."""
     copy, name = shutil.copytree(whole, tmp_path / "copy"), f"cut {workers}"
@@ -119,7 +119,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_named(whole, workers, tmp_path):
     assert_told(fit(name, copy, DDP, cuts(path, 5 * BLOCK), num_workers=workers), name, str(path))
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # the same look as at a local file
 def test_a_copy_of_storage_that_is_cut_while_it_is_read_is_named(whole, storage):
     name = "cut copy"
     path = f"{cache(name)}/remote/*/train/chunk-0-0.bin"
@@ -128,7 +128,7 @@ def test_a_copy_of_storage_that_is_cut_while_it_is_read_is_named(whole, storage)
     assert_told(done, name, glob(path)[0])
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # the same look as at a file of tokens
 def test_encoded_records_that_are_cut_while_they_are_read_are_named(tmp_path):
     name = "cut records"
     path = f"{cache(name)}/*/train/labels.bin"

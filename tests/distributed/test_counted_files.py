@@ -29,7 +29,10 @@ def ran(words, ranks, folder):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("strategy", "plugin"), [("FSDP", "ShardedCheckpoint"), ("ddp", "AtomicCheckpoint")])
+@pytest.mark.parametrize(
+    ("strategy", "plugin"),
+    [("FSDP", "ShardedCheckpoint"), pytest.param("ddp", "AtomicCheckpoint", marks=pytest.mark.slow)],
+)
 def test_a_rank_of_four_does_what_a_rank_of_two_does(strategy, plugin, tmp_path):
     saved, resumed = {}, {}
     for ranks in (2, 4):
@@ -104,7 +107,7 @@ def share_of_one(_, place, rank, ranks):
     }
 
 
-@pytest.mark.parametrize("former", [False, True])
+@pytest.mark.parametrize("former", [pytest.param(False, marks=pytest.mark.ci), True])
 def test_one_of_4096_ranks_opens_its_own_parts_alone(former, tmp_path):
     folder, results = tmp_path / "many.ckpt", tmp_path / "results"
     many_parts(folder, former)

@@ -70,7 +70,7 @@ def assert_same(found, expected):
 
 
 LAYOUTS = [  # slow: parts of larger layouts
-    pytest.param(2, {"expert": 2}, marks=pytest.mark.ci),
+    pytest.param(2, {"expert": 2}, marks=pytest.mark.slow),
     pytest.param(2, {"tensor": 2}, marks=pytest.mark.slow),
     pytest.param(4, {"tensor": 2, "data_shard": 2}, marks=pytest.mark.slow),
     pytest.param(4, {"expert": 4}, marks=pytest.mark.slow),
@@ -98,7 +98,7 @@ def test_latent_attention_is_spread_over_its_heads(sequence):
     "schedule",
     [
         pytest.param("1F1B", marks=pytest.mark.slow),
-        pytest.param("InterleavedZeroBubble", marks=pytest.mark.ci),
+        pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow),
     ],
 )
 def test_experts_are_spread_over_stages_as_well(schedule):

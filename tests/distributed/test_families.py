@@ -60,18 +60,24 @@ FIRST = {blocks_of(name): name for name in reversed(FAMILIES)}
 """The first family of each kind of blocks."""
 
 
+PLANNED_ALIKE = {"Gemma3", "Hybrid", "Mistral", "Mixtral", "OLMo2", "OLMoE", "Qwen2", "Qwen3", "Qwen3MoE"}
+"""Families whose plan is the one of Decoder, SparseDecoder or HybridDecoder, as Llama, DeepSeekV3 and OLMoHybrid take it."""
+
+
 def is_needed(name, strategy):
     """Returns whether a family's own code takes part in a strategy, so that another family's run does not hold for it.
 
     Its plan does under `sequence`, which takes that of `tensor` too. That its stages compute what forward does, the kit
     proves bit by bit; how stages exchange what they compute is the same for all with the same `blocks`. DeepSpeedZero
-    shards weights whatever computes with them; those of transformers alone begin in another way.
+    shards weights whatever computes with them.
     """
     if strategy == "tensor":
         return (name, "sequence") in REFUSED
     if strategy == "zero":
-        return name == "Pretrained"
-    return strategy == "sequence" or FIRST[blocks_of(name)] == name
+        return False
+    if strategy == "sequence":
+        return name not in PLANNED_ALIKE
+    return FIRST[blocks_of(name)] == name
 
 
 def runs():

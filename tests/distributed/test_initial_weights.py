@@ -28,7 +28,9 @@ def overlay(weights):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", [pytest.param(plan, marks=[pytest.mark.slow] * (plan == "DDP")) for plan in PLANS]
+)
 def test_ranks_begin_with_the_weights_as_one_process_does(plan, weights):
     ranks, strategy = PLANS[plan]
     values = overlay(weights)

@@ -49,7 +49,7 @@ def figures(done):
 
 LAYOUTS = [
     pytest.param(UNTIED, {"kind": "FSDP"}, id="FSDP", marks=pytest.mark.ci),
-    pytest.param(UNTIED, {"kind": "DDP"}, id="DDP", marks=pytest.mark.ci),
+    pytest.param(UNTIED, {"kind": "DDP"}, id="DDP", marks=pytest.mark.slow),
     pytest.param(UNTIED, {"tensor": 2, "sequence": 2}, id="tensor and sequence", marks=pytest.mark.ci),
     pytest.param(
         TIED,
@@ -59,7 +59,7 @@ LAYOUTS = [
     ),
     pytest.param(TIED, {"pipeline": 2}, id="pipeline with tied embeddings"),
     pytest.param(UNTIED, {"context": 2}, id="ring", marks=pytest.mark.ci),
-    pytest.param(TIED, {"context": 2, "context_method": "ulysses"}, id="ulysses", marks=pytest.mark.ci),
+    pytest.param(TIED, {"context": 2, "context_method": "ulysses"}, id="ulysses", marks=pytest.mark.slow),
 ]
 
 
@@ -92,7 +92,7 @@ def test_figures_are_those_of_one_process(model, strategy):
     ("ranks", "accumulate", "strategy"),
     [
         pytest.param(2, 1, {"pipeline": 2, "microbatches": 4}, id="halves", marks=pytest.mark.ci),
-        pytest.param(4, 2, {"pipeline": 2, "data_shard": 2}, id="sharded data", marks=pytest.mark.ci),
+        pytest.param(4, 2, {"pipeline": 2, "data_shard": 2}, id="sharded data", marks=pytest.mark.slow),
         pytest.param(4, 2, {"pipeline": 2, "data_replicate": 2, "data_shard": 1}, id="replicas", marks=pytest.mark.slow),
         pytest.param(2, 2, {"pipeline": 2, "schedule": "DualPipeV", "microbatches": 4}, id="V", marks=pytest.mark.slow),
     ],

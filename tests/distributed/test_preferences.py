@@ -71,7 +71,9 @@ def test_dpo_on_two_ranks_is_the_run_of_one_process(strategy):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("objective", ["KTO", "ORPO", "SimPO"])
+@pytest.mark.parametrize(
+    "objective", ["KTO", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ORPO", "SimPO"))]
+)
 def test_the_others_on_two_ranks_are_the_run_of_one_process(objective):
     arguments = {
         "KTO": {"beta": 1.0, "desirable_weight": 9.0, "undesirable_weight": 9.0, "paired": False},
@@ -83,7 +85,7 @@ def test_the_others_on_two_ranks_are_the_run_of_one_process(objective):
     assert max(apart.values()) <= TOLERANCE * (10 if objective == "KTO" else 1), apart
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # test_teachers.py
 @pytest.mark.parametrize("strategy", [FSDP, DDP, TENSOR], ids=["FSDP", "DDP", "tensor"])
 def test_distillation_on_two_ranks_is_the_run_of_one_process(strategy):
     apart = compared(strategy, "Distillation", False, teacher=teacher(), label_weight=0.5, chunk_tokens=10)

@@ -67,7 +67,10 @@ def test_a_run_folder_is_consolidated(tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__1_0.distcp", "__1.parts"])
+@pytest.mark.parametrize(
+    "name",
+    ["__1.parts", *(pytest.param(name, marks=pytest.mark.slow) for name in ("__0_0.distcp", "__1_0.distcp"))],
+)
 def test_damage_that_one_rank_reads_is_told_by_all(name):
     _, folder = ended("exception", f"to be damaged {name}")
     before, damaged = folder / "step-00000000.ckpt", folder / "step-00000002.ckpt"

@@ -68,8 +68,14 @@ PLANS = {
 """Name -> ranks, over how many of them the teacher is sharded, strategy."""
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", PLANS)
+OFTEN = ("FSDP on 2", "data_shard 2, tensor 2", "ZeRO-3")
+"""What CI tries: one of each way in which weights are sharded."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.ci if name in OFTEN else pytest.mark.slow) for name in PLANS],
+)
 def test_a_rank_holds_its_share_and_the_run_is_that_of_one_process(name, teacher):
     ranks, shards, strategy = PLANS[name]
     label = f"held-{ranks}-{abs(hash(name)):x}"
@@ -97,7 +103,9 @@ def test_shards_have_the_data_type_in_which_they_are_gathered(folder_of_teacher)
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("form", ["AtomicCheckpoint", "ShardedCheckpoint"])
+@pytest.mark.parametrize(
+    "form", ["ShardedCheckpoint", pytest.param("AtomicCheckpoint", marks=pytest.mark.slow)]
+)
 def test_a_killed_run_goes_on_bitwise_without_a_teacher_in_its_checkpoint(form, teacher):
     whole, more = plan("FSDP"), {"plugins": [{"class_path": form}]}
     if form == "ShardedCheckpoint":  # a kill may come before a checkpoint that a thread writes is complete

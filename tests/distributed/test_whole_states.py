@@ -22,19 +22,19 @@ PIPELINE, TENSOR = (
 )
 
 
-def case(name, strategy, ranks):
-    return pytest.param(strategy, ranks, id=f"{name} on {ranks}")
+def case(name, strategy, ranks, *marks):
+    return pytest.param(strategy, ranks, id=f"{name} on {ranks}", marks=marks)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
-        case("ZeRO-1", zero(1), 2),
+        case("ZeRO-1", zero(1), 2, pytest.mark.slow),
         case("ZeRO-2", zero(2), 2),
         case("ZeRO-3", zero(3), 2),
-        case("ZeRO-3", zero(3), 1),
-        case("ZeRO-3 in the host's memory", zero(3, "cpu"), 2),
+        case("ZeRO-3", zero(3), 1, pytest.mark.slow),
+        case("ZeRO-3 in the host's memory", zero(3, "cpu"), 2, pytest.mark.slow),
         case("FSDP", {"class_path": "FSDP"}, 2),
         case("tensor", TENSOR, 2),
         case("pipeline", PIPELINE, 2),
@@ -79,7 +79,7 @@ def test_a_checkpoint_whose_parameters_share_a_count_of_steps_is_gone_on_from(tm
         pytest.param("ScheduleFreeAdamW", "FSDP", "ShardedCheckpoint", marks=pytest.mark.ci),
         pytest.param("ScheduleFreeAdamW", PIPELINE, "ShardedCheckpoint", marks=pytest.mark.slow),
         pytest.param("ScheduleFreeAdamW", TENSOR, "AtomicCheckpoint", marks=pytest.mark.slow),
-        pytest.param("schedulefree.AdamWScheduleFree", "DDP", "AtomicCheckpoint", marks=pytest.mark.ci),
+        pytest.param("schedulefree.AdamWScheduleFree", "DDP", "AtomicCheckpoint", marks=pytest.mark.slow),
     ],
 )
 def test_what_an_optimizer_keeps_in_its_groups_goes_on(optimizer, strategy, plugin):

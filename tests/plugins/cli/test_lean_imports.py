@@ -33,7 +33,7 @@ assert isinstance(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])["Me
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # torchmetrics comes by itself in each run that uses it
 @pytest.mark.parametrize(
     "use",
     [
@@ -173,7 +173,7 @@ else:
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["absent"]], ids=["installed", "absent"])
 def test_tensorboard_writes_to_s3_where_boto3_is_installed(words):
     pytest.importorskip("boto3")
@@ -199,7 +199,7 @@ except ValueError:
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_formulas_of_flops_are_still_taken_for_kernels_of_triton():
     pytest.importorskip("triton")
     done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True)
@@ -215,7 +215,7 @@ import torch.utils.flop_counter
 """
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_a_module_that_stands_for_triton_already_is_left_to_torch():
     """Projects put one there where triton cannot be installed; it has no spec."""
     done = subprocess.run([sys.executable, "-c", STUB], capture_output=True, text=True)

@@ -245,7 +245,9 @@ def test_a_run_in_a_real_tracker(name, tmp_path):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "Wandb")) for name in COPIES]
+)
 def test_a_rollback_is_an_attempt_in_a_real_tracker_which_holds_copies_of_checkpoints(name, tmp_path):
     """Step 9 is poisoned, step 10 sees it, and training goes back to step 6."""
     needs(name)

@@ -89,7 +89,7 @@ def test_it_begins_with_the_weights_of_one_process(stage):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_that_get_the_weights_have_no_copy_on_the_host(stage):
     """Where the device is no host, theirs would be converted there, and sent to the device, for nothing."""
     counted = {"trainer": {"callbacks": ["tests.support.rounded.RoundsOnRankZero"]}}
@@ -125,7 +125,7 @@ def test_killed_and_resumed_it_is_bitwise_the_same(overlay, ranks):
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_validate_computes_what_the_run_did(whole, stage):
     path = whole.folder / "checkpoints" / f"step-{STEPS}.ckpt"
     config = write_config("validate", merge(deepcopy(CONFIG), zero(stage, **NOTHING_OFF)))

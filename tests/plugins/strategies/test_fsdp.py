@@ -124,7 +124,10 @@ SCALED = {"FSDP": {}, "HybridParallel": {"tensor": 2}}
 @pytest.mark.parametrize("strategy", SCALED)
 @pytest.mark.parametrize(
     "optimizer",
-    ["AdamW", "SGD", pytest.param("torch.optim.AdamW", marks=pytest.mark.slow)],  # AdamW is torch's, fused
+    [
+        "AdamW",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("SGD", "torch.optim.AdamW")),
+    ],  # AdamW is torch's, fused
 )
 def test_a_scaler_skips_a_step_on_all_ranks_or_on_none(strategy, optimizer):
     """The scale begins so high that the first gradients overflow: it is halved until they do not."""
