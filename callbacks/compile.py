@@ -153,7 +153,7 @@ class Compile(Callback):
         if arguments.get("backend", "inductor") == "inductor":
             yield from _missing_tools(run.accelerator)
         cache = arguments.get("cache")
-        if cache is not None and Path(cache).is_dir() and (reason := _open_to_others(Path(cache))):
+        if cache is not None and (reason := _unusable(Path(cache))):
             yield reason
 
     @classmethod
@@ -425,21 +425,21 @@ def _own_folder(path: Path) -> Path:
     """Returns the absolute path of a folder that others cannot write to; makes it."""
     try:
         path.mkdir(parents=True, exist_ok=True)
-        reason = _open_to_others(path)
     except OSError as error:
-        raise ConfigError(f"Compile: cache is {path}, which cannot be used: {error}") from None
-    if reason:
+        raise ConfigError(f"Compile: cache {path} cannot be used: {error}") from None
+    if reason := _unusable(path):
         raise ConfigError(f"Compile: {reason}")
     return path.resolve()
 
 
-def _open_to_others(path: Path) -> str | None:
-    if not path.stat().st_mode & 0o002:
+def _unusable(path: Path) -> str | None:
+    try:
+        open_to_all = path.exists() and path.stat().st_mode & 0o002
+    except OSError as error:
+        return f"cache {path} cannot be used: {error}"
+    if not open_to_all:
         return None
-    return (
-        f"everybody may write to the cache {path}, and what is in it is run: "
-        f"chmod o-w {path}, or give another folder"
-    )
+    return f"cache {path} is open to everybody, and what is in it is run: chmod o-w {path}, or give another folder"
 
 
 def _restore(name: str, value: str | None) -> None:
