@@ -50,6 +50,9 @@ PRELOADED = [
 A name that cannot be imported is passed over in silence by the fork server: a test holds that there is none.
 """
 
+LAST = "conformance.huge_pages"
+"""Preloaded behind what others have added."""
+
 LEFT = "-left"
 """Ends the name of the folder with what a kill would have left of a run's folder."""
 
@@ -264,7 +267,7 @@ def _context() -> Any:
     # A process has one fork server: that of a LocalEngine that was here before imported next to nothing. multiprocessing
     # has no public way to end it, and `set_forkserver_preload` has no effect on one that runs.
     forkserver._forkserver._stop()  # type: ignore[attr-defined]
-    context.set_forkserver_preload([*PRELOADED, "conformance.huge_pages"])
+    context.set_forkserver_preload([*PRELOADED, LAST])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_a_rank_that_waits_for_one_that_failed_is_killed(monkeypatch):
     assert gone(int(done.stdout.split()[-1]))
 
 
-@pytest.mark.parametrize("name", runs.PRELOADED)
+@pytest.mark.parametrize("name", [*runs.PRELOADED, runs.LAST])
 def test_what_is_preloaded_exists(name):
     assert importlib.util.find_spec(name) is not None
 
@@ -88,6 +89,26 @@ def test_a_fork_server_that_was_there_before_gives_way():
         [sys.executable, "-c", SECOND], cwd=HOUSE, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+
+
+LEAN = """
+from pathlib import Path
+from conformance import runs
+
+runs.in_subprocess(exec, "import sys; assert 'core.__main__' in sys.modules and 'torch._dynamo' not in sys.modules")
+runs.in_subprocess(exec, "import re; print(re.search('AnonHugePages: *([0-9]+)', open('/proc/self/smaps_rollup').read())[1], flush=True)")
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="Linux says how memory is mapped")
+def test_the_fork_server_starts_without_the_compiler_and_lies_in_huge_pages():
+    done = subprocess.run(
+        [sys.executable, "-c", LEAN], cwd=HOUSE, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    major, minor = map(int, os.uname().release.split(".")[:2])
+    assert int(done.stdout) > 50_000 or (major, minor) < (6, 1)  # kB
 
 
 def test_two_runs_of_the_same_are_the_same_to_the_bit():
