@@ -61,7 +61,7 @@ def read_run(name: str) -> Recorded:
         ConfigError: If there is none, or what is in it cannot be read.
     """
     folder = Path(name)
-    require_run(folder, "config.yaml")
+    require_run(folder)
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{name} is no run folder: it has no config.yaml.")
     config = _without_observers(read_yaml(folder / "config.yaml")[0])

@@ -4,21 +4,27 @@ from pathlib import Path
 
 from core.errors import ConfigError, nearest
 
+SIGNS = ("metrics.csv", "config.yaml")
+"""Files that a run folder has: one of them is enough."""
 
-def require_run(folder: Path, table: str = "metrics.csv") -> None:
-    """Raises a ConfigError where a folder does not exist, or where it holds runs and is none itself.
 
-    Args:
-        folder: What was given as a run folder.
-        table: The file by which a run is known.
-    """
+def is_run(folder: Path) -> bool:
+    """Returns whether a folder is one of a run."""
+    return any((folder / name).is_file() for name in SIGNS)
+
+
+def require_run(folder: Path) -> None:
+    """Raises a ConfigError where a folder does not exist, or where it holds runs and is none itself."""
     if not folder.is_dir():
-        raise ConfigError(
-            f"There is no run folder {folder}.{nearest(str(folder), set(_runs(folder.parent, table)))}"
+        what = (
+            f"{folder} is a file, not a run folder."
+            if folder.exists()
+            else f"There is no run folder {folder}."
         )
-    if not (folder / table).exists() and (runs := _runs(folder, table)):
+        raise ConfigError(what + nearest(str(folder), set(_runs(folder.parent))))
+    if not is_run(folder) and (runs := _runs(folder)):
         raise ConfigError(f"{folder} is no run, it holds {len(runs)}: name one, such as {runs[0]}.")
 
 
-def _runs(folder: Path, table: str) -> list[str]:
-    return sorted(str(path.parent) for path in folder.glob(f"*/{table}") if path.is_file())
+def _runs(folder: Path) -> list[str]:
+    return sorted(str(path) for path in folder.glob("*") if is_run(path))

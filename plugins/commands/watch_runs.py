@@ -14,12 +14,10 @@ from typing import IO, Any
 from core.errors import ConfigError
 from plugins.cli.configuration.yaml_texts import parse_yaml
 from plugins.cli.runs.claims import CLAIM
+from plugins.commands.run_folders import is_run
 from plugins.commands.watch_table import Table, group_of, plain_number
 from toolkit.bounded import open_inside, parse_json, read_error
 from toolkit.holders import Holder, alive
-
-SIGNS = ("metrics.csv", "config.yaml")
-"""Files by which a folder is the folder of a run."""
 
 MOST_RUNS = 64
 TAIL_BYTES = 1 << 16
@@ -248,7 +246,7 @@ class Runs:
     def all(self) -> list[WatchedRun]:
         """Returns all runs, in the order in which they were found; looks for new ones."""
         for root in self.roots:
-            for below in ("",) if _is_run(root) else _runs_in(root):
+            for below in ("",) if is_run(root) else _runs_in(root):
                 if len(self._runs) < MOST_RUNS and (root, below) not in self._runs:
                     name = below.rstrip("/") or root.resolve().name
                     taken = {run.name for run in self._runs.values()}
@@ -257,16 +255,12 @@ class Runs:
         return list(self._runs.values())
 
 
-def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in SIGNS)
-
-
 def _runs_in(root: Path) -> list[str]:
     """Returns the run folders in a folder, "name/", oldest first; links are left out."""
     try:
         with os.scandir(root) as entries:
             found = [entry for entry in entries if entry.is_dir(follow_symlinks=False)]
-            runs = [entry for entry in found if _is_run(Path(entry.path))]
+            runs = [entry for entry in found if is_run(Path(entry.path))]
             return [f"{entry.name}/" for entry in sorted(runs, key=lambda one: one.stat().st_ctime_ns)]
     except OSError:  # the folder or a run was removed just now: the next look sees what is left
         return []

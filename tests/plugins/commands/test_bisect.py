@@ -110,3 +110,13 @@ def test_a_run_that_recorded_nothing(core):  # noqa: F811
     done = core("bisect", "runs/tiny", "runs/tinny")
     assert done.code == 2
     assert "There is no run folder runs/tinny. Did you mean runs/tiny?" in done.err
+    for given, said in (
+        ("runs", "runs is no run, it holds 1: name one, such as runs/tiny."),
+        ("runs/tiny/config.yaml", "runs/tiny/config.yaml is a file, not a run folder."),
+    ):
+        done = core("bisect", "runs/tiny", given)
+        assert (done.code, said in done.err) == (2, True), done.err
+    Path("runs/tiny/config.yaml").unlink()
+    assert (
+        "runs/tiny is no run folder: it has no config.yaml." in core("bisect", "runs/tiny", "runs/tiny").err
+    )

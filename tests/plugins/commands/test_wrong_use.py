@@ -48,7 +48,7 @@ def here(tmp_path, monkeypatch):
         (["doctor", "list"], "no sections"),
         (["doctor", "pipe"], "no regular file"),
         (["doctor", "goodd"], "no run folder goodd. Did you mean good?"),
-        (["doctor", "."], ". is no run, it holds 5: name one, such as empty."),
+        (["doctor", "."], ". is no run, it holds 7: name one, such as chain."),
         (["compare-profiles", "cut.json.gz", "whole.json.gz"], "it is cut off"),
         (["compare-profiles", "whole.json.gz", "whole.json.gz"], "has no operators"),
         (["bisect", "chain", "chain"], "not as HashChain writes it: its environment is no object"),
