@@ -37,7 +37,7 @@ class _Axis(NamedTuple):
     dim: int | None
 
     def exchanged(self, given: Tensor, sent: list[int], got: list[int]) -> Tensor:
-        """Returns what each rank has for this one, given what this one has for each; with how many numbers that is."""
+        """Returns what each rank has for this one, given what this one has for each; `sent`, `got`: numbers to and from each."""
         received = given.new_empty(sum(got))
         dist.all_to_all_single(received, given, got, sent, self.group)
         return received
