@@ -62,7 +62,7 @@ def fit(tmp_path, monkeypatch, capfd):
     def run(name, *words, code=0):
         words = ["--trainer.callbacks+=tests.support.shape_schedules.Log", *words]
         found = main(["fit", "--config=tiny.yaml", f"--trainer.default_root_dir={name}", *words])
-        said = capfd.readouterr().err
+        run.said = said = capfd.readouterr().err
         assert found == code, said
         return said if code else checkpoint.read_checkpoint(finding.newest(tmp_path / name))
 
@@ -204,6 +204,7 @@ def test_the_batch_follows_the_noise_within_its_limits_and_changes_only_where_it
     # 1,000 is more than twice 128 and 256 tokens, and not twice 512, the largest of 4 x 128. Two micro-batches a step
     # could begin behind an even number of them; by then four are wanted, behind four. 10 is less than half of 32.
     assert tokens_of_steps() == [128, 128, 128, 128, 512, 512, 256, 128, 64, *[32] * 5]
+    assert "AdaptiveBatchSize: 2 times the configured batch after step " in fit.said
 
 
 def test_a_change_takes_as_many_measurements_in_a_row():

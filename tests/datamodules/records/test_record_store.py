@@ -34,6 +34,22 @@ def test_what_is_written_is_read(tmp_path):
     assert store.label_of_each().tolist() == [number % 7 for number in range(RECORDS)]
 
 
+def test_the_end_of_a_long_record_is_read_without_its_middle(tmp_path, monkeypatch):
+    writer = RecordWriter(tmp_path / "train", sequences=1, values=0, notes=False)
+    writer.add(Encoded([([7, 8, 9, 10, 11], [0, 1, 2, 3, 4])]))
+    writer.close()
+    store, reads = RecordStore(tmp_path / "train"), []
+    read = type(store._ids).read
+    monkeypatch.setattr(
+        type(store._ids),
+        "read",
+        lambda self, begin, end: reads.append((begin, end)) or read(self, begin, end),
+    )
+    ids, labels = store.sequence(0, 0, 3, keep_end=True)
+    assert (ids.tolist(), labels.tolist()) == ([7, 8, 11], [0, 1, 4])
+    assert set(reads) == {(0, 2), (4, 5)}
+
+
 READS = {
     "ids": lambda store, record: store.sequence(record, 0, 10),
     "labels": lambda store, record: store.sequence(record, 0, 1, keep_end=True),
