@@ -94,8 +94,8 @@ class ByFile(LoadScopeScheduling):
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """One process more than cores: many tests wait, for the disk or for each other's ranks."""
-    return (os.cpu_count() or 1) + 1
+    """As many processes as cores: with one more the same tests take a tenth more CPU time, and no less by the clock."""
+    return os.cpu_count() or 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
