@@ -50,6 +50,33 @@ def test_a_promise_has_its_test(file, name, often):
     assert often == "ci" or "pytest.mark.ci" not in marks
 
 
+EXPRESSIONS = {
+    "not ci and not slow and not gpu": {"default"},  # pytest's, by pyproject.toml
+    "not slow and not gpu": {"default", "ci"},  # .ci/run's
+}
+
+
+def test_what_is_promised_is_among_the_tests_of_this_run(request):
+    """Also of tests whose marks are those of their parameters; of the files that this run collected."""
+    asked = request.config.option
+    if (
+        asked.markexpr not in EXPRESSIONS
+        or asked.keyword
+        or any("::" in word for word in request.config.args)
+    ):
+        pytest.skip("a part of the tests was asked for by name")
+    items = {(item.path, getattr(item, "originalname", item.name)) for item in request.session.items}
+    collected = {path for path, _ in items}
+    missing = [
+        f"{file}::{name}"
+        for file, name, often in PROMISES
+        if often in EXPRESSIONS[asked.markexpr]
+        and TESTS / file in collected
+        and (TESTS / file, name) not in items
+    ]
+    assert not missing
+
+
 def test_promises_are_listed():
     assert (
         len(PROMISES) == (TESTS / "PROMISES.md").read_text(encoding="utf-8").count("::test_") - 1

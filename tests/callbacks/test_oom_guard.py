@@ -120,7 +120,7 @@ def same_steps(steps, ranks):
 @pytest.mark.parametrize(
     ("sharding", "steps", "ranks", "readers"),
     [
-        pytest.param(strategy("FSDP", stage=2), 20, 2, 2, marks=pytest.mark.slow),
+        pytest.param(strategy("FSDP", stage=2), 20, 2, 2, marks=pytest.mark.ci),
         pytest.param(strategy("FSDP", stage=3), 152, 2, 2, marks=pytest.mark.slow),
         pytest.param(strategy("FSDP", stage=2), 152, 2, 2, marks=pytest.mark.slow),
         pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, 4, 4, marks=pytest.mark.slow),

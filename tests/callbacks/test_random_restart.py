@@ -82,7 +82,7 @@ CONSTANT = {"model": {"network": {"init_args": {"dropout": 0.1}},
                       "lr_scheduler": {"class_path": "WarmupConstant", "init_args": {"warmup_steps": 2}}}}  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_run_begins_with_the_weights_of_the_best(tmp_path):
     usual = CONSTANT, seed(5), callback("RandomRestart", seeds=4, num_steps=3, keep_weights=True)
     found = fit(*usual)

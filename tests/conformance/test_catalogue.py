@@ -83,7 +83,7 @@ def works_in_steps(target):
 
 
 def marks(case, proof):
-    """Returns how often a promise is tested: what other tests prove as well is slow, what is dear mostly CI's.
+    """Returns how often a promise is tested: what other tests prove as well is slow, what is dear, as two processes are, mostly CI's.
 
     RayEngine's own tests are on two machines; tests/test_configs.py has the examples of all. A run reads
     finished tokens: how they were prepared makes a difference to it through the packing alone, which has its own cases.

@@ -198,9 +198,13 @@ def same(one, other):
     return all(torch.equal(a[name], b[name]) for a, b in zip(one, other, strict=True) for name in a)
 
 
-@pytest.mark.parametrize("kind", ["MDS", pytest.param("Parquet", marks=pytest.mark.ci)])
 @pytest.mark.parametrize(
-    "workers", [pytest.param(0, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.ci)]
+    ("kind", "workers"),
+    [
+        ("MDS", 0),
+        *(pytest.param(kind, 2, marks=pytest.mark.ci) for kind in ("MDS", "Parquet")),
+        pytest.param("Parquet", 0, marks=pytest.mark.slow),
+    ],
 )
 def test_it_resumes_anywhere_with_any_number_of_workers_and_ranks(build, kind, workers):
     data = build(kind)

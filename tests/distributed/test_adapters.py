@@ -26,8 +26,8 @@ PLANS = {
 PAIRS = [
     *(("LoRA", plan) for plan in PLANS if plan not in ("ZeRO-2", "tensor")),
     *(pytest.param("LoRA", plan, marks=pytest.mark.slow) for plan in ("ZeRO-2", "tensor")),
-    ("Freeze", "FSDP"),
-    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("DoRA", "tensor"), ("IA3", "tensor"),
+    ("DoRA", "tensor"), ("Freeze", "FSDP"),
+    *(pytest.param(*pair, marks=pytest.mark.slow) for pair in (("IA3", "tensor"),
                                                                ("DoRA", "FSDP"), ("Freeze", "sequence"))),
 ]  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_latent_attention_is_spread_over_its_heads(sequence):
     "schedule",
     [
         pytest.param("1F1B", marks=pytest.mark.slow),
-        pytest.param("InterleavedZeroBubble", marks=pytest.mark.slow),
+        pytest.param("InterleavedZeroBubble", marks=pytest.mark.ci),
     ],
 )
 def test_experts_are_spread_over_stages_as_well(schedule):
@@ -139,7 +139,7 @@ def test_tokens_reach_their_experts_and_come_back_however_few_there_are(tmp_path
                 torch.testing.assert_close(own, half, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow  # six steps of the same are CI's, above
+@pytest.mark.slow  # six steps of larger layouts are CI's, above
 @pytest.mark.parametrize(("ranks", "sizes"), [(2, {"expert": 2}), (4, {"expert": 4})], ids=str)
 def test_the_loss_of_a_longer_run_is_that_of_one_process(ranks, sizes):
     longer = {"max_steps": 12, "val_check_interval": 6}

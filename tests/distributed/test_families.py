@@ -60,8 +60,8 @@ FIRST = {blocks_of(name): name for name in reversed(FAMILIES)}
 """The first family of each kind of blocks."""
 
 
-PLANNED_ALIKE = {"Gemma3", "Hybrid", "Mistral", "Mixtral", "OLMo2", "OLMoE", "Qwen2", "Qwen3", "Qwen3MoE"}
-"""Families whose plan is the one of Decoder, SparseDecoder or HybridDecoder, as Llama, DeepSeekV3 and OLMoHybrid take it."""
+PLANNED_ALIKE = {"Mistral", "Mixtral", "OLMo2", "OLMoE", "Qwen2", "Qwen3", "Qwen3MoE"}
+"""Families whose plan is the one of Decoder or SparseDecoder, as Llama and DeepSeekV3 take it."""
 
 
 def is_needed(name, strategy):
@@ -69,15 +69,21 @@ def is_needed(name, strategy):
 
     Its plan does under `sequence`, which takes that of `tensor` too. That its stages compute what forward does, the kit
     proves bit by bit; how stages exchange what they compute is the same for all with the same `blocks`. DeepSpeedZero
-    shards weights whatever computes with them.
+    shards weights whatever computes with them; those of transformers alone begin in another way.
     """
     if strategy == "tensor":
         return (name, "sequence") in REFUSED
     if strategy == "zero":
-        return False
+        return name == "Pretrained"
     if strategy == "sequence":
         return name not in PLANNED_ALIKE
     return FIRST[blocks_of(name)] == name
+
+
+def test_families_that_are_planned_alike_have_no_plan_of_their_own():
+    own = ("sequence_parallel_plan", "tensor_parallel_plan")
+    for name in PLANNED_ALIKE:
+        assert not any(method in vars(FAMILIES[name].target) for method in own), name
 
 
 def runs():

@@ -85,7 +85,7 @@ def test_the_others_on_two_ranks_are_the_run_of_one_process(objective):
     assert max(apart.values()) <= TOLERANCE * (10 if objective == "KTO" else 1), apart
 
 
-@pytest.mark.slow  # test_teachers.py
+@pytest.mark.slow  # what a teacher computes on ranks is CI's in test_teachers.py
 @pytest.mark.parametrize("strategy", [FSDP, DDP, TENSOR], ids=["FSDP", "DDP", "tensor"])
 def test_distillation_on_two_ranks_is_the_run_of_one_process(strategy):
     apart = compared(strategy, "Distillation", False, teacher=teacher(), label_weight=0.5, chunk_tokens=10)

@@ -39,10 +39,8 @@ assert isinstance(torchmetrics.MetricCollection([torchmetrics.MeanMetric()])["Me
     [
         USE,
         # as a command of others may do
-        pytest.param(
-            PART_FIRST.replace("PART", "aggregation").replace("NAME", "SumMetric"), marks=pytest.mark.slow
-        ),
-        pytest.param(PART_FIRST.replace("PART", "metric").replace("NAME", "Metric"), marks=pytest.mark.slow),
+        PART_FIRST.replace("PART", "aggregation").replace("NAME", "SumMetric"),
+        PART_FIRST.replace("PART", "metric").replace("NAME", "Metric"),
     ],
     ids=["Lightning first", "a part first", "metric first"],
 )
@@ -173,8 +171,10 @@ else:
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [[], ["absent"]], ids=["installed", "absent"])
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "words", [pytest.param([], marks=pytest.mark.slow), ["absent"]], ids=["installed", "absent"]
+)
 def test_tensorboard_writes_to_s3_where_boto3_is_installed(words):
     pytest.importorskip("boto3")
     done = subprocess.run([sys.executable, "-c", S3, *words], capture_output=True, text=True)
@@ -215,7 +215,7 @@ import torch.utils.flop_counter
 """
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_module_that_stands_for_triton_already_is_left_to_torch():
     """Projects put one there where triton cannot be installed; it has no spec."""
     done = subprocess.run([sys.executable, "-c", STUB], capture_output=True, text=True)

@@ -259,7 +259,7 @@ def test_options_of_the_trainer_measure_whatever_is_validated(folder, core):
             id="the network is sharded",
         ),
         pytest.param(
-            ["HybridParallel", "--trainer.strategy.context=2"], id="tokens are shared", marks=pytest.mark.slow
+            ["HybridParallel", "--trainer.strategy.context=2"], id="tokens are shared", marks=pytest.mark.ci
         ),
         pytest.param(
             ["DeepSpeedZero", "--trainer.strategy.stage=3"], id="rows are shared", marks=pytest.mark.slow

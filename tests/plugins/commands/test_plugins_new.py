@@ -109,7 +109,7 @@ def test_the_conformance_kit_passes_for_every_kind(projects, site):
         assert f"::{name}::{proof} PASSED" in output, kind
 
 
-@pytest.mark.slow  # tests/test_contributing.py has one kind, in CI
+@pytest.mark.slow  # tests/third_party has such a run of several kinds, in CI
 def test_a_run_selects_them_by_their_short_names(site, tmp_path, monkeypatch):
     config = {
         "trainer": {
