@@ -445,7 +445,7 @@ LARGE = {**MLP, "n_layer": 12, "n_embd": 1024, "intermediate_size": 2048, "vocab
 @pytest.mark.parametrize(
     "sharded",
     [
-        pytest.param(False, id="file", marks=pytest.mark.slow),
+        pytest.param(False, id="file", marks=pytest.mark.ci),
         pytest.param(True, id="sharded", marks=pytest.mark.slow),
     ],
 )

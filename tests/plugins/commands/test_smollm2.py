@@ -68,8 +68,13 @@ def test_logits_are_bitwise_those_of_transformers_and_the_answer_is_right(publis
     assert "The capital of France is Paris." in done.out
 
 
-@SLOW
-@pytest.mark.parametrize("kind", ["f16", "q8_0", "q4_k"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param("q8_0", marks=pytest.mark.ci),
+        *(pytest.param(kind, marks=SLOW) for kind in ("f16", "q4_k")),
+    ],
+)
 def test_llama_cpp_reads_an_export_with_the_same_tokens_and_perplexity(kind, imported, core, tmp_path):  # noqa: F811
     """Of 1,084 tokens of Python's own help, against a network with the weights as `gguf` dequantises them.
 
