@@ -20,6 +20,7 @@ def join_pages() -> None:
     Raises:
         OSError: If the system does not say what is mapped.
         AttributeError: If it has no madvise.
+        TypeError: If it has no library of C that a process shares, as on Windows.
     """
     libc = ctypes.CDLL(None)
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)

@@ -57,7 +57,7 @@ EXPRESSIONS = {
 
 
 def test_what_is_promised_is_among_the_tests_of_this_run(request):
-    """Also of tests whose marks are those of their parameters; of the files that this run collected."""
+    """Also of tests whose marks are those of their parameters; of the files and folders that this run was given."""
     asked = request.config.option
     if (
         asked.markexpr not in EXPRESSIONS
@@ -66,12 +66,12 @@ def test_what_is_promised_is_among_the_tests_of_this_run(request):
     ):
         pytest.skip("a part of the tests was asked for by name")
     items = {(item.path, getattr(item, "originalname", item.name)) for item in request.session.items}
-    collected = {path for path, _ in items}
+    given = [request.config.rootpath / word for word in request.config.args]
     missing = [
         f"{file}::{name}"
         for file, name, often in PROMISES
         if often in EXPRESSIONS[asked.markexpr]
-        and TESTS / file in collected
+        and any((TESTS / file).is_relative_to(root) for root in given)
         and (TESTS / file, name) not in items
     ]
     assert not missing
