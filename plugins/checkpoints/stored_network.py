@@ -94,6 +94,16 @@ def load_network(path: Path) -> tuple[Network, str, int | None]:
     return network_in(read(path), path)
 
 
+def load_without_tokenizer(path: Path) -> Network:
+    """Rebuilds the network of a checkpoint, which may have no tokenizer, in eval mode on the CPU.
+
+    Raises:
+        ConfigError: If the checkpoint holds no configuration.
+    """
+    checkpoint = read(path)
+    return _network_of(checkpoint, _config_in(checkpoint, path))
+
+
 def read(path: Path) -> Mapping[str, Any]:
     """Returns what a checkpoint holds, a file or a folder, without the optimizers of a folder."""
     return sharded.read_sharded(path, optimizers=False) if sharded.is_sharded(path) else read_checkpoint(path)
@@ -112,11 +122,7 @@ def network_in(
     config, tokenizer, end = described(checkpoint, path)
     if base_alone and is_adapted(config):
         return base_of(build_network(config["model"]["network"]), config, path).eval(), tokenizer, end
-    network, adapters = _filled(checkpoint, config)
-    if not any(is_quantised(layer) for layer in network.modules()):
-        for adapter in reversed(adapters):
-            adapter.merge(network)
-    return network.eval(), tokenizer, end
+    return _network_of(checkpoint, config), tokenizer, end
 
 
 def merged_network(path: Path) -> Network:
@@ -186,6 +192,14 @@ def is_adapted(config: Mapping[str, Any]) -> bool:
     return any(entry is not None and entry.kind == "adapters" for entry in entries)
 
 
+def _network_of(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> Network:
+    network, adapters = _filled(checkpoint, config)
+    if not any(is_quantised(layer) for layer in network.modules()):
+        for adapter in reversed(adapters):
+            adapter.merge(network)
+    return network.eval()
+
+
 def _filled(checkpoint: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Network, list[Adapter]]:
     network, weights = build_network(config["model"]["network"]), weights_of(checkpoint)
     if network.state_dict().keys() == weights.keys():
@@ -200,17 +214,22 @@ def described(checkpoint: Mapping[str, Any], path: Path) -> tuple[dict[str, Any]
     Raises:
         ConfigError: If it holds no configuration or no tokenizer.
     """
-    text = checkpoint.get(RECORD, {}).get("config")
+    config = _config_in(checkpoint, path)
     states = (value for value in checkpoint.values() if isinstance(value, Mapping))
     data = next((state for state in states if isinstance(state.get("tokenizer"), str)), None)
-    if text is None:
-        raise ConfigError(f"{shown(path)} was not written by `python -m core`: it lacks its config.")
     if data is None:
         raise ConfigError(
             f"{shown(path)} has no tokenizer, which texts need: it is of a run on tokens, or of weights that came without "
             "one."
         )
-    return parse_config(text, path), data["tokenizer"], data.get("end_of_text_id")
+    return config, data["tokenizer"], data.get("end_of_text_id")
+
+
+def _config_in(checkpoint: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    text = checkpoint.get(RECORD, {}).get("config")
+    if text is None:
+        raise ConfigError(f"{shown(path)} was not written by `python -m core`: it lacks its config.")
+    return parse_config(text, path)
 
 
 def weights_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:

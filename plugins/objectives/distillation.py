@@ -225,10 +225,10 @@ def load_teacher(path: Path) -> Network:
     from plugins.checkpoints.foreign import is_foreign, open_foreign
     from plugins.checkpoints.hf_folder import network_config
     from plugins.checkpoints.initial_weights import InitialWeights
-    from plugins.checkpoints.stored_network import build_network, load_network
+    from plugins.checkpoints.stored_network import build_network, load_without_tokenizer
 
     if not is_foreign(path):
-        return load_network(resolve(str(path), path))[0]
+        return load_without_tokenizer(resolve(str(path), path))
     network: Network = build_network(network_config(open_foreign(path)))
     InitialWeights(str(path)).change_network(network)
     return network

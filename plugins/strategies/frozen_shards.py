@@ -40,7 +40,9 @@ class FrozenShards:
             fully_shard(block, mp_policy=formats.policy(block), **options)
         policy = formats.policy(network)
         self.network: Any = fully_shard(network, reshard_after_forward=False, mp_policy=policy, **options)
-        network.register_forward_pre_hook(self._note)
+        network.register_forward_pre_hook(
+            self._note, prepend=True
+        )  # before FSDP gathers, within which memory may run out
         offloaded = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
         tensors.to_memory(network, torch.device("cpu") if offloaded else device)
         for name, tensor in tensors.named_tensors(network).items():
