@@ -73,7 +73,7 @@ ULYSSES = strategy("HybridParallel", data_shard=1, context=2, context_method="ul
 @pytest.mark.parametrize(
     "spread",
     [
-        strategy("DDP"),
+        pytest.param(strategy("DDP"), marks=pytest.mark.slow),
         pytest.param(strategy("FSDP"), marks=NEEDS_DROPPED_STEPS),
         pytest.param(strategy("DeepSpeedZero", stage=1), marks=pytest.mark.slow),
         strategy("DeepSpeedZero", stage=2),

@@ -78,7 +78,7 @@ def test_its_loss_is_that_of_a_network_with_the_averages_and_the_weights_stay(tm
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("sanity", [0, 1])
+@pytest.mark.parametrize("sanity", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_under_fsdp_its_loss_is_that_of_one_process(sanity):
     usual = callback("ExponentialMovingAverage", decay=0.9), {"trainer": {"val_check_interval": 2}}
     rows = {"data": {"init_args": {"batch_size": 2}}}

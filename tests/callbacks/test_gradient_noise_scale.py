@@ -59,7 +59,7 @@ def measured(folder, monkeypatch, ranks=1, accumulate=1, **trainer):
     [
         pytest.param(1, {}, id="halves"),
         pytest.param(1, {"accumulate": 4}, id="micro-batches"),
-        pytest.param(2, {"strategy": "DDP"}, id="halves on two ranks", marks=pytest.mark.ci),
+        pytest.param(2, {"strategy": "DDP"}, id="halves on two ranks", marks=pytest.mark.slow),
         pytest.param(2, {"strategy": "DDP", "accumulate": 2}, id="micro-batches on two ranks", marks=pytest.mark.ci),
         pytest.param(2, {"strategy": "FSDP", "accumulate": 2}, id="sharded", marks=pytest.mark.ci),
         pytest.param(2, {"strategy": REPLICAS, "accumulate": 2}, id="replicas", marks=pytest.mark.ci),

@@ -203,7 +203,9 @@ SHARDED = {
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "stage 2" else ()) for name in SHARDED]
+)
 def test_sharded_ranks_are_one_process(name, tmp_path):
     one = apart(tmp_path / "1", 1, RATIOS, PARTS, more=BRIEF)
     strategy = json.dumps(dict(zip(("class_path", "init_args"), SHARDED[name], strict=True)))

@@ -142,7 +142,7 @@ def test_encoded_records_that_are_cut_while_they_are_read_are_named(tmp_path):
     assert_told(done, name, glob(path)[0])
 
 
-@pytest.mark.ci
+@pytest.mark.slow  # as one process is told by test_remote_batches.py
 def test_an_object_that_storage_does_not_give_is_named(storage, tmp_path):
     folder = prepare(corpus(tmp_path / "source", documents=2500), tmp_path / "out", writer=TokenShards(SHARD))
     url, name = storage.upload(folder, "gone"), "gone from storage"

@@ -103,10 +103,16 @@ def placed(kind, shape, placements):
     return stepped(kind, [nn.Parameter(place(start)) for start in starts()], place)
 
 
+def how_often(name, kind):
+    """Returns the mark of a place: CI tries one dimension and two, and copies."""
+    often = kind is Muon and name in ("shards", "copies", "two-way")
+    return pytest.mark.ci if often else pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param(Muon, marks=pytest.mark.ci), pytest.param(SOAP, marks=pytest.mark.slow)]
+    ("name", "kind"),
+    [pytest.param(name, kind, marks=how_often(name, kind)) for kind in (Muon, SOAP) for name in PLACES],
 )
-@pytest.mark.parametrize("name", PLACES)
 def test_each_matrix_is_computed_once_to_the_bits_of_one_process(name, kind, tmp_path):
     ranks, shape, placements = PLACES[name]
     expected, alone = stepped(kind, [nn.Parameter(start) for start in starts()], lambda tensor, _: tensor)

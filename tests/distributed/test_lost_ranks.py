@@ -22,7 +22,7 @@ def output(rank):
     ("strategy", "ranks", "dead"),
     [
         (DDP, 3, 1),
-        (FSDP, 2, 1),
+        pytest.param(FSDP, 2, 1, marks=pytest.mark.slow),
         pytest.param(TENSOR, 2, 1, marks=pytest.mark.slow),
         (DDP, 2, 0),
     ],

@@ -64,7 +64,11 @@ FSDP, DDP = {"class_path": "FSDP"}, {"class_path": "DDP"}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("strategy", [FSDP, DDP, TENSOR], ids=["FSDP", "DDP", "tensor"])
+@pytest.mark.parametrize(
+    "strategy",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (FSDP, DDP)), TENSOR],
+    ids=["FSDP", "DDP", "tensor"],
+)
 def test_dpo_on_two_ranks_is_the_run_of_one_process(strategy):
     apart = compared(strategy, "DPO", kind="ipo", chunk_tokens=10)
     assert max(apart.values()) <= TOLERANCE, apart

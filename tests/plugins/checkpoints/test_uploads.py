@@ -459,7 +459,10 @@ def test_two_ranks_upload_their_own_parts_and_one_process_reads_them(storage, en
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("strategy", "plugin", "refused"),
-    [("DDP", "AtomicCheckpoint", "4.ckpt"), ("FSDP", "ShardedCheckpoint", "4.ckpt/__1_0.distcp")],
+    [
+        pytest.param("DDP", "AtomicCheckpoint", "4.ckpt", marks=pytest.mark.slow),
+        ("FSDP", "ShardedCheckpoint", "4.ckpt/__1_0.distcp"),
+    ],
 )
 def test_all_ranks_end_with_what_one_could_not_upload(
     strategy, plugin, refused, storage, environment, tmp_path

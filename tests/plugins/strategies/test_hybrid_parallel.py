@@ -163,7 +163,11 @@ ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("sizes", [{"pipeline": 2}, {"tensor": 2, "sequence": 2}, {"context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [{"pipeline": 2}, {"tensor": 2, "sequence": 2}, pytest.param({"context": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_resumed_it_is_bitwise_the_same(sizes):
     whole = fit(hybrid(**sizes) | ADAM, 2)
     assert whole.code == 0, whole.error_text
