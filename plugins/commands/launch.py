@@ -20,7 +20,7 @@ from core.technique import technique
 from plugins.cli.configuration.arguments import last, without
 from plugins.cli.configuration.command_parser import Parser
 from plugins.cli.configuration.config_files import configs_folder
-from plugins.commands.launch_sweep import Trial, script, trials
+from plugins.commands.launch_sweep import FOLDER, Trial, as_array, as_one_run, in_turn, trials
 from plugins.commands.plugins_terminal import write
 
 SUBMIT = {"torchrun": ["bash"], "slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}
@@ -92,10 +92,10 @@ def launch(arguments: list[str]) -> int:
     found: list[Trial] = []
     if options.sweep:
         command, found = trials(Path(options.sweep), command, f"{options.nodes} x {options.devices}")
-    filled = fill_template(text, _values(options, command, kind) | _array(found), str(template))
+    filled = _filled(options, command, kind, found, template, text)
     if not options.no_check:
-        for trial in found or [Trial([], Path())]:
-            _check_run(options, [*command, *trial.words])
+        for words in [trial.words for trial in found] or [[]]:
+            _check_run(options, [*command, *words])
     if options.dry_run:
         print(filled, end="")
         return 0
@@ -129,7 +129,7 @@ def _parser() -> Parser:
     parser.add_argument("--image", help="Kubernetes: the container (leyden:latest)")
     parser.add_argument("--volume", help="Kubernetes: the shared volume (workspace)")
     parser.add_argument(
-        "--sweep", metavar="FILE", help="SLURM: YAML of options and their values, a run for each"
+        "--sweep", metavar="FILE", help="YAML of options and their values, a run for each combination"
     )
     parser.add_argument("--output", metavar="FILE", help="where the script goes (default: after --name)")
     parser.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
@@ -235,12 +235,20 @@ def _check_options(options: argparse.Namespace, kind: str, text: str, template: 
             f"{{{{{place}}}}}" in text for place in names
         ):
             raise ConfigError(f"launch: {option} would have no effect: {template} has no {{{{{name}}}}}.")
-    if options.sweep and "{{trials}}" not in text:
-        raise ConfigError(f"launch: --sweep is a job array of SLURM, and {template} has no {{{{trials}}}}.")
+    needed = ("{{trials}}", "{{trial}}", "{{next_trial}}")[
+        : {"slurm": 2, "torchrun": 3, "kubernetes": 0}[kind]
+    ]
+    if options.sweep and (missing := next((name for name in needed if name not in text), None)):
+        raise ConfigError(f"launch: --sweep has no place in {template}, which has no {missing}.")
+    if options.sweep and kind == "torchrun" and options.nodes > 1:
+        raise ConfigError(
+            "launch: with torchrun a sweep trains its runs one after the other on one machine: leave --nodes out, or take "
+            "--cluster slurm or kubernetes."
+        )
     if (options.least_nodes or 1) > options.nodes:
         raise ConfigError(f"launch: --least-nodes is {options.least_nodes}, --nodes only {options.nodes}.")
     # a PyTorchJob's name begins that of its pods, which is a label of RFC 1035
-    longest = 63 - len(f"-worker-{options.nodes - 1}")
+    longest = 63 - len(f"-worker-{options.nodes - 1}") - (len("-01234567") if options.sweep else 0)
     if kind == "kubernetes" and not (options.name[0].isalpha() and len(options.name) <= longest):
         raise ConfigError(
             f"launch: --name is {options.name!r}: in Kubernetes it begins with a letter and has at most {longest} "
@@ -290,11 +298,21 @@ def _values(options: argparse.Namespace, command: list[str], kind: str) -> dict[
     }
 
 
-def _array(found: list[Trial]) -> dict[str, str | None]:
-    """Returns the values of the names that make a script an array of trials, or leave the lines of one out."""
-    if not found:
-        return {"array": None, "trials": None, "trial": ""}
-    return {"array": f"0-{len(found) - 1}", "trials": script(found), "trial": ' "${trial[@]}"'}
+def _filled(
+    options: argparse.Namespace, command: list[str], kind: str, found: list[Trial], template: Path, text: str
+) -> str:
+    """Returns the script of a run, or of the trials of a sweep."""
+    values = _values(options, command, kind)
+    if not found or kind != "kubernetes":
+        ways = {"slurm": as_array, "torchrun": in_turn}
+        more = ways[kind](found) if found else as_one_run()
+        return fill_template(text, values | more, str(template))
+    jobs = []
+    for trial in found:
+        values = _values(options, [*command, *trial.words, f"--{FOLDER}={trial.folder}"], kind)
+        values["name"] = f"{options.name}-{trial.digest}"
+        jobs.append(fill_template(text, values | as_one_run(), str(template)))
+    return "---\n".join(jobs)
 
 
 def as_container_arguments(words: list[str]) -> str:

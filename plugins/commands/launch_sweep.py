@@ -1,4 +1,4 @@
-"""The trials of `launch --sweep`: a job array of SLURM in which each task trains one of them in a run folder of its own."""
+"""The trials of `launch --sweep`: each is trained in a run folder of its own, by a task of a SLURM array, by a job in Kubernetes, or one after the other."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from plugins.cli.configuration.yaml_texts import read_yaml
 from plugins.cli.runs.claims import CLAIM
 
 MOST = 1000
-"""Tasks of one array: SLURM's MaxArraySize is 1,001 unless a cluster changes it."""
+"""Trials: SLURM's MaxArraySize is 1,001 unless a cluster changes it."""
 
 FOLDER = "trainer.default_root_dir"
+
+TRIAL = ' "${trial[@]}"'
+"""In bash: what a trial adds to the command."""
 
 
 class Trial(NamedTuple):
@@ -29,10 +32,12 @@ class Trial(NamedTuple):
     Attributes:
         words: What it adds to the command line.
         folder: Its run folder.
+        digest: Tells it apart from other trials, 8 hexadecimal digits.
     """
 
     words: list[str]
     folder: Path
+    digest: str
 
 
 def trials(path: Path, command: list[str], size: str) -> tuple[list[str], list[Trial]]:
@@ -76,7 +81,7 @@ def _combinations(path: Path) -> list[dict[str, Any]]:
             f"launch: {path} sets {fixed}: the folder of a trial is named after its other values."
         )
     if (number := math.prod(map(len, values.values()))) > MOST:
-        raise ConfigError(f"launch: {path} has {number:,} trials, and an array at most {MOST:,} tasks.")
+        raise ConfigError(f"launch: {path} has {number:,} trials; a sweep has at most {MOST:,}.")
     return [dict(zip(values, chosen, strict=True)) for chosen in itertools.product(*values.values())]
 
 
@@ -87,20 +92,51 @@ def _trial(values: Mapping[str, Any], root: Path, shared: list[str]) -> Trial:
     plain = re.sub(r"[^\w.,=+-]", "-", name, flags=re.ASCII)[:80]
     # The command alone says which folder: a sweep with more values finds its earlier trials again.
     digest = hashlib.sha256("\0".join([*shared, *words]).encode(errors="surrogateescape")).hexdigest()[:8]
-    return Trial(words, root / f"{plain}-{digest}")
+    return Trial(words, root / f"{plain}-{digest}", digest)
 
 
-def script(found: list[Trial]) -> str:
-    """Returns bash that sets `trial`, what a task adds to the command, from the number of the task.
+def as_array(found: list[Trial]) -> dict[str, str | None]:
+    """Returns what makes a script of SLURM an array of trials, by the names of its template."""
+    return {
+        "array": f"0-{len(found) - 1}",
+        "trials": _chosen(found, "SLURM_ARRAY_TASK_ID"),
+        "trial": TRIAL,
+        "next_trial": None,
+    }
 
-    It may be submitted again at any time: a trial that is done or runs elsewhere is left alone, one that was begun
-    continues from its last checkpoint.
+
+def in_turn(found: list[Trial]) -> dict[str, str | None]:
+    """Returns what makes a script train the trials one after the other, by the names of its template.
+
+    One that fails does not end the others, but the script ends with its exit code. SIGTERM and Ctrl-C end the trial, as they
+    end a run, and the script.
+    """
+    begin = f"""command -v flock > /dev/null || {{ echo "a sweep needs flock, of util-linux" >&2; exit 2; }}
+trap 'wait "$child" || true; exit 130' INT  # torchrun has got it, too
+trap 'kill "$child" && wait "$child" || true; exit 143' TERM
+for task in {{0..{len(found) - 1}}}; do
+(
+{_chosen(found, "task")}"""
+    end = ') & child=$!\nwait "$child" || failed=$?\ndone\nexit "${failed:-0}"'
+    return {"array": None, "trials": begin, "trial": TRIAL, "next_trial": end}
+
+
+def as_one_run() -> dict[str, str | None]:
+    """Returns what leaves a template without trials."""
+    return {"array": None, "trials": None, "trial": "", "next_trial": None}
+
+
+def _chosen(found: list[Trial], number: str) -> str:
+    """Returns bash that sets `trial`, what is added to the command, by the number in a variable.
+
+    It may run again at any time: a trial that is done or runs elsewhere is left alone, one that was begun continues from its
+    last checkpoint.
     """
     cases = "\n".join(
-        f"    {number}) folder={shlex.quote(str(trial.folder))} trial=({shlex.join(trial.words)}) ;;"
-        for number, trial in enumerate(found)
+        f"    {place}) folder={shlex.quote(str(trial.folder))} trial=({shlex.join(trial.words)}) ;;"
+        for place, trial in enumerate(found)
     )
-    return f"""case "$SLURM_ARRAY_TASK_ID" in
+    return f"""case "${number}" in
 {cases}
 esac
 mkdir -p "$(dirname "$folder")"

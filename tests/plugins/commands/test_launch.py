@@ -5,8 +5,10 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from copy import deepcopy
 from pathlib import Path
 
@@ -93,19 +95,21 @@ def test_slurms_resources(launch):
     assert "export SRUN_CPUS_PER_TASK=12 " in script  # srun takes none of sbatch's since SLURM 22.05
 
 
+def program(folder, name, lines):
+    """Puts a program of sh first on the PATH."""
+    (folder / "bin").mkdir(exist_ok=True)
+    (folder / "bin" / name).write_text(f"#!/bin/sh\n{lines}\n")
+    (folder / "bin" / name).chmod(0o755)
+    return {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": str(HOUSE)}
+
+
 @pytest.fixture
 def task(launch, tmp_path):
     """Does what SLURM does with a task of a sweep's script: `srun` gets the words after `python`, or runs them."""
-    (tmp_path / "bin").mkdir()
-    stub = tmp_path / "bin" / "srun"
-
     core = f'shift 2; exec {shlex.quote(sys.executable)} "$@"'
 
     def call(script, number, srun=core):
-        stub.write_text(f"#!/bin/sh\n{srun}\n")
-        stub.chmod(0o755)
-        environment = {**os.environ, "PATH": f"{stub.parent}:{os.environ['PATH']}", "PYTHONPATH": str(HOUSE)}
-        environment["SLURM_ARRAY_TASK_ID"] = str(number)
+        environment = program(tmp_path, "srun", srun) | {"SLURM_ARRAY_TASK_ID": str(number)}
         return subprocess.run(
             ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
@@ -174,6 +178,56 @@ def test_a_task_leaves_a_trial_alone_that_another_trains(launch, task, tmp_path)
     begin = script.rpartition("srun ")[0]  # in place of the training, the same task once more
     done = task(f"{begin}bash -c {shlex.quote(script)} || exit 2", 0, "exit 1")
     assert (done.returncode, done.stdout.endswith(": another task trains this\n")) == (0, True)
+
+
+IN_TURN = ("--cluster=torchrun", "--devices=1", "--sweep=rates.yaml", "--dry-run")
+
+
+def test_without_a_cluster_trials_are_trained_one_after_the_other(launch, tmp_path):
+    (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.1, 0.2, 0.3]\nseed_everything: [7]\n")
+    script = launch(*IN_TURN, "--no-check", *FIT)
+    fails = 'printf "%s " "$LEYDEN_JOB" "$@" >> said; echo >> said; case "$*" in *lr=0.2*) exit 3 ;; esac'
+    environment = program(tmp_path, "torchrun", fails)
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment)
+    assert done.returncode == 3  # of the second; the third is trained all the same
+    lines = (tmp_path / "said").read_text().splitlines()
+    for line, rate in zip(lines, ("0.1", "0.2", "0.3"), strict=True):
+        job, *words = line.split()
+        own = [f"--model.optimizer.lr={rate}", "--seed_everything=7", f"--trainer.default_root_dir={job}"]
+        assert words[-4:] == ["--trainer.devices=auto", *own]
+    assert "leave --nodes out" in launch(*IN_TURN, "--nodes=2", *FIT, code=2)
+    (tmp_path / "own.template").write_text("torchrun -m core {{command}}\n")
+    assert "has no {{trials}}" in launch("--cluster=own.template", *IN_TURN[1:], *FIT, code=2)
+
+
+def test_a_signal_ends_the_trial_and_the_sweep(launch, tmp_path):
+    (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.1, 0.2]\n")
+    script = launch(*IN_TURN, "--no-check", *FIT)
+    waits = "trap 'echo ended >> said; exit 1' TERM\necho begun >> said\nsleep 60 & wait"
+    job = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=program(tmp_path, "torchrun", waits))
+    end = time.monotonic() + 60
+    while not (tmp_path / "said").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    assert job.wait(60) == 143
+    assert (tmp_path / "said").read_text() == "begun\nended\n"
+
+
+def test_in_kubernetes_each_trial_is_a_job(launch, tmp_path):
+    (tmp_path / "rates.yaml").write_text('model.optimizer.lr: [0.1]\nconfig: ["$(HOME).yaml", b.yaml]\n')
+    words = ("--cluster=kubernetes", "--name=rates", "--sweep=rates.yaml", "--no-check", "--dry-run")
+    jobs = list(yaml.safe_load_all(launch(*words, *FIT)))
+    for job, config in zip(jobs, ("$$(HOME).yaml", "b.yaml"), strict=True):
+        jsonschema.validate(job, PYTORCHJOB)
+        name = job["metadata"]["name"]
+        assert job["spec"]["elasticPolicy"]["rdzvId"] == name
+        [container] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+        *shared, rate, own, folder, devices = container["args"]
+        assert (shared, rate, devices) == (FIT, "--model.optimizer.lr=0.1", "--trainer.devices=auto")
+        assert own == f"--config={config}"
+        assert folder.startswith("--trainer.default_root_dir=runs/rates/")
+        assert folder.endswith(f"-{name.removeprefix('rates-')}")
+    assert len({job["metadata"]["name"] for job in jobs}) == 2
 
 
 def test_prepare_submits_its_own_array_jobs_with_the_options_of_launch(launch, tmp_path, capsys):
@@ -380,7 +434,6 @@ def test_the_command_is_checked_before_anything_is_written(launch, tools, tmp_pa
         (["--cluster=slurm", "--sweep=none.yaml", *FIT], "none.yaml cannot be read"),
         (["--cluster=slurm", "--sweep=my config.yaml", "validate"], "--sweep has trials of fit, not of validate"),
         (["--cluster=slurm", "--sweep=my config.yaml", *FIT, "--ckpt_path=last"], "leave --ckpt_path out"),
-        (["--cluster=torchrun", "--sweep=my config.yaml", *FIT], "has no {{trials}}"),
         (["--cluster=slurm", "--time=soon", "fit"], "--time"),
         (["--cluster=slurm", "--time=1²:00", "fit"], "--time"),
         (["--cluster=slurm", "--mem=lots", "fit"], "--mem"),
