@@ -40,9 +40,8 @@ class FrozenShards:
             fully_shard(block, mp_policy=formats.policy(block), **options)
         policy = formats.policy(network)
         self.network: Any = fully_shard(network, reshard_after_forward=False, mp_policy=policy, **options)
-        network.register_forward_pre_hook(
-            self._note, prepend=True
-        )  # before FSDP gathers, within which memory may run out
+        # before FSDP's own hook, which gathers, and may run out of memory
+        network.register_forward_pre_hook(self._note, prepend=True)
         offloaded = isinstance(options.get("offload_policy"), CPUOffloadPolicy)
         tensors.to_memory(network, torch.device("cpu") if offloaded else device)
         for name, tensor in tensors.named_tensors(network).items():
@@ -52,6 +51,7 @@ class FrozenShards:
         self._ran = False
 
     def _note(self, *_: Any) -> None:
+        self.release()  # after a backward of which the strategy was not told, as in trials of a batch size
         self._ran = True
 
     def release(self) -> None:

@@ -5,7 +5,15 @@ import torch
 
 from callbacks.batch_size_finder import BatchSizeFinder, divisors, largest, widened
 from core.errors import ConfigError
-from tests.support.token_runs import NEEDS_DROPPED_STEPS, callback, ended_alike, fit, state_of, strategy
+from tests.support.token_runs import (
+    NEEDS_DROPPED_STEPS,
+    callback,
+    ended_alike,
+    fit,
+    state_of,
+    strategy,
+    taught,
+)
 
 MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}},
                    "lr_scheduler": {"class_path": "WarmupCosine", "init_args": {"warmup_steps": 2}}}}  # fmt: skip
@@ -96,6 +104,16 @@ def test_all_ranks_take_what_fits_on_each(spread):
     found = fit(*parts, both, ranks=2)
     assert state_of(found, "BatchSizeFinder") == {"batch_size": 6}
     ended_alike(found, fit(MODEL, spread, shape(6, 2), ranks=2))
+
+
+@NEEDS_DROPPED_STEPS
+@pytest.mark.ci
+def test_a_sharded_teacher_is_gathered_anew_after_the_trials():
+    """Of which each gathers what this rank has, in place of what the others have."""
+    parts = MODEL, strategy("FSDP"), taught()
+    found = fit(*parts, shape(2, 6), callback("BatchSizeFinder", memory_limit=ENDLESS), ranks=2)
+    assert state_of(found, "BatchSizeFinder") == {"batch_size": 12}
+    ended_alike(found, fit(*parts, shape(12, 1), ranks=2))
 
 
 def test_a_row_that_does_not_fit_ends_the_run():

@@ -8,10 +8,16 @@ from callbacks.oom_guard import OOMGuard, split
 from conformance.workshop import workshop
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
-from plugins.networks.gpt import GPT
 from tests.support.same_run import weights_apart
-from tests.support.stored_networks import lively_network, store
-from tests.support.token_runs import NEEDS_DROPPED_STEPS, callback, ended_alike, fit, state_of, strategy
+from tests.support.token_runs import (
+    NEEDS_DROPPED_STEPS,
+    callback,
+    ended_alike,
+    fit,
+    state_of,
+    strategy,
+    taught,
+)
 
 ENDLESS = 2_000_000_000
 MODEL = {"model": {"network": {"init_args": {"n_embd": 64, "max_sequence_length": 128}}}}
@@ -122,7 +128,7 @@ def same_steps(steps, ranks):
 @pytest.mark.parametrize(
     ("sharding", "steps", "ranks", "readers"),
     [
-        pytest.param(strategy("FSDP", stage=2), 20, 2, 2, marks=pytest.mark.slow),  # with a teacher below
+        pytest.param(strategy("FSDP", stage=2), 20, 2, 2, marks=pytest.mark.ci),
         pytest.param(strategy("FSDP", stage=3), 152, 2, 2, marks=pytest.mark.slow),
         pytest.param(strategy("FSDP", stage=2), 152, 2, 2, marks=pytest.mark.slow),
         pytest.param(strategy("FSDP", replicas=2, reduce_format="bf16"), 62, 4, 4, marks=pytest.mark.slow),
@@ -138,16 +144,6 @@ def test_ranks_that_share_weights_repeat_a_step_wherever_one_fails(sharding, ste
     fail_anywhere(sharding, steps, ranks, readers)
 
 
-@pytest.fixture(scope="module")
-def taught():
-    """Returns the overlay of a run that learns from a teacher."""
-    arguments = {"vocab_size": 64, "n_layer": 3, "n_head": 2, "n_embd": 16, "max_sequence_length": 16}
-    path = store(
-        lively_network(GPT, arguments), arguments, workshop() / "teacher-of-guarded.ckpt", data=False
-    )
-    return {"model": {"objective": {"class_path": "Distillation", "init_args": {"teacher": str(path)}}}}
-
-
 @NEEDS_DROPPED_STEPS
 @pytest.mark.parametrize(
     ("sharding", "steps", "ranks", "readers"),
@@ -161,9 +157,9 @@ def taught():
         pytest.param(strategy("DeepSpeedZero", stage=2), 62, 2, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_step_that_fails_in_a_teacher_is_repeated_as_well(sharding, steps, ranks, readers, taught):
+def test_a_step_that_fails_in_a_teacher_is_repeated_as_well(sharding, steps, ranks, readers):
     """Its blocks and its head are gathered and freed beside those of the network that is trained."""
-    fail_anywhere(sharding | taught, steps, ranks, readers)
+    fail_anywhere(sharding | taught(), steps, ranks, readers)
 
 
 def fail_anywhere(sharding, steps, ranks, readers, **how):

@@ -13,7 +13,9 @@ from conformance.runs import Run
 from conformance.workshop import workshop
 from datamodules.preparation.writers.token_shards import TokenShards
 from plugins.cli.configuration.config_files import merge
+from plugins.networks.gpt import GPT
 from tests.support import same_run
+from tests.support.stored_networks import lively_network, store
 from toolkit.memory_limits import drops_steps
 
 NEEDS_DROPPED_STEPS = pytest.mark.skipif(not drops_steps(), reason="it is refused with this torch")
@@ -29,6 +31,14 @@ def tokens() -> str:
         steps = np.where(random.random(count) < 0.3, random.integers(0, 64, count), 1)
         TokenShards(2000).write([np.cumsum(steps) % 64], folder / split, vocab_size=64)
     return str(folder)
+
+
+@cache
+def taught() -> dict[str, Any]:
+    """Returns the overlay of a run that learns from a teacher of three blocks."""
+    arguments = {"vocab_size": 64, "n_layer": 3, "n_head": 2, "n_embd": 16, "max_sequence_length": 128}
+    path = store(lively_network(GPT, arguments), arguments, workshop() / "teacher-of-tokens.ckpt", data=False)
+    return {"model": {"objective": {"class_path": "Distillation", "init_args": {"teacher": str(path)}}}}
 
 
 def overlay(*parts: dict[str, Any]) -> dict[str, Any]:
