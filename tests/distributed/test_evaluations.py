@@ -45,7 +45,7 @@ PLANS = {
 }
 """Strategy, the rows of a rank's batch, and the number of ranks where it is not 2."""
 
-OFTEN = ("pipeline",)
+OFTEN = ("pipeline", "experts")
 """What CI tries; with the ranks of test_evaluate_command.py one of each way in which they share the work, but rows alone."""
 
 MIXTURE = {
