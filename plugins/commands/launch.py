@@ -7,11 +7,13 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 from collections.abc import Mapping
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -25,6 +27,16 @@ from plugins.commands.plugins_terminal import write
 
 SUBMIT = {"torchrun": ["bash"], "slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}
 """Cluster -> the command that takes the script."""
+
+FORWARDED = (signal.SIGTERM, signal.SIGHUP)
+"""What ends a program that this one waits for: a terminal sends Ctrl-C to both."""
+
+OF_A_SWEEP = {
+    "torchrun": ("trials", "trial", "next_trial"),
+    "slurm": ("array", "trials", "trial"),
+    "kubernetes": ("name",),
+}
+"""Cluster -> names that a template needs for the runs of a sweep."""
 
 COMMANDS = ("fit", "validate", "test", "predict")
 """What divides its work among the processes of a launcher; any other command would do all of it in each of them."""
@@ -108,7 +120,8 @@ def launch(arguments: list[str]) -> int:
     write(path, filled)
     if found:
         together = shlex.quote(str(found[0].folder.parent))
-        print(f"{len(found)} runs. When they are done: python -m core compare {together}/*")
+        where = ", on the volume" if kind == "kubernetes" else ""
+        print(f"{len(found)} runs. When they are done{where}: python -m core compare {together}/*")
     return _submit(kind, path)
 
 
@@ -235,11 +248,12 @@ def _check_options(options: argparse.Namespace, kind: str, text: str, template: 
             f"{{{{{place}}}}}" in text for place in names
         ):
             raise ConfigError(f"launch: {option} would have no effect: {template} has no {{{{{name}}}}}.")
-    needed = ("{{trials}}", "{{trial}}", "{{next_trial}}")[
-        : {"slurm": 2, "torchrun": 3, "kubernetes": 0}[kind]
-    ]
-    if options.sweep and (missing := next((name for name in needed if name not in text), None)):
-        raise ConfigError(f"launch: --sweep has no place in {template}, which has no {missing}.")
+    missing = [name for name in OF_A_SWEEP[kind] if f"{{{{{name}}}}}" not in text]
+    if options.sweep and missing:
+        raise ConfigError(
+            f"launch: {template} cannot run a sweep: it lacks {{{{{missing[0]}}}}}. Take over the lines with "
+            f"{', '.join(OF_A_SWEEP[kind])} from {kind}'s template in configs/cluster."
+        )
     if options.sweep and kind == "torchrun" and options.nodes > 1:
         raise ConfigError(
             "launch: with torchrun a sweep trains its runs one after the other on one machine: leave --nodes out, or take "
@@ -303,6 +317,8 @@ def _filled(
 ) -> str:
     """Returns the script of a run, or of the trials of a sweep."""
     values = _values(options, command, kind)
+    for trial in found:
+        _sized(options, [*command, *trial.words], {})  # raises for numbers of processes of its own
     if not found or kind != "kubernetes":
         ways = {"slurm": as_array, "torchrun": in_turn}
         more = ways[kind](found) if found else as_one_run()
@@ -311,7 +327,7 @@ def _filled(
     for trial in found:
         values = _values(options, [*command, *trial.words, f"--{FOLDER}={trial.folder}"], kind)
         values["name"] = f"{options.name}-{trial.digest}"
-        jobs.append(fill_template(text, values | as_one_run(), str(template)))
+        jobs.append(fill_template(text, values | as_one_run(), str(template)).rstrip("\n") + "\n")
     return "---\n".join(jobs)
 
 
@@ -360,10 +376,24 @@ def _submit(kind: str, path: Path) -> int:
     command = [*SUBMIT[kind], f"./{path}" if str(path).startswith("-") else str(path)]
     print(f"+ {shlex.join(command)}", flush=True)
     try:
-        code = subprocess.run(command, check=False).returncode
+        process = subprocess.Popen(command)
     except OSError:
         raise ConfigError(
             f"{command[0]} is not installed here, and nothing was submitted. The script is {path}: "
             f"take it to where `{shlex.join(command)}` works."
         ) from None
+    code = _wait(process)
     return code if code >= 0 else 128 - code  # as a shell says that a signal ended it
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit code of a program, to which signals to this process are passed on."""
+    ways: dict[int, Any] = dict.fromkeys(FORWARDED, lambda number, _: process.send_signal(number))
+    before = {
+        number: signal.signal(number, way) for number, way in (ways | {signal.SIGINT: signal.SIG_IGN}).items()
+    }
+    try:
+        return process.wait()
+    finally:
+        for number, way in before.items():
+            signal.signal(number, way)

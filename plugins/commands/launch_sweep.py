@@ -32,12 +32,19 @@ class Trial(NamedTuple):
     Attributes:
         words: What it adds to the command line.
         folder: Its run folder.
-        digest: Tells it apart from other trials, 8 hexadecimal digits.
     """
 
     words: list[str]
     folder: Path
-    digest: str
+
+    @property
+    def digest(self) -> str:
+        """Tells its folder apart from others, 8 hexadecimal digits."""
+        return _digest(str(self.folder))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:8]
 
 
 def trials(path: Path, command: list[str], size: str) -> tuple[list[str], list[Trial]]:
@@ -91,8 +98,8 @@ def _trial(values: Mapping[str, Any], root: Path, shared: list[str]) -> Trial:
     name = ",".join(f"{key.rpartition('.')[2]}={text}" for key, text in texts.items())
     plain = re.sub(r"[^\w.,=+-]", "-", name, flags=re.ASCII)[:80]
     # The command alone says which folder: a sweep with more values finds its earlier trials again.
-    digest = hashlib.sha256("\0".join([*shared, *words]).encode(errors="surrogateescape")).hexdigest()[:8]
-    return Trial(words, root / f"{plain}-{digest}", digest)
+    digest = _digest("\0".join([*shared, *words]))
+    return Trial(words, root / f"{plain}-{digest}")
 
 
 def as_array(found: list[Trial]) -> dict[str, str | None]:
@@ -112,12 +119,13 @@ def in_turn(found: list[Trial]) -> dict[str, str | None]:
     end a run, and the script.
     """
     begin = f"""command -v flock > /dev/null || {{ echo "a sweep needs flock, of util-linux" >&2; exit 2; }}
-trap 'wait "$child" || true; exit 130' INT  # torchrun has got it, too
-trap 'kill "$child" && wait "$child" || true; exit 143' TERM
+child= failed=0
+trap '[ -z "$child" ] || wait "$child" || true; exit 130' INT  # in a terminal torchrun has got it, too
+trap '[ -z "$child" ] || {{ kill "$child" && wait "$child"; }} || true; exit 143' TERM
 for task in {{0..{len(found) - 1}}}; do
 (
 {_chosen(found, "task")}"""
-    end = ') & child=$!\nwait "$child" || failed=$?\ndone\nexit "${failed:-0}"'
+    end = ') & child=$!\nwait "$child" || failed=$?\ndone\nexit "$failed"'
     return {"array": None, "trials": begin, "trial": TRIAL, "next_trial": end}
 
 
@@ -141,7 +149,7 @@ def _chosen(found: list[Trial], number: str) -> str:
 esac
 mkdir -p "$(dirname "$folder")"
 exec 9> "$(dirname "$folder")/.$(basename "$folder").lock"  # free again when this task ends, however it ends
-flock -n 9 || {{ echo "$folder: another task trains this"; exit 0; }}
+flock -n 9 || {{ echo "$folder: another process is training this run"; exit 0; }}
 # a run that was begun and is not done has its claim
 [ ! -e "$folder" ] || [ -e "$folder/{CLAIM}" ] || {{ echo "$folder: done"; exit 0; }}
 export LEYDEN_JOB="$folder"

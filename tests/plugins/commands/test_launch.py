@@ -177,7 +177,7 @@ def test_a_task_leaves_a_trial_alone_that_another_trains(launch, task, tmp_path)
     script = launch(*SWEEP, "--no-check", *FIT)
     begin = script.rpartition("srun ")[0]  # in place of the training, the same task once more
     done = task(f"{begin}bash -c {shlex.quote(script)} || exit 2", 0, "exit 1")
-    assert (done.returncode, done.stdout.endswith(": another task trains this\n")) == (0, True)
+    assert (done.returncode, done.stdout.endswith(": another process is training this run\n")) == (0, True)
 
 
 IN_TURN = ("--cluster=torchrun", "--devices=1", "--sweep=rates.yaml", "--dry-run")
@@ -195,16 +195,26 @@ def test_without_a_cluster_trials_are_trained_one_after_the_other(launch, tmp_pa
         job, *words = line.split()
         own = [f"--model.optimizer.lr={rate}", "--seed_everything=7", f"--trainer.default_root_dir={job}"]
         assert words[-4:] == ["--trainer.devices=auto", *own]
+    (tmp_path / "sizes.yaml").write_text("trainer.devices: [2, 4]\n")
+    message = launch("--cluster=torchrun", "--devices=1", "--sweep=sizes.yaml", "--no-check", *FIT, code=2)
+    assert "--trainer.devices=2 is not what is started" in message
     assert "leave --nodes out" in launch(*IN_TURN, "--nodes=2", *FIT, code=2)
     (tmp_path / "own.template").write_text("torchrun -m core {{command}}\n")
-    assert "has no {{trials}}" in launch("--cluster=own.template", *IN_TURN[1:], *FIT, code=2)
+    assert "it lacks {{trials}}" in launch("--cluster=own.template", *IN_TURN[1:], *FIT, code=2)
 
 
-def test_a_signal_ends_the_trial_and_the_sweep(launch, tmp_path):
+@pytest.mark.parametrize("through_launch", [False, True])
+def test_a_signal_ends_the_trial_and_the_sweep(through_launch, launch, tmp_path):
     (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.1, 0.2]\n")
     script = launch(*IN_TURN, "--no-check", *FIT)
     waits = "trap 'echo ended >> said; exit 1' TERM\necho begun >> said\nsleep 60 & wait"
-    job = subprocess.Popen(["bash", "-c", script], cwd=tmp_path, env=program(tmp_path, "torchrun", waits))
+    environment = program(tmp_path, "torchrun", waits)
+    (tmp_path / "sweep.sh").write_text(script)
+    words = ["bash", "sweep.sh"]
+    if through_launch:
+        from_here = "import sys; from plugins.commands.launch import _submit; sys.exit(_submit('torchrun', 'sweep.sh'))"
+        words = [sys.executable, "-c", from_here]
+    job = subprocess.Popen(words, cwd=tmp_path, env=environment)
     end = time.monotonic() + 60
     while not (tmp_path / "said").exists() and time.monotonic() < end:
         time.sleep(0.05)
@@ -226,8 +236,9 @@ def test_in_kubernetes_each_trial_is_a_job(launch, tmp_path):
         assert (shared, rate, devices) == (FIT, "--model.optimizer.lr=0.1", "--trainer.devices=auto")
         assert own == f"--config={config}"
         assert folder.startswith("--trainer.default_root_dir=runs/rates/")
-        assert folder.endswith(f"-{name.removeprefix('rates-')}")
-    assert len({job["metadata"]["name"] for job in jobs}) == 2
+    (tmp_path / "more.yaml").write_text((tmp_path / "rates.yaml").read_text())
+    others = list(yaml.safe_load_all(launch(*words, "--sweep=more.yaml", *FIT)))  # in another folder
+    assert len({job["metadata"]["name"] for job in jobs + others}) == 4
 
 
 def test_prepare_submits_its_own_array_jobs_with_the_options_of_launch(launch, tmp_path, capsys):
