@@ -293,10 +293,10 @@ class MeshStrategy(ParallelStrategy):
         roots = (network, *self.further_roots)
         modules = dict.fromkeys(module for root in roots for module in root.modules())
         sharded = [module for module in modules if isinstance(module, FSDPModule)]
-        for module in sharded:
-            module.set_reshard_after_forward(False, recurse=False)
-            module.unshard()
         try:
+            for module in sharded:
+                module.set_reshard_after_forward(False, recurse=False)
+                module.unshard()
             yield
         finally:
             for module in sharded:
