@@ -28,9 +28,6 @@ from plugins.commands.plugins_terminal import write
 SUBMIT = {"torchrun": ["bash"], "slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}
 """Cluster -> the command that takes the script."""
 
-FORWARDED = (signal.SIGTERM, signal.SIGHUP)
-"""What ends a program that this one waits for: a terminal sends Ctrl-C to both."""
-
 OF_A_SWEEP = {
     "torchrun": ("trials", "trial", "next_trial"),
     "slurm": ("array", "trials", "trial"),
@@ -388,10 +385,13 @@ def _submit(kind: str, path: Path) -> int:
 
 def _wait(process: subprocess.Popen[bytes]) -> int:
     """Returns the exit code of a program, to which signals to this process are passed on."""
-    ways: dict[int, Any] = dict.fromkeys(FORWARDED, lambda number, _: process.send_signal(number))
-    before = {
-        number: signal.signal(number, way) for number, way in (ways | {signal.SIGINT: signal.SIG_IGN}).items()
-    }
+
+    def pass_on(number: int, frame: Any) -> None:
+        process.send_signal(number)
+
+    # a terminal sends Ctrl-C to both
+    ways: dict[int, Any] = {signal.SIGTERM: pass_on, signal.SIGHUP: pass_on, signal.SIGINT: signal.SIG_IGN}
+    before = {number: signal.signal(number, way) for number, way in ways.items()}
     try:
         return process.wait()
     finally:

@@ -1,4 +1,4 @@
-"""The trials of `launch --sweep`: each is trained in a run folder of its own, by a task of a SLURM array, by a job in Kubernetes, or one after the other."""
+"""The trials of `launch --sweep`, each in a run folder of its own: tasks of a SLURM array, jobs in Kubernetes, or one after the other."""
 
 from __future__ import annotations
 

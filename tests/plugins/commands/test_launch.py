@@ -206,15 +206,14 @@ def test_without_a_cluster_trials_are_trained_one_after_the_other(launch, tmp_pa
 @pytest.mark.parametrize("through_launch", [False, True])
 def test_a_signal_ends_the_trial_and_the_sweep(through_launch, launch, tmp_path):
     (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.1, 0.2]\n")
-    script = launch(*IN_TURN, "--no-check", *FIT)
+    words = ["--cluster=torchrun", "--devices=1", "--sweep=rates.yaml", "--no-check"]
     waits = "trap 'echo ended >> said; exit 1' TERM\necho begun >> said\nsleep 60 & wait"
     environment = program(tmp_path, "torchrun", waits)
-    (tmp_path / "sweep.sh").write_text(script)
-    words = ["bash", "sweep.sh"]
+    (tmp_path / "sweep.sh").write_text(launch(*words, "--dry-run", *FIT))
+    command = ["bash", "sweep.sh"]
     if through_launch:
-        from_here = "import sys; from plugins.commands.launch import _submit; sys.exit(_submit('torchrun', 'sweep.sh'))"
-        words = [sys.executable, "-c", from_here]
-    job = subprocess.Popen(words, cwd=tmp_path, env=environment)
+        command = [sys.executable, "-m", "core", "launch", *words, *FIT]
+    job = subprocess.Popen(command, cwd=tmp_path, env=environment)
     end = time.monotonic() + 60
     while not (tmp_path / "said").exists() and time.monotonic() < end:
         time.sleep(0.05)
