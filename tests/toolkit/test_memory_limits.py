@@ -17,19 +17,6 @@ from toolkit.selection import Run, Selected
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 
 
-@pytest.fixture
-def mapped():
-    """Large allocations are mapped."""
-    map_large()
-
-
-def map_large():
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)
-    libc.mallopt(M_TOP_PAD, 1 << 17)
-    memory_limits.give_back()  # the heap's end is taken first, however large it is
-
-
 TAKES = {
     "tensor": lambda: torch.zeros(1 << 28),
     "bytes": lambda: bytearray(1 << 30),
@@ -38,7 +25,10 @@ TAKES = {
 
 
 def beyond_the_limit(what):
-    map_large()
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 17)
+    libc.mallopt(M_TOP_PAD, 1 << 17)
+    memory_limits.give_back()  # the heap's end is taken first, however large it is
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises((RuntimeError, MemoryError)) as raised:  # noqa: SIM117
         with memory_limits.limited(memory_limits.held_bytes() + 10_000_000):
@@ -53,7 +43,6 @@ def test_an_allocation_beyond_the_limit_fails_and_is_recognised(what):
     in_subprocess(beyond_the_limit, what)
 
 
-@pytest.mark.usefixtures("mapped")
 def test_within_the_limit_all_is_well():
     with memory_limits.limited(memory_limits.held_bytes() + 100_000_000):
         assert torch.ones(1_000_000).sum() == 1_000_000
@@ -61,7 +50,6 @@ def test_within_the_limit_all_is_well():
         assert len(bytearray(1 << 28)) == 1 << 28
 
 
-@pytest.mark.usefixtures("mapped")
 def test_a_lower_limit_stays():
     before = resource.getrlimit(resource.RLIMIT_DATA)
     low = memory_limits.held_bytes() + 20_000_000
@@ -73,7 +61,6 @@ def test_a_lower_limit_stays():
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
-@pytest.mark.usefixtures("mapped")
 def test_held_bytes_are_counted():
     before = memory_limits.held_bytes()
     # A mapping, not a tensor: malloc may serve that from what other tests have freed in the heap.
