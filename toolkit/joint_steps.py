@@ -62,7 +62,7 @@ class JointSteps:
         groups += sending
         self._keeps_rows = bool(sending)
         self._groups = list({group.group_name: group for group in groups}.values())
-        self._told = lazy_group()
+        self._told = lazy_group(lambda group: highest_failed(False, group))
 
     def run(self, step: Callable[[], Any], smaller: Callable[[], Any]) -> Any:
         """Returns what `step` returns; None on every rank, without its gradients, if one rank ran out of memory.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 __all__ = ["launched_rank", "lazy_group"]
@@ -16,10 +17,15 @@ def launched_rank() -> int | None:
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), None)
 
 
-def lazy_group() -> Any:
+def lazy_group(exchange: Callable[[Any], object]) -> Any:
     """Makes a process group of all ranks for messages from the CPU, in which two connect when they first exchange something.
 
     Otherwise gloo connects every rank with all others. Called on every rank.
+
+    Args:
+        exchange: Is called with the group, and exchanges something between all pairs of ranks that later will: a rank
+            that dies is noticed by those that are connected with it; others wait for its connection, by default for 30
+            minutes.
     """
     import torch.distributed as dist
 
@@ -27,8 +33,10 @@ def lazy_group() -> Any:
     before = os.environ.get(name)
     os.environ[name] = "1"
     try:
-        return dist.new_group(backend="gloo")
+        group = dist.new_group(backend="gloo")
     finally:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+    exchange(group)
+    return group

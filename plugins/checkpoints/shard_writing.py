@@ -70,6 +70,14 @@ def write(
     patience.over(quiet=rank != 0)
 
 
+def connect(group: dist.ProcessGroup) -> None:
+    """Exchanges between the ranks of a group what `write` does, without content; called by each of them."""
+    rank = dist.get_rank(group)
+    _by_first(group, rank, lambda: None)
+    gathered = _gathered(group, rank, lambda: None)
+    dist.scatter_object_list([None], gathered or None, src=0, group=group)
+
+
 def write_alone(
     path: Path, tensors: dict[str, Tensor], rest: dict[str, Any], read: Callable[[str], Tensor]
 ) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from core.technique import technique
 from plugins.checkpoints import sharded_form
 from plugins.checkpoints.atomic_checkpoint import AtomicCheckpoint
-from plugins.checkpoints.shard_writing import write
+from plugins.checkpoints.shard_writing import connect, write
 from plugins.checkpoints.uploads import folder_of
 from toolkit.local_paths import is_url
 from toolkit.ranks import lazy_group
@@ -65,7 +65,7 @@ class ShardedCheckpoint(AtomicCheckpoint):
 
         Called on every rank as the run starts: the others would not notice a rank that dies meanwhile.
         """
-        self._group = lazy_group()
+        self._group = lazy_group(connect)
 
     def save_parts(self, checkpoint: dict[str, Any], path: Any) -> None:
         """Writes this rank's shards of a checkpoint; called on every rank."""
