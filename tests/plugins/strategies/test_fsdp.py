@@ -5,12 +5,16 @@ from copy import deepcopy
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.runs import run
 from conformance.workshop import write_config
 from plugins.checkpoints.checkpoint import read_checkpoint
 from plugins.cli.configuration.config_files import merge
+from plugins.networks.gpt import GPT
 from plugins.strategies.fsdp import FSDP
+from tests.support.fake_ranks import shards
 from tests.support.same_run import (
     CONFIG,
     SAVED,
@@ -22,7 +26,7 @@ from tests.support.same_run import (
     same_bits,
     weights_apart,
 )
-from tests.support.sent import sent
+from tests.support.sent import NAMES, sent
 from tests.support.shapes import shapes
 
 ADAM = {"model": {"optimizer": {"class_path": "AdamW", "init_args": {"lr": 0.01}}}}
@@ -183,3 +187,23 @@ def test_what_a_network_saves_beside_its_weights_is_refused():
 def test_what_is_offloaded_can_be_summed_too(offload, device, backend, monkeypatch):
     monkeypatch.setattr(FSDP, "root_device", torch.device(device))
     assert FSDP(offload=offload).process_group_backend == backend
+
+
+class _NoRoom(TorchDispatchMode):
+    """Memory runs out as the second part of a network is gathered."""
+
+    gathers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.gathers += NAMES.get(func.overloadpacket.__name__) == "all_gather"
+        if self.gathers == 2:
+            raise torch.OutOfMemoryError("as if")
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_was_gathered_is_freed_where_memory_runs_out_for_the_rest():
+    strategy = FSDP()
+    with shards(lambda: GPT(vocab_size=64, n_layer=2, n_head=2, n_embd=16), strategy, 0, 2) as module:
+        with pytest.raises(torch.OutOfMemoryError), _NoRoom(), strategy.gathered(module.network):
+            pass
+        assert all(isinstance(weight, DTensor) for weight in module.parameters())
