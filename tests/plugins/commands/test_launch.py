@@ -203,6 +203,26 @@ def test_without_a_cluster_trials_are_trained_one_after_the_other(launch, tmp_pa
     assert "it lacks {{trials}}" in launch("--cluster=own.template", *IN_TURN[1:], *FIT, code=2)
 
 
+@pytest.mark.slow
+def test_torchrun_trains_a_sweep_once(launch, tmp_path):
+    (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.01, 1.0e-3]\n")
+    script = launch("--cluster=torchrun", "--devices=2", *IN_TURN[2:], *FIT[:3])
+    environment = program(
+        tmp_path, "torchrun", f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"'
+    )
+    printed = []
+    for _ in range(2):
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(done.stdout)
+    assert printed[0].count("\nDDP ") == 2  # of two ranks each
+    assert [line.endswith(": done") for line in printed[1].splitlines()] == [True, True]
+    ends = sorted(tmp_path.glob(f"runs/rates/lr*/checkpoints/step-{TINY['trainer']['max_steps']:08d}.ckpt"))
+    assert [path.parts[-3].partition("-")[0] for path in ends] == ["lr=0.001", "lr=0.01"]
+
+
 @pytest.mark.parametrize("through_launch", [False, True])
 def test_a_signal_ends_the_trial_and_the_sweep(through_launch, launch, tmp_path):
     (tmp_path / "rates.yaml").write_text("model.optimizer.lr: [0.1, 0.2]\n")
