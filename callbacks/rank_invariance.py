@@ -71,7 +71,9 @@ class RankInvariance(Callback):
     that comes to is printed when training begins. Under FSDP, which exchanges them as often anyway, the norm gathers each
     gradient once a step.
 
-    The same bits take the same kernels: the same device model, `threads` on a CPU, `trainer.deterministic` on CUDA.
+    The same bits take the same kernels: the same device model, `threads` on a CPU, `trainer.deterministic` on CUDA. On a CPU
+    optimizers step without torch's fused kernels, which round by a tensor's place in a shard: a run without the technique has
+    these bits with `model.optimizer.fused: false`.
     `val/loss` agrees where validation is not cut short: `trainer.limit_val_batches` counts each rank's batches.
     Figures are sums in float64, which are exact unless losses of micro-batches differ by a factor of 10^5 and more. A schedule
     in tokens needs ranks that divide `micro_batches`; StochasticDepth computes other rows under FSDP than under DDP.
@@ -148,7 +150,7 @@ class RankInvariance(Callback):
             self._undo.append(partial(torch.set_num_threads, torch.get_num_threads()))
             torch.set_num_threads(self.threads)
             drops = any(type(each).__name__ == "SkipStep" for each in trainer.callbacks)  # type: ignore[attr-defined]
-            if isinstance(trainer.strategy, SumsInOrder) and not drops:
+            if not drops:
                 build = module.build_optimizer
                 self._replace(module, "build_optimizer", lambda groups: _without_fused_kernel(build(groups)))
 

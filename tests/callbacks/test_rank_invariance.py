@@ -13,6 +13,7 @@ from callbacks.rank_invariance import RankInvariance
 from conformance.workshop import workshop
 from core.errors import ConfigError
 from datamodules.preparation.writers.token_shards import TokenShards
+from plugins.cli.configuration.config_files import merge
 from tests.support.same_run import SAVED, fit, same_bits
 from tests.support.tiny_training import VOCAB, Record, module, trainer
 from tests.support.tokens import StoredTokens
@@ -98,6 +99,21 @@ def test_any_number_of_ranks_has_every_bit_of_one_process_that_accumulates(ranks
     found = trained(ranks, strategy)
     assert differ(found, accumulated()) == []
     assert ("1.06 to 1.34 times" in found.stdout + found.stderr) is (ranks > 1)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["AdamW", pytest.param("Muon", marks=pytest.mark.slow)])
+def test_optimizers_that_are_fused_by_default_have_the_same_bits(kind):
+    one, sharded = (
+        fit(
+            merge(overlay(ranks, strategy), {"trainer": {"max_steps": 3}})
+            | {"model": {"optimizer": {"class_path": kind, "init_args": {"lr": 1e-2}}}},
+            ranks,
+            name=f"invariant-{kind}-{ranks}",
+        ).succeeded(kind)
+        for ranks, strategy in ((1, "auto"), (2, "FSDP"))
+    )
+    assert differ(sharded, one) == []
 
 
 @pytest.mark.ci
