@@ -313,6 +313,8 @@ def _sharded_errors(run: Run, micro_batches: int) -> Iterator[str]:
             "FSDP would gather weights, and add gradients, in bf16, which one process and DDP keep in float32: set "
             "--trainer.strategy.param_format=fp32"
         )
+    if "Adafactor" in names:
+        yield "Adafactor adds squares shard by shard, in an order that depends on the number of ranks: take another one, or DDP"
     if "TorchaoAdamW8bit" in names:
         yield "TorchaoAdamW8bit quantises blocks of a shard, which depend on the number of ranks: take AdamW, or DDP"
     if "SkipStep" in names and run.accelerator == "cpu" and run.world_size > 1:

@@ -169,6 +169,14 @@ def test_what_would_have_other_bits_is_refused_before_the_run(strategy, argument
     assert len(done.error_text.splitlines()) <= 10
 
 
+def test_an_optimizer_that_adds_over_shards_is_refused():
+    chosen = overlay(2, "FSDP")
+    chosen["model"] = {"optimizer": {"class_path": "Adafactor"}}
+    done = fit(chosen, 1, "--trainer.devices=2")
+    assert done.code == 2
+    assert "Adafactor adds squares shard by shard" in done.error_text
+
+
 def test_numbers_below_one_are_refused():
     with pytest.raises(ConfigError, match="micro_batches is 0"):
         RankInvariance(0)
