@@ -38,6 +38,14 @@ STRATEGY_OPTIONS: dict[str, tuple[Any, str]] = {
 }
 """Option of DDP or FSDP -> the value that gradients in order need, and how it is written."""
 
+BY_SHARD = {
+    "Adafactor": "adds squares shard by shard",
+    **dict.fromkeys(
+        ("AdamW8bit", "Lion8bit", "PagedAdamW8bit", "TorchaoAdamW8bit"), "quantises blocks of a shard"
+    ),
+}
+"""Optimizers that compute other bits under FSDP than in one process."""
+
 MEASURED = "On two CPU ranks steps took 1.06 to 1.34 times as long as with plain accumulation; GPUs are not measured."
 """tests/benchmarks/RESULTS.md, rank_invariance."""
 
@@ -313,10 +321,8 @@ def _sharded_errors(run: Run, micro_batches: int) -> Iterator[str]:
             "FSDP would gather weights, and add gradients, in bf16, which one process and DDP keep in float32: set "
             "--trainer.strategy.param_format=fp32"
         )
-    if "Adafactor" in names:
-        yield "Adafactor adds squares shard by shard, in an order that depends on the number of ranks: take another one, or DDP"
-    if "TorchaoAdamW8bit" in names:
-        yield "TorchaoAdamW8bit quantises blocks of a shard, which depend on the number of ranks: take AdamW, or DDP"
+    for name in sorted(names & BY_SHARD.keys()):
+        yield f"{name} {BY_SHARD[name]}, which depends on the number of ranks: take AdamW, or DDP"
     if "SkipStep" in names and run.accelerator == "cpu" and run.world_size > 1:
         yield "SkipStep needs a fused optimizer, which on a CPU rounds by the place in a shard: take --trainer.strategy=ddp"
     if "BiasBalancing" in names and micro_batches % run.world_size:

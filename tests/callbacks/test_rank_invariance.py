@@ -169,12 +169,16 @@ def test_what_would_have_other_bits_is_refused_before_the_run(strategy, argument
     assert len(done.error_text.splitlines()) <= 10
 
 
-def test_an_optimizer_that_adds_over_shards_is_refused():
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("Adafactor", "adds squares shard by shard"), ("AdamW8bit", "quantises blocks of a shard")],
+)
+def test_an_optimizer_whose_steps_depend_on_the_shards_is_refused(kind, said):
     chosen = overlay(2, "FSDP")
-    chosen["model"] = {"optimizer": {"class_path": "Adafactor"}}
+    chosen["model"] = {"optimizer": {"class_path": kind}}
     done = fit(chosen, 1, "--trainer.devices=2")
     assert done.code == 2
-    assert "Adafactor adds squares shard by shard" in done.error_text
+    assert f"{kind} {said}" in done.error_text
 
 
 def test_numbers_below_one_are_refused():
