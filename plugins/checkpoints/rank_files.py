@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import hashlib
 import os
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from core import durable
 from plugins.checkpoints.atomic_checkpoint import system_error
+from plugins.checkpoints.hashed_files import HashedFiles, sums_of
 from plugins.checkpoints.part_tables import Numbers, Part, hashed, table, table_file
 from plugins.checkpoints.patience import no_room
 
@@ -73,8 +75,8 @@ class RankFiles:
             if writer == rank
         )
 
-    def write(self, folder: Path, rank: int, writers: Sequence[int]) -> list[str]:
-        """Writes and flushes the files of this rank, and returns their names.
+    def write(self, folder: Path, rank: int, writers: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """Writes and flushes the files of this rank; returns size and SHA-256 of what was written, by their names.
 
         Args:
             folder: The checkpoint.
@@ -86,7 +88,7 @@ class RankFiles:
         """
         items = self._plan.items
         own = [item for item, writer in zip(items, writers, strict=True) if writer == rank]
-        places = self._write_data(folder, rank, replace(self._plan, items=own))
+        places, sums = self._write_data(folder, rank, replace(self._plan, items=own))
         parts = []
         for item, writer in zip(items, writers, strict=True):
             place = places.get(item.index) if writer == rank else None
@@ -94,25 +96,28 @@ class RankFiles:
             parts.append(
                 Part(item.index.fqn, tuple(item.index.offset or ()), _sizes(item), writer, *bytes_of)
             )
-        (folder / table_file(rank)).write_bytes(table(parts))
+        content = table(parts)
+        (folder / table_file(rank)).write_bytes(content)
         durable.sync(folder / table_file(rank))
-        return [table_file(rank), *{place.relative_path for place in places.values()}]
+        return {table_file(rank): sums_of(len(content), hashlib.sha256(content)), **sums}
 
-    def _write_data(self, folder: Path, rank: int, plan: dcp.SavePlan) -> dict[Any, Any]:
-        """Returns where each part is."""
+    def _write_data(
+        self, folder: Path, rank: int, plan: dcp.SavePlan
+    ) -> tuple[dict[Any, Any], dict[str, Any]]:
+        """Returns where each part is, and checksums of the files."""
         if self._later:
             _return_memory()
         writer = dcp.FileSystemWriter(folder)
+        writer.fs = files = HashedFiles()
         if self._later:  # with a GPU in reach, the writer would ask for tensors ahead of those that it writes
             writer.per_thread_copy_ahead = 0
         writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=False)
         plan = self._planner.finish_plan(writer.prepare_local_plan(plan))
         try:
-            return {
-                result.index: result.storage_data for result in writer.write_data(plan, self._planner).value()
-            }
+            results = writer.write_data(plan, self._planner).value()
         except (OSError, RuntimeError) as error:  # so that the other ranks learn the cause
             raise OSError(errno.ENOSPC if no_room(error) else errno.EIO, system_error(error)) from error
+        return {result.index: result.storage_data for result in results}, files.sums
 
 
 class _Planner(dcp.DefaultSavePlanner):

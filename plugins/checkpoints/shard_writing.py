@@ -137,12 +137,12 @@ def _write(
     chosen = _chosen(group, rank, own)
 
     def own_part() -> dict[str, Any]:
-        names = own.write(temporary, rank, chosen)
-        part = _own_part(temporary, names, rest, order, rank)
+        files = own.write(temporary, rank, chosen)
+        part = _own_part(files, rest, order, rank)
         part["elements"] = own.elements(rank, chosen)
         part["tensors"] = own.tensors(set(known) if rank > 0 else ())
         if remote is not None:
-            part["fault"] = fault or _fault(lambda: upload(remote, path.name, temporary, sorted(names)))
+            part["fault"] = fault or _fault(lambda: upload(remote, path.name, temporary, sorted(files)))
         return part
 
     parts = _gathered(group, rank, own_part)
@@ -222,14 +222,14 @@ def _chosen(group: dist.ProcessGroup | None, rank: int, own: RankFiles) -> list[
 
 
 def _own_part(
-    folder: Path, names: list[str], rest: dict[str, Any], order: list[str], rank: int
+    files: dict[str, dict[str, Any]], rest: dict[str, Any], order: list[str], rank: int
 ) -> dict[str, Any]:
-    """Returns checksums of this rank's files, and the small state of its pipeline stage where it has another."""
+    """Returns this rank's files with their checksums, and the small state of its pipeline stage where it has another."""
     states = [optimizer["state"] for optimizer in rest.get("optimizer_states", ())]
     if rank > 0:
         states = [{number: values for number, values in state.items() if values} for state in states]
     return {
-        "files": {name: checksum(folder / name) for name in names},
+        "files": files,
         "order": rest[sharded_form.ORDER] if rest[sharded_form.ORDER] != order else (),
         "states": states,
         "weights": rest["state_dict"],

@@ -9,6 +9,7 @@ import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -321,6 +322,25 @@ def test_a_file_that_changed_since_it_was_checked_is_not_read(save):
     os.utime(part, ns=(0, source.newest_ns))
     with pytest.raises(ConfigError, match=r"__0_0\.distcp has changed since it was checked"):
         sharded.load_tensor(content["state_dict"]["w"])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs names of open files")
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0.parts"])
+def test_what_the_disk_changes_as_it_is_written_is_damage(name, save, tmp_path, monkeypatch):
+    """A checksum of the file would take over what the disk made of it."""
+    sync, changed = os.fsync, []
+
+    def changing(number):
+        path = Path(os.readlink(f"/proc/self/fd/{number}"))
+        if path.name == name:
+            flip(path)
+            changed.append(path)
+        sync(number)
+
+    monkeypatch.setattr(os, "fsync", changing)
+    path = save()
+    assert changed
+    assert defect(path) == f"{name} is damaged"
 
 
 def test_removing_is_calm_about_what_is_gone(save, tmp_path):
