@@ -119,7 +119,9 @@ def checkpoint_block(block: nn.Module, kept: frozenset[Any] = frozenset()) -> No
 
 def compile_block(block: nn.Module, memory_budget: float) -> None:
     """Compiles a module so that it keeps this share of its activations. The setting is global to the process."""
-    torch._functorch.config.activation_memory_budget = memory_budget
+    from torch._functorch import config  # the command line imports no compiler for runs that may not need it
+
+    config.activation_memory_budget = memory_budget
     block.forward = partial(_forward, block.forward, torch.compile(block.forward))  # type: ignore[method-assign]
 
 

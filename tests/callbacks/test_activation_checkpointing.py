@@ -1,6 +1,8 @@
 """ActivationCheckpointing: the same bits, fewer bytes, the same names; what is kept is not computed again."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -112,6 +114,22 @@ def test_a_smaller_memory_budget_keeps_less_and_changes_no_gradient(monkeypatch)
     (most, exact), (half, one), (least, other) = map(saved_by_compiled_blocks, (1.0, 0.5, 0.0))
     assert most > half > least
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(exact, one, other, strict=True))
+
+
+LEAN = """
+from plugins.cli.lean_imports import defer_compiler_and_plots
+defer_compiler_and_plots()
+from callbacks.activation_checkpointing import ActivationCheckpointing
+from plugins.networks.gpt import GPT
+network = GPT(vocab_size=61, n_layer=2, n_head=2, n_embd=16, max_sequence_length=24)
+ActivationCheckpointing(memory_budget=0.5).change_network(network)
+"""
+
+
+@pytest.mark.ci
+def test_a_memory_budget_is_set_where_the_command_line_has_left_the_compiler_out():
+    done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(
