@@ -11,7 +11,7 @@ import torch
 from core.errors import ConfigError
 from plugins.strategies import context_parallel, expert_parallel, mixed_precision, tensor_parallel
 from plugins.strategies.mesh_sizes import MeshSizes
-from plugins.strategies.pipeline_stages import Layout, is_beyond_gloo
+from plugins.strategies.pipeline_stages import SPLIT_BACKWARD, Layout, is_beyond_gloo
 from toolkit.batch_shapes import shapes_of
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ def _pipeline_errors(
             f"schedule {given['schedule']} starts with messages of ranks to themselves in torch {torch.__version__}, "
             "which gloo cannot send: take InterleavedZeroBubble, or a newer torch"
         )
+    if run.command == "fit" and given["schedule"] in SPLIT_BACKWARD:
+        yield from _recomputation_errors(run, given["schedule"])
     selected = {item.name for item in run.selected}
     single = run.argument("trainer.accumulate_grad_batches") in (None, 1)
     if "GradientNoiseScale" in selected and single and not layout.half_of(microbatches):
@@ -130,6 +132,17 @@ def _pipeline_errors(
             "pipeline above 1 interleaves forward and backward of several micro-batches, which MemoryMonitor does "
             "not distinguish: set its at_step to 0, which shows the allocator alone, or leave it out (--callbacks.-MemoryMonitor)"
         )
+
+
+def _recomputation_errors(run: Run, schedule: str) -> Iterator[str]:
+    """Yields that what is kept of a block serves one pass through its backward, where the schedule makes two."""
+    for item in run.selected:
+        kept = [name for name in ("keep", "memory_budget") if item.arguments.get(name) not in (None, [])]
+        if item.name == "ActivationCheckpointing" and kept:
+            yield (
+                f"schedule {schedule} computes gradients of inputs and of weights apart, and what ActivationCheckpointing keeps "
+                f"is there for one of them: set its {kept[0]} to null, or schedule to Interleaved1F1B"
+            )
 
 
 def check_stages(network: Network, layout: Layout, pipeline: int) -> None:

@@ -13,6 +13,8 @@ from core.contracts import Network
 SINGLE = ("GPipe", "1F1B")
 LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
+"""Schedules that compute gradients of weights later than those of inputs."""
 
 
 def is_beyond_gloo(schedule: str) -> bool:

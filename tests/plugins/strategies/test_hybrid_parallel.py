@@ -38,6 +38,14 @@ def scheduled(name, **init_args):
 TOY = {
     "data": {"class_path": "tests.support.toy.ToyData", "init_args": {"sequence_length": 14, "batch_size": 4}}
 }
+
+
+def recomputed(**init_args):
+    """Returns four blocks whose activations are computed again, but for what is kept."""
+    callback = {"class_path": "ActivationCheckpointing", "init_args": init_args}
+    return merge(deepcopy(FOUR_BLOCKS), {"trainer": {"callbacks": [callback]}})
+
+
 REFUSED = [
     (4, {"tensor": 2, "data_shard": 1}, {}, "tensor 2 is 2 ranks, this run has 4"),
     (2, {"data_replicate": 0}, {}, "data_replicate is 0; sizes are 1 or more"),
@@ -64,6 +72,8 @@ REFUSED = [
     (2, {"tensor": 2, "sequence": 2, "context": 1}, {"data": TOY["data"] | {"init_args": {"sequence_length": 15}}},
      "sequence is 2, which does not divide the 15 tokens"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["MemoryMonitor"]}}, "which MemoryMonitor does not distinguish"),
+    (2, {"pipeline": 2, "schedule": "InterleavedZeroBubble"}, recomputed(keep=["matmul"]), "set its keep to null, or schedule to Interleaved1F1B"),
+    (2, {"pipeline": 2, "schedule": "InterleavedZeroBubble"}, recomputed(memory_budget=0.5), "set its memory_budget to null"),
     (2, {"pipeline": 2, "param_format": "bf16"}, {}, "a pipeline without sharded data gathers no weights: set --trainer.precision"),
     (2, {"tensor": 2, "async_tensor": True}, {}, "add Compile with backend inductor"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["GradientNoiseScale"], "accumulate_grad_batches": 1}},
@@ -90,10 +100,11 @@ def test_what_does_not_fit_is_refused_before_a_process_starts(ranks, sizes, more
         ({"context": 2}, scheduled("SequenceLengthSchedule", duration=10)),
         ({"pipeline": 2}, scheduled("SequenceLengthSchedule", duration=10, growth="doubling")),
         ({"pipeline": 2}, scheduled("BatchSizeRamp", start=0.25, tokens_until_full=4000, growth="doubling")),
+        ({"pipeline": 2, "schedule": "InterleavedZeroBubble"}, recomputed()),
     ],
     ids=str,
 )
-def test_schedules_whose_shapes_can_be_cut_up_are_let_through(sizes, schedule):
+def test_what_can_be_cut_up_is_let_through(sizes, schedule):
     values = merge(merge(deepcopy(CONFIG), hybrid(**sizes)), deepcopy(schedule))
     merge(values, {"trainer": {"devices": 2}})
     done = run(["check", f"--config={write_config('let-through', values)}"], workshop())
