@@ -1,16 +1,21 @@
 """ActivationCheckpointing: the same bits, fewer bytes, the same names; what is kept is not computed again."""
 
+import os
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from callbacks.activation_checkpointing import ActivationCheckpointing
+from conformance.workshop import write_config
 from core.errors import ConfigError
+from plugins.cli.configuration.config_files import merge
 from tests.benchmarks.activation_memory import activation_bytes
+from tests.support.same_run import CONFIG
 from tests.support.tiny_training import fit, module, tiny_gpt, uneven_batches
 
 WAYS = [
@@ -116,19 +121,15 @@ def test_a_smaller_memory_budget_keeps_less_and_changes_no_gradient(monkeypatch)
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(exact, one, other, strict=True))
 
 
-LEAN = """
-from plugins.cli.lean_imports import defer_compiler_and_plots
-defer_compiler_and_plots()
-from callbacks.activation_checkpointing import ActivationCheckpointing
-from plugins.networks.gpt import GPT
-network = GPT(vocab_size=61, n_layer=2, n_head=2, n_embd=16, max_sequence_length=24)
-ActivationCheckpointing(memory_budget=0.5).change_network(network)
-"""
-
-
 @pytest.mark.ci
-def test_a_memory_budget_is_set_where_the_command_line_has_left_the_compiler_out():
-    done = subprocess.run([sys.executable, "-c", LEAN], capture_output=True, text=True)
+def test_a_memory_budget_is_set_where_the_command_line_has_left_the_compiler_out(tmp_path):
+    callback = {"class_path": "ActivationCheckpointing", "init_args": {"memory_budget": 0.5}}
+    trainer = {"max_steps": 1, "default_root_dir": str(tmp_path), "callbacks": [callback]}
+    config = write_config("memory-budget", merge(deepcopy(CONFIG), {"trainer": trainer}))
+    command = [sys.executable, "-m", "core", "fit", f"--config={config}"]
+    # the compiler itself takes long, and has a test above
+    environment = os.environ | {"TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
 
 
