@@ -22,6 +22,7 @@ from torch import nn
 from core import durable
 from core.contracts import Network
 from core.errors import ConfigError
+from core.lightning_compat import is_accumulating
 from core.technique import technique
 from toolkit.further_blocks import further_blocks
 from toolkit.local_paths import require_local_path
@@ -242,8 +243,8 @@ class Compile(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Says what was compiled in the first step; what comes later is added to the file."""
-        if len(self._graphs) != self._told:
+        """Says what was compiled in the first step, which a pipeline computes with its last batch; later it is added to the file."""
+        if len(self._graphs) != self._told and not is_accumulating(trainer):
             self._report(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
@@ -389,11 +390,8 @@ def _obstacle(item: Selected, scope: str, ranks: int) -> str | None:
         return "gathers weights within the blocks in stage 3: take stage 1 or 2, or FSDP"
     if item.name == "HybridParallel" and (own.get("expert") or 1) > 1:
         return "sends tokens within the blocks, as many as are known only then, with expert above 1: leave Compile out"
-    if (
-        item.name == "HybridParallel"
-        and (own.get("pipeline") or 1) > 1
-        and own.get("schedule") in ZERO_BUBBLE
-    ):
+    staged = item.name == "HybridParallel" and (own.get("pipeline") or 1) > 1
+    if staged and own.get("schedule") in ZERO_BUBBLE:
         return f"computes gradients of inputs and of weights apart with {own['schedule']}, and a compiled block both at once: take 1F1B"
     return None
 
