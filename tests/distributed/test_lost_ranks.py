@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conformance.workshop import workshop, write_config
-from plugins.cli.runs.lost_ranks import explain_lost_rank
+from plugins.cli.runs.lost_ranks import error_line, explain_lost_rank
 from tests.conftest import TINY
 from tests.support.killed_jobs import DDP, FSDP, TENSOR, WAITED_FOR, fit
 from tests.support.killing import Moment, killer
@@ -70,6 +70,13 @@ def test_who_is_left_says_what_another_rank_failed_with():
     done = fit("failing", 2, DDP, WAITED_FOR, 8, fails)
     assert done.codes[0] == 2
     assert "Another rank died: rank 0 failed with" in output(1), output(1)
+
+
+@pytest.mark.parametrize(
+    "text", ["Failed in a stage", "Failed in a stage.", "\n  Failed in a stage.\nbecause"]
+)
+def test_of_an_error_its_first_line_with_words_is_told_without_a_stop(text):
+    assert error_line(RuntimeError(text)) == "RuntimeError: Failed in a stage"
 
 
 @pytest.mark.ci

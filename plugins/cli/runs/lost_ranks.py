@@ -114,14 +114,14 @@ def explain_lost_rank(errors: list[BaseException]) -> str | None:
     lost = next((e for e in errors if isinstance(e, RuntimeError) and _LOST.search(str(e))), None)
     if lost is None:
         with suppress(Exception):
-            store.set(f"{_LEFT}/{rank}", _line(errors[0]))
+            store.set(f"{_LEFT}/{rank}", error_line(errors[0]))
             if rank == 0:
-                _tell(store, ranks, f"rank 0 failed with {_line(errors[0])}")
+                _tell(store, ranks, f"rank 0 failed with {error_line(errors[0])}")
         return None
     return "\n".join(
         [
             f"Another rank died: {_who(store, rank, ranks)}.",
-            f"This is rank {rank} of {ranks}, which found the connection gone ({_line(lost)[:120]}).",
+            f"This is rank {rank} of {ranks}, which found the connection gone ({error_line(lost)[:120]}).",
             _ADVICE,
         ]
     )
@@ -233,5 +233,7 @@ def _answers(
     return found
 
 
-def _line(error: BaseException) -> str:
-    return next(iter(f"{type(error).__name__}: {error}".splitlines()), "")
+def error_line(error: BaseException) -> str:
+    """Returns what kind of error it is, and the first line of what it says, without the stop at its end."""
+    said = next(iter(str(error).strip().splitlines()), "")  # a pipeline's begin with an empty line
+    return f"{type(error).__name__}: {said.rstrip('.')}"
