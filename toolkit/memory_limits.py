@@ -18,9 +18,11 @@ from toolkit.selection import Run
 _MESSAGES = re.compile(
     "can't allocate memory|not enough memory|bad_alloc|_STATUS_ALLOC_FAILED|MPS backend out of memory"
     "|(CUDA|HIP) error: out of memory|Cuda failure \\d+ 'out of memory'|CUDA_ERROR_OUT_OF_MEMORY"
+    "|^Resource temporarily unavailable$|can't start new thread"
 )
 """Messages of libraries that raise a RuntimeError when memory runs out: of the host's allocator, cuBLAS and cuDNN, and, where
-memory is taken past torch's caching allocator, of the CUDA runtime, NCCL and the driver.
+memory is taken past torch's caching allocator, of the CUDA runtime, NCCL and the driver; of C++ and Python where there is no room
+for the stack of a thread.
 """
 
 TALKING = dict.fromkeys(

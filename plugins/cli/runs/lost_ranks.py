@@ -30,7 +30,7 @@ _LEFT, _ALIVE, _HEARD = "leyden/left", "leyden/alive", "leyden/heard"
 _ASKED, _WHO = "leyden/asked", "leyden/who"
 _ADVICE = (
     "Why it died is in that rank's own output or the launcher's log; killed without a message: often out of memory.\n"
-    "To resume from the last checkpoint, start all ranks again with the same command and --ckpt_path=last."
+    "To resume from the last checkpoint, if there is one, start all ranks again with the same command and --ckpt_path=last."
 )
 
 
