@@ -15,7 +15,7 @@ import numpy as np
 from core.errors import ConfigError
 from datamodules.packing.mapped_file import MappedFile
 from datamodules.packing.token_index import within
-from toolkit.bounded import open_inside
+from toolkit.bounded import open_inside, read_error
 
 CHECKSUMS = "checksums.crc32"
 
@@ -44,8 +44,8 @@ def write_sums(path: Path, sums: Iterable[np.ndarray]) -> None:
             stream.write(of_chunk.tobytes())
 
 
-def read_sums(folder: Path, sizes: Sequence[int]) -> list[np.ndarray] | None:
-    """Returns the sums of each chunk, memory-mapped; None where an earlier version, or litdata, wrote the folder.
+def read_sums(folder: Path, sizes: Sequence[int]) -> tuple[MappedFile, list[np.ndarray]] | None:
+    """Returns the mapped file and, in it, the sums of each chunk; None where an earlier version, or litdata, wrote the folder.
 
     Args:
         folder: The chunks.
@@ -61,12 +61,13 @@ def read_sums(folder: Path, sizes: Sequence[int]) -> list[np.ndarray] | None:
         with open_inside(*within(folder, CHECKSUMS)) as stream:
             if (found := stream.seek(0, 2)) != expected:
                 raise ValueError(f"it has {found:,} bytes, the chunks' blocks need {expected:,}")
-            raw = np.asarray(np.memmap(stream, np.uint8, mode="r"))  # type: ignore[call-overload]
+            file = MappedFile(stream)
     except FileNotFoundError:
         return None
-    if raw[: len(_HEAD)].tobytes() != _HEAD:
+    file.require(0, len(_HEAD))
+    if file.raw[: len(_HEAD)].tobytes() != _HEAD:
         raise ValueError("it does not begin as a file of checksums does")
-    return np.split(raw[len(_HEAD) :].view("<u4"), ends[:-1])
+    return file, np.split(file.raw[len(_HEAD) :].view("<u4"), ends[:-1])
 
 
 class BlockChecks:
@@ -77,14 +78,17 @@ class BlockChecks:
     Args:
         folder: The chunks.
         names: File name of each.
-        sums: What :func:`read_sums` returned.
+        file: Of the sums, as :func:`read_sums` returned it.
+        sums: Of each chunk.
 
     Attributes:
         left: Number of blocks that have not been read yet.
     """
 
-    def __init__(self, folder: Path, names: Sequence[str], sums: Sequence[np.ndarray]) -> None:
-        self.folder, self.names, self.sums = folder, names, sums
+    def __init__(
+        self, folder: Path, names: Sequence[str], file: MappedFile, sums: Sequence[np.ndarray]
+    ) -> None:
+        self.folder, self.names, self.sums, self._file = folder, names, sums, file
         counts = [len(of_chunk) for of_chunk in sums]
         self.left = sum(counts)
         self._first = [0, *np.cumsum(counts).tolist()]
@@ -110,10 +114,20 @@ class BlockChecks:
                 at = block << _SHIFT
                 stop = min(at + BLOCK_BYTES, len(file.raw))
                 file.require(at, stop)
-                if zlib.crc32(file.raw[at:stop].data) != self.sums[number][block]:
+                if zlib.crc32(file.raw[at:stop].data) != self._sum(number, block):
                     raise self._error(number, at, stop)
                 seen[place] |= bit
                 self.left -= 1
+
+    def _sum(self, number: int, block: int) -> int:
+        at = len(_HEAD) + 4 * (self._first[number] + block)
+        try:
+            self._file.require(at, at + 4)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.folder / CHECKSUMS} is missing or damaged: {read_error(error)}"
+            ) from error
+        return int(self.sums[number][block])
 
     def _error(self, number: int, begin: int, end: int) -> ConfigError:
         of = self.folder.parent

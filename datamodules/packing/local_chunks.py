@@ -82,7 +82,7 @@ class LocalChunks:
         weakref.finalize(self, _forget, self._number).atexit = False
         try:
             if sums := read_sums(folder, self.index.sizes.tolist()):
-                self.checks = BlockChecks(folder, self.index.names, sums)
+                self.checks = BlockChecks(folder, self.index.names, *sums)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{folder / CHECKSUMS} is missing or damaged: {read_error(error)}") from error
 

@@ -229,9 +229,8 @@ def _joined_sums(groups: list[list[dict[str, Any]]], folder: Path) -> Iterator[n
     @lru_cache(1)  # one after the other: a part's chunks follow each other
     def written(part: Path) -> dict[str, np.ndarray]:
         chunks = _index(part)["chunks"]
-        sums = (
-            read_sums(part, [chunk["chunk_bytes"] for chunk in chunks]) or []
-        )  # none: of an earlier version
+        read = read_sums(part, [chunk["chunk_bytes"] for chunk in chunks])
+        sums = read[1] if read else []  # none: of an earlier version
         return {chunk["filename"]: found for chunk, found in zip(chunks, sums, strict=False)}
 
     for first, *others in groups:

@@ -59,7 +59,8 @@ def as_zlib_has_it(folder):
 
 
 def stored(folder):
-    return [sums.tolist() for sums in read_sums(folder, [path.stat().st_size for path in chunks(folder)])]
+    _, sums = read_sums(folder, [path.stat().st_size for path in chunks(folder)])
+    return [of_chunk.tolist() for of_chunk in sums]
 
 
 @pytest.mark.parametrize("vocab_size", [60_000, 1 << 17])
@@ -130,6 +131,17 @@ def test_a_block_is_looked_at_once(folder, monkeypatch):
     assert store._checks is None  # nothing is left to look at
     assert len(looked) == len(expected) + len(chunks(folder))
     assert sum(looked) == sum(path.stat().st_size for path in chunks(folder))
+
+
+def test_sums_that_are_cut_while_they_are_in_use_are_named_and_no_chunk_is(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "train")
+    store = TokenStore(copy)
+    with open(copy / CHECKSUMS, "r+b") as file:
+        file.truncate(16)
+    with pytest.raises(
+        ConfigError, match=rf"{CHECKSUMS} is missing or damaged: .*was cut while it was in use"
+    ):
+        store.read(0, len(store))
 
 
 def test_a_spawned_reader_looks_for_itself(folder, tmp_path):
