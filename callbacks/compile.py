@@ -76,8 +76,6 @@ KEPT = {
 }
 """Why the step of an optimizer, or under a strategy, is not compiled."""
 
-ZERO_BUBBLE = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-
 
 @technique(
     paper="PyTorch 2, ASPLOS 2024, doi:10.1145/3620665.3640366; block by block: torchtitan, arXiv:2410.06511",
@@ -390,9 +388,6 @@ def _obstacle(item: Selected, scope: str, ranks: int) -> str | None:
         return "gathers weights within the blocks in stage 3: take stage 1 or 2, or FSDP"
     if item.name == "HybridParallel" and (own.get("expert") or 1) > 1:
         return "sends tokens within the blocks, as many as are known only then, with expert above 1: leave Compile out"
-    staged = item.name == "HybridParallel" and (own.get("pipeline") or 1) > 1
-    if staged and own.get("schedule") in ZERO_BUBBLE:
-        return f"computes gradients of inputs and of weights apart with {own['schedule']}, and a compiled block both at once: take 1F1B"
     return None
 
 

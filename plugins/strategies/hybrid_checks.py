@@ -119,7 +119,7 @@ def _pipeline_errors(
             "which gloo cannot send: take InterleavedZeroBubble, or a newer torch"
         )
     if run.command == "fit" and given["schedule"] in SPLIT_BACKWARD:
-        yield from _recomputation_errors(run, given["schedule"])
+        yield from _split_backward_errors(run, given["schedule"])
     selected = {item.name for item in run.selected}
     single = run.argument("trainer.accumulate_grad_batches") in (None, 1)
     if "GradientNoiseScale" in selected and single and not layout.half_of(microbatches):
@@ -134,9 +134,14 @@ def _pipeline_errors(
         )
 
 
-def _recomputation_errors(run: Run, schedule: str) -> Iterator[str]:
-    """Yields that what is kept of a block serves one pass through its backward, where the schedule makes two."""
+def _split_backward_errors(run: Run, schedule: str) -> Iterator[str]:
+    """Yields what goes through a block's backward once, where the schedule does so twice."""
     for item in run.selected:
+        if item.name == "Compile":
+            yield (
+                f"schedule {schedule} computes gradients of inputs and of weights apart, and a block that Compile has compiled "
+                "both at once: set schedule to 1F1B or Interleaved1F1B"
+            )
         kept = [name for name in ("keep", "memory_budget") if item.arguments.get(name) not in (None, [])]
         if item.name == "ActivationCheckpointing" and kept:
             yield (

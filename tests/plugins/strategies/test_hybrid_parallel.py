@@ -42,7 +42,11 @@ TOY = {
 
 def recomputed(**init_args):
     """Returns four blocks whose activations are computed again, but for what is kept."""
-    callback = {"class_path": "ActivationCheckpointing", "init_args": init_args}
+    return with_callback("ActivationCheckpointing", **init_args)
+
+
+def with_callback(name, **init_args):
+    callback = {"class_path": name, "init_args": init_args}
     return merge(deepcopy(FOUR_BLOCKS), {"trainer": {"callbacks": [callback]}})
 
 
@@ -74,6 +78,7 @@ REFUSED = [
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["MemoryMonitor"]}}, "which MemoryMonitor does not distinguish"),
     (2, {"pipeline": 2, "schedule": "InterleavedZeroBubble"}, recomputed(keep=["matmul"]), "set its keep to null, or schedule to Interleaved1F1B"),
     (2, {"pipeline": 2, "schedule": "InterleavedZeroBubble"}, recomputed(memory_budget=0.5), "set its memory_budget to null"),
+    (2, {"pipeline": 2, "schedule": "InterleavedZeroBubble"}, with_callback("Compile"), "both at once: set schedule to 1F1B"),
     (2, {"pipeline": 2, "param_format": "bf16"}, {}, "a pipeline without sharded data gathers no weights: set --trainer.precision"),
     (2, {"tensor": 2, "async_tensor": True}, {}, "add Compile with backend inductor"),
     (2, {"pipeline": 2}, {"trainer": {"callbacks": ["GradientNoiseScale"], "accumulate_grad_batches": 1}},
