@@ -70,6 +70,11 @@ def read_sums(folder: Path, sizes: Sequence[int]) -> tuple[MappedFile, list[np.n
     return file, np.split(file.raw[len(_HEAD) :].view("<u4"), ends[:-1])
 
 
+def damaged_sums(folder: Path, error: OSError | ValueError) -> ConfigError:
+    """Returns what is said where the sums of a folder's chunks cannot be read."""
+    return ConfigError(f"{folder / CHECKSUMS} is missing or damaged: {read_error(error)}")
+
+
 class BlockChecks:
     """Holds each block of local chunks against its CRC-32 when this process first reads it, and not again.
 
@@ -124,9 +129,7 @@ class BlockChecks:
         try:
             self._file.require(at, at + 4)
         except OSError as error:
-            raise ConfigError(
-                f"{self.folder / CHECKSUMS} is missing or damaged: {read_error(error)}"
-            ) from error
+            raise damaged_sums(self.folder, error) from error
         return int(self.sums[number][block])
 
     def _error(self, number: int, begin: int, end: int) -> ConfigError:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from core.errors import ConfigError
-from datamodules.packing.block_checksums import CHECKSUMS, BlockChecks, read_sums
+from datamodules.packing.block_checksums import BlockChecks, damaged_sums, read_sums
 from datamodules.packing.mapped_file import MappedFile
 from datamodules.packing.token_index import (
     INDEX,
@@ -84,7 +84,7 @@ class LocalChunks:
             if sums := read_sums(folder, self.index.sizes.tolist()):
                 self.checks = BlockChecks(folder, self.index.names, *sums)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{folder / CHECKSUMS} is missing or damaged: {read_error(error)}") from error
+            raise damaged_sums(folder, error) from error
 
     def require(self, number: int, begin: int, end: int, checks: BlockChecks | None) -> None:
         """Has some bytes of a chunk read, before they are touched, and checks the blocks that hold them.

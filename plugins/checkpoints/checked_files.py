@@ -24,7 +24,12 @@ class Damage(Exception):
 def checksum(path: Path) -> dict[str, Any]:
     """Returns the size of a file in bytes, and its SHA-256."""
     with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return sums_of(path.stat().st_size, hashlib.file_digest(file, "sha256"))
+
+
+def sums_of(size: int, digest: Any) -> dict[str, Any]:
+    """Returns what a manifest says of a file of this size, in bytes, and this hash of `hashlib`."""
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def check(folder: Path, name: str, files: Files) -> int:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from plugins.checkpoints.checked_files import sums_of
+
 
 class HashedFiles(FileSystem):
     """In place of the file system of `FileSystemWriter`.
@@ -54,8 +56,3 @@ class _Stream(io.IOBase):
 
     def sums(self) -> dict[str, Any]:
         return sums_of(self._size, self._hash)
-
-
-def sums_of(size: int, digest: Any) -> dict[str, Any]:
-    """Returns what a manifest says of a file of this size and hash."""
-    return {"bytes": size, "sha256": digest.hexdigest()}

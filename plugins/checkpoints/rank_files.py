@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from core import durable
 from plugins.checkpoints.atomic_checkpoint import system_error
-from plugins.checkpoints.hashed_files import HashedFiles, sums_of
+from plugins.checkpoints.checked_files import sums_of
+from plugins.checkpoints.hashed_files import HashedFiles
 from plugins.checkpoints.part_tables import Numbers, Part, hashed, table, table_file
 from plugins.checkpoints.patience import no_room
 
