@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from core import durable
 from core.errors import ConfigError
 from plugins.checkpoints import sharded, sharded_form
 from plugins.checkpoints.atomic_checkpoint import failure, remove, remove_leftovers, set_aside
-from plugins.checkpoints.checked_files import MANIFEST, checksum
+from plugins.checkpoints.checked_files import MANIFEST, sums_of
+from plugins.checkpoints.hashed_files import HashedFiles
 from plugins.checkpoints.part_tables import TENSORS, tensor_table
 from plugins.checkpoints.patience import Patience, no_room
 from plugins.checkpoints.rank_files import RankFiles
@@ -241,13 +242,12 @@ def _finish(
 ) -> None:
     if error := next((part for part in parts if isinstance(part, Exception)), None):
         raise error
-    _write_state(temporary, rest, parts)
-    _write_tensors(temporary, parts)
+    own = _write_state(temporary, rest, parts) | _write_tensors(temporary, parts)
     files = {name: sums for part in parts for name, sums in part["files"].items()}
     missing = sorted(files.keys() - set(os.listdir(temporary)))
     if remote is None and missing:
         raise OSError(f"{missing[0]} is not visible to rank 0: all ranks have to write to the same disk")
-    files |= {name: checksum(temporary / name) for name in (sharded.STATE, TENSORS)}
+    files |= own
     manifest = json.dumps({"files": dict(sorted(files.items()))}, indent=1).encode()
     marker = hashlib.sha256(manifest).hexdigest() + "\n"
     # What the ranks wrote is flushed: each has done it for its own files.
@@ -280,8 +280,8 @@ def _upload_rest(
     complete(remote, path.name, sizes, marker)
 
 
-def _write_tensors(folder: Path, parts: list[Any]) -> None:
-    """Writes the table of the tensors of all pipeline stages, if each element of them was written once."""
+def _write_tensors(folder: Path, parts: list[Any]) -> dict[str, dict[str, Any]]:
+    """Writes the table of the tensors of all pipeline stages, if each element of them was written once; returns its checksum."""
     tensors = {name: entry for part in parts for name, entry in part["tensors"].items()}
     expected, found = (
         sum(prod(size) for size, _ in tensors.values()),
@@ -289,19 +289,23 @@ def _write_tensors(folder: Path, parts: list[Any]) -> None:
     )
     if found != expected:
         raise ValueError(f"the ranks hold {found:,} elements of tensors that have {expected:,}")
-    (folder / TENSORS).write_bytes(tensor_table(tensors))
+    content = tensor_table(tensors)
+    (folder / TENSORS).write_bytes(content)
     durable.sync(folder / TENSORS)
+    return {TENSORS: sums_of(len(content), hashlib.sha256(content))}
 
 
-def _write_state(folder: Path, rest: dict[str, Any], parts: list[Any]) -> None:
-    """Writes what is not in the tensor files, with the small states of all pipeline stages."""
+def _write_state(folder: Path, rest: dict[str, Any], parts: list[Any]) -> dict[str, dict[str, Any]]:
+    """Writes what is not in the tensor files, with the small states of all pipeline stages; returns its checksum."""
     order = dict.fromkeys([*rest[sharded_form.ORDER], *(name for part in parts for name in part["order"])])
     weights = {name: value for part in parts for name, value in part["weights"].items()}
     rest = {**rest, sharded_form.ORDER: list(order), "state_dict": weights}
     for index, optimizer in enumerate(rest.get("optimizer_states", ())):
         optimizer["state"] = {n: v for part in parts for n, v in part["states"][index].items()}
     # With a path, torch would not report the system's reason.
-    with open(folder / sharded.STATE, "wb") as file:
-        torch.save(rest, file)
+    files = HashedFiles()
+    with files.create_stream(folder / sharded.STATE, "wb") as file:
+        torch.save(rest, cast(Any, file))
         file.flush()
         os.fsync(file.fileno())
+    return files.sums

@@ -325,7 +325,7 @@ def test_a_file_that_changed_since_it_was_checked_is_not_read(save):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs names of open files")
-@pytest.mark.parametrize("name", ["__0_0.distcp", "__0.parts"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", "__0.parts", "state.pt", "tensors.json"])
 def test_what_the_disk_changes_as_it_is_written_is_damage(name, save, tmp_path, monkeypatch):
     """A checksum of the file would take over what the disk made of it."""
     sync, changed = os.fsync, []
